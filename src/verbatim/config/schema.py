@@ -1,0 +1,358 @@
+"""Every key of a run's TOML file, as frozen typed records. Sections keep the names of the processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A table of the file: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+class ComponentConfig(BaseModel):
+    """A plug-in: `type` names a built-in, whose knobs are the other keys; or `type = "custom"` with
+    `import_path` and `kwargs`. Knobs are checked against the component's own signature when it is resolved."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    type: str = "default"
+    """A name from the component's table, or "custom"."""
+    import_path: str | None = None
+    """With "custom": `module.function`."""
+    kwargs: dict[str, Any] = {}
+    """With "custom": keyword arguments of the function."""
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Self:
+        if self.type == "custom":
+            if self.import_path is None:
+                raise ValueError('type = "custom" needs import_path = "module.function"')
+            if self.model_extra:
+                names = ", ".join(self.model_extra)
+                raise ValueError(f'{names}: with type = "custom" arguments go into kwargs = {{ ... }}')
+        elif self.import_path is not None or self.kwargs:
+            raise ValueError(f'import_path and kwargs belong to type = "custom", found type = "{self.type}"')
+        return self
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The keyword arguments for the component."""
+        return dict(self.kwargs) if self.type == "custom" else dict(self.model_extra or {})
+
+
+class BuildConfig(Section):
+    """A small model made on the spot: random weights, and a tokenizer trained on the environments' own text."""
+
+    hidden_size: PositiveInt = 128
+    """Width."""
+    num_layers: PositiveInt = 3
+    """Depth."""
+    num_heads: PositiveInt = 4
+    """Query heads."""
+    num_kv_heads: PositiveInt = 2
+    """Key/value heads."""
+    intermediate_size: PositiveInt = 384
+    """Width of the feed-forward part."""
+    vocab_size: Annotated[int, Field(ge=300)] = 1024
+    """Most tokens the tokenizer learns."""
+    context_length: PositiveInt = 2048
+    """Longest sequence of the model."""
+
+
+class ModelConfig(Section):
+    """The model: a folder or hub id in Hugging Face format, or one to build."""
+
+    name: str | None = None
+    """A local folder or a hub id of a causal language model."""
+    build: BuildConfig | None = None
+    """Instead of a name: make a small model in the run folder."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if (self.name is None) == (self.build is None):
+            raise ValueError("give either name = \"folder or hub id\" or a [model.build] table, not both or neither")
+        return self
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps from 0 to `lr`."""
+    min_lr_ratio: Fraction = 0.0
+    """Where linear and cosine end, as a share of `lr`."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled; not applied to norms and biases."""
+    beta1: Fraction = 0.9
+    """AdamW."""
+    beta2: Fraction = 0.999
+    """AdamW."""
+    eps: PositiveFloat = 1e-8
+    """AdamW."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+
+
+class WarmStartConfig(Section):
+    """Supervised steps before reinforcement learning, on the environment's own demonstrations or a file."""
+
+    steps: PositiveInt = 100
+    """Optimizer steps."""
+    batch_size: PositiveInt = 64
+    """Conversations per step."""
+    conversations: PositiveInt = 1024
+    """How many demonstrations the environment is asked for."""
+    data: Path | None = None
+    """A JSONL file of `{"messages": [...], "tools": [...]}` rows instead of the environment's demonstrations."""
+    optim: OptimConfig = OptimConfig(lr=1e-3)
+    """Its own optimizer, dropped afterwards."""
+
+
+class SamplingConfig(Section):
+    """How tokens are drawn."""
+
+    temperature: NonNegativeFloat = 1.0
+    """Divides the logits."""
+    max_tokens: PositiveInt = 512
+    """Most tokens of one turn."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus; 1 = off."""
+    top_k: NonNegativeInt = 0
+    """0 = off."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """0 = off."""
+    accept_truncation_mismatch: bool = False
+    """Train although top-p, top-k or min-p cut a distribution that the trainer cannot reproduce."""
+
+
+class EnvConfig(Section):
+    """One environment of the mixture."""
+
+    id: str | None = None
+    """A bundled environment."""
+    import_path: str | None = None
+    """Instead of an id: `module.Class` or `module.function` that makes one."""
+    name: str | None = None
+    """What metrics call it; its id or import path by default."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    ratio: PositiveFloat = 1.0
+    """Its share of the groups, relative to the others."""
+    max_turns: PositiveInt = 16
+    """Most turns of one trajectory."""
+    sampling: SamplingConfig | None = None
+    """Overrides [orchestrator.sampling] as a whole."""
+    advantage: ComponentConfig | None = None
+    """Overrides [orchestrator.advantage]."""
+    trajectory_strategy: str | None = None
+    """Overrides orchestrator.trajectory_strategy."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if (self.id is None) == (self.import_path is None):
+            raise ValueError('give either id = "bundled name" or import_path = "module.Class"')
+        return self
+
+    @property
+    def label(self) -> str:
+        """What metrics and records call it."""
+        return self.name or self.id or str(self.import_path)
+
+
+class TrainEnvsConfig(Section):
+    """What is trained on."""
+
+    env: Annotated[tuple[EnvConfig, ...], Field(min_length=1)]
+    """[[orchestrator.train.env]] tables."""
+
+
+class EvalConfig(Section):
+    """When and on what the policy is evaluated: before, during and after."""
+
+    env: tuple[EnvConfig, ...] = ()
+    """[[orchestrator.eval.env]] tables; the training environments if there are none."""
+    interval: PositiveInt = 10
+    """Batches between evaluations."""
+    episodes: PositiveInt = 300
+    """Per environment, the same number for every example (rounded up)."""
+    seed: int = 1_000_003
+    """Its own seeds, whatever the run's seed is."""
+
+
+class RendererConfig(Section):
+    """How messages become ids."""
+
+    name: str = "auto"
+    """"auto", a family such as "qwen3", or "template"."""
+
+
+class OrchestratorConfig(Section):
+    """Rollouts, scoring, and what becomes a batch."""
+
+    train: TrainEnvsConfig
+    """The training environments."""
+    eval: EvalConfig | None = None
+    """Evaluation; none without this table."""
+    batch_size: PositiveInt = 128
+    """Rollouts per batch."""
+    group_size: PositiveInt = 16
+    """Rollouts per example."""
+    seq_len: PositiveInt = 2048
+    """Most tokens of one training sample, and of one trajectory's context."""
+    max_concurrent: PositiveInt = 256
+    """Episodes in flight."""
+    max_async_level: NonNegativeInt = 1
+    """New rollouts for batch n start with weights of version n minus this, or newer. 0 = synchronous."""
+    max_off_policy_steps: NonNegativeInt = 8
+    """Rollouts whose first token is older than this at training are dropped, and counted."""
+    oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
+    """Rollouts in flight, over the batch size."""
+    trajectory_strategy: str = "interleaved"
+    """How a trajectory becomes training samples."""
+    training_mode: Literal["rl"] = "rl"
+    """What the trainer optimises."""
+    episode_timeout: PositiveFloat = 600.0
+    """Seconds after which an episode fails, and is counted."""
+    tool_timeout: PositiveFloat = 60.0
+    """Seconds after which a tool call becomes an error message to the model."""
+    tool_output_limit: PositiveInt = 16_384
+    """Characters of a tool's answer; the rest is cut and the model is told."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn."""
+    renderer: RendererConfig = RendererConfig()
+    """How messages become ids."""
+    advantage: ComponentConfig = ComponentConfig()
+    """How rewards become advantages."""
+    filters: tuple[ComponentConfig, ...] = (ComponentConfig(type="zero_advantage"),)
+    """What is dropped between scoring and training. A list replaces the default wholesale."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.batch_size % self.group_size:
+            down = max(1, self.batch_size // self.group_size) * self.group_size
+            raise ValueError(
+                f"batch_size = {self.batch_size} is not a whole number of groups of group_size = {self.group_size}; "
+                f"for example batch_size = {down}"
+            )
+        return self
+
+
+class TrainerConfig(Section):
+    """One optimizer step."""
+
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule."""
+    loss: ComponentConfig = ComponentConfig()
+    """What is minimised."""
+    packing: Literal["auto", "rows"] = "auto"
+    """How samples are laid out in memory."""
+    micro_batch_tokens: PositiveInt = 16_384
+    """Most tokens of one forward pass; a single longer sample is one by itself."""
+    logprob_chunk: PositiveInt = 2048
+    """Targets whose vocabulary-sized logits exist at one time."""
+    optimizer_steps_per_batch: PositiveInt = 1
+    """Optimizer steps taken on each batch, on disjoint parts of it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward pass; master weights are float32."""
+    device: str = "auto"
+    """"auto" takes CUDA where there is one."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+
+
+class InferenceConfig(Section):
+    """The rollout engine."""
+
+    backend: Literal["torch"] = "torch"
+    """The embedded sampler."""
+    max_batch_size: PositiveInt = 64
+    """Sequences decoded together."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and key/value cache."""
+    device: str = "auto"
+    """"auto" takes CUDA where there is one."""
+    deterministic: bool = False
+    """Same request, seed and weights: same ids and logprobs, bit for bit, whatever else is in the batch."""
+    on_weight_update: Literal["recompute", "keep"] = "recompute"
+    """What happens to the key/value cache of sequences in flight when new weights arrive."""
+    prefill_chunk: PositiveInt = 2048
+    """Most prompt tokens processed between two decode steps."""
+
+
+class CheckpointConfig(Section):
+    """What is kept so that a run can go on."""
+
+    interval: PositiveInt = 25
+    """Batches between checkpoints; one is always written at the end and on Ctrl-C."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints kept."""
+    keep_every: PositiveInt | None = None
+    """Also keep every n-th."""
+
+
+class MonitorConfig(Section):
+    """What is written down."""
+
+    save_trajectories: bool = True
+    """Every training trajectory as JSONL, with ids, logprobs, versions."""
+
+
+class RunConfig(Section):
+    """One run: the whole file."""
+
+    name: str | None = None
+    """Names the folder under `runs/`; the file's name by default."""
+    run_dir: Path | None = None
+    """An explicit run folder; by default `runs/{name}/{time stamp}`."""
+    max_steps: PositiveInt = 100
+    """Batches."""
+    seed: int = 0
+    """Of everything that is random."""
+    model: ModelConfig
+    """The model."""
+    warm_start: WarmStartConfig | None = None
+    """Supervised steps first."""
+    orchestrator: OrchestratorConfig
+    """Rollouts and batches."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Optimizer steps."""
+    inference: InferenceConfig = InferenceConfig()
+    """The rollout engine."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    monitor: MonitorConfig = MonitorConfig()
+    """Logs."""
+
+    @model_validator(mode="after")
+    def _trainable_sampling(self) -> Self:
+        places = [("orchestrator.sampling", self.orchestrator.sampling)]
+        for i, env in enumerate(self.orchestrator.train.env):
+            if env.sampling is not None:
+                places.append((f"orchestrator.train.env.{i}.sampling", env.sampling))
+        for where, sampling in places:
+            if sampling.temperature == 0:
+                raise ValueError(
+                    f"{where}.temperature = 0: greedy tokens have no distribution to train on; use a temperature "
+                    "above 0, for example 1.0 (evaluation may be greedy: set it on an [[orchestrator.eval.env]])"
+                )
+            if (sampling.top_p < 1 or sampling.top_k or sampling.min_p) and not sampling.accept_truncation_mismatch:
+                raise ValueError(
+                    f"{where} cuts the distribution (top_p, top_k or min_p), which the trainer cannot reproduce; "
+                    "remove it, or accept the mismatch with accept_truncation_mismatch = true"
+                )
+        return self

@@ -1,0 +1,73 @@
+"""What a user writes: tasks, tools and rewards, in messages only, never in token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from verbatim.tools.base import Tool
+from verbatim.types import Example, Message, Trajectory
+
+Score = float | Mapping[str, float]
+"""A reward, or its named parts, which are added up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What an environment answers when the model speaks without calling a tool."""
+
+    messages: Sequence[Message] = ()
+    """Appended to the conversation."""
+    done: bool = False
+    """Ends the episode: nothing is sampled after it."""
+    reward: float | None = None
+    """The reward of the turn that was answered."""
+
+
+class Agent(Protocol):
+    """What an environment with its own control flow samples through."""
+
+    async def sample(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main"
+    ) -> Message:
+        """Record one turn of the named agent and return the assistant's message.
+
+        Raises:
+            EpisodeOver: the trajectory ran out of turns or tokens; let it pass through.
+        """
+
+
+class Episode:
+    """One rollout's state. Subclass it, or write any object with these names."""
+
+    messages: Sequence[Message] = ()
+    """The opening messages."""
+    tools: Sequence[Tool] = ()
+    """Its own tools, bound to its own state."""
+
+    async def reply(self, message: Message) -> Reply:
+        """Answer a message without a tool call. The default ends the episode."""
+        return Reply(done=True)
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """What the finished episode earned."""
+        raise NotImplementedError(f"{type(self).__name__} must say what an episode earned: write `score`")
+
+    def state_key(self) -> str | None:
+        """Names the state the next turn acts in, for advantages that compare equal states."""
+        return None
+
+    async def close(self) -> None:
+        """Release what the episode holds. Called exactly once, whatever happened."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """A task. `run(agent)` on its episodes replaces `reply` where the environment owns its control flow."""
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The rows of "train" or "eval"."""
+
+    async def start(self, example: Example, seed: int) -> Episode:
+        """A fresh episode about this example; all its randomness comes from the seed."""

@@ -1,0 +1,63 @@
+"""Everything Verbatim raises on purpose, in one hierarchy.
+
+```
+VerbatimError
+├── UsageError (ValueError)      a person can mend it: says what was found, what was expected, what to type
+│   ├── ConfigError              a TOML file or a command-line override
+│   ├── ModelError               a model folder or id that cannot be loaded, or that cannot do what is asked
+│   ├── ComponentError           a plug-in that cannot be imported, called, or that returned the wrong thing
+│   └── CheckpointError          a checkpoint that is missing, damaged, or of another run
+├── RolloutError                 bad data from a rollout: kept on its trajectory, counted, the run goes on
+│   ├── RecordError (ValueError) ids, logprobs or turns that cannot be what a sampler returned
+│   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
+│   └── SamplerFault             an inference engine failed for good
+└── RunStopped                   the run cannot usefully go on (every rollout fails, nothing left to sample)
+```
+
+A broken invariant of our own (the ledger does not add up, a token trained twice) is an `AssertionError`:
+a crash, never a warning.
+"""
+
+
+class VerbatimError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class UsageError(VerbatimError, ValueError):
+    """A person can mend it; the message says what was found, what was expected and what to type."""
+
+
+class ConfigError(UsageError):
+    """A configuration file or override is wrong; names file, line and key."""
+
+
+class ModelError(UsageError):
+    """A model cannot be loaded, or cannot do what is asked of it."""
+
+
+class ComponentError(UsageError):
+    """A plug-in cannot be imported or called, or returned the wrong thing."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class RolloutError(VerbatimError):
+    """Bad data from one rollout. It stays on its trajectory and is counted; the run goes on."""
+
+
+class RecordError(RolloutError, ValueError):
+    """Ids, logprobs or turns that cannot be what a sampler returned."""
+
+
+class EnvironmentFault(RolloutError):
+    """An environment or a tool raised, hung, or returned something impossible."""
+
+
+class SamplerFault(RolloutError):
+    """An inference engine failed for good on one request."""
+
+
+class RunStopped(VerbatimError):
+    """The run cannot usefully go on; the message says why."""

@@ -1,0 +1,108 @@
+"""What every rollout engine looks like from outside: exact ids in, exact ids, logprobs and versions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from verbatim.types import Float32, Int32, StopReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. Logprobs are always of the distribution these describe."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token (evaluation only: training refuses it)."""
+    max_tokens: int = 512
+    """Most tokens of one completion, the stop token included."""
+    top_p: float = 1.0
+    """Nucleus: the smallest set of tokens with this much probability. 1 = off."""
+    top_k: int = 0
+    """The k most likely tokens. 0 = off."""
+    min_p: float = 0.0
+    """Tokens with at least this share of the most likely one's probability. 0 = off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A completion ends with the first of these; it is part of the completion."""
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+            ("temperature", self.temperature >= 0, ">= 0"),
+            ("max_tokens", self.max_tokens >= 1, ">= 1"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, ">= 0"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+        ):
+            if not ok:
+                raise ValueError(f"sampling: {name} = {getattr(self, name)}; expected {expected}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-p, top-k or min-p cut the distribution (a trainer cannot reproduce that)."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleRequest:
+    """One generation, as exact ids."""
+
+    prompt_ids: Int32
+    """int32 [P]; not empty."""
+    params: SamplingParams
+    """How to draw."""
+    seed: int
+    """Randomness is a function of (seed, position of the token in the whole sequence) only."""
+    session: str = ""
+    """Requests of one session share a growing prefix: a hint for prefix caching, never needed."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """What was sampled, as exact ids."""
+
+    ids: Int32
+    """int32 [C]; ends with a stop id if `stop_reason` is "stop"."""
+    logprobs: Float32 | None
+    """float32 [C], of the distribution that was sampled from; None = the engine cannot say."""
+    policy_versions: Int32 | None
+    """The weights that sampled each token: int32 [C]."""
+    stop_reason: StopReason
+    """"stop", "length" or "cancelled"."""
+    queued_seconds: float = 0.0
+    """Waiting for a place in the batch."""
+    generated_seconds: float = 0.0
+    """From there to the last token."""
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """A rollout engine. All methods may be called concurrently from one event loop.
+
+    Raises (everywhere): SamplerFault when the engine failed for good; RecordError for a prompt that is empty,
+    too long, or holds ids outside the vocabulary.
+    """
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights in use."""
+
+    async def generate(self, request: SampleRequest) -> Completion:
+        """Sample one completion. Cancelling the call frees its place in the batch."""
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        """Load a Hugging Face folder between two decode steps; nothing in flight is lost."""
+
+    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
+        """Logprob of each token given those before it: float32 [L]; the first is NaN."""
+
+    async def close(self) -> None:
+        """Stop; whatever is in flight ends as cancelled."""

@@ -1,0 +1,59 @@
+"""What a loss sees and returns: one trajectory's logprobs, advantages and mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One whole trajectory: its samples one after the other, `seq` tokens in all.
+
+    Outside `loss_mask` both logprobs are 0 and carry no gradient, so a ratio over the sequence is 1 there.
+    """
+
+    trainer_logprobs: Tensor
+    """pi, the policy being trained: float [seq], carries gradient."""
+    inference_logprobs: Tensor
+    """mu, the policy that sampled: float [seq]."""
+    teacher_logprobs: Tensor | None
+    """The teacher's: float [seq]; None without a teacher."""
+    advantages: Tensor
+    """float [seq]."""
+    loss_mask: Tensor
+    """bool [seq]."""
+    chunk_ids: Tensor | None = None
+    """The turn of each sampled token: int [seq], -1 outside the mask."""
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """A loss and what to log beside it."""
+
+    loss: Tensor
+    """The sum over the trained tokens, a scalar; the trainer divides by the normaliser of the optimizer step."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars. Averaged over trained tokens (token level) or trajectories; `*_min` / `*_max` are kept as such."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An entry of `LOSSES`: the function and what the trainer must know to call it."""
+
+    function: Callable[..., LossOutputs]
+    """`function(inputs: LossInputs, **knobs) -> LossOutputs`; its keyword arguments are the knobs."""
+    level: Literal["token", "chunk", "sequence"]
+    """"token": a sum of per-token terms, so it may be given any tokens. Otherwise it must see a trajectory whole."""
+    normalizer: Literal["tokens", "trajectories"] = "tokens"
+    """What the sum is divided by, counted over the whole optimizer step and all ranks."""
+    knobs: dict[str, Any] = field(default_factory=dict)
+    """Bound keyword arguments."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """Apply the loss with its knobs."""
+        return self.function(inputs, **self.knobs)

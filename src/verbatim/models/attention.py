@@ -1,0 +1,57 @@
+"""One seam for attention: every forward pass brings a plan that says who attends to whom.
+
+Models are loaded with `attn_implementation="verbatim"` and called with `attention_plan=plan`. `transformers`
+then builds no mask of its own and each attention layer calls `plan.attend`. Packed rows, prefix trees and the
+sampler's key/value cache are plans; the model code stays the one of `transformers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION = "verbatim"
+
+
+class AttentionPlan(Protocol):
+    """Legend: B batch, H query heads, K key/value heads, T tokens, D head size."""
+
+    def attend(
+        self,
+        layer_index: int,
+        query_BHTD: Tensor,
+        key_BKTD: Tensor,
+        value_BKTD: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """The attention output, [B, T, H, D]."""
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    *,
+    attention_plan: AttentionPlan,
+    **unsupported: Any,
+) -> tuple[Tensor, None]:
+    for name in ("softcap", "s_aux"):
+        if unsupported.get(name) is not None:
+            raise NotImplementedError(f"{type(module).__name__} uses attention with {name}, which has no plan yet")
+    assert dropout == 0.0, "attention dropout would make trainer and sampler two different policies"
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer_index: int = module.layer_idx  # type: ignore[assignment]
+    out = attention_plan.attend(layer_index, query, key, value, scale=scale, sliding_window=sliding_window)
+    return out, None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)

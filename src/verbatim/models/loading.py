@@ -1,0 +1,120 @@
+"""Load, refresh and save causal language models in Hugging Face format."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from verbatim.errors import ModelError
+from verbatim.models.attention import ATTENTION
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def resolve_device(device: str) -> torch.device:
+    """"auto" takes CUDA where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def _looks_local(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
+
+
+def _check_exists(name: str) -> str:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model folder {name!r} has no config.json; expected a folder that "
+                             "`model.save_pretrained` wrote")  # fmt: skip
+        return str(path)
+    if _looks_local(name):
+        raise ModelError(f"there is no model folder {name!r}; set model.name to a folder in Hugging Face format, to a "
+                         "hub id such as \"Qwen/Qwen3-0.6B\", or use a [model.build] table")  # fmt: skip
+    return name
+
+
+def load_model(name: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu") -> Any:
+    """A causal language model in eval mode, whose attention follows an `AttentionPlan`.
+
+    Raises:
+        ModelError: no such folder or id, no causal language model, or mixing layers that no plan can describe.
+    """
+    source = _check_exists(str(name))
+    try:
+        config = AutoConfig.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype], attn_implementation=ATTENTION)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {str(name)!r} cannot be loaded as a causal language model: {error}") from error
+    _refuse_unplanned_mixing(model, config)
+    model.eval()
+    return model.to(resolve_device(str(device)))
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """The model's fast tokenizer.
+
+    Raises:
+        ModelError: none there, or a slow one, or one without a chat template.
+    """
+    source = _check_exists(str(name))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {str(name)!r} has no tokenizer that can be loaded: {error}") from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"model {str(name)!r} has only a slow tokenizer; a tokenizer.json is needed")
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"model {str(name)!r} has no chat template, so messages cannot become prompts; use an instruction-tuned "
+            "model, or put a chat_template.jinja into its folder"
+        )
+    return tokenizer
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Replace a model's weights in place by a folder's, without building a second model.
+
+    Raises:
+        ModelError: tensors that are missing, unknown or of another shape; the model is then unchanged.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no *.safetensors")
+    incoming: dict[str, torch.Tensor] = {}
+    for file in files:
+        incoming.update(load_file(file))
+    own = dict(model.named_parameters(remove_duplicate=False))
+    own.update({k: v for k, v in model.named_buffers() if k in model.state_dict()})
+    unknown = [k for k in incoming if k not in own]
+    storages = {own[k].data_ptr() for k in incoming if k in own}
+    missing = [k for k, v in own.items() if k not in incoming and v.data_ptr() not in storages]
+    shapes = [k for k, v in incoming.items() if k in own and own[k].shape != v.shape]
+    if unknown or missing or shapes:
+        raise ModelError(f"{folder} does not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
+                         f"other shape {shapes[:3]}")  # fmt: skip
+    with torch.no_grad():
+        for key, value in incoming.items():
+            own[key].copy_(value)
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a folder that `from_pretrained` loads (and that names no private attention implementation)."""
+    model.save_pretrained(folder, safe_serialization=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _refuse_unplanned_mixing(model: nn.Module, config: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or not getattr(model, "_supports_attention_backend", False):
+        what = ", ".join(sorted(kinds)) or "attention that cannot be replaced"
+        raise ModelError(f"{type(model).__name__} mixes tokens by {what}; only attention layers that go through "
+                         "transformers' attention interface can be packed and cached exactly")  # fmt: skip

@@ -1,0 +1,71 @@
+"""Messages to ids and back: the one place where text and tokens meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from verbatim.types import Int32, Message, ToolCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedResponse:
+    """A completion, read as a message. Ids stay the truth; this is for people, tools and environments."""
+
+    content: str
+    """The text beside reasoning and tool calls."""
+    reasoning_content: str | None = None
+    """The thinking, if there was any."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Every attempted call in order, each with its parse status."""
+
+    def message(self) -> Message:
+        """The assistant message, in OpenAI's chat format; only well-formed calls are in it."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        calls = [call for call in self.tool_calls if call.status == "ok"]
+        if calls:
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function",
+                 "function": {"name": str(c.name), "arguments": dict(c.arguments or {})}} for c in calls
+            ]  # fmt: skip
+        return message
+
+
+@runtime_checkable
+class Renderer(Protocol):
+    """A model's chat format. Text of users and tools never becomes a special token."""
+
+    name: str
+    """The family, or "template"."""
+    stop_token_ids: tuple[int, ...]
+    """A sampled turn ends with one of these."""
+
+    def render_ids(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Int32:
+        """The ids of a whole conversation: int32 [L]."""
+
+    def parse_response(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> ParsedResponse:
+        """Read a completion; never raises on what a model may sample."""
+
+    def bridge_to_next_turn(
+        self,
+        prev_prompt_ids: Int32,
+        prev_completion_ids: Int32,
+        new_messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Int32 | None:
+        """The next prompt, as the previous turn's ids verbatim plus the new messages and the generation prompt.
+
+        None where it cannot be proven that this is what the model would be given; the caller renders anew and
+        the next turn starts a new training sample.
+        """
+
+    def decode(self, ids: Int32) -> str:
+        """Text for people, special tokens included."""

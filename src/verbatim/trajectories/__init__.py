@@ -1,0 +1,3 @@
+"""Trajectory to training samples: pure functions over records; no torch, no asyncio."""
+
+def build_samples(*a, **k): ...

@@ -1,0 +1,603 @@
+"""The records that travel down the line, from an example to a micro-batch.
+
+All are frozen; ids are int32 arrays, logprobs float32. Bad data is refused where it enters, with a
+`RecordError` that names turn and position; nothing downstream checks it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbatim.errors import RecordError
+
+Int32: TypeAlias = NDArray[np.int32]
+Float32: TypeAlias = NDArray[np.float32]
+Bool: TypeAlias = NDArray[np.bool_]
+Ids: TypeAlias = Int32 | Sequence[int]
+
+MAX_POSITIVE_LOGPROB = 1e-4
+"""Rounding may leave a logprob this far above 0; it is stored as 0. Anything above is refused."""
+
+
+class FunctionCall(TypedDict):
+    """The function part of a tool call, as OpenAI's chat format has it."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class MessageToolCall(TypedDict, total=False):
+    """A tool call inside an assistant message, as OpenAI's chat format has it."""
+
+    id: str
+    type: Literal["function"]
+    function: Required[FunctionCall]
+
+
+class Message(TypedDict):
+    """One chat message, as OpenAI's chat format has it."""
+
+    role: str
+    content: str
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[MessageToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+class StopReason(StrEnum):
+    """Why a completion, or a trajectory, ended (reference table in docs/rollouts.md)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    MAX_TURNS = "max_turns"
+    API_ERROR = "api_error"
+    CANCELLED = "cancelled"
+
+    @property
+    def truncated(self) -> bool:
+        """Whether something was cut off: everything but a natural stop."""
+        return self is not StopReason.STOP
+
+
+ParseStatus: TypeAlias = Literal["ok", "invalid_json", "unclosed_block", "missing_name", "malformed_structure",
+                                 "unknown_tool", "invalid_arguments"]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """One attempt of the model to call a tool, well-formed or not."""
+
+    name: str | None
+    """The function's name; None where it could not be read."""
+    arguments: Mapping[str, Any] | None
+    """The parsed arguments; None where they could not be read."""
+    status: ParseStatus = "ok"
+    """"ok", or what is wrong with it."""
+    raw: str = ""
+    """The text between the call's delimiters, as sampled."""
+    id: str = ""
+    """Identifies the call inside its trajectory; the tool message answers to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One row of a data set. Which example a rollout is about, and what its environment needs to start it."""
+
+    id: str
+    """Unique inside its environment."""
+    env: str = ""
+    """The name of its environment."""
+    messages: tuple[Message, ...] = ()
+    """Opening messages, where the data set has them."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tool schemas, where the data set has them."""
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever the environment needs (the secret, the answer, ...). JSON values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnTiming:
+    """Wall-clock seconds of one turn."""
+
+    queued: float = 0.0
+    """From the request to the first prompt token processed."""
+    generated: float = 0.0
+    """From there to the last sampled token."""
+    tools: float = 0.0
+    """In tools and environment after the completion."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Ids, stored once
+
+
+class TokenPath:
+    """A token sequence stored as the length it shares with another one, plus what is new.
+
+    A turn's prompt extends what the trajectory already knows, so T turns of a trajectory of L tokens take
+    O(L) memory instead of O(T L).
+
+    Example: a root `[5, 6]`, and `TokenPath([9], base=root, shared=1)`, is `[5, 9]`.
+    """
+
+    __slots__ = ("base", "shared", "tail")
+
+    def __init__(self, tail: Ids, base: TokenPath | None = None, shared: int = 0) -> None:
+        assert 0 <= shared <= (len(base) if base is not None else 0)
+        self.tail = _frozen(np.asarray(tail, dtype=np.int32))
+        self.base = base if shared else None
+        self.shared = shared
+
+    def __len__(self) -> int:
+        return self.shared + len(self.tail)
+
+    def materialize(self) -> Int32:
+        """The whole sequence as one new, read-only int32 array."""
+        out = np.empty(len(self), dtype=np.int32)
+        node: TokenPath | None = self
+        end = len(self)
+        while node is not None and end:
+            if end > node.shared:
+                out[node.shared : end] = node.tail[: end - node.shared]
+                end = node.shared
+            node = node.base
+        return _frozen(out)
+
+
+def common_prefix_length(a: Int32, b: Int32) -> int:
+    """How many leading ids two sequences share.
+
+    >>> common_prefix_length(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
+    2
+    """
+    n = min(len(a), len(b))
+    if np.array_equal(a[:n], b[:n]):
+        return n
+    return int(np.argmax(a[:n] != b[:n]))
+
+
+def _frozen(array: NDArray[Any]) -> Any:
+    if array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = False
+    return array
+
+
+def _as_ids(values: object, what: str) -> Int32:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise RecordError(f"{what}: expected one list of token ids, found an array of shape {array.shape}")
+    if array.size == 0:
+        return np.empty(0, dtype=np.int32)
+    if array.dtype.kind not in "iu":
+        raise RecordError(f"{what}: token ids are integers, found {array.dtype}")
+    bad = np.flatnonzero((array < 0) | (array > np.iinfo(np.int32).max))
+    if bad.size:
+        raise RecordError(f"{what}: id {int(array[bad[0]])} at position {int(bad[0])} is not a token id")
+    return _frozen(array.astype(np.int32))  # a copy: the caller's array stays the caller's
+
+
+class _PromptIds:
+    """Stores a prompt as a TokenPath and reads it back as an int32 array."""
+
+    def __get__(self, turn: Turn | None, owner: type) -> Int32:
+        if turn is None:
+            raise AttributeError("prompt_ids")  # tells dataclass that there is no default
+        return turn.prompt_path.materialize()
+
+    def __set__(self, turn: Turn, value: Ids | TokenPath) -> None:
+        path = value if isinstance(value, TokenPath) else TokenPath(_as_ids(value, "prompt_ids"))
+        turn.__dict__["prompt_path"] = path
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Turn:
+    """One model request and its response, as exact ids.
+
+    Raises:
+        RecordError: lengths that do not match, ids that are no ids, a logprob that is NaN, infinite or above 0.
+    """
+
+    prompt_ids: Int32 = _PromptIds()  # type: ignore[assignment]
+    """The exact ids that were sent: int32 [P]. Kept as a `TokenPath`; reading it makes an array."""
+    completion_ids: Int32
+    """The exact ids that came back, the stop token included: int32 [C]."""
+    logprobs: Float32 | None = None
+    """Of each completion id, under the distribution that was sampled from: float32 [C]; None = missing."""
+    policy_versions: Int32 | None = None
+    """The policy version that sampled each completion id: int32 [C]; None = unknown."""
+    stop_reason: StopReason = StopReason.STOP
+    """Why the completion ended."""
+    temperature: float = 1.0
+    """The temperature it was sampled at."""
+    reward: float | None = None
+    """The turn's own reward; None if it has none."""
+    advantage: float | None = None
+    """The advantage of this turn's tokens; None inherits the trajectory's."""
+    state_key: str | None = None
+    """Names the environment state it acted in (for `gigpo`)."""
+    agent: str = "main"
+    """Which agent spoke."""
+    parse_status: ParseStatus = "ok"
+    """"ok", or the first thing that was wrong with the completion's tool calls."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Every attempted call, in order."""
+    timing: TurnTiming | None = None
+    """Seconds spent."""
+    attachments: None = None
+    """Reserved: turns are text only today."""
+
+    def __post_init__(self) -> None:
+        completion = _as_ids(self.completion_ids, "completion_ids")
+        put = object.__setattr__
+        put(self, "completion_ids", completion)
+        put(self, "stop_reason", StopReason(self.stop_reason))
+        put(self, "tool_calls", tuple(self.tool_calls))
+        if self.logprobs is not None:
+            put(self, "logprobs", _as_logprobs(self.logprobs, len(completion)))
+        if self.policy_versions is not None:
+            versions = np.array(self.policy_versions, dtype=np.int32)
+            if versions.shape != completion.shape:
+                raise RecordError(f"policy_versions: {versions.size} for {len(completion)} completion ids")
+            put(self, "policy_versions", _frozen(versions))
+        if not (np.isfinite(self.temperature) and self.temperature >= 0):
+            raise RecordError(f"temperature: expected a finite number >= 0, found {self.temperature}")
+
+    @property
+    def prompt_path(self) -> TokenPath:
+        """The prompt as it is stored."""
+        path: TokenPath = self.__dict__["prompt_path"]
+        return path
+
+    @property
+    def context_path(self) -> TokenPath:
+        """Prompt and completion together, sharing the prompt's storage."""
+        return TokenPath(self.completion_ids, base=self.prompt_path, shared=len(self.prompt_path))
+
+    def replace(self, **changes: Any) -> Turn:
+        """A copy with some fields changed; the prompt's storage stays shared."""
+        changes.setdefault("prompt_ids", self.prompt_path)
+        return dataclasses.replace(self, **changes)
+
+
+def _as_logprobs(values: object, expected: int) -> Float32:
+    try:
+        logprobs = np.array(values, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"logprobs: every entry must be a number ({error}); pass None for a whole turn "
+                          "whose logprobs are missing") from None  # fmt: skip
+    if logprobs.shape != (expected,):
+        raise RecordError(f"logprobs: {logprobs.size} for {expected} completion ids")
+    bad = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > MAX_POSITIVE_LOGPROB))
+    if bad.size:
+        raise RecordError(
+            f"logprobs: {logprobs[bad[0]]} at position {int(bad[0])}; expected a finite number <= 0. "
+            "A logprob that is not known is missing (None), never 0.0 or NaN"
+        )
+    result: Float32 = _frozen(np.minimum(logprobs, np.float32(0)))
+    return result
+
+
+# --------------------------------------------------------------------------------------------------
+# Trajectory and group
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trajectory(Mapping[str, Any]):
+    """The record of one episode: every turn as exact ids, the conversation, and what it earned.
+
+    It is also a read-only mapping: every field by its name, and the keys that rollouts document (`messages`,
+    `input_ids`, `labels`, `logprobs`, `turns` as a count, `samples`).
+
+    Example:
+        >>> first = Turn(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5])
+        >>> second = Turn(prompt_ids=[1, 2, 3, 4], completion_ids=[5], logprobs=[-0.25])
+        >>> t = Trajectory(example_id="x", turns=(first, second), reward=1.0)
+        >>> t["turns"], t["input_ids"], t["labels"]
+        (2, [1, 2, 3, 4, 5], [-100, -100, 3, -100, 5])
+        >>> t.num_stored_tokens
+        5
+    """
+
+    example_id: str
+    """The example it is about."""
+    turns: tuple[Turn, ...] = ()
+    """Every request and response, in the order of sampling, sub-agents' included."""
+    messages: tuple[Message, ...] = ()
+    """The main agent's conversation, for people and tools; never the source of ids."""
+    reward: float | None = None
+    """What it earned; None if it was never scored."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """The reward's named parts, where the environment gives them."""
+    env: str = ""
+    """The name of its environment."""
+    trajectory_id: str = ""
+    """Unique in its run."""
+    group_id: str = ""
+    """The group it belongs to."""
+    sample_index: int = 0
+    """Its place in the group."""
+    seed: int | None = None
+    """The seed of its sampling."""
+    advantage: float | None = None
+    """The advantage of all its sampled tokens, unless a turn has its own."""
+    stop_reason: StopReason | None = None
+    """Why it ended."""
+    truncated: bool = False
+    """Whether something was cut off."""
+    error: str | None = None
+    """What went wrong; a trajectory with an error is never trained on."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the environment wants kept. JSON values."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "turns", _share_prompts(tuple(self.turns)))
+        put(self, "messages", tuple(self.messages))
+        if self.stop_reason is not None:
+            put(self, "stop_reason", StopReason(self.stop_reason))
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the sampler produced."""
+        return sum(len(turn.completion_ids) for turn in self.turns)
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Ids held in memory: O(L), each distinct (context, token) of a run of turns once."""
+        return sum(len(turn.prompt_path.tail) + len(turn.completion_ids) for turn in self.turns)
+
+    @property
+    def num_breaks(self) -> int:
+        """Turns whose prompt does not extend the turn before it exactly."""
+        return sum(1 for before, turn in zip(self.turns, self.turns[1:], strict=False) if not _extends(before, turn))
+
+    def replace(self, **changes: Any) -> Trajectory:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    # -- the mapping view
+
+    def __getitem__(self, key: str) -> Any:
+        match key:
+            case "turns":
+                return len(self.turns)
+            case "messages":
+                return [dict(message) for message in self.messages]
+            case "input_ids" | "labels" | "logprobs":
+                return getattr(self._flat(), key)
+            case "samples":
+                from verbatim.trajectories import build_samples  # the one look to the right, for this view
+
+                return build_samples(self)
+            case _ if key in _TRAJECTORY_KEYS:
+                return getattr(self, key)
+        raise KeyError(f"{key!r}; a trajectory has {', '.join(_TRAJECTORY_KEYS)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_TRAJECTORY_KEYS)
+
+    def __len__(self) -> int:
+        return len(_TRAJECTORY_KEYS)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def _flat(self) -> _Flat:
+        if self.num_breaks:
+            raise ValueError(
+                f"trajectory {self.trajectory_id or self.example_id!r} has {self.num_breaks} break(s): one list "
+                "cannot hold two contexts. Read trajectory['samples'] instead"
+            )
+        if not self.turns:
+            return _Flat([], [], [])
+        ids = self.turns[-1].context_path.materialize()
+        labels = np.full(len(ids), -100, dtype=np.int64)
+        logprobs: list[float | None] = [None] * len(ids)
+        for turn in self.turns:
+            if turn.logprobs is None:
+                continue  # context only: a token without a logprob is never a label
+            start = len(turn.prompt_path)
+            end = start + len(turn.completion_ids)
+            labels[start:end] = turn.completion_ids
+            logprobs[start:end] = turn.logprobs.tolist()
+        return _Flat(ids.tolist(), labels.tolist(), logprobs)
+
+
+@dataclass(frozen=True)
+class _Flat:
+    input_ids: list[int]
+    labels: list[int]
+    logprobs: list[float | None]
+
+
+_TRAJECTORY_KEYS = (*(f.name for f in dataclasses.fields(Trajectory)), "input_ids", "labels", "logprobs", "samples")
+
+
+def _extends(before: Turn, turn: Turn) -> bool:
+    path = turn.prompt_path
+    context = len(before.prompt_path) + len(before.completion_ids)
+    if path.shared >= context and path.base is not None and path.base.tail is before.completion_ids:
+        return True
+    whole = before.context_path.materialize()
+    return len(path) >= context and np.array_equal(path.materialize()[:context], whole)
+
+
+def _share_prompts(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """Store each prompt as what it shares with an earlier turn of the trajectory, plus the rest."""
+    shared: list[Turn] = []
+    for turn in turns:
+        path = turn.prompt_path
+        if path.base is None and shared and len(path):
+            prompt = path.tail
+            best, length = None, 0
+            for earlier in reversed(shared):
+                context = earlier.context_path
+                if len(context) <= length:
+                    continue
+                n = common_prefix_length(context.materialize(), prompt)
+                if n > length:
+                    best, length = context, n
+                if n == len(context):
+                    break  # an exact extension: nothing shares more with less
+            if best is not None:
+                turn = turn.replace(prompt_ids=TokenPath(prompt[length:].copy(), base=best, shared=length))  # noqa: PLW2901
+        shared.append(turn)
+    return tuple(shared)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """The trajectories of one example: what advantages are computed over."""
+
+    group_id: str
+    """Unique in its run."""
+    example_id: str
+    """The example they are about."""
+    env: str
+    """The name of their environment."""
+    trajectories: tuple[Trajectory, ...]
+    """In the order of their `sample_index`; failed ones included."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trajectories", tuple(self.trajectories))
+
+    @property
+    def completed(self) -> tuple[Trajectory, ...]:
+        """Those without an error."""
+        return tuple(t for t in self.trajectories if t.error is None)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the trainer sees
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingSample:
+    """A run of tokens with what is trained marked; all arrays are parallel over its length L.
+
+    Example: prompt `[1, 2]`, completion `[3]`, a tool's reply `[4]`, completion `[5]` gives
+    `token_ids = [1, 2, 3, 4, 5]`, `loss_mask = [F, F, T, F, T]`, `chunk_ids = [-1, -1, 0, -1, 1]`.
+    """
+
+    token_ids: Int32
+    """int32 [L]."""
+    loss_mask: Bool
+    """bool [L]; True where a sampled token is trained."""
+    logprobs: Float32
+    """Inference logprobs, float32 [L]; NaN where nothing was sampled, or the logprob is missing."""
+    advantages: Float32
+    """float32 [L]; 0 outside the mask."""
+    chunk_ids: Int32
+    """The turn's index, int32 [L]; -1 outside the mask."""
+    policy_versions: Int32
+    """int32 [L]; -1 outside the mask, or unknown."""
+    temperatures: Float32
+    """float32 [L]; 1 outside the mask."""
+    teacher_logprobs: Float32 | None = None
+    """float32 [L], or None."""
+    trajectory_id: str = ""
+    """The trajectory it comes from."""
+    group_id: str = ""
+    """That trajectory's group."""
+    env: str = ""
+    """Its environment."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, np.ndarray):
+                assert value.shape == self.token_ids.shape, f"{f.name}: {value.shape} != {self.token_ids.shape}"
+                object.__setattr__(self, f.name, _frozen(value))
+        assert not (len(self.loss_mask) and self.loss_mask[0]), "the first token has no context to be trained in"
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens under the mask."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Targets:
+    """What a micro-batch predicts, all arrays parallel over its M trained tokens.
+
+    Several targets may share one source position (the children of a tree node).
+    """
+
+    source_positions: Int32
+    """Index into `input_ids` of the token whose hidden state predicts the target: int32 [M]."""
+    target_ids: Int32
+    """int32 [M]."""
+    temperatures: Float32
+    """float32 [M]."""
+    inference_logprobs: Float32
+    """float32 [M]; NaN = missing (sft only)."""
+    advantages: Float32
+    """float32 [M]."""
+    chunk_ids: Int32
+    """int32 [M]."""
+    trajectories: Int32
+    """Index into `MicroBatch.trajectory_ids`: int32 [M]."""
+    offsets: Int32
+    """Place of the target in its trajectory's samples laid one after the other: int32 [M]."""
+    teacher_logprobs: Float32 | None = None
+    """float32 [M], or None."""
+
+    def __len__(self) -> int:
+        return len(self.target_ids)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """One forward pass, in gather form, so that rows and trees are one type.
+
+    Token u attends to the tokens k with `starts[k] <= starts[u] < ends[k]` and k <= u (Euler-tour intervals of
+    a forest in depth-first order). Rows are the special case of a forest of paths: then `starts` counts up and
+    `ends[k]` is the end of k's row.
+
+    Example: the rows `[7, 8]` and `[9]` are `input_ids = [7, 8, 9]`, `position_ids = [0, 1, 0]`,
+    `starts = [0, 1, 2]`, `ends = [2, 2, 3]`.
+    """
+
+    input_ids: Int32
+    """int32 [U]."""
+    position_ids: Int32
+    """Depth of each token in its row or tree: int32 [U]."""
+    starts: Int32
+    """Euler-tour entry of each token: int32 [U]; equals its index, in depth-first order."""
+    ends: Int32
+    """Euler-tour exit of each token: int32 [U]."""
+    targets: Targets
+    """What is predicted."""
+    trajectory_ids: tuple[str, ...]
+    """The trajectories that have targets here."""
+    trajectory_lengths: Int32
+    """Tokens of each of them, all its samples laid one after the other: int32 [len(trajectory_ids)]."""
+    is_rows: bool = True
+    """Whether every tree is a path, which attention kernels for rows may rely on."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed."""
+        return len(self.input_ids)
+
+    @property
+    def row_lengths(self) -> Int32:
+        """Length of each row, where `is_rows`: int32 [R]."""
+        assert self.is_rows
+        (first,) = np.nonzero(self.position_ids == 0)
+        return np.diff(np.append(first, len(self.position_ids))).astype(np.int32)
