@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,7 @@ class StopReason(StrEnum):
 
 ParseStatus: TypeAlias = Literal["ok", "invalid_json", "unclosed_block", "missing_name", "malformed_structure",
                                  "unknown_tool", "invalid_arguments"]  # fmt: skip
+PARSE_STATUSES: tuple[str, ...] = get_args(ParseStatus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,8 @@ class TokenPath:
                 out[node.shared : end] = node.tail[: end - node.shared]
                 end = node.shared
             node = node.base
-        return _frozen(out)
+        result: Int32 = _frozen(out)
+        return result
 
 
 def common_prefix_length(a: Int32, b: Int32) -> int:
@@ -182,7 +184,8 @@ def _as_ids(values: object, what: str) -> Int32:
     bad = np.flatnonzero((array < 0) | (array > np.iinfo(np.int32).max))
     if bad.size:
         raise RecordError(f"{what}: id {int(array[bad[0]])} at position {int(bad[0])} is not a token id")
-    return _frozen(array.astype(np.int32))  # a copy: the caller's array stays the caller's
+    ids: Int32 = _frozen(array.astype(np.int32))  # a copy: the caller's array stays the caller's
+    return ids
 
 
 class _PromptIds:
@@ -236,6 +239,8 @@ class Turn:
     """Reserved: turns are text only today."""
 
     def __post_init__(self) -> None:
+        if not len(self.prompt_path):
+            raise RecordError("prompt_ids: empty; nothing would predict the first completion id")
         completion = _as_ids(self.completion_ids, "completion_ids")
         put = object.__setattr__
         put(self, "completion_ids", completion)
@@ -340,7 +345,7 @@ class Trajectory(Mapping[str, Any]):
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "turns", _share_prompts(tuple(self.turns)))
+        put(self, "turns", _share_prompts(self.turns))
         put(self, "messages", tuple(self.messages))
         if self.stop_reason is not None:
             put(self, "stop_reason", StopReason(self.stop_reason))
@@ -434,26 +439,34 @@ def _extends(before: Turn, turn: Turn) -> bool:
     return len(path) >= context and np.array_equal(path.materialize()[:context], whole)
 
 
-def _share_prompts(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Store each prompt as what it shares with an earlier turn of the trajectory, plus the rest."""
+def share_prompt(turn: Turn, earlier: Sequence[Turn]) -> Turn:
+    """The turn with its prompt stored as what it shares with an earlier turn, plus the rest.
+
+    The shared part is found by comparing ids, never taken from a hint.
+    """
+    path = turn.prompt_path
+    if path.base is not None:
+        return turn
+    prompt = path.tail
+    best, length = None, 0
+    for before in reversed(earlier):
+        context = before.context_path
+        if len(context) <= length:
+            continue
+        n = common_prefix_length(context.materialize(), prompt)
+        if n > length:
+            best, length = context, n
+        if n == len(context):
+            break  # an exact extension
+    if best is None:
+        return turn
+    return turn.replace(prompt_ids=TokenPath(prompt[length:].copy(), base=best, shared=length))
+
+
+def _share_prompts(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     shared: list[Turn] = []
     for turn in turns:
-        path = turn.prompt_path
-        if path.base is None and shared and len(path):
-            prompt = path.tail
-            best, length = None, 0
-            for earlier in reversed(shared):
-                context = earlier.context_path
-                if len(context) <= length:
-                    continue
-                n = common_prefix_length(context.materialize(), prompt)
-                if n > length:
-                    best, length = context, n
-                if n == len(context):
-                    break  # an exact extension: nothing shares more with less
-            if best is not None:
-                turn = turn.replace(prompt_ids=TokenPath(prompt[length:].copy(), base=best, shared=length))  # noqa: PLW2901
-        shared.append(turn)
+        shared.append(share_prompt(turn, shared))
     return tuple(shared)
 
 

@@ -1,0 +1,1 @@
+"""The command `verbatim`: a shell whose commands load only what they need."""

@@ -30,7 +30,7 @@ class ComponentConfig(BaseModel):
     """A name from the component's table, or "custom"."""
     import_path: str | None = None
     """With "custom": `module.function`."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default={}, exclude_if=lambda kwargs: not kwargs)
     """With "custom": keyword arguments of the function."""
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from verbatim.tools.base import Tool
 from verbatim.types import Example, Message, Trajectory
@@ -71,3 +71,31 @@ class Environment(Protocol):
 
     async def start(self, example: Example, seed: int) -> Episode:
         """A fresh episode about this example; all its randomness comes from the seed."""
+
+
+def succeeded(environment: Environment, trajectory: Trajectory) -> bool:
+    """Whether an episode reached its goal: the environment's own `is_success`, or else a reward of at least 1."""
+    if trajectory.error is not None:
+        return False
+    own = getattr(environment, "is_success", None)
+    if own is not None:
+        return bool(own(trajectory))
+    return trajectory.reward is not None and trajectory.reward >= 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """One finished conversation to imitate before reinforcement learning, or to train a tokenizer on."""
+
+    messages: Sequence[Message]
+    """From the opening to the answer to the last tool call; assistant messages are what is imitated."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The schemas of the tools that were offered."""
+
+
+@runtime_checkable
+class Demonstrates(Protocol):
+    """An environment that can show how to talk in it: needed for `warm_start` and `[model.build]`."""
+
+    def demonstrations(self, count: int, seed: int) -> Sequence[Demonstration]:
+        """That many conversations; the same seed gives the same ones."""

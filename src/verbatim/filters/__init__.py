@@ -1,0 +1,8 @@
+"""Filters: flag trajectories between scoring and training."""
+
+from verbatim.filters.base import Filter, FilterVerdict, apply_filters
+from verbatim.filters.zero_advantage import ZeroAdvantage
+
+FILTERS: dict[str, type[Filter]] = {"zero_advantage": ZeroAdvantage}
+
+__all__ = ["FILTERS", "Filter", "FilterVerdict", "apply_filters"]

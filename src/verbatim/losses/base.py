@@ -38,7 +38,8 @@ class LossOutputs:
     loss: Tensor
     """The sum over the trained tokens, a scalar; the trainer divides by the normaliser of the optimizer step."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars. Averaged over trained tokens (token level) or trajectories; `*_min` / `*_max` are kept as such."""
+    """Scalars. Averaged over trained tokens (token level) or trajectories; `*_min` / `*_max` are kept as such;
+    the counts `num_*` and `masked_by_loss` are added up."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Loss:
     """What the sum is divided by, counted over the whole optimizer step and all ranks."""
     knobs: dict[str, Any] = field(default_factory=dict)
     """Bound keyword arguments."""
+    needs_inference_logprobs: bool = True
+    """Whether a trained token without an inference logprob (NaN) is an error, or simply not read."""
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Apply the loss with its knobs."""

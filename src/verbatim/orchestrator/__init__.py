@@ -1,0 +1,1 @@
+"""The loop that owns time: rollouts, batches, weights, evaluation, checkpoints."""

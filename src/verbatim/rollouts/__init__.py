@@ -1,0 +1,20 @@
+"""Rollouts: one asyncio task for each episode, the turn written once."""
+
+from verbatim.rollouts.demonstrations import trajectory_from_messages
+from verbatim.rollouts.episode import run_episode
+from verbatim.rollouts.group import GroupRun, RolloutSetup
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.seeds import derive_seed
+from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits, EpisodeOver
+
+__all__ = [
+    "AgentLoop",
+    "EpisodeLimits",
+    "EpisodeOver",
+    "GroupRun",
+    "Recorder",
+    "RolloutSetup",
+    "derive_seed",
+    "run_episode",
+    "trajectory_from_messages",
+]

@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from verbatim.errors import RolloutError
+
+
+class ToolArgumentsError(RolloutError, ValueError):
+    """A call's arguments do not fit the tool; the text tells the model what to do differently."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:

@@ -1,3 +1,6 @@
 """Trajectory to training samples: pure functions over records; no torch, no asyncio."""
 
-def build_samples(*a, **k): ...
+from verbatim.trajectories.samples import STRATEGIES, BuiltSamples, build, build_samples
+from verbatim.trajectories.ledger import Ledger
+
+__all__ = ["STRATEGIES", "BuiltSamples", "Ledger", "build", "build_samples"]

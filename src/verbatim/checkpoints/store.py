@@ -1,0 +1,194 @@
+"""Checkpoints as folders that are complete and verified, or not there.
+
+```
+checkpoints/
+    step_000025/            manifest.json (size and SHA-256 of every file), and what the run wrote
+    step_000050/
+    .writing-step_000075/   being written; renamed when it is complete and on disk
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from verbatim.checkpoints.json_files import read_json, sync, write_json
+from verbatim.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_WRITING, _REPLACED, _DELETING = ".writing-", ".replaced-", ".deleting-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    step: int
+    """Batches trained when it was written."""
+    folder: Path
+    """Where its files are."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        folder: Made if missing.
+        keep_last: How many of the newest stay.
+        keep_every: Those whose step is a multiple of it stay too.
+        read_only: Leave what a killed write left behind: another process may be writing.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep_last: int = 2, keep_every: int | None = None, read_only: bool = False
+    ) -> None:
+        assert keep_last >= 1
+        self.folder = folder
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        if not read_only:
+            folder.mkdir(parents=True, exist_ok=True)
+            _clean(folder)
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """A folder to write into; when the block ends well it becomes the checkpoint of this step.
+
+        A checkpoint of the same step is replaced. If the block raises, nothing is left of it.
+
+        Raises:
+            CheckpointError: the system refused to write (disk full, no permission): names path and reason.
+        """
+        name = f"step_{step:06d}"
+        temporary = self.folder / f"{_WRITING}{name}"
+        final = self.folder / name
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            yield temporary
+            _seal(temporary, step)
+            _put_in_place(temporary, final)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {final} could not be written: {error.strerror or error} "
+                f"({error.filename or temporary}); the checkpoints before it are untouched"
+            ) from error
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self._retire(just_written=step)
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, damaged ones included, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint whose files are all as they were written; None if the run has none.
+
+        A damaged one is reported, with the file, and the one before is taken.
+
+        Raises:
+            CheckpointError: there are checkpoints, and every one of them is damaged.
+        """
+        damages = []
+        for step in reversed(self.steps()):
+            folder = self.folder / f"step_{step:06d}"
+            damage = find_damage(folder)
+            if damage is None:
+                return Checkpoint(step=step, folder=folder)
+            logger.warning("checkpoint %s is damaged and not used: %s", folder, damage)
+            damages.append(f"{folder}: {damage}")
+        if damages:
+            raise CheckpointError("every checkpoint of this run is damaged:\n  " + "\n  ".join(damages))
+        return None
+
+    def _retire(self, just_written: int) -> None:
+        steps = self.steps()
+        for step in steps[: -self.keep_last]:
+            if step == just_written or (self.keep_every and step % self.keep_every == 0):
+                continue
+            doomed = self.folder / f"{_DELETING}step_{step:06d}"
+            os.rename(self.folder / f"step_{step:06d}", doomed)  # so that a half deleted one is no checkpoint
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with the files of a checkpoint: the first one that is missing or changed; None if nothing is."""
+    try:
+        manifest = read_json(folder / MANIFEST)
+        if manifest["format"] != FORMAT:
+            return f"{MANIFEST} has format {manifest['format']}, expected {FORMAT}"
+        files = [(name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
+    except CheckpointError as error:
+        return str(error)
+    except (KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not one of ours"
+    for name, size, sha256 in files:
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, expected {size}"
+        if _sha256(path) != sha256:
+            return f"{name} has another SHA-256 than when it was written"
+    return None
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Write the manifest, and wait until everything is on disk."""
+    everything = sorted(folder.rglob("*"))
+    files = [path for path in everything if path.is_file()]
+    entries = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files
+    }
+    for path in (*files, *(p for p in everything if p.is_dir())):
+        sync(path)
+    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": entries})
+    sync(folder)
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    replaced = final.with_name(f"{_REPLACED}{final.name}")
+    if final.exists():
+        os.rename(final, replaced)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
+    sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what a killed process left; a checkpoint that was moved aside and not yet replaced comes back."""
+    for path in folder.iterdir():
+        if path.name.startswith(_REPLACED):
+            final = folder / path.name.removeprefix(_REPLACED)
+            if not final.exists():
+                os.rename(path, final)
+                continue
+        if path.name.startswith((_WRITING, _REPLACED, _DELETING)):
+            logger.warning("%s: removed, a killed process left it", path)
+            shutil.rmtree(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,26 @@
+"""`verbatim config FILE [overrides]`: the resolved configuration as TOML, everything it names looked up."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from verbatim.cli.tables import component_tables
+from verbatim.config import dump_config, load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare FILE."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the configuration, defaults and overrides included.
+
+    Raises:
+        ConfigError: anything in it that would stop a run before it starts.
+    """
+    config = load_config(args.file, args.overrides, component_tables())
+    sys.stdout.write(dump_config(config))
+    return 0

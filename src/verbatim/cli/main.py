@@ -1,0 +1,109 @@
+"""The shell of the command `verbatim`: picks a command, splits its options from overrides, explains errors.
+
+A command is a module with `add_arguments(parser)` and `run(args) -> exit status`; it is imported only when it is the
+one that was typed. `args.overrides` holds the configuration overrides, `["--orchestrator.batch-size", "64", ...]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Container, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from verbatim import __version__
+from verbatim.errors import RunStopped, UsageError
+
+COMMANDS = {
+    "rl": ("verbatim.cli.rl_command", "train a model by reinforcement learning"),
+    "sft": ("verbatim.cli.sft_command", "train a model on conversations"),
+    "eval": ("verbatim.cli.eval_command", "measure a model on environments"),
+    "config": ("verbatim.cli.config_command", "print the resolved configuration, and check it"),
+}
+"""Name: the module, and what `--help` says of it."""
+
+OVERRIDES_HELP = (
+    "every key of FILE is also an option: --orchestrator.batch-size 64, --trainer.optim.lr=1e-4, "
+    "--orchestrator.train.env.0.max-turns 4; null unsets a key"
+)
+
+EXIT_USAGE = 2
+EXIT_STOPPED = 1
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    0 is success, 1 a run that stopped (`RunStopped`), 2 a mistake in what was typed (`UsageError`), 130 Ctrl-C.
+    Anything else that a command raises is a fault of ours and passes through with its traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = parse(arguments)
+        return int(args.run(args))
+    except UsageError as error:
+        _complain("error", str(error))
+        return EXIT_USAGE
+    except RunStopped as error:
+        _complain("stopped", str(error))
+        return EXIT_STOPPED
+    except KeyboardInterrupt:
+        _complain("interrupted", "Ctrl-C")
+        return EXIT_INTERRUPTED
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's arguments, with `run` and `overrides`.
+
+    Raises:
+        SystemExit: `--help`, `--version`, or no such command (argparse answers by itself).
+    """
+    parser = argparse.ArgumentParser(prog="verbatim", description="Train LLM agents by reinforcement learning.")
+    parser.add_argument("--version", action="version", version=f"verbatim {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    typed = next((a for a in arguments if not a.startswith("-")), None)
+    rest, overrides = list(arguments), list[str]()
+    for name, (module_name, about) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=about, description=about, epilog=OVERRIDES_HELP, allow_abbrev=False
+        )
+        if name == typed:
+            module = importlib.import_module(module_name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+            rest, overrides = split_overrides(arguments, known=command._option_string_actions)
+    args = parser.parse_args(rest)
+    args.overrides = overrides
+    return args
+
+
+def split_overrides(arguments: Sequence[str], known: Container[str]) -> tuple[list[str], list[str]]:
+    """The command's own arguments, and the overrides among them, wherever they stand.
+
+    An option that the command does not know is an override, and what follows it is its value, unless that is an
+    option too.
+
+    >>> split_overrides(["rl", "--max-steps", "5", "a.toml", "--resume"], known=["--resume"])
+    (['rl', 'a.toml', '--resume'], ['--max-steps', '5'])
+    """
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or argument.partition("=")[0] in known:
+            own.append(argument)
+            continue
+        overrides.append(argument)
+        if "=" not in argument and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return own, overrides
+
+
+def _complain(kind: str, message: str) -> None:
+    # Text, not markup: messages are full of [tables]. Soft wrap keeps file:line whole for a terminal to link.
+    Console(stderr=True, highlight=False).print(Text.assemble((f"{kind}: ", "bold red"), message), soft_wrap=True)

@@ -1,0 +1,195 @@
+"""From a configuration to everything a run is made of. The only place that knows all the parts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verbatim.cli.tables import component_tables
+from verbatim.config import resolve
+from verbatim.config.schema import EnvConfig, OrchestratorConfig, RunConfig, SamplingConfig
+from verbatim.curriculum import ExampleSchedule
+from verbatim.environments import create_environment
+from verbatim.environments.base import Demonstrates, Demonstration, Environment
+from verbatim.errors import ConfigError
+from verbatim.inference.base import Sampler, SamplingParams
+from verbatim.orchestrator.assemble import Rules
+from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.renderers.base import Renderer
+from verbatim.rollouts import EpisodeLimits, RolloutSetup, derive_seed
+from verbatim.trajectories import Ledger
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Environments:
+    """The environments of a run, made once."""
+
+    train: Mapping[str, tuple[EnvConfig, Environment]]
+    """By label."""
+    eval: Mapping[str, tuple[EnvConfig, Environment]]
+    """By label; empty without an [orchestrator.eval] table."""
+
+    @property
+    def by_label(self) -> dict[str, Environment]:
+        """Those that are trained on."""
+        return {label: environment for label, (_, environment) in self.train.items()}
+
+
+def make_environments(config: RunConfig) -> Environments:
+    """Import and construct every environment that the configuration names.
+
+    Raises:
+        ComponentError: one that cannot be imported or made.
+        ConfigError: two with the same name.
+    """
+    orchestrator = config.orchestrator
+    train = _make(orchestrator.train.env, "orchestrator.train.env")
+    if orchestrator.eval is None:
+        return Environments(train=train, eval={})
+    return Environments(train=train, eval=_make(orchestrator.eval.env, "orchestrator.eval.env") or train)
+
+
+def _make(envs: Sequence[EnvConfig], where: str) -> dict[str, tuple[EnvConfig, Environment]]:
+    made: dict[str, tuple[EnvConfig, Environment]] = {}
+    for env in envs:
+        if env.label in made:
+            raise ConfigError(f"{where}: two environments are called {env.label!r}; give one of them a name = \"...\"")
+        made[env.label] = (env, create_environment(env.id, env.import_path, env.args))
+    return made
+
+
+def demonstrations(environments: Environments, count: int, seed: int) -> list[tuple[str, Demonstration]]:
+    """Scripted conversations of the training environments that offer them, `count` in all."""
+    offering = {
+        label: environment
+        for label, environment in environments.by_label.items()
+        if isinstance(environment, Demonstrates)
+    }
+    if not offering:
+        return []
+    share = -(-count // len(offering))
+    return [
+        (label, demonstration)
+        for label, environment in offering.items()
+        for demonstration in environment.demonstrations(share, derive_seed(seed, "demonstrations", label))
+    ][:count]
+
+
+def sampling_params(sampling: SamplingConfig) -> SamplingParams:
+    """The engine's parameters."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+    )
+
+
+def make_setups(
+    orchestrator: OrchestratorConfig,
+    environments: Mapping[str, tuple[EnvConfig, Environment]],
+    sampler: Sampler,
+    renderer: Renderer,
+    slots: asyncio.Semaphore,
+) -> dict[str, RolloutSetup]:
+    """How each environment's episodes are run."""
+    return {
+        label: RolloutSetup(
+            env=label,
+            environment=environment,
+            sampler=sampler,
+            renderer=renderer,
+            params=sampling_params(env.sampling or orchestrator.sampling),
+            limits=EpisodeLimits(
+                max_turns=env.max_turns,
+                max_context=orchestrator.seq_len,
+                timeout=orchestrator.episode_timeout,
+                tool_timeout=orchestrator.tool_timeout,
+                tool_output_limit=orchestrator.tool_output_limit,
+            ),
+            slots=slots,
+        )
+        for label, (env, environment) in environments.items()
+    }
+
+
+def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> dict[str, Rules]:
+    """How each environment's groups become samples."""
+    tables = component_tables()
+    filters: dict[str, Any] = {}
+    for i, component in enumerate(orchestrator.filters):
+        name = component.type if component.type not in filters else f"{component.type}_{i}"
+        filters[name] = resolve(component, tables.filters, what="filter", where=f"orchestrator.filters.{i}")
+    return {
+        label: Rules(
+            advantage=resolve(
+                env.advantage or orchestrator.advantage,
+                tables.advantages,
+                what="advantage",
+                where="orchestrator.advantage",
+            ),
+            filters=filters,
+            strategy=env.trajectory_strategy or orchestrator.trajectory_strategy,
+            max_length=orchestrator.seq_len,
+            max_off_policy_steps=orchestrator.max_off_policy_steps,
+        )
+        for label, (env, _) in environments.train.items()
+    }
+
+
+def make_dispatcher(
+    config: RunConfig, environments: Environments, setups: Mapping[str, RolloutSetup], ledger: Ledger
+) -> Dispatcher:
+    """What keeps rollouts in flight."""
+    orchestrator = config.orchestrator
+    schedule = ExampleSchedule(
+        {label: environment.examples("train") for label, environment in environments.by_label.items()},
+        {label: env.ratio for label, (env, _) in environments.train.items()},
+        seed=derive_seed(config.seed, "schedule"),
+    )
+    return Dispatcher(
+        schedule=schedule,
+        setups=setups,
+        ledger=ledger,
+        group_size=orchestrator.group_size,
+        groups_per_batch=orchestrator.batch_size // orchestrator.group_size,
+        max_async_level=orchestrator.max_async_level,
+        oversampling_factor=orchestrator.oversampling_factor,
+        run_seed=config.seed,
+        num_batches=config.max_steps,
+    )
+
+
+def make_loss(config: RunConfig) -> Any:
+    """The loss, with its knobs; a custom one sees each trajectory whole and is divided by the trained tokens."""
+    from verbatim.losses import Loss
+
+    loss = resolve(config.trainer.loss, component_tables().losses, what="loss", where="trainer.loss")
+    return loss if isinstance(loss, Loss) else Loss(loss, level="sequence")
+
+
+def build_texts(environments: Environments, seed: int) -> list[Demonstration]:
+    """What a built model's tokenizer is trained on.
+
+    Raises:
+        ConfigError: no environment has demonstrations.
+    """
+    found = [demonstration for _, demonstration in demonstrations(environments, 2000, seed)]
+    if not found:
+        raise ConfigError(
+            "[model.build] trains its tokenizer on the environments' own demonstrations, and none of them has any; "
+            'give an environment a `demonstrations(count, seed)` method, or set model.name = "folder or hub id"'
+        )
+    return found
+
+
+def model_source(config: RunConfig, run_dir: Path) -> str:
+    """Where the initial weights are."""
+    return config.model.name if config.model.name is not None else str(run_dir / "model")

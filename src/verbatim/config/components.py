@@ -1,0 +1,219 @@
+"""From a component's name and knobs in the file to the thing itself, its knobs checked against its signature.
+
+The tables come from the caller: this package sees none of the components, and imports no torch by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.config.fields import nearest
+from verbatim.config.knobs import check_knobs
+from verbatim.config.origins import KeyPath
+from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
+from verbatim.errors import ComponentError
+
+Table = Mapping[str, Any]
+"""Name to component: a function, a class whose fields are its knobs, or a record with a `function`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentTables:
+    """The tables that the names in a configuration are looked up in."""
+
+    losses: Table
+    """For [trainer.loss]."""
+    advantages: Table
+    """For [orchestrator.advantage]."""
+    filters: Table
+    """For [[orchestrator.filters]]."""
+    strategies: Table
+    """For orchestrator.trajectory_strategy."""
+    environments: Table
+    """For the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with a component."""
+
+    path: KeyPath
+    """The key that is wrong."""
+    message: str
+    """What was found and what was expected."""
+
+
+def resolve(component: ComponentConfig, table: Table, *, what: str, where: str, num_inputs: int = 1) -> Any:
+    """The component with its knobs bound.
+
+    A function gives a `functools.partial`; a class (a frozen dataclass with `__call__`) gives an instance; a record
+    with a `function` and `knobs`, as in `LOSSES`, gives a copy with its knobs set.
+
+    Args:
+        component: What the file says.
+        table: The built-ins.
+        what: The kind, for errors: "loss".
+        where: The key, for errors: "trainer.loss".
+        num_inputs: How many leading parameters are data; every other parameter is a knob.
+
+    Raises:
+        ComponentError: no such name, an import that fails, an unknown or missing knob, or one of the wrong type.
+    """
+    bound = _bind(_Use.of(component, what, where, num_inputs), table)
+    if isinstance(bound, list):
+        raise ComponentError("\n".join(problem.message for problem in bound))
+    target, knobs = bound.target, bound.knobs
+    if inspect.isclass(target):
+        try:
+            return target(**knobs)
+        except (TypeError, ValueError) as error:
+            raise ComponentError(f"{where}: {what} {target.__qualname__} refuses {knobs}: {error}") from error
+    if _is_record(target):
+        return dataclasses.replace(target, knobs={**target.knobs, **knobs})
+    return functools.partial(target, **knobs)
+
+
+def import_object(import_path: str) -> Any:
+    """What `module.name` (or `module:name`) stands for; modules in the current directory are found too.
+
+    Raises:
+        ComponentError: no such module or name, or the module fails while it is imported.
+    """
+    module_name, _, attribute = import_path.replace(":", ".").rpartition(".")
+    if not module_name:
+        raise ComponentError(f"import_path {import_path!r}; expected module.function, for example my_losses.my_loss")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ComponentError(f"importing {module_name} failed: {error}") from error
+        raise ComponentError(f"there is no module {error.name!r}; looked in the current directory, {here}, and in "
+                             "the installed packages") from error  # fmt: skip
+    except Exception as error:  # a user's module may raise anything, all of it theirs to mend
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ComponentError(f"importing {module_name} failed: {type(error).__name__}: {error} "
+                             f"({frame.filename}:{frame.lineno})") from error  # fmt: skip
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        names = [name for name in vars(module) if not name.startswith("_")]
+        raise ComponentError(f"{module_name} ({getattr(module, '__file__', 'built in')}) has no "
+                             f"{attribute!r}{nearest(attribute, names)}") from None  # fmt: skip
+
+
+def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem]:
+    """Everything that is wrong with the components a run names. Nothing is called; custom modules are imported."""
+    found: list[Problem] = []
+    for use, table in _uses(config, tables):
+        bound = _bind(use, table)
+        if isinstance(bound, list):
+            found += bound
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bound:
+    """A component and its knobs, both checked."""
+
+    target: Any
+    knobs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Use:
+    """One place of the configuration that names a component."""
+
+    path: KeyPath
+    what: str
+    name: str | None
+    import_path: str | None
+    knobs: dict[str, Any]
+    name_key: KeyPath
+    import_key: KeyPath
+    knobs_key: KeyPath
+    num_inputs: int
+
+    @classmethod
+    def of(cls, component: ComponentConfig, what: str, where: str | KeyPath, num_inputs: int) -> _Use:
+        path: KeyPath = tuple(where.split(".")) if isinstance(where, str) else where
+        custom = component.type == "custom"
+        return cls(
+            path=path, what=what, num_inputs=num_inputs, knobs=component.knobs,
+            name=None if custom else component.type, import_path=component.import_path if custom else None,
+            name_key=(*path, "type"), import_key=(*path, "import_path"),
+            knobs_key=(*path, "kwargs") if custom else path,
+        )  # fmt: skip
+
+    @classmethod
+    def of_environment(cls, env: EnvConfig, path: KeyPath) -> _Use:
+        return cls(
+            path=path, what="environment", name=env.id, import_path=env.import_path, knobs=env.args, num_inputs=0,
+            name_key=(*path, "id"), import_key=(*path, "import_path"), knobs_key=(*path, "args"),
+        )  # fmt: skip
+
+
+def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Table]]:
+    orchestrator = config.orchestrator
+    yield _Use.of(config.trainer.loss, "loss", ("trainer", "loss"), 1), tables.losses
+    yield _Use.of(orchestrator.advantage, "advantage", ("orchestrator", "advantage"), 1), tables.advantages
+    for i, rule in enumerate(orchestrator.filters):
+        yield _Use.of(rule, "filter", ("orchestrator", "filters", i), 1), tables.filters
+    evals = orchestrator.eval.env if orchestrator.eval else ()
+    strategies: list[tuple[KeyPath, str | None]] = [(("orchestrator",), orchestrator.trajectory_strategy)]
+    for kind, envs in (("train", orchestrator.train.env), ("eval", evals)):
+        for i, env in enumerate(envs):
+            path: KeyPath = ("orchestrator", kind, "env", i)
+            yield _Use.of_environment(env, path), tables.environments
+            strategies.append((path, env.trajectory_strategy))
+            if env.advantage is not None:
+                yield _Use.of(env.advantage, "advantage", (*path, "advantage"), 1), tables.advantages
+    for path, name in strategies:
+        if name is not None:
+            key = (*path, "trajectory_strategy")
+            yield _Use(path=key, what="trajectory strategy", name=name, import_path=None, knobs={}, name_key=key,
+                       import_key=key, knobs_key=key, num_inputs=sys.maxsize), tables.strategies  # fmt: skip
+
+
+def _bind(use: _Use, table: Table) -> _Bound | list[Problem]:
+    if use.import_path is not None:
+        try:
+            target = import_object(use.import_path)
+        except ComponentError as error:
+            return [Problem(path=use.import_key, message=f"{_dotted(use.import_key)}: {error}")]
+    elif use.name is not None and use.name in table:
+        target = table[use.name]
+    else:
+        hint = nearest(str(use.name), table) or "."
+        return [Problem(path=use.name_key, message=(
+            f"{_dotted(use.name_key)}: there is no {use.what} {use.name!r}{hint} There are "
+            f"{', '.join(sorted(table))}; or import your own"))]  # fmt: skip
+    function = target.function if _is_record(target) else target
+    if not callable(function):
+        return [Problem(path=use.import_key, message=(
+            f"{_dotted(use.import_key)}: {use.import_path} is {type(function).__name__}, expected a function or a "
+            "class"))]  # fmt: skip
+    knobs, wrong = check_knobs(function, use.knobs, num_inputs=use.num_inputs, label=use.what)
+    if wrong:
+        keys = [((*use.knobs_key, name), message) for name, message in wrong.items()]
+        return [Problem(path=key, message=f"{_dotted(key)}: {message}") for key, message in keys]
+    return _Bound(target=target, knobs=knobs)
+
+
+def _is_record(target: Any) -> bool:
+    return dataclasses.is_dataclass(target) and not inspect.isclass(target) and hasattr(target, "function")
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))

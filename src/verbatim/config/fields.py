@@ -1,0 +1,64 @@
+"""What may stand at a place of the file: questions to the schema, for errors that help."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from verbatim.config.origins import KeyPath
+
+
+def section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
+    """The record whose fields are the keys of the table at `path`; None inside free-form tables."""
+    section: type[BaseModel] | None = model
+    for key in path:
+        if isinstance(key, int):
+            continue  # the elements of a list have the type that its own key gave
+        field = section.model_fields.get(key) if section else None
+        section = _record_in(field.annotation) if field else None
+    return section
+
+
+def annotation_at(model: type[BaseModel], path: KeyPath) -> Any:
+    """The type of the key at `path`; None where the schema has none."""
+    section = section_at(model, path[:-1])
+    field = section.model_fields.get(str(path[-1])) if section else None
+    return field.annotation if field else None
+
+
+def description_at(model: type[BaseModel], path: KeyPath) -> str:
+    """The sentence under the field at `path`; empty where there is none."""
+    section = section_at(model, path[:-1])
+    field = section.model_fields.get(str(path[-1])) if section else None
+    return (field.description or "") if field else ""
+
+
+def sections_with(model: type[BaseModel], key: str) -> list[str]:
+    """The outermost tables in which `key` is valid: `sections_with(RunConfig, "lr")` has "trainer.optim"."""
+    names = [name for name, section in _sections(model, "") if key in section.model_fields]
+    return [name for name in names if name.count(".") == min(other.count(".") for other in names)]
+
+
+def nearest(found: str, expected: Iterable[str]) -> str:
+    """`; did you mean "x"?`, or an empty string where nothing is near."""
+    near = difflib.get_close_matches(found, list(expected), n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def _sections(model: type[BaseModel], name: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    yield name, model
+    for key, field in model.model_fields.items():
+        section = _record_in(field.annotation)
+        if section is not None:
+            yield from _sections(section, f"{name}.{key}".lstrip("."))
+
+
+def _record_in(annotation: Any) -> type[BaseModel] | None:
+    """The record inside `X`, `X | None` or `tuple[X, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_record_in, typing.get_args(annotation))), None)

@@ -1,0 +1,79 @@
+"""The keyword parameters of a function as keys of a TOML table: names, types, defaults."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from verbatim.config.fields import nearest
+
+
+def check_knobs(
+    function: Callable[..., Any], values: Mapping[str, Any], *, num_inputs: int, label: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values converted to the types of the function's parameters, and a message for each wrong one.
+
+    Args:
+        function: A function, or a class that is made from its knobs alone.
+        values: What the file says.
+        num_inputs: How many leading positional parameters of a function are data.
+        label: The kind of component, for messages.
+    """
+    knobs, takes_any = _knobs_of(function, num_inputs)
+    label = f"{label} {getattr(function, '__qualname__', type(function).__qualname__)}"
+    converted: dict[str, Any] = {}
+    wrong: dict[str, str] = {}
+    for name, value in values.items():
+        if name in knobs:
+            try:
+                converted[name] = _convert(value, function, knobs[name])
+            except ValidationError as error:
+                expected = error.errors()[0]["msg"].removeprefix("Input should be ")
+                wrong[name] = f"found {json.dumps(value)}, expected {expected} for this knob of {label}"
+            except NameError as error:
+                wrong[name] = f"the type of this knob of {label} cannot be read ({error}); import it at run time"
+        elif takes_any:
+            converted[name] = value
+        else:
+            names = ", ".join(knobs) or "it has none"
+            wrong[name] = f'unknown knob "{name}"{nearest(name, knobs) or "."} The knobs of {label}: {names}'
+    for knob in knobs.values():
+        if knob.default is knob.empty and knob.name not in values:
+            wrong[knob.name] = f"missing: {label} needs this knob"
+    return converted, wrong
+
+
+def _knobs_of(function: Callable[..., Any], num_inputs: int) -> tuple[dict[str, inspect.Parameter], bool]:
+    parameters = list(inspect.signature(function).parameters.values())
+    num_data = 0 if inspect.isclass(function) else num_inputs
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keyword_only = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return {p.name: p for p in (*positional[num_data:], *keyword_only)}, takes_any
+
+
+def _convert(value: Any, function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return value
+    if isinstance(annotation, str):
+        annotation = _evaluate(annotation, function)
+    # Strict JSON, as everywhere in the file: no "64" for 64, no true for 1.
+    return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+
+
+def _evaluate(annotation: str, function: Callable[..., Any]) -> Any:
+    """One string annotation; the others may name types that exist for the type checker only."""
+
+    def holder() -> None: ...
+
+    holder.__annotations__ = {"knob": annotation}
+    code = function.__init__ if inspect.isclass(function) else inspect.unwrap(function)
+    names = {**vars(sys.modules[function.__module__]), **getattr(code, "__globals__", {})}
+    return typing.get_type_hints(holder, globalns=names, include_extras=True)["knob"]

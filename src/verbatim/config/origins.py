@@ -1,0 +1,70 @@
+"""Where each key of a TOML text stands: the standard parser gives values without their lines."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from the top of the file: `("orchestrator", "train", "env", 0, "id")`."""
+
+
+def line_numbers(text: str) -> dict[KeyPath, int]:
+    """The line (from 1) of every table, key and list element of a valid TOML text.
+
+    What stands inside a value that spans lines has the line where its statement begins.
+
+    Example:
+        >>> line_numbers('seed = 1\\n[[env]]\\nid = "a"')
+        {('seed',): 1, ('env',): 2, ('env', 0): 2, ('env', 0, 'id'): 3}
+    """
+    lines = text.replace("\r\n", "\n").split("\n")
+    found: dict[KeyPath, int] = {}
+    last_index: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    start = 0
+    while start < len(lines):
+        end, parsed = _statement(lines, start)
+        if lines[start].lstrip().startswith("["):
+            table = _enter(parsed, last_index)
+            for depth in range(1, len(table) + 1):
+                found.setdefault(table[:depth], start + 1)
+        else:
+            _record(parsed, table, start + 1, found)
+        start = end
+    return found
+
+
+def _statement(lines: list[str], start: int) -> tuple[int, dict[str, Any]]:
+    """The first line after the statement that begins at `start`, and the statement parsed by itself."""
+    for end in range(start + 1, len(lines) + 1):
+        try:
+            return end, tomllib.loads("\n".join(lines[start:end]))
+        except tomllib.TOMLDecodeError:
+            continue  # a value that goes on in the next line
+    raise AssertionError(f"line {start + 1} begins no statement, although the whole text is valid TOML")
+
+
+def _enter(header: Any, last_index: dict[KeyPath, int]) -> KeyPath:
+    """The path that a `[a.b]` or `[[a.b]]` line opens, with the indices of the list elements on its way."""
+    path: KeyPath = ()
+    while header:
+        ((key, header),) = header.items()
+        path = (*path, key)
+        if isinstance(header, list):
+            last_index[path] = last_index.get(path, -1) + 1
+            header = header[0]
+        if path in last_index:
+            path = (*path, last_index[path])
+    return path
+
+
+def _record(value: Any, path: KeyPath, line: int, found: dict[KeyPath, int]) -> None:
+    if path:
+        found.setdefault(path, line)
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _record(inner, (*path, key), line, found)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _record(inner, (*path, index), line, found)

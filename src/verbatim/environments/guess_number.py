@@ -1,0 +1,120 @@
+"""Find a secret number by guessing: the smallest task that a policy can only win by reading the replies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verbatim.environments.base import Demonstration, Episode
+from verbatim.errors import UsageError
+from verbatim.tools import FunctionTool, ToolResult
+from verbatim.types import Example, Message, Trajectory
+
+ATTENTION = 0.3
+"""How often the demonstrated player heeds the replies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuessNumber:
+    """The agent calls `guess(number)` and hears "higher", "lower" or "correct". Finding the secret earns 1, else 0.
+
+    With the defaults, halving the range always wins, and ignoring the replies wins 4 times in 15.
+
+    Raises:
+        UsageError: an empty range, or no guess.
+    """
+
+    low: int = 1
+    """Smallest secret."""
+    high: int = 15
+    """Largest secret."""
+    max_guesses: int = 4
+    """Guesses of one episode."""
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise UsageError(f"guess_number: low = {self.low} is above high = {self.high}")
+        if self.max_guesses < 1:
+            raise UsageError(f"guess_number: max_guesses = {self.max_guesses}; expected at least 1")
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """One example per secret, the same in both splits: what is learnt is how to search."""
+        if split not in ("train", "eval"):
+            raise UsageError(f'guess_number has no split {split!r}; there are "train" and "eval"')
+        return [Example(id=f"secret-{n}", payload={"secret": n}) for n in range(self.low, self.high + 1)]
+
+    async def start(self, example: Example, seed: int) -> Game:
+        """A game about the example's secret; nothing else in it is random."""
+        return Game(self, int(example.payload["secret"]))
+
+    def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
+        """Games of a player who knows how to talk, but hardly how to win (about 1 in 3)."""
+        rng = random.Random(seed)
+        return [self._demonstration(rng) for _ in range(count)]
+
+    def best_constant_policy_success(self) -> float:
+        """Of the best policy that ignores the replies: as many different numbers as there are guesses."""
+        return min(1.0, self.max_guesses / (self.high - self.low + 1))
+
+    def _demonstration(self, rng: random.Random) -> Demonstration:
+        game = Game(self, rng.randint(self.low, self.high))
+        messages = list(game.messages)
+        for turn in range(self.max_guesses):
+            heeds = rng.random() < ATTENTION
+            number = rng.randint(*(game.possible if heeds else (self.low, self.high)))
+            call_id = f"call_{turn}"
+            messages.append(
+                {"role": "assistant", "content": "", "tool_calls": [
+                    {"id": call_id, "type": "function", "function": {"name": "guess", "arguments": {"number": number}}}
+                ]}
+            )  # fmt: skip
+            answer = game.guess(number)
+            messages.append({"role": "tool", "content": answer.content, "tool_call_id": call_id, "name": "guess"})
+            if answer.done:
+                break
+        return Demonstration(messages=messages, tools=[tool.schema for tool in game.tools])
+
+
+class Game(Episode):
+    """One secret, and what the agent has been told about it."""
+
+    def __init__(self, rules: GuessNumber, secret: int) -> None:
+        self.secret = secret
+        self.guesses_left = rules.max_guesses
+        self.found = False
+        self.possible = (rules.low, rules.high)
+        text = f"Find the number from {rules.low} to {rules.high} in {rules.max_guesses} guesses."
+        opening: list[Message] = [
+            {"role": "system", "content": "You play a game."},
+            {"role": "user", "content": text},
+        ]
+        self.messages = opening
+        self.tools = (FunctionTool(self.guess, description="", inline=True),)
+
+    def guess(self, number: int) -> ToolResult:
+        """Answer one guess."""
+        if self.found or self.guesses_left == 0:
+            return ToolResult(content="the game is over", done=True)
+        self.guesses_left -= 1
+        low, high = self.possible
+        if number == self.secret:
+            self.found = True
+            self.possible = (number, number)
+            return ToolResult(content="correct", done=True)
+        if number < self.secret:
+            self.possible = (max(low, number + 1), high)
+            answer = "higher"
+        else:
+            self.possible = (low, min(high, number - 1))
+            answer = "lower"
+        return ToolResult(content=answer, done=self.guesses_left == 0)
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """1 if the secret was found."""
+        return float(self.found)
+
+    def state_key(self) -> str:
+        """What is still possible, and the guesses left."""
+        low, high = self.possible
+        return f"{low}-{high}, {self.guesses_left} left"

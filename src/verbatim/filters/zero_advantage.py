@@ -1,0 +1,25 @@
+"""The `zero_advantage` filter: nothing to learn, so no tokens are spent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verbatim.filters.base import Action
+from verbatim.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroAdvantage:
+    """Flags a trajectory when the advantage of every one of its sampled tokens is 0."""
+
+    action: Action = "drop"
+    """"drop" or "monitor"."""
+
+    def __call__(self, trajectory: Trajectory) -> bool:
+        """Whether all advantages are 0."""
+        of_trajectory = trajectory.advantage or 0.0
+        return all(
+            (of_trajectory if turn.advantage is None else turn.advantage) == 0.0
+            for turn in trajectory.turns
+            if len(turn.completion_ids)
+        )

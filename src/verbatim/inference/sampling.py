@@ -1,0 +1,102 @@
+"""From rows of logits to sampled tokens and their logprobs; randomness is a function of (seed, position)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the increment of splitmix64
+
+
+def seed_key(seed: int) -> int:
+    """Any integer seed as a well-mixed 64-bit key, so that seeds 1 and 2 draw unrelated numbers."""
+    return int(_mix(np.array([(seed * _GOLDEN + _GOLDEN) & _MASK64], dtype=np.uint64))[0])
+
+
+def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in the open interval (0, 1) for each (key, position), the same in every batch and process.
+
+    splitmix64 as a counter-based generator (Steele, Lea, Flood 2014): state `position` of the stream `key`. The 52
+    highest bits are used, plus a half, so that neither 0 nor 1 can appear.
+
+    Args:
+        keys: `seed_key` of each row's seed: uint64 [N].
+        positions: of the token to sample in its whole sequence: int64 [N].
+    """
+    state = keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    return ((_mix(state) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truncation:
+    """What to cut, for each row. Order: top-k, then top-p of what is left, then min-p."""
+
+    top_k_N: Tensor
+    """int64 [N]; 0 = off."""
+    top_p_N: Tensor
+    """float32 [N]; 1 = off."""
+    min_p_N: Tensor
+    """float32 [N]; 0 = off."""
+
+    def __call__(self, logits_NV: Tensor) -> Tensor:
+        """The logits with everything outside the kept sets at -inf: float32 [N, V].
+
+        Equal logits are ranked by id, so that top-k keeps exactly k. The most likely token is always kept.
+        """
+        vocab = logits_NV.shape[-1]
+        ranked, order = logits_NV.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(vocab, device=logits_NV.device)
+        top_k = torch.where(self.top_k_N > 0, self.top_k_N, vocab)[:, None]
+        cut = rank >= top_k
+        probs = ranked.masked_fill(cut, -torch.inf).softmax(-1)
+        before = probs.cumsum(-1, dtype=torch.float64) - probs
+        cut |= before >= torch.where(self.top_p_N < 1, self.top_p_N, torch.inf)[:, None]
+        cut |= probs < self.min_p_N[:, None] * probs[:, :1]
+        cut[:, 0] = False
+        return logits_NV.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
+
+
+def draw(
+    logits_NV: Tensor, temperatures_N: Tensor, uniforms_N: Tensor, truncation: Truncation | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token of each row by the inverse CDF, and its logprob under the distribution it was drawn from.
+
+    Args:
+        logits_NV: any float dtype; read as float32 [N, V].
+        temperatures_N: float32 [N]; at 0 the row's most likely token is taken, with logprob 0 (a point mass).
+        uniforms_N: float64 [N], in (0, 1).
+        truncation: per row; None when no row is cut.
+
+    Returns:
+        tokens int64 [N]; logprobs float32 [N], <= 0, NaN where the row's logits are not finite numbers.
+
+    Example:
+        logits log([1, 2, 1]) at temperature 1 have the CDF [0.25, 0.75, 1]: 0.5 draws token 1, logprob log(0.5).
+    """
+    greedy = temperatures_N == 0
+    logits = logits_NV.float() / torch.where(greedy, 1.0, temperatures_N)[:, None]
+    if truncation is not None:
+        logits = truncation(logits)
+    top = logits.amax(-1, keepdim=True)
+    logits -= top  # in place: the division above made a copy
+    # The sum in float64: a float32 CDF of a large vocabulary would lose its tail.
+    cdf = logits.exp().cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1:]
+    # `right` finds the first entry above the target, so a token of probability zero is never taken.
+    tokens = torch.searchsorted(cdf, uniforms_N[:, None] * total, right=True).clamp_(max=logits.shape[-1] - 1)
+    if bool(greedy.any()):
+        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+    logprobs = (logits.gather(-1, tokens).double() - total.log()).clamp_(max=0.0)
+    logprobs = torch.where(greedy[:, None] & total.isfinite(), 0.0, logprobs)
+    return tokens[:, 0], logprobs[:, 0].float()

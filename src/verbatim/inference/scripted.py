@@ -1,0 +1,181 @@
+"""A sampler that says what a script says, for tests of everything that talks to a sampler; needs no model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from verbatim.errors import ModelError, RecordError, SamplerFault
+from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.requests import check_ids, check_prompt
+from verbatim.types import Float32, Ids, Int32, StopReason
+
+Trouble: TypeAlias = Literal["fail", "hang", "wrong_length", "outside_vocabulary", "nan"]
+"""What can go wrong with a request: raise SamplerFault, never answer, one logprob too few, an id that is the
+vocabulary's size, a logprob that is NaN."""
+
+Script: TypeAlias = Callable[[SampleRequest], Ids] | Mapping[tuple[int, ...], Ids] | Sequence[Ids]
+"""A function of the request; or completions by prompt; or completions in order of the requests."""
+
+
+def default_logprob(token_id: int) -> float:
+    """-1 / (1 + id): different for each token, so that a test sees which one a logprob belongs to.
+
+    >>> default_logprob(3)
+    -0.25
+    """
+    return -1.0 / (1 + token_id)
+
+
+@dataclass(kw_only=True)
+class ScriptedSampler:
+    """A `Sampler` whose completions come from a script, cut at stop ids, `max_tokens` and the context's end.
+
+    Example:
+        >>> sampler = ScriptedSampler(script=[[5, 6, 2]], vocab_size=10, context_length=32)
+        >>> request = SampleRequest(prompt_ids=np.array([1], np.int32), seed=0,
+        ...                         params=SamplingParams(stop_token_ids=(6,)))
+        >>> completion = asyncio.run(sampler.generate(request))
+        >>> completion.ids.tolist(), completion.stop_reason.value
+        ([5, 6], 'stop')
+    """
+
+    script: Script
+    """What to say."""
+    vocab_size: int
+    """Ids are below this."""
+    context_length: int
+    """Most tokens of prompt and completion together."""
+    logprob: Callable[[int], float] | None = default_logprob
+    """The logprob of a token id; None = an engine that gives none."""
+    seconds_per_token: float = 0.0
+    """Delay before each token; other tasks run between tokens even at 0."""
+    policy_version: int = 0
+    """The version of the "weights" in use; tokens carry the one at their own time."""
+    trouble: Mapping[int, Trouble] | Callable[[int, SampleRequest], Trouble | None] = field(default_factory=dict)
+    """What goes wrong with which request: by its index in `requests`, or as a function of index and request."""
+    failing_updates: frozenset[int] = frozenset()
+    """Versions whose weights cannot be loaded: `update_weights` raises ModelError."""
+    requests: list[SampleRequest] = field(default_factory=list, init=False)
+    """Every request seen, in order."""
+    updates: list[tuple[Path, int]] = field(default_factory=list, init=False)
+    """Every (path, version) loaded, in order."""
+    num_cancelled: int = field(default=0, init=False)
+    """Calls whose caller cancelled them."""
+    num_in_flight: int = field(default=0, init=False)
+    """Calls that have not ended."""
+    _closed: bool = field(default=False, init=False, repr=False)
+    _hanging: list[asyncio.Future[None]] = field(default_factory=list, init=False, repr=False)
+
+    async def generate(self, request: SampleRequest) -> Completion:
+        """What the script says.
+
+        Raises:
+            RecordError: a prompt that no sampler takes, or a script that has nothing for this request.
+            SamplerFault: the request is to fail, or the sampler is closed.
+        """
+        check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
+        if self._closed:
+            raise SamplerFault("the sampler is closed; make a new one")
+        index = len(self.requests)
+        self.requests.append(request)
+        self.num_in_flight += 1
+        try:
+            return await self._answer(index, request)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_in_flight -= 1
+
+    async def _answer(self, index: int, request: SampleRequest) -> Completion:
+        trouble = self.trouble(index, request) if callable(self.trouble) else self.trouble.get(index)
+        if trouble == "fail":
+            raise SamplerFault(f"request {index} fails, as scripted")
+        began = time.perf_counter()
+        ids, reason = self._cut(self._look_up(index, request), request)
+        if trouble == "hang":
+            self._hanging.append(asyncio.get_running_loop().create_future())
+            await self._hanging[-1]
+        versions: list[int] = []
+        for _ in ids:
+            await asyncio.sleep(self.seconds_per_token)
+            if self._closed:
+                break
+            versions.append(self.policy_version)
+        if self._closed:
+            ids, reason = ids[: len(versions)], StopReason.CANCELLED
+        logprobs = None
+        if self.logprob is not None:
+            logprobs = np.array([self.logprob(int(i)) for i in ids], dtype=np.float32)
+        if trouble == "outside_vocabulary":
+            ids[-1:] = self.vocab_size
+        elif trouble == "wrong_length" and logprobs is not None:
+            logprobs = logprobs[:-1]
+        elif trouble == "nan" and logprobs is not None:
+            logprobs[-1:] = np.nan
+        return Completion(
+            ids=ids,
+            logprobs=logprobs,
+            policy_versions=np.array(versions, dtype=np.int32),
+            stop_reason=reason,
+            generated_seconds=time.perf_counter() - began,
+        )
+
+    def _look_up(self, index: int, request: SampleRequest) -> Ids:
+        if callable(self.script):
+            return self.script(request)
+        if isinstance(self.script, Mapping):
+            prompt = tuple(int(i) for i in request.prompt_ids)
+            if prompt not in self.script:
+                raise RecordError(f"the script has no completion for the prompt {prompt}")
+            return self.script[prompt]
+        if index >= len(self.script):
+            raise RecordError(f"the script has {len(self.script)} completions, but request {index} came")
+        return self.script[index]
+
+    def _cut(self, ids: Ids, request: SampleRequest) -> tuple[Int32, StopReason]:
+        """As an engine would end it: at the first stop id, or for length (also where the script just ends)."""
+        said = check_ids(ids, self.vocab_size, "script") if len(ids) else np.empty(0, dtype=np.int32)
+        room = min(request.params.max_tokens, self.context_length - len(request.prompt_ids))
+        said = said[:room]
+        stops = np.flatnonzero(np.isin(said, request.params.stop_token_ids))
+        if stops.size:
+            return said[: stops[0] + 1], StopReason.STOP
+        return said, StopReason.LENGTH
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        """Record the update; tokens from now on carry the version.
+
+        Raises:
+            ModelError: the version is one of `failing_updates`; nothing changes.
+        """
+        if version in self.failing_updates:
+            raise ModelError(f"{path} does not fit the model, as scripted")
+        self.updates.append((Path(path), version))
+        self.policy_version = version
+
+    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
+        """`logprob` of each id, at any temperature: float32 [L]; the first is NaN.
+
+        Raises:
+            RecordError: no ids, or an id outside the vocabulary.
+            SamplerFault: an engine that gives no logprobs.
+        """
+        ids = check_ids(token_ids, self.vocab_size, "token_ids")
+        if self.logprob is None:
+            raise SamplerFault("this engine gives no logprobs")
+        return np.array([np.nan, *(self.logprob(int(i)) for i in ids[1:])], dtype=np.float32)
+
+    async def close(self) -> None:
+        """Stop; what is in flight ends as cancelled, with the tokens it has. May be called again."""
+        self._closed = True
+        for future in self._hanging:
+            if not future.done():
+                future.set_result(None)

@@ -1,0 +1,167 @@
+"""What every slot of the sampler holds, as arrays with one row per slot, so that a decode step is a few numpy calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbatim.inference.base import SampleRequest
+from verbatim.inference.sampling import seed_key
+from verbatim.types import Int32
+
+Slots = NDArray[np.intp]
+
+WAIT_FOR_PREFIX = 32
+"""Prompt tokens another sequence must be about to compute for a request to wait a step and copy them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a request goes, and what it need not compute."""
+
+    slot: int
+    """An idle slot of the batch."""
+    source: int
+    """The slot that holds its longest known prefix; may be `slot` itself."""
+    reused: int
+    """Tokens of that prefix."""
+
+
+class SlotTable:
+    """S slots: the first `num_batch` of them decode, the others only keep prefixes of sequences that may come back.
+
+    A sequence has `length` known ids, of which the keys and values of the first `computed` are cached. A decoding
+    sequence is one id ahead; more than one is a prompt to process. Cleared caches are therefore rebuilt by setting
+    `computed` to 0, from the exact ids.
+    """
+
+    def __init__(self, num_batch: int, num_parked: int, context_length: int) -> None:
+        slots = num_batch + num_parked
+        self.num_batch = num_batch
+        self.ids = np.zeros((slots, context_length), dtype=np.int32)
+        self.logprobs = np.zeros((slots, context_length), dtype=np.float32)
+        self.versions = np.zeros((slots, context_length), dtype=np.int32)
+        self.length = np.zeros(slots, dtype=np.int64)
+        self.computed = np.zeros(slots, dtype=np.int64)
+        self.prompt_length = np.zeros(slots, dtype=np.int64)
+        self.limit = np.zeros(slots, dtype=np.int64)
+        self.rebuild_until = np.zeros(slots, dtype=np.int64)
+        self.active = np.zeros(slots, dtype=np.bool_)
+        self.arrival = np.zeros(slots, dtype=np.int64)
+        self.last_used = np.zeros(slots, dtype=np.int64)
+        self.cache_version = np.zeros(slots, dtype=np.int64)
+        self.session: list[str] = [""] * slots
+        self.keys = np.zeros(slots, dtype=np.uint64)
+        self.temperature = np.ones(slots, dtype=np.float32)
+        self.top_k = np.zeros(slots, dtype=np.int64)
+        self.top_p = np.ones(slots, dtype=np.float32)
+        self.min_p = np.zeros(slots, dtype=np.float32)
+        self.truncates = np.zeros(slots, dtype=np.bool_)
+        self.stop_ids = np.full((slots, 1), -1, dtype=np.int32)
+        self._clock = 0
+
+    def place(self, prompt: Int32, session: str, version: int, *, keep: bool) -> Placement | None:
+        """Choose a slot for a request; None if it has to wait.
+
+        Order of preference: the idle slot of its own session, then the one least recently used. A cached prefix is
+        reused if the weights of `version` computed it or, with `keep`, if it is the session's own.
+        """
+        idle = np.flatnonzero(~self.active[: self.num_batch])
+        if not len(idle):
+            return None
+        usable = self.cache_version == version
+        if keep and session:
+            usable |= np.array([s == session for s in self.session])
+        shared = self._shared_prefix(prompt)
+        # The last prompt token is always computed: its hidden state gives the first token.
+        cached = np.where(usable, np.minimum(np.minimum(shared, self.computed), len(prompt) - 1), 0)
+        best = int(cached.max())
+        coming = np.where(self.active & usable, np.minimum(shared, self.length), 0).max()
+        if min(coming, len(prompt) - 1) >= best + WAIT_FOR_PREFIX:
+            return None
+        own = [s for s in idle if session and self.session[s] == session and cached[s]]
+        slot = int(max(own, key=cached.__getitem__) if own else idle[np.argmin(self.last_used[idle])])
+        source = slot if cached[slot] == best else int(np.argmax(cached))
+        return Placement(slot=slot, source=source, reused=best)
+
+    def _shared_prefix(self, prompt: Int32) -> NDArray[np.int64]:
+        """Leading ids that each slot's known or stale ids share with a prompt: int64 [S]."""
+        differs = self.ids[:, : len(prompt)] != prompt
+        first: NDArray[np.int64] = differs.argmax(axis=1)
+        return np.where(differs.any(axis=1), first, len(prompt))
+
+    def parking_place(self) -> int | None:
+        """The parked slot least recently used; None without parked slots."""
+        if self.num_batch == len(self.session):
+            return None
+        return self.num_batch + int(np.argmin(self.last_used[self.num_batch :]))
+
+    def move(self, source: int, target: int) -> None:
+        """Note that `target` now caches what `source` caches, and `source` nothing."""
+        self.ids[target] = self.ids[source]
+        for column in (self.computed, self.length, self.cache_version, self.last_used):
+            column[target] = column[source]
+        self.session[target] = self.session[source]
+        self.forget(source)
+
+    def forget(self, slot: int) -> None:
+        """The slot caches nothing any more and is the next to be taken."""
+        self.computed[slot] = 0
+        self.last_used[slot] = 0
+        self.session[slot] = ""
+
+    def start(self, slot: int, request: SampleRequest, reused: int, cache_version: int) -> None:
+        """Put a request into a slot whose first `reused` tokens are cached."""
+        prompt, params = request.prompt_ids, request.params
+        self.ids[slot, : len(prompt)] = prompt
+        self.length[slot] = self.prompt_length[slot] = len(prompt)
+        self.computed[slot] = reused
+        self.rebuild_until[slot] = 0
+        self.limit[slot] = min(len(prompt) + params.max_tokens, self.ids.shape[1])
+        self.cache_version[slot] = cache_version
+        self.session[slot] = request.session
+        self.keys[slot] = seed_key(request.seed)
+        self.temperature[slot] = params.temperature
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = params.top_k, params.top_p, params.min_p
+        self.truncates[slot] = params.truncates
+        self._set_stop_ids(slot, params.stop_token_ids)
+        self.active[slot] = True
+        self._clock += 1
+        self.arrival[slot] = self._clock
+
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            padding = np.full((len(self.stop_ids), missing), -1, dtype=np.int32)
+            self.stop_ids = np.concatenate([self.stop_ids, padding], axis=1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def release(self, slot: int) -> None:
+        """End a sequence; what is cached of it stays until the slot is taken."""
+        self.active[slot] = False
+        self._clock += 1
+        self.last_used[slot] = self._clock
+
+    def rebuild_all(self, version: int) -> None:
+        """Weights changed: nothing cached is valid; sequences in flight are processed again from their ids."""
+        self.cache_version[:] = version
+        self.rebuild_until = np.where(self.active, np.maximum(self.rebuild_until, self.computed), 0)
+        self.computed[:] = 0
+
+    def append(self, slots: Slots, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> Slots:
+        """Add one sampled token to each sequence; returns those that end with it."""
+        at = self.length[slots]
+        self.ids[slots, at] = tokens
+        self.logprobs[slots, at] = logprobs
+        self.versions[slots, at] = version
+        self.length[slots] = at + 1
+        return slots[self.stopped(slots) | (at + 1 >= self.limit[slots])]
+
+    def stopped(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which sequences' last id is one of their stop ids."""
+        last = self.ids[slots, self.length[slots] - 1]
+        hit: NDArray[np.bool_] = (last[:, None] == self.stop_ids[slots]).any(axis=1)
+        return hit

@@ -1,0 +1,13 @@
+"""The supervised loss: negative log-likelihood of the trained tokens."""
+
+from __future__ import annotations
+
+from verbatim.losses.base import LossInputs, LossOutputs
+
+
+def sft_loss(inputs: LossInputs) -> LossOutputs:
+    """`-sum(l[M])`: reads neither inference logprobs nor advantages.
+
+    Example: two trained tokens of probability 1/2 and 1/4 give log 2 + log 4 = log 8.
+    """
+    return LossOutputs(loss=-inputs.trainer_logprobs[inputs.loss_mask].sum())

@@ -1,0 +1,120 @@
+"""The run as it happens: one line per step, aligned, and a progress bar below where there is a terminal."""
+
+from __future__ import annotations
+
+import math
+
+import rich.console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from verbatim.monitors.base import (
+    MISMATCH_KL,
+    REWARD,
+    SAMPLER_SPEED,
+    SUCCESS,
+    TRAINER_SPEED,
+    TURNS,
+    Metrics,
+)
+
+COLUMNS = (
+    ("reward", REWARD),
+    ("success", SUCCESS),
+    ("turns", TURNS),
+    ("mismatch KL", MISMATCH_KL),
+    ("sampler tok/s", SAMPLER_SPEED),
+    ("trainer tok/s", TRAINER_SPEED),
+)
+"""Heading and metric of each column. A metric that is missing or NaN is shown as -."""
+
+HEADER_EVERY = 20
+"""Lines of steps between two headings."""
+
+
+class Console:
+    """Prints each step and evaluation. Lines are the same with and without a terminal; the bar needs one.
+
+    Args:
+        max_steps: The length of the bar.
+        console: Where to print; standard output by default.
+        first_step: Batches trained before this process started (a resumed run).
+    """
+
+    def __init__(
+        self, max_steps: int, *, console: rich.console.Console | None = None, first_step: int = 0
+    ) -> None:
+        self.console = console or rich.console.Console(highlight=False)
+        self.max_steps = max_steps
+        self._num_lines = 0
+        self._progress = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+            TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal,
+        )  # fmt: skip
+        self._task = self._progress.add_task("training", total=max_steps, completed=first_step)
+        self._progress.start()
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """One line, under a heading every so often."""
+        if self._num_lines % HEADER_EVERY == 0:
+            self._print(header(self.max_steps), style="dim")
+        self._num_lines += 1
+        self._print(step_line(step, self.max_steps, metrics))
+        self._progress.update(self._task, completed=step)
+
+    def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
+        """One line with every metric of the evaluation."""
+        self._print(eval_line(step, env, metrics), style="bold")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+    def _print(self, line: str, style: str = "") -> None:
+        self.console.print(Text(line, style=style), soft_wrap=True)
+
+
+def header(max_steps: int) -> str:
+    """The columns' names over their values."""
+    return "  ".join([f"{'step':>{_step_width(max_steps)}}", *(f"{name:>{_width(name)}}" for name, _ in COLUMNS)])
+
+
+def step_line(step: int, max_steps: int, metrics: Metrics) -> str:
+    """One step: `3/100`, then the columns.
+
+    >>> step_line(3, 100, {"reward/mean": 0.5})
+    '   3/100    0.500        -        -            -              -              -'
+    """
+    cells = [f"{format_number(metrics.get(key, math.nan)):>{_width(name)}}" for name, key in COLUMNS]
+    return "  ".join([f"{f'{step}/{max_steps}':>{_step_width(max_steps)}}", *cells])
+
+
+def eval_line(step: int, env: str, metrics: Metrics) -> str:
+    """`eval  guess_number  after 20 batches  success 0.910  turns 2.500`."""
+    values = "  ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
+    return f"eval  {env}  after {step} batches  {values}"
+
+
+def format_number(value: float) -> str:
+    """Four significant places at most, `-` for NaN.
+
+    >>> [format_number(x) for x in (float("nan"), 0.5, 12345.6, 0.00012, 7, 0.0)]
+    ['-', '0.500', '12,346', '1.2e-04', '7', '0.000']
+    """
+    if math.isnan(value):
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if math.isinf(value) or value == 0 or 0.001 <= abs(value) < 10:
+        return f"{value:.3f}"
+    if abs(value) < 0.001:
+        return f"{value:.1e}"
+    return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _width(name: str) -> int:
+    return max(len(name), 7)
+
+
+def _step_width(max_steps: int) -> int:
+    return 2 * len(str(max_steps)) + 2

@@ -1,0 +1,122 @@
+"""The learning curve of a run as one PNG, drawn from its metrics log."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import UsageError
+from verbatim.monitors.base import REWARD, SUCCESS, Metrics
+from verbatim.monitors.jsonl import read_jsonl
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "learning curves need matplotlib, which is not installed; type: pip install 'verbatim-rl[plot]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What is drawn."""
+
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(step, mean training reward) of every step."""
+    evals: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """(step, success) of every evaluation, by environment; step 0 is before training."""
+
+
+def read_curve(metrics_path: Path) -> Curve:
+    """The curve of a `MetricsLog`.
+
+    Raises:
+        UsageError: no such file, or not a metrics log.
+    """
+    curve = Curve()
+    for record in read_jsonl(metrics_path):
+        metrics = record["metrics"]
+        if record["kind"] == "train" and REWARD in metrics:
+            curve.rewards.append((record["step"], float(metrics[REWARD])))
+        elif record["kind"] == "eval" and SUCCESS in metrics:
+            curve.evals.setdefault(record["env"], []).append((record["step"], float(metrics[SUCCESS])))
+    return curve
+
+
+def draw_curve(
+    curve: Curve, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None
+) -> None:
+    """Training reward, evaluations with the first and the last one marked, and what a constant policy can reach.
+
+    Args:
+        curve: The points; NaN leaves a gap.
+        path: The PNG; written whole or not at all.
+        title: Above the axes.
+        best_constant: Success of the best policy that ignores what it observes, by environment: a dashed line.
+
+    Raises:
+        UsageError: matplotlib is missing.
+    """
+    if not _has_matplotlib():
+        raise UsageError(INSTALL)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")  # no pyplot: no global state, no display
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if curve.rewards:
+        steps, rewards = zip(*curve.rewards, strict=True)
+        axes.plot(steps, rewards, color="tab:gray", linewidth=1, label="training reward")
+    for index, (env, points) in enumerate(sorted(curve.evals.items())):
+        _draw_evals(axes, env, points, f"C{index}")
+    for index, (env, success) in enumerate(sorted((best_constant or {}).items())):
+        axes.axhline(success, color=f"C{index}", linestyle="--", linewidth=1,
+                     label=f"{env}: best constant policy, {success:.2f}")  # fmt: skip
+    axes.set(xlabel="batches trained", ylabel="reward, success", title=title)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(loc="best", fontsize="small")
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, dpi=120, format="png")
+    temporary.replace(path)
+
+
+class LearningCurve:
+    """Draws the curve after every evaluation and at the end. Without matplotlib it says so once and draws nothing."""
+
+    def __init__(
+        self, metrics_path: Path, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None
+    ) -> None:
+        self.metrics_path, self.path = metrics_path, path
+        self.title, self.best_constant = title, best_constant
+        self.available = _has_matplotlib()
+        if not self.available:
+            logger.warning("no %s for this run: %s", path.name, INSTALL)
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Nothing: a drawing costs as much as a small step."""
+
+    def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
+        """Draw again, from the log: listed after the `MetricsLog`, this evaluation is in it."""
+        self._draw()
+
+    def close(self) -> None:
+        """Draw the whole run."""
+        self._draw()
+
+    def _draw(self) -> None:
+        if self.available and self.metrics_path.is_file():
+            draw_curve(read_curve(self.metrics_path), self.path, title=self.title, best_constant=self.best_constant)
+
+
+def _draw_evals(axes: Any, env: str, points: list[tuple[int, float]], color: str) -> None:
+    steps, success = zip(*points, strict=True)
+    axes.plot(steps, success, "o-", color=color, markersize=4, linewidth=1.5, label=f"{env}: success")
+    for name, point in (("before", points[0]), ("after", points[-1]))[: len(points)]:
+        axes.plot(*point, "o", color=color, markersize=9, fillstyle="none")
+        axes.annotate(f"{name}: {point[1]:.2f}", point, textcoords="offset points", xytext=(0, 9), ha="center")
+
+
+def _has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None

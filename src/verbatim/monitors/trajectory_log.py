@@ -1,0 +1,110 @@
+"""Trajectories as JSON lines and back, exact to the last bit of every logprob.
+
+A prompt is written as it is stored: how many ids it shares with the context (prompt and completion) of an earlier
+turn, and the new ones. A trajectory of L tokens and T turns so takes O(L), not O(T L).
+
+Example, two turns of prompts `[1, 2]` and `[1, 2, 3, 4]` with completions `[3]` and `[5]`:
+
+    {"step": 7, "trajectory": {"example_id": "x", "reward": 1.0, "turns": [
+        {"prompt": {"of_turn": null, "shared": 0, "new_ids": [1, 2]}, "completion_ids": [3], "logprobs": [-0.5], ...},
+        {"prompt": {"of_turn": 0, "shared": 3, "new_ids": [4]}, "completion_ids": [5], "logprobs": [-0.25], ...}], ...}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import UsageError
+from verbatim.monitors.jsonl import JsonlWriter, read_jsonl
+from verbatim.types import TokenPath, ToolCall, Trajectory, Turn, TurnTiming, common_prefix_length
+
+
+class TrajectoryLog:
+    """Writes trajectories with the step that they were trained in."""
+
+    def __init__(self, path: Path) -> None:
+        self.writer = JsonlWriter(path)
+
+    def write(self, step: int, trajectory: Trajectory) -> None:
+        """One line; `step` is the number of batches trained, this one included."""
+        self.writer.write({"step": step, "trajectory": trajectory_to_json(trajectory)})
+
+    def close(self) -> None:
+        """Close the file."""
+        self.writer.close()
+
+
+def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
+    """Step and trajectory of each line.
+
+    Raises:
+        UsageError: no such file, or a line that `TrajectoryLog` did not write.
+    """
+    for number, record in enumerate(read_jsonl(path), start=1):
+        try:
+            yield record["step"], trajectory_from_json(record["trajectory"])
+        except (KeyError, TypeError, ValueError, AssertionError) as error:
+            raise UsageError(f"{path}:{number}: no trajectory of ours ({type(error).__name__}: {error})") from error
+
+
+def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+    """Every field of the record; arrays become lists."""
+    record = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
+    turns = trajectory.turns
+    record["turns"] = [_turn_to_json(turn, turns[:index]) for index, turn in enumerate(turns)]
+    return record
+
+
+def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
+    """The inverse of `trajectory_to_json`, after a trip through JSON."""
+    turns: list[Turn] = []
+    for turn in record["turns"]:
+        turns.append(_turn_from_json(turn, turns))
+    fields = {**record, "turns": turns, "reward": _number(record["reward"]),
+              "advantage": _number(record["advantage"]),
+              "reward_parts": {name: float(part) for name, part in record["reward_parts"].items()}}  # fmt: skip
+    return Trajectory(**fields)
+
+
+def _turn_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
+    record = {f.name: getattr(turn, f.name) for f in dataclasses.fields(turn) if f.name != "prompt_ids"}
+    record["prompt"] = _prompt_to_json(turn, earlier)
+    record["tool_calls"] = [dataclasses.asdict(call) for call in turn.tool_calls]
+    record["timing"] = dataclasses.asdict(turn.timing) if turn.timing else None
+    return record
+
+
+def _turn_from_json(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
+    prompt, timing = record["prompt"], record["timing"]
+    base = None if prompt["of_turn"] is None else earlier[prompt["of_turn"]].context_path
+    fields = {key: value for key, value in record.items() if key != "prompt"}
+    fields |= {
+        "prompt_ids": TokenPath(prompt["new_ids"], base=base, shared=prompt["shared"]),
+        "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"]),
+        "timing": TurnTiming(**timing) if timing else None,
+        "reward": _number(record["reward"]),
+        "advantage": _number(record["advantage"]),
+    }
+    return Turn(**fields)
+
+
+def _prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
+    prompt = turn.prompt_ids
+    best, shared = None, 0
+    for index in range(len(earlier) - 1, -1, -1):
+        context = earlier[index].context_path
+        if len(context) <= shared:
+            continue
+        length = common_prefix_length(context.materialize(), prompt)
+        if length > shared:
+            best, shared = index, length
+        if length == len(context):
+            break  # an exact extension: nothing shares more with less
+    return {"of_turn": best, "shared": shared, "new_ids": prompt[shared:]}
+
+
+def _number(value: float | str | None) -> float | None:
+    return None if value is None else float(value)  # NaN and infinities are texts in JSON

@@ -1,0 +1,138 @@
+"""Groups to a batch: credit, filters, strategy. Every sampled token ends in a sample or under a reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from verbatim.credit import AdvantageFunction, assign_advantages
+from verbatim.filters import Filter, FilterVerdict, apply_filters
+from verbatim.orchestrator.staleness import age
+from verbatim.trajectories import build
+from verbatim.types import Group, TrainingSample, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rules:
+    """How one environment's groups become samples."""
+
+    advantage: AdvantageFunction
+    """Credit."""
+    filters: Mapping[str, Filter]
+    """By name, in order."""
+    strategy: str
+    """A name from `STRATEGIES`."""
+    max_length: int
+    """Most tokens of one sample."""
+    max_off_policy_steps: int
+    """Oldest age that is trained."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AssembledGroup:
+    """One group at the trainer's door."""
+
+    index: int
+    """The group's number."""
+    group: Group
+    """With advantages."""
+    samples: tuple[TrainingSample, ...]
+    """What is trained of it."""
+    dropped: Mapping[str, int]
+    """Sampled tokens that are not, by reason."""
+    verdicts: tuple[FilterVerdict, ...]
+    """Of each completed trajectory, in order."""
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens under the samples' masks."""
+        return sum(sample.num_trained_tokens for sample in self.samples)
+
+
+def assemble_group(index: int, group: Group, rules: Rules, step: int) -> AssembledGroup:
+    """Credit, then filters, then samples, for one group that is to be trained in this step.
+
+    Example: of four rollouts with rewards 1, 0, 0 and an error, the three get advantages 2/3, -1/3, -1/3; the
+    tokens of the fourth are dropped as `error`.
+    """
+    credited = assign_advantages(group, rules.advantage)
+    dropped: Counter[str] = Counter()
+    samples: list[TrainingSample] = []
+    verdicts: list[FilterVerdict] = []
+    for trajectory in credited.trajectories:
+        reason = None
+        if trajectory.error is not None:
+            reason = "error"
+        else:
+            verdict = apply_filters(trajectory, rules.filters)
+            verdicts.append(verdict)
+            if age(trajectory, step) > rules.max_off_policy_steps:
+                reason = "stale"
+            elif verdict.dropped_by is not None:
+                reason = f"filter:{verdict.dropped_by}"
+        if reason is not None:
+            dropped[reason] += trajectory.num_sampled_tokens
+            continue
+        built = build(trajectory, strategy=rules.strategy, max_length=rules.max_length)
+        samples.extend(built.samples)
+        dropped.update(built.dropped)
+    assembled = AssembledGroup(
+        index=index, group=credited, samples=tuple(samples), dropped=dict(dropped), verdicts=tuple(verdicts)
+    )
+    sampled = sum(t.num_sampled_tokens for t in credited.trajectories)
+    assert assembled.num_trained_tokens + sum(dropped.values()) == sampled, f"group {group.group_id} lost tokens"
+    return assembled
+
+
+def rollout_metrics(groups: Sequence[AssembledGroup], step: int, succeeded: Mapping[str, bool]) -> dict[str, float]:
+    """What the rollouts of a batch were like, filtered and failed ones included.
+
+    Args:
+        groups: The batch.
+        step: Its number.
+        succeeded: By trajectory id.
+    """
+    everything = [t for g in groups for t in g.group.trajectories]
+    completed = [t for t in everything if t.error is None]
+    metrics: dict[str, float] = {
+        "rollouts": len(everything),
+        "rollouts/failed": len(everything) - len(completed),
+    }
+    for kind, count in Counter(t.error.partition(":")[0] for t in everything if t.error).items():
+        metrics[f"errors/{kind}"] = count
+    metrics.update(episode_metrics(completed, succeeded))
+    for env in dict.fromkeys(t.env for t in completed):
+        own = [t for t in completed if t.env == env]
+        metrics[f"reward/{env}/mean"] = _mean(t.reward or 0.0 for t in own)
+        metrics[f"success/{env}"] = _mean(float(succeeded[t.trajectory_id]) for t in own)
+    ages = [age(t, step) for t in completed]
+    metrics |= {"staleness/mean": _mean(ages), "staleness/max": max(ages, default=0)}
+    metrics["staleness/dropped"] = sum(g.dropped.get("stale", 0) > 0 for g in groups)
+    verdicts = [v for g in groups for v in g.verdicts]
+    for name in dict.fromkeys(name for v in verdicts for name in v.flagged):
+        metrics[f"filters/{name}/flagged"] = sum(name in v.flagged for v in verdicts)
+        metrics[f"filters/{name}/dropped"] = sum(v.dropped_by == name for v in verdicts)
+    metrics["samples"] = sum(len(g.samples) for g in groups)
+    metrics["breaks"] = sum(t.num_breaks for t in completed)
+    return metrics
+
+
+def episode_metrics(completed: Sequence[Trajectory], succeeded: Mapping[str, bool]) -> dict[str, float]:
+    """Reward, success and behaviour of finished episodes."""
+    turns = [turn for t in completed for turn in t.turns]
+    return {
+        "reward/mean": _mean(t.reward or 0.0 for t in completed),
+        "success": _mean(float(succeeded[t.trajectory_id]) for t in completed),
+        "turns": _mean(len(t.turns) for t in completed),
+        "tool_calls": _mean(sum(len(turn.tool_calls) for turn in t.turns) for t in completed),
+        "valid_format": _mean(float(turn.parse_status == "ok" and bool(turn.tool_calls)) for turn in turns),
+        "tool_errors": _mean(sum(t.info.get("tool_errors", {}).values()) for t in completed),
+        "truncated": _mean(float(t.truncated) for t in completed),
+        "completion_tokens": _mean(t.num_sampled_tokens for t in completed),
+    }
+
+
+def _mean(values: object) -> float:
+    listed = list(values)  # type: ignore[call-overload]
+    return float(sum(listed) / len(listed)) if listed else float("nan")

@@ -1,0 +1,163 @@
+"""Keeps rollouts in flight: as many as the staleness rule allows, handed out batch by batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.curriculum import ExampleSchedule, ScheduledExample
+from verbatim.errors import RunStopped
+from verbatim.orchestrator.staleness import may_start
+from verbatim.rollouts import GroupRun, RolloutSetup
+from verbatim.trajectories import Ledger
+from verbatim.types import Group
+
+
+class Dispatcher:
+    """Launches groups and collects them.
+
+    A group is launched for the earliest batch that still needs one; whether it may start is decided by
+    `staleness.may_start`. What was launched and not yet handed out is in `state_dict`, so that nothing in flight
+    is lost by a resume: those groups are run again, with their own seeds.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: ExampleSchedule,
+        setups: Mapping[str, RolloutSetup],
+        ledger: Ledger,
+        group_size: int,
+        groups_per_batch: int,
+        max_async_level: int,
+        oversampling_factor: float,
+        run_seed: int,
+        num_batches: int,
+    ) -> None:
+        self._schedule = schedule
+        self._setups = setups
+        self._ledger = ledger
+        self._group_size = group_size
+        self._groups_per_batch = groups_per_batch
+        self._max_async_level = max_async_level
+        self._max_running = max(1, round(oversampling_factor * groups_per_batch))
+        self._run_seed = run_seed
+        self._num_batches = num_batches
+        self._version = 0
+        self._next_batch = 0
+        self._again: list[ScheduledExample] = []
+        self._running: dict[asyncio.Task[Group], tuple[GroupRun, ScheduledExample]] = {}
+        self._ready: list[tuple[GroupRun, ScheduledExample, Group]] = []
+        self._failures_in_a_row = 0
+        self._failure: BaseException | None = None
+        self._stopped = False
+        self._changed = asyncio.Event()
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens it holds: of episodes in flight, and of finished groups that no batch has taken."""
+        return sum(run.num_sampled_tokens for run, _ in self._running.values()) + sum(
+            run.num_sampled_tokens for run, *_ in self._ready
+        )
+
+    @property
+    def num_running(self) -> int:
+        """Groups in flight."""
+        return len(self._running)
+
+    @property
+    def num_ready(self) -> int:
+        """Finished groups that wait for a batch."""
+        return len(self._ready)
+
+    def start(self, version: int, batch: int) -> None:
+        """Begin to launch: weights of this version are in use and this batch is the first to be formed."""
+        self._version, self._next_batch = version, batch
+        self._launch()
+
+    def advance(self, version: int) -> None:
+        """Weights of this version are in use now; launch what may start."""
+        self._version = version
+        self._launch()
+
+    async def next_batch(self) -> list[tuple[int, Group]]:
+        """The next whole batch of groups, in the order of their numbers; those that finish first are taken.
+
+        Raises:
+            RunStopped: every rollout of two batches in a row failed.
+            Exception: whatever broke inside a rollout that is no fault of the rollout's own.
+        """
+        while len(self._ready) < self._groups_per_batch:
+            if self._failure is not None:
+                raise self._failure
+            assert self._running, "no group is in flight and none may start: the batch can never be filled"
+            self._changed.clear()
+            await self._changed.wait()
+        taken, self._ready = self._ready[: self._groups_per_batch], self._ready[self._groups_per_batch :]
+        self._next_batch += 1
+        self._launch()
+        return sorted(((run.index, group) for run, _, group in taken), key=lambda pair: pair[0])
+
+    async def stop(self) -> int:
+        """Cancel what is in flight; the tokens of groups that no batch has taken."""
+        self._stopped = True
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return self.num_pending_tokens
+
+    def _launch(self) -> None:
+        while len(self._running) < self._max_running and not self._stopped:
+            waiting = len(self._running) + len(self._ready)
+            batch = self._next_batch + waiting // self._groups_per_batch
+            if batch >= self._num_batches or not may_start(batch, self._version, self._max_async_level):
+                return
+            drawn = self._again.pop(0) if self._again else self._schedule.draw()
+            run = GroupRun(
+                self._setups[drawn.env],
+                drawn.example,
+                index=drawn.index,
+                size=self._group_size,
+                run_seed=self._run_seed,
+                on_sampled=self._ledger.sampled_tokens,
+            )
+            task = asyncio.create_task(run.run(), name=run.group_id)
+            self._running[task] = (run, drawn)
+            task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[Group]) -> None:
+        if self._stopped:
+            return  # it stays in `_running`: its tokens are still held
+        self._changed.set()
+        error = task.exception()
+        if error is not None:
+            self._failure = self._failure or error
+            return
+        run, drawn = self._running.pop(task)
+        group = task.result()
+        self._ready.append((run, drawn, group))
+        self._failures_in_a_row = 0 if group.completed else self._failures_in_a_row + 1
+        if self._failures_in_a_row >= 2 * self._groups_per_batch:
+            self._failure = RunStopped(
+                f"every rollout of the last {self._failures_in_a_row} groups failed; the last one said: "
+                f"{group.trajectories[-1].error}"
+            )
+        self._launch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values: the schedule, and every group that was launched and that no batch has taken."""
+        held = [drawn for _, drawn in self._running.values()] + [drawn for _, drawn, _ in self._ready] + self._again
+        return {
+            "schedule": self._schedule.state_dict(),
+            "held": [
+                {"index": draw.index, "env": draw.env, "example_id": draw.example.id}
+                for draw in sorted(held, key=lambda draw: draw.index)
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; held groups are run again first."""
+        self._schedule.load_state_dict(state["schedule"])
+        self._again = [self._schedule.lookup(h["env"], h["example_id"], h["index"]) for h in state["held"]]

@@ -1,0 +1,54 @@
+"""How good the policy is now: the same episodes, with their own seeds, every time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+from verbatim.environments.base import succeeded
+from verbatim.orchestrator.assemble import episode_metrics
+from verbatim.rollouts import GroupRun, RolloutSetup
+from verbatim.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """The result for one environment."""
+
+    env: str
+    """Its label."""
+    num_episodes: int
+    """How many were run."""
+    num_failed: int
+    """How many of them failed with an error; they count as no success."""
+    metrics: dict[str, float]
+    """`success`, `reward/mean`, `turns`, `valid_format`, ..."""
+    trajectories: tuple[Trajectory, ...]
+    """All of them."""
+
+    @property
+    def success(self) -> float:
+        """Share of all episodes that reached their goal."""
+        return self.metrics["success"]
+
+
+async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluation:
+    """Run at least this many episodes, the same number for every example of the "eval" split."""
+    examples = setup.environment.examples("eval")
+    size = max(1, math.ceil(episodes / len(examples)))
+    groups = [
+        GroupRun(setup, example, index=i, size=size, run_seed=seed, purpose="eval")
+        for i, example in enumerate(examples)
+    ]
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(group.run()) for group in groups]
+    trajectories = tuple(t for task in running for t in task.result().trajectories)
+    verdicts = {t.trajectory_id: succeeded(setup.environment, t) for t in trajectories}
+    completed = [t for t in trajectories if t.error is None]
+    metrics = episode_metrics(completed, verdicts)
+    metrics["success"] = sum(verdicts.values()) / len(trajectories)
+    return Evaluation(
+        env=setup.env, num_episodes=len(trajectories), num_failed=len(trajectories) - len(completed), metrics=metrics,
+        trajectories=trajectories,
+    )  # fmt: skip

@@ -1,0 +1,261 @@
+"""Text from users, tools and data can never become a control token, whatever template or renderer it passes through.
+
+Two halves that know nothing of each other's context, so that any renderer may cut and join text between them:
+
+- `Guard.text` marks untrusted text: a break goes between the first two characters of whatever could begin a control
+  token, also where the next piece of text could complete it.
+- `GuardedTokenizer` encodes. A control token's string without a break inside was written by the template, and is
+  encoded as that token. Breaks are then removed, and everything else is plain text.
+
+So ids decode to exactly the text that was given, and the control tokens in them are the template's own. Text without
+a break takes the tokenizer's ordinary path, with the ids it always had.
+
+A control token is any added token of the tokenizer, special or not, unless it is only spaces or only letters and
+digits: those are vocabulary. A break is U+FDD0 U+FDD1, two noncharacters; a literal U+FDD0 is written U+FDD0 U+FDD2, so
+marked pieces can be joined in any way and still be read.
+
+Example: `"a <|im_end|> b"` becomes the ids of `a`, ` <`, `|`, `im`, `_end`, `|>`, ` b`, or however the tokenizer cuts
+what is no token of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.types import Message
+
+ESCAPE = "\ufdd0"
+"""Begins every mark; never assigned to a character."""
+BREAK = ESCAPE + "\ufdd1"
+"""Keeps what is before it from forming a control token with what comes after it."""
+LITERAL = ESCAPE + "\ufdd2"
+"""U+FDD0 itself."""
+_OPEN, _CLOSE = "\ufdd3", "\ufdd4"  # around control tokens, for the second tokenizer
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""Read by templates, so never marked; any other role is untrusted text."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_CACHED_CHARACTERS = 256
+
+
+class Guard:
+    """Marks untrusted text for one tokenizer's control tokens."""
+
+    def __init__(self, control_tokens: Sequence[str]) -> None:
+        first_two = sorted({re.escape(token[:2]) for token in control_tokens})
+        # A lookahead: in "<<|" the second "<" must be seen too.
+        self._begins = re.compile(f"(?=({'|'.join(first_two)}))") if first_two else None
+        self._first = frozenset(token[0] for token in control_tokens)
+        self._endings = frozenset(token[i:] for token in control_tokens for i in range(1, len(token)))
+        self._longest = max(map(len, control_tokens), default=0)
+
+    def text(self, text: str) -> str:
+        """One untrusted string, marked.
+
+        Raises:
+            EnvironmentFault: the string holds a lone surrogate, which is no character and has no bytes.
+        """
+        if not text:
+            return text
+        found = _SURROGATE.search(text)
+        if found:
+            raise EnvironmentFault(
+                f"a message holds the lone surrogate U+{ord(found[0]):04X} at position {found.start()}, which is not "
+                'text; decode bytes with errors="replace"'
+            )
+        breaks = self._break_positions(text)
+        if not breaks and ESCAPE not in text:
+            return text
+        pieces = [text[a:b] for a, b in zip([0, *breaks], [*breaks, len(text)], strict=True)]
+        return BREAK.join(piece.replace(ESCAPE, LITERAL) for piece in pieces)
+
+    def value(self, value: Any) -> Any:
+        """A JSON value with every string in it marked, keys too."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self.value(key): self.value(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.value(item) for item in value]
+        return value
+
+    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages with every string marked but the role.
+
+        Reasoning belongs in `reasoning_content`. For an assistant's message without it, a leading `<think>` block of
+        the content is moved there, as chat templates do; think tags anywhere else are text like any other.
+        """
+        marked = []
+        for message in messages:
+            fields = dict(_reasoning_apart(message))
+            role = fields.pop("role")
+            marked.append({"role": role if role in ROLES else self.value(role), **self.value(fields)})
+        return marked
+
+    def tools(self, tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Tool schemas with every string marked; None if there are none."""
+        return [self.value(tool) for tool in tools] if tools else None
+
+    def _break_positions(self, text: str) -> list[int]:
+        places = {m.start() + 1 for m in self._begins.finditer(text)} if self._begins else set()
+        # The next piece of text could complete what this one begins; a template may strip the space in between.
+        places |= {end for end in (len(text), len(text.rstrip())) if end and text[end - 1] in self._first}
+        # This piece could complete what the one before began.
+        start = len(text) - len(text.lstrip())
+        places |= {begin for begin in (0, start) if self._ends(text[begin : begin + self._longest])}
+        return sorted(places)
+
+    def _ends(self, text: str) -> bool:
+        return any(text[:n] in self._endings for n in range(1, len(text) + 1))
+
+
+class GuardedTokenizer:
+    """What renderers encode with: a tokenizer that reads the marks of its `guard`.
+
+    Raises:
+        ModelError: a tokenizer whose control tokens cannot be kept out of plain text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend: Tokenizer = tokenizer.backend_tokenizer
+        # Own copies: padding and truncation are state of the tokenizer, which others may set.
+        self._ordinary = Tokenizer.from_str(backend.to_str())
+        self._ordinary.no_padding()
+        self._ordinary.no_truncation()
+        added = self._ordinary.get_added_tokens_decoder()
+        self._control = {t.content: i for i, t in added.items() if _is_control(t)}
+        short = [content for content in self._control if len(content) == 1]
+        if short:
+            raise ModelError(f"the tokenizer's special token {short[0]!r} is a single character, which text cannot be "
+                             "kept from containing")  # fmt: skip
+        # Where text is normalised before control tokens are looked for, text without any could turn into one.
+        self._always_marked = self._ordinary.normalizer is not None and any(
+            t.normalized for t in added.values() if _is_control(t)
+        )
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._scan = re.compile("|".join(map(re.escape, [BREAK, LITERAL, _OPEN, *longest_first])))
+        self._marked, self._ids = _with_bracketed_tokens(self._ordinary, self._control)
+        self._encode_short: Callable[[str], _Encoded] = lru_cache(maxsize=4096)(self._encode)
+        self.guard = Guard(list(self._control))
+        self._check()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
+        """The ids of marked text."""
+        assert not add_special_tokens, "a renderer writes its own control tokens"
+        return list(self._lookup(text)[0])
+
+    def __call__(self, text: str, add_special_tokens: bool = False, **_: Any) -> dict[str, Any]:
+        """The ids of marked text, and where each begins and ends in it: what attribution to messages needs."""
+        assert not add_special_tokens, "a renderer writes its own control tokens"
+        ids, offsets = self._lookup(text)
+        return {"input_ids": list(ids), "offset_mapping": list(offsets)}
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
+        """The text of ids, exactly."""
+        return self._ordinary.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def _lookup(self, text: str) -> _Encoded:
+        return self._encode_short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text)
+
+    def _encode(self, text: str) -> _Encoded:
+        if ESCAPE not in text and not self._always_marked:
+            encoding = self._ordinary.encode(text, add_special_tokens=False)
+            return tuple(encoding.ids), tuple(encoding.offsets)
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for pieces in self._sections(text):
+            encoding = self._marked.encode("".join(piece for piece, _, _ in pieces), add_special_tokens=False)
+            ids += [self._ids.get(i, i) for i in encoding.ids]
+            # Where each character came from; one that stands for several begins and ends where they do.
+            spans = [
+                (start + i, start + i + 1) if len(piece) == width else (start, start + width)
+                for piece, start, width in pieces
+                for i in range(len(piece))
+            ]
+            offsets += [(spans[a][0], spans[b - 1][1]) if b > a else (0, 0) for a, b in encoding.offsets]
+        return tuple(ids), tuple(offsets)
+
+    def _sections(self, text: str) -> Iterator[list[tuple[str, int, int]]]:
+        """Lists of (what to encode, where it stood in the marked text, how wide it was there)."""
+        section: list[tuple[str, int, int]] = []
+        end = 0
+        for found in self._scan.finditer(text):
+            start, (mark, width) = found.start(), (found[0], len(found[0]))
+            if start > end:
+                section.append((text[end:start], end, start - end))
+            end = found.end()
+            if mark == LITERAL:
+                section.append((ESCAPE, start, width))
+            elif mark == _OPEN:  # from the outside: must not stand before what could then look like our own bracket
+                section.append((mark, start, width))
+                yield section
+                section = []
+            elif mark != BREAK:
+                section.append((_OPEN + mark + _CLOSE, start, width))
+        if end < len(text):
+            section.append((text[end:], end, len(text) - end))
+        if section:
+            yield section
+
+    def _check(self) -> None:
+        """The ordinary path is the tokenizer's own, and no control token comes from text that names it."""
+        control = set(self._control.values())
+        trusted = "".join(f"x{token} y" for token in list(self._control)[:20])
+        if self.encode(trusted) != self._tokenizer.encode(trusted, add_special_tokens=False):
+            raise ModelError("the tokenizer does more than its tokenizer.json says; prompts would differ from what "
+                             "the model was trained on")  # fmt: skip
+        for token in self._control:
+            if control.intersection(self.encode(self.guard.text(f"x{token}y"))):
+                raise ModelError(f"the tokenizer cannot write {token!r} as plain text, so text of users and tools "
+                                 "could not be kept from becoming a control token")  # fmt: skip
+
+
+_Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
+
+
+def _is_control(token: AddedToken) -> bool:
+    content = token.content
+    return bool(content.strip()) and (token.special or not content.isalnum())
+
+
+def _with_bracketed_tokens(ordinary: Tokenizer, control: Mapping[str, int]) -> tuple[Tokenizer, dict[int, int]]:
+    """The same tokenizer, whose control tokens are only found between brackets, and its ids as the ordinary one's.
+
+    One pass over the whole text then cuts it at control tokens as the ordinary tokenizer does, spaces around them
+    and prefixes included.
+    """
+    data = json.loads(ordinary.to_str())
+    for token in data["added_tokens"]:
+        if token["content"] in control:
+            token.update(content=_OPEN + token["content"] + _CLOSE, normalized=False)
+    bracketed = Tokenizer.from_str(json.dumps(data))
+    contents = {token["content"]: token["id"] for token in json.loads(ordinary.to_str())["added_tokens"]}
+    ids = {}
+    for content, own in contents.items():
+        other = bracketed.token_to_id(_OPEN + content + _CLOSE if content in control else content)
+        assert other is not None
+        ids[other] = own
+    return bracketed, ids
+
+
+def _reasoning_apart(message: Message) -> Mapping[str, Any]:
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or "reasoning_content" in message:
+        return message
+    before, tag, after = content.lstrip().partition("</think>")
+    if not tag or not before.startswith("<think>"):
+        return message
+    reasoning = before.removeprefix("<think>").strip("\n")
+    return {**message, "reasoning_content": reasoning, "content": after.lstrip("\n")}

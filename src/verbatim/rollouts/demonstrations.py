@@ -1,0 +1,62 @@
+"""Recorded conversations as trajectories, so that supervised training takes the same road as rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verbatim.errors import UsageError
+from verbatim.renderers.base import Renderer
+from verbatim.types import Int32, Message, Trajectory, Turn
+
+
+def trajectory_from_messages(
+    renderer: Renderer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    trajectory_id: str = "",
+    env: str = "",
+) -> Trajectory:
+    """Every assistant message as a turn, its ids from rendering the prompt, and the prompt with the message.
+
+    Prompts are bridged as in a rollout, so the tokens are those that a rollout of the same conversation has.
+    The close token belongs to the completion; logprobs are missing (nothing was sampled).
+
+    Raises:
+        UsageError: no assistant message, or one whose rendering does not begin with its prompt.
+    """
+    turns: list[Turn] = []
+    known = 0
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        plain = renderer.render_ids(messages[:index], tools, add_generation_prompt=True)
+        bridged = None
+        if turns:
+            last = turns[-1]
+            bridged = renderer.bridge_to_next_turn(
+                last.prompt_ids, last.completion_ids, messages[known:index], tools
+            )
+        whole = renderer.render_ids(messages[: index + 1], tools, add_generation_prompt=False)
+        if not np.array_equal(whole[: len(plain)], plain):
+            raise UsageError(
+                f"demonstration {trajectory_id or env!r}: the chat template renders message {index} differently with "
+                "its generation prompt; its completion cannot be told apart"
+            )
+        completion = _through_close_token(whole[len(plain) :], renderer.stop_token_ids)
+        turns.append(Turn(prompt_ids=plain if bridged is None else bridged, completion_ids=completion))
+        known = index + 1
+    if not turns:
+        raise UsageError(f"demonstration {trajectory_id or env!r} has no assistant message to learn from")
+    return Trajectory(
+        example_id=trajectory_id, trajectory_id=trajectory_id, env=env, turns=tuple(turns), messages=tuple(messages)
+    )
+
+
+def _through_close_token(ids: Int32, stop_token_ids: tuple[int, ...]) -> Int32:
+    """What a model would have sampled: up to and including the close token, without the template's newline."""
+    (closes,) = np.nonzero(np.isin(ids, stop_token_ids))
+    return ids[: closes[-1] + 1] if len(closes) else ids

@@ -1,0 +1,180 @@
+"""One episode from example to trajectory: whatever goes wrong stays on the trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+from verbatim.environments.base import Environment, Episode, Reply, Score
+from verbatim.errors import EnvironmentFault, RolloutError
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits, EpisodeOver
+from verbatim.tools.manager import ToolManager
+from verbatim.types import PARSE_STATUSES, Example, Message, ParseStatus, StopReason, ToolCall, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+async def run_episode(
+    *,
+    environment: Environment,
+    example: Example,
+    seed: int,
+    loop: AgentLoop,
+    recorder: Recorder,
+    limits: EpisodeLimits,
+    identity: Mapping[str, Any],
+) -> Trajectory:
+    """Run one episode and score it.
+
+    Args:
+        environment: Whose episode it is.
+        example: What it is about.
+        seed: Of the environment's own randomness.
+        loop: Samples the turns into `recorder`.
+        recorder: Holds the turns, also of an episode that fails.
+        limits: Where it is cut off.
+        identity: `trajectory_id`, `group_id`, `sample_index`, `env`, `seed` of the record.
+
+    Returns:
+        The trajectory. If the environment, a tool under its own control flow, or the engine failed, `error` says
+        what happened and the turns up to there are kept.
+
+    Raises:
+        asyncio.CancelledError: the run is shutting down; the recorder still holds what was sampled.
+    """
+    episode: Episode | None = None
+    messages: list[Message] = []
+    error: str | None = None
+    stop_reason: StopReason | None = None
+    reward: float | None = None
+    parts: dict[str, float] = {}
+    info: dict[str, Any] = {}
+    try:
+        async with asyncio.timeout(limits.timeout):
+            episode = await _guarded("start", environment.start(example, seed))
+            messages.extend(episode.messages)
+            try:
+                run = getattr(episode, "run", None)
+                if run is not None:
+                    await _guarded("run", run(loop))
+                    stop_reason = StopReason.STOP
+                else:
+                    stop_reason = await _converse(episode, loop, limits, messages, info)
+            except EpisodeOver as over:
+                stop_reason = over.stop_reason
+            messages = messages if run is None else list(loop.messages())
+            draft = Trajectory(
+                example_id=example.id, turns=tuple(recorder.turns), messages=tuple(messages), stop_reason=stop_reason,
+                truncated=stop_reason.truncated, info=info, **identity,
+            )  # fmt: skip
+            reward, parts = _reward(await _guarded("score", episode.score(draft)))
+    except TimeoutError:
+        error, stop_reason = f"timeout: the episode took more than {limits.timeout:g} s", StopReason.API_ERROR
+    except RolloutError as fault:
+        error, stop_reason = f"{_kind(fault)}: {fault}", StopReason.API_ERROR
+        logger.debug("trajectory %s failed", identity.get("trajectory_id"), exc_info=True)
+    finally:
+        if episode is not None:
+            closing = await _close(episode)
+            error = error or closing
+    return Trajectory(
+        example_id=example.id, turns=tuple(recorder.turns), messages=tuple(messages), reward=reward,
+        reward_parts=parts, stop_reason=stop_reason, truncated=stop_reason.truncated if stop_reason else True,
+        error=error, info=info, **identity,
+    )  # fmt: skip
+
+
+async def _converse(
+    episode: Episode, loop: AgentLoop, limits: EpisodeLimits, messages: list[Message], info: dict[str, Any]
+) -> StopReason:
+    """The usual control flow: tools answer calls, the environment answers everything else."""
+    tools = ToolManager(episode.tools)
+    malformed_in_a_row = 0
+    while True:
+        try:
+            messages.append(await loop.sample(messages, episode.tools, state_key=episode.state_key()))
+        except EpisodeOver as over:
+            if over.message is not None:
+                messages.append(over.message)
+            raise
+        turn = loop.last_turn
+        if turn.tool_calls and loop.turns_left <= 0:
+            return StopReason.MAX_TURNS  # the pending calls are not run
+        started = time.perf_counter()
+        if turn.tool_calls:
+            answer, parse_status = await _run_tools(tools, turn.tool_calls, limits, info)
+            malformed = all(call.status != "ok" for call in turn.tool_calls)
+            malformed_in_a_row = malformed_in_a_row + 1 if malformed else 0
+            give_up = malformed_in_a_row > limits.max_malformed_retries
+        else:
+            answer = await _guarded("reply", episode.reply(messages[-1]))
+            parse_status, malformed_in_a_row, give_up = "ok", 0, not answer.messages
+        messages.extend(answer.messages)
+        loop.amend_last_turn(
+            reward=answer.reward, tool_seconds=time.perf_counter() - started, parse_status=parse_status
+        )
+        if answer.done or give_up:
+            return StopReason.STOP
+
+
+async def _run_tools(
+    tools: ToolManager, calls: tuple[ToolCall, ...], limits: EpisodeLimits, info: dict[str, Any]
+) -> tuple[Reply, ParseStatus]:
+    """Run the calls in order, until one of them ends the episode; also the first thing wrong with any of them."""
+    messages, rewards, done = [], [], False
+    parse_status: ParseStatus = "ok"
+    for call in calls:
+        outcome = await tools.dispatch(call, timeout=limits.tool_timeout, output_limit=limits.tool_output_limit)
+        messages.append(outcome.message)
+        if outcome.reward is not None:
+            rewards.append(outcome.reward)
+        kind = outcome.error_kind
+        if kind is not None:
+            errors = info.setdefault("tool_errors", {})
+            errors[kind] = errors.get(kind, 0) + 1
+            if parse_status == "ok" and kind in PARSE_STATUSES:
+                parse_status = cast(ParseStatus, kind)
+        if outcome.done:
+            done = True
+            break
+    return Reply(messages=messages, done=done, reward=sum(rewards) if rewards else None), parse_status
+
+
+async def _guarded(what: str, awaitable: Any) -> Any:
+    """Run a piece of the user's environment; whatever it raises becomes an EnvironmentFault."""
+    try:
+        return await awaitable
+    except (EpisodeOver, RolloutError):
+        raise
+    except Exception as error:  # user code may raise anything; it is kept on the trajectory and counted
+        raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _reward(score: Score) -> tuple[float, dict[str, float]]:
+    parts = {name: float(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
+    try:
+        reward = math.fsum(parts.values()) if isinstance(score, Mapping) else float(score)
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFault(f"score returned {score!r}; expected a number or {{part: number}}") from error
+    if not math.isfinite(reward):
+        raise EnvironmentFault(f"score returned {score!r}; expected a finite number")
+    return reward, parts
+
+
+async def _close(episode: Episode) -> str | None:
+    try:
+        await episode.close()
+    except Exception as error:  # noqa: BLE001  (user code; the trajectory carries it)
+        return f"environment: close raised {type(error).__name__}: {error}"
+    return None
+
+
+def _kind(fault: RolloutError) -> str:
+    return {"EnvironmentFault": "environment", "SamplerFault": "sampler", "RecordError": "record"}.get(
+        type(fault).__name__, "rollout"
+    )

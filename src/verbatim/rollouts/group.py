@@ -1,0 +1,117 @@
+"""The rollouts of one example: episodes side by side, scored alone and then, where asked for, together."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from verbatim.environments.base import Environment
+from verbatim.inference.base import Sampler, SamplingParams
+from verbatim.renderers.base import Renderer
+from verbatim.rollouts.episode import run_episode
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.seeds import derive_seed
+from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits
+from verbatim.types import Example, Group, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutSetup:
+    """What all episodes of one environment share."""
+
+    env: str
+    """The environment's label."""
+    environment: Environment
+    sampler: Sampler
+    renderer: Renderer
+    params: SamplingParams
+    limits: EpisodeLimits
+    slots: asyncio.Semaphore
+    """Bounds the episodes in flight, over all environments."""
+
+
+class GroupRun:
+    """One group under way. What it holds can be counted at any time, also when it is cancelled."""
+
+    def __init__(
+        self,
+        setup: RolloutSetup,
+        example: Example,
+        *,
+        index: int,
+        size: int,
+        run_seed: int,
+        purpose: str = "train",
+        on_sampled: Callable[[int], None] | None = None,
+    ) -> None:
+        self.index = index
+        self.example = example
+        self.setup = setup
+        self.group_id = f"{purpose}-{index}"
+        self._seed = derive_seed(run_seed, purpose, setup.env, example.id, index)
+        self._recorders = [Recorder(setup.sampler.vocab_size, on_sampled) for _ in range(size)]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens sampled so far, of finished and unfinished episodes."""
+        return sum(recorder.num_sampled_tokens for recorder in self._recorders)
+
+    @property
+    def first_policy_version(self) -> int | None:
+        """The oldest version that sampled a token of this group; None before the first."""
+        versions = [
+            int(turn.policy_versions[0])
+            for recorder in self._recorders
+            for turn in recorder.turns[:1]
+            if turn.policy_versions is not None and len(turn.policy_versions)
+        ]
+        return min(versions, default=None)
+
+    async def run(self) -> Group:
+        """Run all episodes to their end. A failing episode fails alone."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._episode(i, recorder)) for i, recorder in enumerate(self._recorders)]
+        trajectories = [task.result() for task in running]
+        score_group = getattr(self.setup.environment, "score_group", None)
+        if score_group is not None:
+            trajectories = await _score_together(score_group, trajectories)
+        return Group(
+            group_id=self.group_id, example_id=self.example.id, env=self.setup.env, trajectories=tuple(trajectories)
+        )
+
+    async def _episode(self, sample_index: int, recorder: Recorder) -> Trajectory:
+        setup = self.setup
+        seed = derive_seed(self._seed, sample_index)
+        loop = AgentLoop(
+            sampler=setup.sampler, renderer=setup.renderer, params=setup.params, limits=setup.limits,
+            recorder=recorder, seed=seed,
+        )  # fmt: skip
+        async with setup.slots:
+            return await run_episode(
+                environment=setup.environment, example=self.example, seed=seed, loop=loop, recorder=recorder,
+                limits=setup.limits,
+                identity={
+                    "trajectory_id": f"{self.group_id}-{sample_index}", "group_id": self.group_id,
+                    "sample_index": sample_index, "env": setup.env, "seed": seed,
+                },
+            )  # fmt: skip
+
+
+async def _score_together(
+    score_group: Callable[[Sequence[Trajectory]], object], trajectories: list[Trajectory]
+) -> list[Trajectory]:
+    """Group-level rewards for the completed rollouts; a scorer that fails fails its group, not the run."""
+    completed = [t for t in trajectories if t.error is None]
+    if not completed:
+        return trajectories
+    try:
+        rewards = [float(r) for r in await score_group(completed)]  # type: ignore[misc]
+        if len(rewards) != len(completed) or not all(map(math.isfinite, rewards)):
+            raise ValueError(f"returned {rewards}; expected {len(completed)} finite numbers")
+    except Exception as error:  # noqa: BLE001  (user code; every rollout of the group carries the reason)
+        reason = f"environment: score_group raised {type(error).__name__}: {error}"
+        return [t if t.error else t.replace(error=reason) for t in trajectories]
+    by_id = {id(t): r for t, r in zip(completed, rewards, strict=True)}
+    return [t.replace(reward=by_id[id(t)]) if id(t) in by_id else t for t in trajectories]

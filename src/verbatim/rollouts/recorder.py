@@ -1,0 +1,49 @@
+"""What an episode has recorded so far: turns as exact ids, shared by the agents that speak in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from verbatim.errors import RecordError
+from verbatim.types import Int32, Turn, share_prompt
+
+
+class Recorder:
+    """The turns of one trajectory, in the order of sampling.
+
+    Args:
+        vocab_size: Ids must be below this.
+        on_sampled: Called with the number of tokens of each recorded turn (the ledger listens).
+    """
+
+    def __init__(self, vocab_size: int, on_sampled: Callable[[int], None] | None = None) -> None:
+        self._vocab_size = vocab_size
+        self._on_sampled = on_sampled
+        self.turns: list[Turn] = []
+        self.num_sampled_tokens = 0
+
+    def record(self, turn: Turn) -> int:
+        """Add a turn; its index.
+
+        Raises:
+            RecordError: an id outside the vocabulary.
+        """
+        index = len(self.turns)
+        for what, ids in (("prompt", turn.prompt_path.tail), ("completion", turn.completion_ids)):
+            self._check_vocabulary(ids, f"turn {index}, {what}")
+        self.turns.append(share_prompt(turn, self.turns))
+        self.num_sampled_tokens += len(turn.completion_ids)
+        if self._on_sampled is not None:
+            self._on_sampled(len(turn.completion_ids))
+        return index
+
+    def amend(self, index: int, **changes: object) -> None:
+        """Add what became known after the completion: tool results, timing, reward. Never ids or logprobs."""
+        assert not {"prompt_ids", "completion_ids", "logprobs", "policy_versions"} & set(changes)
+        self.turns[index] = self.turns[index].replace(**changes)
+
+    def _check_vocabulary(self, ids: Int32, where: str) -> None:
+        if len(ids) and int(ids.max()) >= self._vocab_size:
+            position = int((ids >= self._vocab_size).argmax())
+            raise RecordError(f"{where}: id {int(ids[position])} at position {position} is outside the vocabulary of "
+                              f"{self._vocab_size}")

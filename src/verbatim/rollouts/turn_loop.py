@@ -1,0 +1,207 @@
+"""One turn, written once: messages to ids, ids to a completion, a completion to a message, all of it recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verbatim.errors import VerbatimError
+from verbatim.inference.base import Sampler, SampleRequest, SamplingParams
+from verbatim.renderers.base import Renderer
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.seeds import derive_seed
+from verbatim.tools.base import Tool
+from verbatim.types import Int32, Message, ParseStatus, StopReason, ToolCall, Turn, TurnTiming
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    """Where an episode is cut off, and what is done about misbehaviour."""
+
+    max_turns: int = 16
+    """Most turns, sub-agents' included."""
+    max_context: int = 2048
+    """Most tokens of a prompt and its completion together."""
+    timeout: float = 600.0
+    """Seconds for the whole episode."""
+    tool_timeout: float = 60.0
+    """Seconds for one tool call."""
+    tool_output_limit: int = 16_384
+    """Characters of one tool answer."""
+    max_malformed_retries: int = 2
+    """Turns in a row that may only hold malformed calls before the episode ends."""
+
+
+class EpisodeOver(VerbatimError):
+    """The trajectory cannot go on: no turns or tokens are left, or the engine stopped."""
+
+    def __init__(self, stop_reason: StopReason, message: Message | None = None) -> None:
+        super().__init__(str(stop_reason))
+        self.stop_reason = stop_reason
+        self.message = message
+        """What was said before it was cut off; None if nothing was sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Thread:
+    """Where one agent's conversation stands."""
+
+    messages: tuple[Message, ...]
+    """Everything it has been given and has said."""
+    prompt_ids: Int32
+    completion_ids: Int32
+    tools: tuple[str, ...]
+    """Names of the tools it was shown."""
+
+
+class AgentLoop:
+    """Samples turns for one episode, whichever agent speaks; implements `environments.base.Agent`.
+
+    Each agent's next prompt is its previous prompt and completion verbatim plus what is new, wherever the
+    renderer can prove that (a bridge). Otherwise the conversation is rendered anew, which the strategy will see
+    as a break. That a bridge extends the ids exactly is checked, never trusted.
+    """
+
+    def __init__(
+        self,
+        *,
+        sampler: Sampler,
+        renderer: Renderer,
+        params: SamplingParams,
+        limits: EpisodeLimits,
+        recorder: Recorder,
+        seed: int,
+    ) -> None:
+        self._sampler = sampler
+        self._renderer = renderer
+        self._params = dataclasses.replace(
+            params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *renderer.stop_token_ids)))
+        )
+        self._limits = limits
+        self._recorder = recorder
+        self._seed = seed
+        self._threads: dict[str, _Thread] = {}
+        self._num_calls = 0
+        self.stop_reason: StopReason | None = None
+        """Set once a limit was reached: nothing more is sampled."""
+
+    @property
+    def last_turn(self) -> Turn:
+        """The turn that was recorded last."""
+        return self._recorder.turns[-1]
+
+    @property
+    def turns_left(self) -> int:
+        """Turns that may still be sampled."""
+        return self._limits.max_turns - len(self._recorder.turns)
+
+    async def sample(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        agent: str = "main",
+        state_key: str | None = None,
+    ) -> Message:
+        """Record one turn of the named agent and return the assistant's message, well-formed tool calls in it.
+
+        Raises:
+            EpisodeOver: no turn or token is left, or this completion was cut off (it is recorded).
+            RecordError: the sampler returned what cannot be.
+            SamplerFault: the engine failed for good.
+        """
+        if self.stop_reason is not None:
+            raise EpisodeOver(self.stop_reason)
+        if self.turns_left <= 0:
+            self._end(StopReason.MAX_TURNS)
+        schemas = [dict(tool.schema) for tool in tools]
+        prompt_ids = self._prompt(messages, schemas, agent)
+        room = min(self._limits.max_context, self._sampler.context_length) - len(prompt_ids)
+        if room <= 0:
+            self._end(StopReason.LENGTH)
+        index = len(self._recorder.turns)
+        params = dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens, room))
+        completion = await self._sampler.generate(
+            SampleRequest(
+                prompt_ids=prompt_ids,
+                params=params,
+                seed=derive_seed(self._seed, index),
+                session=f"{self._seed}/{agent}",
+            )
+        )
+        parsed = self._renderer.parse_response(completion.ids, prompt_ids)
+        calls = tuple(self._identify(call) for call in parsed.tool_calls)
+        parsed = dataclasses.replace(parsed, tool_calls=calls)
+        self._recorder.record(
+            Turn(
+                prompt_ids=prompt_ids,
+                completion_ids=completion.ids,
+                logprobs=completion.logprobs,
+                policy_versions=completion.policy_versions,
+                stop_reason=completion.stop_reason,
+                temperature=params.temperature,
+                state_key=state_key,
+                agent=agent,
+                parse_status=next((call.status for call in calls if call.status != "ok"), "ok"),
+                tool_calls=calls,
+                timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
+            )
+        )
+        message = parsed.message()
+        self._threads[agent] = _Thread(
+            messages=(*messages, message),
+            prompt_ids=prompt_ids,
+            completion_ids=completion.ids,
+            tools=_names(schemas),
+        )
+        if completion.stop_reason is not StopReason.STOP:
+            self.stop_reason = completion.stop_reason
+            raise EpisodeOver(completion.stop_reason, message)
+        return message
+
+    def messages(self, agent: str = "main") -> tuple[Message, ...]:
+        """Everything the agent has been given and has said, up to its last turn."""
+        thread = self._threads.get(agent)
+        return thread.messages if thread is not None else ()
+
+    def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
+        """Add what became known after the completion: what the answer was worth and took, and whether the calls
+        that could be read also fitted a tool."""
+        turn = self.last_turn
+        self._recorder.amend(
+            len(self._recorder.turns) - 1,
+            reward=reward,
+            timing=dataclasses.replace(turn.timing or TurnTiming(), tools=tool_seconds),
+            parse_status=turn.parse_status if turn.parse_status != "ok" else parse_status,
+        )
+
+    def _end(self, reason: StopReason) -> None:
+        self.stop_reason = reason
+        raise EpisodeOver(reason)
+
+    def _identify(self, call: ToolCall) -> ToolCall:
+        self._num_calls += 1
+        return call if call.id else dataclasses.replace(call, id=f"call_{self._num_calls - 1}")
+
+    def _prompt(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], agent: str) -> Int32:
+        thread = self._threads.get(agent)
+        if thread is not None and thread.tools == _names(schemas):
+            known = len(thread.messages)
+            if len(messages) > known and tuple(messages[:known]) == thread.messages:
+                bridged = self._renderer.bridge_to_next_turn(
+                    thread.prompt_ids, thread.completion_ids, messages[known:], schemas or None
+                )
+                if bridged is not None:
+                    before = np.concatenate([thread.prompt_ids, thread.completion_ids])
+                    assert np.array_equal(bridged[: len(before)], before), (
+                        f"renderer {self._renderer.name}: the bridge does not extend the previous turn's ids"
+                    )
+                    return bridged
+        return self._renderer.render_ids(messages, schemas or None, add_generation_prompt=True)
+
+
+def _names(schemas: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(str(schema) for schema in schemas)

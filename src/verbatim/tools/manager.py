@@ -1,0 +1,163 @@
+"""Runs the calls a model made: whatever goes wrong becomes a message to the model, and is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from verbatim.errors import ComponentError
+from verbatim.tools.base import Tool, ToolArgumentsError, ToolResult
+from verbatim.tools.function_tool import FunctionTool
+from verbatim.types import Message, ToolCall
+
+MAX_ERROR_CHARACTERS = 500
+"""Of an exception's own text."""
+
+_UNREADABLE = {
+    "invalid_json": "it is not valid JSON",
+    "unclosed_block": "it was not closed",
+    "missing_name": "it names no tool",
+    "malformed_structure": "its name must be a string and its arguments a JSON object",
+    "unknown_tool": "there is no such tool",
+    "invalid_arguments": "its arguments do not fit the tool",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolOutcome:
+    """What one call came to."""
+
+    message: Message
+    """The tool message for the model."""
+    done: bool = False
+    """The tool ended the episode."""
+    reward: float | None = None
+    """The reward the tool gave to the turn."""
+    error_kind: str | None = None
+    """None, or what to count: a parse status ("invalid_json", ...), "unknown_tool", "invalid_arguments", "exception",
+    "timeout", "oversize" (the tool ran, its answer was cut)."""
+
+
+class ToolManager(Mapping[str, Tool]):
+    """The tools of one episode, by name.
+
+    Raises:
+        ComponentError: two tools of one name, or something that is no tool.
+    """
+
+    def __init__(self, tools: Iterable[Tool | Callable[..., Any]] = ()) -> None:
+        self._tools: dict[str, Tool] = {}
+        for item in tools:
+            tool = _as_tool(item)
+            if tool.name in self._tools:
+                raise ComponentError(f"two tools are called {tool.name!r}; give one another name, for example "
+                                     f"FunctionTool(function, name=\"{tool.name}_2\")")  # fmt: skip
+            self._tools[tool.name] = tool
+
+    def __getitem__(self, name: str) -> Tool:
+        return self._tools[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tools)
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """What the model is told, in OpenAI's format."""
+        return [tool.schema for tool in self._tools.values()]
+
+    async def dispatch(
+        self, call: ToolCall, *, timeout: float | None = None, output_limit: int | None = None
+    ) -> ToolOutcome:
+        """Run one call.
+
+        Args:
+            call: As parsed; a call that could not be read is answered, not run.
+            timeout: Seconds; None waits for ever. A thread that overruns cannot be stopped, only left behind.
+            output_limit: Characters of the answer, the note about the cut included; None = no limit.
+
+        Never raises, except `CancelledError` when the caller is cancelled, and KeyboardInterrupt.
+        """
+        refusal = self._refuse(call)
+        if refusal is not None:
+            kind, text = refusal
+            return _outcome(call, ToolResult(content=f"Error: {text}"), kind, output_limit)
+        tool = self._tools[str(call.name)]
+        task = asyncio.ensure_future(tool(dict(call.arguments or {})))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=timeout)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            # Not awaited: a coroutine that swallows its cancellation would hold the episode for ever.
+            task.cancel()
+            task.add_done_callback(_forget)
+            text = f"Error: {tool.name} did not answer within {timeout:g} seconds. Try something smaller."
+            return _outcome(call, ToolResult(content=text), "timeout", output_limit)
+        kind, result = _settled(task, tool)
+        return _outcome(call, result, kind, output_limit)
+
+    def _refuse(self, call: ToolCall) -> tuple[str, str] | None:
+        if call.status != "ok":
+            return call.status, f"the tool call could not be read: {_UNREADABLE[call.status]}. Send it again."
+        if call.name not in self._tools:
+            name = str(call.name)[:80]
+            near = get_close_matches(name, self._tools, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            return "unknown_tool", f"there is no tool {name}; there is {', '.join(self._tools) or 'none'}.{hint}"
+        return None
+
+
+def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, ToolResult]:
+    """What a finished tool returned, or its failure as a message."""
+    try:
+        result = task.result()
+    except ToolArgumentsError as error:
+        return "invalid_arguments", ToolResult(content=f"Error: {tool.name}: {error}")
+    except (Exception, asyncio.CancelledError, SystemExit) as error:  # noqa: BLE001  it is the tool's own doing, and counted
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return "exception", ToolResult(content=f"Error: {tool.name} failed: {reason[:MAX_ERROR_CHARACTERS]}")
+    if isinstance(result, str):
+        return None, ToolResult(content=result)
+    if not isinstance(result, ToolResult) or not isinstance(result.content, str):
+        found = type(result.content if isinstance(result, ToolResult) else result).__name__
+        return "exception", ToolResult(content=f"Error: {tool.name} failed: it returned {found}, not text")
+    return None, result
+
+
+def _outcome(call: ToolCall, result: ToolResult, kind: str | None, limit: int | None) -> ToolOutcome:
+    content = _as_unicode(result.content)
+    if limit is not None and len(content) > limit:
+        note = f"\n[cut: the answer had {len(content)} characters]"
+        content = content[: max(0, limit - len(note))] + note[:limit]
+        kind = kind or "oversize"
+    message: Message = {"role": "tool", "content": content, "tool_call_id": call.id}
+    if isinstance(call.name, str):
+        message["name"] = call.name
+    return ToolOutcome(message=message, done=result.done, reward=result.reward, error_kind=kind)
+
+
+def _as_unicode(text: str) -> str:
+    """A lone surrogate (from `os.fsdecode`, for example) is no character and has no bytes: U+FFFD stands for it."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def _as_tool(item: object) -> Tool:
+    if isinstance(item, Tool) and isinstance(item.name, str) and isinstance(item.schema, Mapping):
+        return item
+    if isinstance(item, type) or not callable(item) or not hasattr(item, "__name__"):
+        raise ComponentError(f"{item!r} is no tool; expected a typed function, or an object with name, schema and "
+                             "`async def __call__(arguments)`")  # fmt: skip
+    return FunctionTool(item)
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,118 @@
+"""A micro-batch as tensors on the trainer's device, and the loss inputs cut out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verbatim.losses import LossInputs
+from verbatim.models.attention import AttentionPlan
+from verbatim.trainer.attention_rows import RowsPlan
+from verbatim.types import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBatch:
+    """Legend: U tokens, M targets."""
+
+    input_ids_U: Tensor
+    """int64."""
+    position_ids_U: Tensor
+    """int64."""
+    plan: AttentionPlan
+    """Who attends to whom."""
+    source_positions_M: Tensor
+    """int64."""
+    target_ids_M: Tensor
+    """int64."""
+    temperatures_M: Tensor
+    """float32."""
+    inference_logprobs_M: Tensor
+    """float32; NaN = missing."""
+    advantages_M: Tensor
+    """float32."""
+    chunk_ids_M: Tensor
+    """int64."""
+    teacher_logprobs_M: Tensor | None
+    """float32, or None."""
+    offsets_M: Tensor
+    """int64."""
+    host: MicroBatch
+    """Where it comes from."""
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
+        """Move a micro-batch of rows to a device."""
+        assert micro_batch.is_rows, "there is no attention plan for trees yet"
+        targets = micro_batch.targets
+
+        def ids(array: np.ndarray) -> Tensor:
+            return torch.tensor(array, dtype=torch.int64, device=device)
+
+        def floats(array: np.ndarray) -> Tensor:
+            return torch.tensor(array, dtype=torch.float32, device=device)
+
+        teacher = targets.teacher_logprobs
+        return cls(
+            input_ids_U=ids(micro_batch.input_ids),
+            position_ids_U=ids(micro_batch.position_ids),
+            plan=RowsPlan(micro_batch.row_lengths.tolist(), device),
+            source_positions_M=ids(targets.source_positions),
+            target_ids_M=ids(targets.target_ids),
+            temperatures_M=floats(targets.temperatures),
+            inference_logprobs_M=floats(targets.inference_logprobs),
+            advantages_M=floats(targets.advantages),
+            chunk_ids_M=ids(targets.chunk_ids),
+            teacher_logprobs_M=None if teacher is None else floats(teacher),
+            offsets_M=ids(targets.offsets),
+            host=micro_batch,
+        )
+
+    def __len__(self) -> int:
+        return len(self.host.targets)
+
+    def inputs(self, logprobs_M: Tensor, at: slice | Tensor) -> LossInputs:
+        """Loss inputs of some targets, and of nothing else.
+
+        Args:
+            logprobs_M: The trainer's, of these targets; their dtype becomes that of the inputs.
+            at: Which targets.
+        """
+        dtype = logprobs_M.dtype
+        teacher = self.teacher_logprobs_M
+        return LossInputs(
+            trainer_logprobs=logprobs_M,
+            inference_logprobs=self.inference_logprobs_M[at].to(dtype),
+            teacher_logprobs=None if teacher is None else teacher[at].to(dtype),
+            advantages=self.advantages_M[at].to(dtype),
+            loss_mask=torch.ones_like(logprobs_M, dtype=torch.bool),
+            chunk_ids=self.chunk_ids_M[at],
+        )
+
+
+def whole_trajectory(pieces: Sequence[LossInputs], offsets_M: Tensor, length: int) -> LossInputs:
+    """One trajectory's pieces, each target at its place in `length` tokens; both logprobs 0 everywhere else.
+
+    Args:
+        pieces: Of one or several micro-batches.
+        offsets_M: Where the pieces' tokens stand, all pieces one after the other: int64.
+        length: Tokens of the trajectory's samples.
+    """
+
+    def lay(parts: list[Tensor], fill: float = 0.0) -> Tensor:
+        values = torch.cat(parts)
+        return values.new_full((length,), fill).index_copy(0, offsets_M, values)
+
+    teacher = [piece.teacher_logprobs for piece in pieces if piece.teacher_logprobs is not None]
+    return LossInputs(
+        trainer_logprobs=lay([piece.trainer_logprobs for piece in pieces]),
+        inference_logprobs=lay([piece.inference_logprobs for piece in pieces]),
+        teacher_logprobs=lay(teacher) if teacher else None,
+        advantages=lay([piece.advantages for piece in pieces]),
+        loss_mask=lay([piece.loss_mask for piece in pieces]),
+        chunk_ids=lay([piece.chunk_ids for piece in pieces if piece.chunk_ids is not None], -1),
+    )

@@ -1,0 +1,139 @@
+"""Logprobs of the targets, so that vocabulary-sized logits exist for one chunk of targets at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verbatim.models.head import CausalLM
+
+BLOCKS_PER_CHUNK = 8
+"""The softmax walks a chunk in blocks: its float32 temporaries are this much smaller than the chunk's logits."""
+
+
+@dataclass(frozen=True)
+class ChunkLogprobs:
+    """What one chunk of targets came to."""
+
+    logprobs_M: Tensor
+    """Of each target under the temperature-scaled distribution: float32 (float64 if the logits are), no graph."""
+    entropy_M: Tensor
+    """Of that distribution, in nats."""
+
+
+def target_logprobs(
+    model: CausalLM,
+    hidden_MD: Tensor,
+    target_ids_M: Tensor,
+    temperatures_M: Tensor,
+    *,
+    chunk: int,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> ChunkLogprobs:
+    """Logprobs and entropies without a graph.
+
+    Legend: M targets, D width, V vocabulary.
+
+    Args:
+        model: Its head makes the logits.
+        hidden_MD: Last hidden state that predicts each target.
+        target_ids_M: int64.
+        temperatures_M: Divide the logits; above 0.
+        chunk: Targets whose logits exist at one time.
+        autocast: Makes the context of the head.
+    """
+    with torch.no_grad():
+        parts = []
+        for at in _chunks(len(target_ids_M), chunk):
+            with autocast():
+                logits_MV = model.logits(hidden_MD[at])
+            parts.append(_log_softmax(logits_MV, target_ids_M[at], temperatures_M[at]).result)
+            del logits_MV  # before the next ones are made
+    return ChunkLogprobs(torch.cat([p.logprobs_M for p in parts]), torch.cat([p.entropy_M for p in parts]))
+
+
+def backward_logprobs(
+    model: CausalLM,
+    hidden_MD: Tensor,
+    target_ids_M: Tensor,
+    temperatures_M: Tensor,
+    gradient: Callable[[slice, ChunkLogprobs], Tensor],
+    *,
+    chunk: int,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Forward and backward, chunk by chunk: adds to the `grad` of the head and of everything behind `hidden_MD`.
+
+    Every chunk goes down to its hidden states before the next one's logits are made, so nothing is computed twice
+    and the logits' gradient is written over the logits.
+
+    Args:
+        model: Its head makes the logits.
+        hidden_MD: With a graph.
+        target_ids_M: int64.
+        temperatures_M: Divide the logits; above 0.
+        gradient: Called with each chunk's targets and logprobs, in order; returns dL/dlogprob, float [chunk].
+        chunk: Targets whose logits exist at one time.
+        autocast: Makes the context of the head.
+    """
+    def down(at: slice) -> Tensor:
+        """One chunk's gradient; a function, so that its logits are gone before the next ones are made."""
+        leaf_MD = hidden_MD[at].detach().requires_grad_()
+        with autocast():
+            logits_MV = model.logits(leaf_MD)
+        softmax = _log_softmax(logits_MV.detach(), target_ids_M[at], temperatures_M[at])
+        grad_M = gradient(at, softmax.result)
+        torch.autograd.backward(logits_MV, softmax.backward(grad_M))
+        assert leaf_MD.grad is not None
+        return leaf_MD.grad
+
+    grads = [down(at) for at in _chunks(len(target_ids_M), chunk)]
+    torch.autograd.backward(hidden_MD, torch.cat(grads))
+
+
+def _chunks(num_targets: int, chunk: int) -> Iterator[slice]:
+    for start in range(0, num_targets, chunk):
+        yield slice(start, min(start + chunk, num_targets))
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """A chunk's softmax, kept where its logits were."""
+
+    exp_MV: Tensor
+    """exp(logits / T - their maximum), in the storage of the logits."""
+    sum_M: Tensor
+    """Its sums."""
+    target_ids_M: Tensor
+    temperatures_M: Tensor
+    result: ChunkLogprobs
+
+    def backward(self, grad_M: Tensor) -> Tensor:
+        """dL/dlogits, written over the softmax: `(1[v = target] - softmax_v) grad / T`."""
+        scale_M = (grad_M / self.temperatures_M).to(self.sum_M.dtype)
+        grad_MV = self.exp_MV.mul_((-scale_M / self.sum_M)[:, None])
+        grad_MV.scatter_add_(1, self.target_ids_M[:, None], scale_M[:, None].to(grad_MV.dtype))
+        return grad_MV
+
+
+def _log_softmax(logits_MV: Tensor, target_ids_M: Tensor, temperatures_M: Tensor) -> _Softmax:
+    """Log-softmax at each row's temperature, in at least float32; destroys the logits."""
+    dtype = torch.promote_types(logits_MV.dtype, torch.float32)
+    logprobs, entropies, sums = [], [], []
+    block = -(-len(logits_MV) // BLOCKS_PER_CHUNK)
+    for at in _chunks(len(logits_MV), block):
+        scaled_MV = logits_MV[at].to(dtype) / temperatures_M[at, None].to(dtype)
+        scaled_MV -= scaled_MV.amax(dim=1, keepdim=True)
+        exp_MV = scaled_MV.exp()
+        sum_M = exp_MV.sum(dim=1)
+        log_sum_M = sum_M.log()
+        logprobs.append(scaled_MV.gather(1, target_ids_M[at, None])[:, 0] - log_sum_M)
+        entropies.append(log_sum_M - torch.linalg.vecdot(exp_MV, scaled_MV) / sum_M)
+        sums.append(sum_M)
+        logits_MV[at] = exp_MV
+    result = ChunkLogprobs(torch.cat(logprobs), torch.cat(entropies))
+    return _Softmax(logits_MV, torch.cat(sums), target_ids_M, temperatures_M, result)

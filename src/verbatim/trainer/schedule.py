@@ -1,0 +1,38 @@
+"""The learning-rate schedule, counted in optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+
+def lr_factor(
+    step: int,
+    *,
+    total_steps: int,
+    schedule: Literal["constant", "linear", "cosine"] = "constant",
+    warmup_steps: int = 0,
+    min_lr_ratio: float = 0.0,
+) -> float:
+    """What the peak learning rate is multiplied by at an optimizer step.
+
+    A straight line from 0 before the first step to 1 at step `warmup_steps`, then the schedule, which reaches
+    `min_lr_ratio` as the last step is done: at `step = total_steps`. So no step is taken at a learning rate of 0.
+
+    Example: `total_steps = 6`, `warmup_steps = 1`, linear to 0: 0.5, 1, 0.8, 0.6, 0.4, 0.2.
+
+    Args:
+        step: 0 is the first; at most `total_steps`.
+        total_steps: Of the whole run.
+        schedule: Shape after the warm-up.
+        warmup_steps: Steps below the peak at the beginning.
+        min_lr_ratio: Where linear and cosine end.
+    """
+    assert 0 <= step <= total_steps, f"optimizer step {step} of {total_steps}"
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if schedule == "constant":
+        return 1.0
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    left = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return min_lr_ratio + (1 - min_lr_ratio) * left

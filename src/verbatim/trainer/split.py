@@ -1,0 +1,30 @@
+"""Cut a batch into the disjoint parts of several optimizer steps, never cutting a trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verbatim.types import TrainingSample
+
+
+def split_batch(samples: Sequence[TrainingSample], num_parts: int) -> list[list[TrainingSample]]:
+    """At most `num_parts` parts with about the same number of trained tokens; a function of the batch alone.
+
+    Trajectories go, largest first, to the part with the fewest trained tokens so far. Inside a part samples keep
+    the batch's order. Parts without a trained token are left out: they would be an optimizer step on nothing.
+
+    Example: trajectories of 5, 4, 3 and 2 trained tokens in two parts are (5, 2) and (4, 3).
+    """
+    tokens: dict[str, int] = {}
+    for sample in samples:
+        tokens[sample.trajectory_id] = tokens.get(sample.trajectory_id, 0) + sample.num_trained_tokens
+    load = [0] * num_parts
+    part_of: dict[str, int] = {}
+    for trajectory_id in sorted(tokens, key=lambda key: -tokens[key]):  # stable: ties keep the batch's order
+        part = load.index(min(load))
+        part_of[trajectory_id] = part
+        load[part] += tokens[trajectory_id]
+    parts: list[list[TrainingSample]] = [[] for _ in range(num_parts)]
+    for sample in samples:
+        parts[part_of[sample.trajectory_id]].append(sample)
+    return [part for part, trained in zip(parts, load, strict=True) if trained]

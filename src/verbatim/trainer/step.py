@@ -1,0 +1,193 @@
+"""The gradient of one optimizer step: forward, loss and backward over its micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verbatim.errors import ComponentError, RunStopped
+from verbatim.losses import Loss, LossInputs
+from verbatim.models.head import CausalLM
+from verbatim.trainer.device_batch import DeviceBatch, whole_trajectory
+from verbatim.trainer.logprobs import ChunkLogprobs, backward_logprobs, target_logprobs
+from verbatim.trainer.metrics import MetricSums
+from verbatim.types import MicroBatch
+
+
+@dataclass
+class GradientPass:
+    """Adds the gradients of one optimizer step to a model; the step itself is the trainer's.
+
+    A token-level loss runs on each chunk of targets as its logits are made. Any other loss runs on trajectories that
+    are whole: where one lies in several micro-batches, a first forward pass without a graph gives the logprobs, the
+    loss runs on them as leaves, and dL/dlogprob is what the second pass carries back.
+    """
+
+    model: CausalLM
+    """Whose gradients are added to."""
+    loss: Loss
+    """What is minimised."""
+    denominator: int
+    """What the sum over the optimizer step is divided by, at least 1."""
+    chunk: int
+    """Targets whose vocabulary-sized logits exist at one time."""
+    autocast: Callable[[], AbstractContextManager[object]]
+    """Makes the context of forward passes."""
+    metrics: MetricSums
+    """Added to."""
+    num_trained: int = 0
+    """Targets whose gradient was taken, so far."""
+    _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
+
+    def run(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Forward and backward over all micro-batches; returns the sum of the loss, before division.
+
+        Raises:
+            RunStopped: the loss is not finite; names the trajectories.
+            ComponentError: the loss returned something that cannot be minimised.
+        """
+        batches = [DeviceBatch.of(micro_batch, self.model.device) for micro_batch in micro_batches]
+        if self.loss.level == "token":
+            for batch in batches:
+                self._backward(batch, partial(self._token_gradient, batch))
+        else:
+            self._run_whole(batches)
+        return self._finite_loss()
+
+    # ---- token-level losses
+
+    def _token_gradient(self, batch: DeviceBatch, at: slice, result: ChunkLogprobs) -> Tensor:
+        self._observe(batch, at, result)
+        leaf_M = result.logprobs_M.requires_grad_()
+        inputs = batch.inputs(leaf_M, at)
+        num_tokens = at.stop - at.start
+        return self._gradient(inputs, leaf_M, num_tokens, partial(self._culprits, batch, at, inputs))
+
+    def _culprits(self, batch: DeviceBatch, at: slice, inputs: LossInputs) -> list[str]:
+        """The trajectories of a chunk that make its loss non-finite: each one's tokens are tried alone."""
+        numbers = batch.host.targets.trajectories[at]
+        culprits = []
+        for number in np.unique(numbers).tolist():
+            mine = torch.from_numpy(np.flatnonzero(numbers == number)).to(self.model.device)
+            alone = batch.inputs(inputs.trainer_logprobs.detach()[mine], at.start + mine)
+            if not torch.isfinite(self.loss(alone).loss):
+                culprits.append(batch.host.trajectory_ids[number])
+        return culprits
+
+    # ---- losses that see trajectories whole
+
+    def _run_whole(self, batches: list[DeviceBatch]) -> None:
+        places: dict[str, set[int]] = {}
+        for i, batch in enumerate(batches):
+            for trajectory_id in batch.host.trajectory_ids:
+                places.setdefault(trajectory_id, set()).add(i)
+        cut = sorted(set().union(*(at for at in places.values() if len(at) > 1)))
+        if cut:
+            with torch.no_grad():
+                logprobs = [self._logprobs(batches[i], self._hidden(batches[i])) for i in cut]
+            grads = self._whole_gradients([batches[i] for i in cut], logprobs)
+            for i, grad_M in zip(cut, grads, strict=True):
+                self._backward(batches[i], partial(_carry, grad_M))
+        for i, batch in enumerate(batches):
+            if i not in cut:
+                hidden_MD = self._hidden(batch)
+                (grad_M,) = self._whole_gradients([batch], [self._logprobs(batch, hidden_MD.detach())])
+                self._backward(batch, partial(_carry, grad_M), hidden_MD)
+
+    def _logprobs(self, batch: DeviceBatch, hidden_MD: Tensor) -> Tensor:
+        result = target_logprobs(self.model, hidden_MD, batch.target_ids_M, batch.temperatures_M, chunk=self.chunk,
+                                 autocast=self.autocast)  # fmt: skip
+        self._observe(batch, slice(0, len(batch)), result)
+        return result.logprobs_M
+
+    def _whole_gradients(self, batches: list[DeviceBatch], logprobs: list[Tensor]) -> list[Tensor]:
+        """dL/dlogprob of each batch's targets, of trajectories that lie in these batches and no others."""
+        grads = [torch.zeros_like(logprobs_M) for logprobs_M in logprobs]
+        pieces: dict[str, list[tuple[int, Tensor]]] = {}
+        lengths: dict[str, int] = {}
+        for i, batch in enumerate(batches):
+            numbers = batch.host.targets.trajectories
+            order = torch.from_numpy(np.argsort(numbers, kind="stable")).to(self.model.device)
+            picked = torch.split_with_sizes(order, np.bincount(numbers).tolist())
+            for trajectory_id, length, at in zip(
+                batch.host.trajectory_ids, batch.host.trajectory_lengths.tolist(), picked, strict=True
+            ):
+                pieces.setdefault(trajectory_id, []).append((i, at))
+                lengths[trajectory_id] = length
+        for trajectory_id, places in pieces.items():
+            leaf_M = torch.cat([logprobs[i][at] for i, at in places]).requires_grad_()
+            sizes = [len(at) for _, at in places]
+            parts = torch.split_with_sizes(leaf_M, sizes)
+            inputs = whole_trajectory(
+                [batches[i].inputs(part, at) for part, (i, at) in zip(parts, places, strict=True)],
+                torch.cat([batches[i].offsets_M[at] for i, at in places]),
+                lengths[trajectory_id],
+            )
+            grad_M = self._gradient(inputs, leaf_M, 1, partial(list, [trajectory_id]))
+            for (i, at), part in zip(places, torch.split_with_sizes(grad_M, sizes), strict=True):
+                grads[i][at] = part
+        return grads
+
+    # ---- both
+
+    def _hidden(self, batch: DeviceBatch) -> Tensor:
+        """The hidden state that predicts each target, [M, D]."""
+        with self.autocast():
+            hidden_UD = self.model.hidden(batch.input_ids_U, batch.position_ids_U, batch.plan)
+        return hidden_UD.index_select(0, batch.source_positions_M)
+
+    def _backward(
+        self, batch: DeviceBatch, gradient: Callable[[slice, ChunkLogprobs], Tensor], hidden_MD: Tensor | None = None
+    ) -> None:
+        hidden_MD = self._hidden(batch) if hidden_MD is None else hidden_MD
+        backward_logprobs(self.model, hidden_MD, batch.target_ids_M, batch.temperatures_M, gradient, chunk=self.chunk,
+                          autocast=self.autocast)  # fmt: skip
+        self.num_trained += len(batch)
+
+    def _gradient(
+        self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]]
+    ) -> Tensor:
+        """dL/dlogprob of the loss over these inputs, divided by the step's denominator."""
+        with torch.enable_grad():
+            outputs = self.loss(inputs)
+            total = outputs.loss
+            if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
+                what = f"shape {tuple(total.shape)}, requires_grad {total.requires_grad}" if isinstance(
+                    total, Tensor) else type(total).__name__  # fmt: skip
+                raise ComponentError(
+                    f"the loss {self.loss.function.__name__} returned {what}; expected a scalar tensor that depends on "
+                    "inputs.trainer_logprobs (to leave a trajectory out, multiply by 0 instead of returning a constant)"
+                )
+            (grad_M,) = torch.autograd.grad(total.reshape(()) / self.denominator, leaf_M)
+        self._losses.append((total.detach().reshape(()), culprits))
+        self.metrics.add(outputs.metrics, weight)
+        return grad_M
+
+    def _observe(self, batch: DeviceBatch, at: slice, result: ChunkLogprobs) -> None:
+        """What is measured whatever the loss is."""
+        num_tokens = at.stop - at.start
+        self.metrics.add({"entropy": result.entropy_M.mean()}, num_tokens)
+        if self.loss.needs_inference_logprobs:
+            log_ratio = result.logprobs_M.detach() - batch.inference_logprobs_M[at]
+            self.metrics.add({"mismatch_kl": (log_ratio.expm1() - log_ratio).mean()}, num_tokens)
+
+    def _finite_loss(self) -> float:
+        values = torch.stack([value for value, _ in self._losses]).tolist()
+        total = sum(values)
+        for value, (_, culprits) in zip(values, self._losses, strict=True):
+            if not math.isfinite(value):
+                names = culprits()
+                raise RunStopped(f"the loss is {value} on {len(names)} trajectories: {', '.join(names[:5])}")
+        return float(total)
+
+
+def _carry(grad_M: Tensor, at: slice, _: ChunkLogprobs) -> Tensor:
+    """A gradient that is known beforehand."""
+    return grad_M[at]

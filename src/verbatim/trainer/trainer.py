@@ -1,0 +1,240 @@
+"""The trainer: batches of training samples in, optimizer steps done, weights and state on disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from verbatim.config.schema import TrainerConfig
+from verbatim.errors import CheckpointError, ModelError, RunStopped, UsageError
+from verbatim.losses import Loss
+from verbatim.models.head import CausalLM
+from verbatim.models.loading import load_model, resolve_device, save_model
+from verbatim.packing import PACKERS
+from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.optim import build_optimizer, load_optimizer, save_optimizer, set_lr
+from verbatim.trainer.schedule import lr_factor
+from verbatim.trainer.split import split_batch
+from verbatim.trainer.step import GradientPass
+from verbatim.types import MicroBatch, TrainingSample
+
+STATE_FILE = "trainer.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class Trainer:
+    """Owns the model being trained, its optimizer and the count of optimizer steps.
+
+    It draws no random numbers: the same weights, state and batch give the same step.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: TrainerConfig,
+        *,
+        loss: Loss,
+        total_optimizer_steps: int,
+        tokenizer: Any = None,
+        dtype: Literal["float32", "float64"] = "float32",
+    ) -> None:
+        """Load a model and make its optimizer.
+
+        Args:
+            model_path: A folder or hub id in Hugging Face format.
+            config: The `[trainer]` table; its loss and packing are names, `loss` is what the former resolved to.
+            loss: What is minimised.
+            total_optimizer_steps: Of the whole run: what the schedule is stretched over.
+            tokenizer: Saved beside the weights, with its chat template.
+            dtype: Of the master weights. float64 is for proofs.
+
+        Raises:
+            ModelError: the model cannot be loaded, or cannot be trained as asked.
+        """
+        self.config = config
+        self.loss = loss
+        self.total_optimizer_steps = total_optimizer_steps
+        self.tokenizer = tokenizer
+        self.device = resolve_device(config.device)
+        self.model: Any = load_model(model_path, dtype=dtype, device=self.device)
+        if config.gradient_checkpointing:
+            _checkpoint_layers(self.model)
+        self.lm = CausalLM(self.model)
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.num_optimizer_steps = 0
+        """Optimizer steps done: what the schedule counts."""
+
+    # ---- training
+
+    def train_batch(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        """Take `optimizer_steps_per_batch` optimizer steps on disjoint parts of a batch.
+
+        Fewer steps are taken where there are fewer trajectories. A batch without a trained token takes none: weights,
+        optimizer and schedule stay as they are, because the schedule counts optimizer steps, not batches.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping; mean over the steps), `lr` (of the last step), `entropy`,
+            `mismatch_kl`, the loss's own metrics, `trained_tokens` (targets whose gradient was taken),
+            `num_tokens` (computed), `num_micro_batches`, `num_optimizer_steps`, `seconds`, `tokens_per_second`.
+            Means are over the trained tokens of the whole batch, or its trajectories (metrics of losses that see
+            them whole). Without a trained token there is nothing to average, and those means are left out.
+
+        Raises:
+            RunStopped: the loss or a gradient is not finite; names optimizer step and trajectories. The weights are
+                those of the last good optimizer step.
+            UsageError: samples that this loss cannot be computed on.
+        """
+        began = time.perf_counter()
+        self._check(samples)
+        metrics = MetricSums()
+        counts = {"trained_tokens": 0, "num_tokens": 0, "num_micro_batches": 0, "num_optimizer_steps": 0}
+        loss_sum, denominators, grad_norms, lr = 0.0, 0, [], 0.0
+        for part in split_batch(samples, self.config.optimizer_steps_per_batch):
+            micro_batches = self.pack(part)
+            denominator = self._denominator(micro_batches)
+            gradients = GradientPass(
+                model=self.lm,
+                loss=self.loss,
+                denominator=denominator,
+                chunk=self.config.logprob_chunk,
+                autocast=self._autocast,
+                metrics=metrics,
+            )
+            try:
+                loss_sum += gradients.run(micro_batches)
+                grad_norm, lr = self._step()
+            except RunStopped as error:
+                raise RunStopped(f"optimizer step {self.num_optimizer_steps}: {error}. No weight was touched by this "
+                                 "step") from error  # fmt: skip
+            finally:
+                self.optimizer.zero_grad(set_to_none=True)
+            denominators += denominator
+            grad_norms.append(grad_norm)
+            counts["trained_tokens"] += gradients.num_trained
+            counts["num_tokens"] += sum(micro_batch.num_tokens for micro_batch in micro_batches)
+            counts["num_micro_batches"] += len(micro_batches)
+            counts["num_optimizer_steps"] += 1
+        expected = sum(sample.num_trained_tokens for sample in samples)
+        assert counts["trained_tokens"] == expected, f"trained {counts['trained_tokens']} of {expected} tokens"
+        seconds = time.perf_counter() - began
+        return {
+            **metrics.result(),
+            "loss": loss_sum / max(1, denominators),
+            "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
+            "lr": lr,
+            **counts,
+            "seconds": seconds,
+            "tokens_per_second": counts["num_tokens"] / seconds,
+        }
+
+    def pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
+        """The micro-batches of one optimizer step."""
+        return PACKERS[self.config.packing](
+            samples, micro_batch_tokens=self.config.micro_batch_tokens, keep_whole=self.loss.level != "token"
+        )
+
+    def _denominator(self, micro_batches: Sequence[MicroBatch]) -> int:
+        if self.loss.normalizer == "tokens":
+            count = sum(len(micro_batch.targets) for micro_batch in micro_batches)
+        else:
+            count = len({name for micro_batch in micro_batches for name in micro_batch.trajectory_ids})
+        return max(1, count)
+
+    def _step(self) -> tuple[float, float]:
+        """Clip and step; the gradient's norm before clipping, and the learning rate."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        if not torch.isfinite(norm):
+            bad = [n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+            raise RunStopped(f"the gradient's norm is {norm.item()} although the loss is finite; not finite in "
+                             f"{len(bad)} parameters: {', '.join(bad[:3])}")  # fmt: skip
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.config.optim.max_grad_norm, norm)
+        optim = self.config.optim
+        lr = optim.lr * lr_factor(
+            self.num_optimizer_steps,
+            total_steps=self.total_optimizer_steps,
+            schedule=optim.schedule,
+            warmup_steps=optim.warmup_steps,
+            min_lr_ratio=optim.min_lr_ratio,
+        )
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.num_optimizer_steps += 1
+        return float(norm), lr
+
+    def _check(self, samples: Sequence[TrainingSample]) -> None:
+        for sample in samples:
+            missing = sample.loss_mask & np.isnan(sample.logprobs)
+            assert not (self.loss.needs_inference_logprobs and missing.any()), (
+                f"trajectory {sample.trajectory_id!r}: {int(missing.sum())} trained tokens have no inference logprob, "
+                f"which the loss {self.loss.function.__name__} needs; they must be dropped and counted before training"
+            )
+        by_trajectory = self.loss.level != "token" or self.loss.normalizer == "trajectories"
+        if by_trajectory and len(samples) > 1 and any(not sample.trajectory_id for sample in samples):
+            raise UsageError(
+                f"a training sample has no trajectory_id, but the loss {self.loss.function.__name__} works on whole "
+                "trajectories; set trajectory_id on every Trajectory before build_samples"
+            )
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.config.dtype == "bfloat16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    # ---- weights and state
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the master weights, and the tokenizer if there is one, as a folder that `from_pretrained` loads."""
+        save_model(self.model, self.tokenizer, folder)
+
+    def save_state(self, folder: Path) -> None:
+        """Write optimizer and schedule; with `save_weights`, all that a resumed run needs to go on bit for bit."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_optimizer(self.optimizer, self.model, folder / OPTIMIZER_FILE)
+        state = {"num_optimizer_steps": self.num_optimizer_steps, "total_optimizer_steps": self.total_optimizer_steps}
+        (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+
+    def load_state(self, folder: Path) -> None:
+        """Take over what `save_state` wrote; the weights come from the constructor's `model_path`.
+
+        The schedule is stretched over this trainer's `total_optimizer_steps`, so a run may be made longer.
+
+        Raises:
+            CheckpointError: the state is missing, damaged, or of another model or a longer run.
+        """
+        path = folder / STATE_FILE
+        try:
+            done = json.loads(path.read_text(encoding="utf-8"))["num_optimizer_steps"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is no trainer state: {error!r}; expected a folder that save_state "
+                                  "wrote") from error  # fmt: skip
+        if not isinstance(done, int) or not 0 <= done <= self.total_optimizer_steps:
+            raise CheckpointError(f"{path}: {done!r} optimizer steps are done, this run has "
+                                  f"{self.total_optimizer_steps} in all; raise max_steps to go on")  # fmt: skip
+        load_optimizer(self.optimizer, self.model, folder / OPTIMIZER_FILE)
+        self.num_optimizer_steps = done
+
+
+def _checkpoint_layers(model: Any) -> None:
+    """Recompute each layer's activations in the backward pass, with dropout still off."""
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(f"{type(model).__name__} has no gradient checkpointing; set trainer.gradient_checkpointing = "
+                         "false")  # fmt: skip
+    dropouts = {k: v for k, v in model.config.get_text_config().to_dict().items()
+                if ("dropout" in k or "pdrop" in k) and isinstance(v, int | float) and v}  # fmt: skip
+    if dropouts:
+        raise ModelError(
+            f"{type(model).__name__} has {dropouts}: checkpointed layers would apply it, and train another policy than "
+            "the one that sampled; set these to 0 in the model's config.json"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # the layer itself: transformers recomputes in training mode only

@@ -1,0 +1,40 @@
+"""Supervised steps on recorded conversations, before reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from verbatim.trainer.trainer import Trainer
+from verbatim.types import TrainingSample
+
+
+def warm_start(
+    trainer: Trainer,
+    conversations: Sequence[Sequence[TrainingSample]],
+    *,
+    steps: int,
+    batch_size: int,
+    seed: int,
+    on_step: Callable[[int, Mapping[str, float]], None] | None = None,
+) -> None:
+    """Train `steps` batches of `batch_size` conversations, in shuffled passes over all of them.
+
+    Args:
+        trainer: Made with the `sft` loss.
+        conversations: The samples of each.
+        steps: Optimizer steps.
+        batch_size: Conversations of one step; at most all of them.
+        seed: Of the shuffling.
+        on_step: Called with the step's number, from 1, and its metrics.
+    """
+    rng = np.random.Generator(np.random.PCG64(seed))
+    order: list[int] = []
+    for step in range(1, steps + 1):
+        while len(order) < min(batch_size, len(conversations)):
+            order.extend(rng.permutation(len(conversations)).tolist())
+        batch, order = order[:batch_size], order[batch_size:]
+        metrics = trainer.train_batch([sample for i in batch for sample in conversations[i]])
+        if on_step is not None:
+            on_step(step, metrics)

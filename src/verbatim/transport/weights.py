@@ -1,0 +1,36 @@
+"""Published weights: one folder for each policy version, complete or absent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+class WeightFolders:
+    """`{folder}/v000012` holds the weights of policy version 12.
+
+    Args:
+        folder: Where they are.
+        keep: Newest versions kept; a sampler may still be reading the one before the last.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def publish(self, version: int, write: Callable[[Path], None]) -> Path:
+        """Write a version into a temporary folder, then give it its name in one step."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        target = self._folder / f"v{version:06d}"
+        partial = self._folder / f".v{version:06d}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        write(partial)
+        if target.exists():  # left by a run that was stopped after publishing and before its checkpoint
+            shutil.rmtree(target)
+        os.rename(partial, target)
+        for old in sorted(self._folder.glob("v[0-9]*"))[: -self._keep]:
+            shutil.rmtree(old)
+        return target

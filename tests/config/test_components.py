@@ -1,0 +1,250 @@
+"""A component's name and knobs are checked against its own signature."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from verbatim.config import ComponentTables, import_object, load_config, resolve
+from verbatim.config.schema import ComponentConfig
+from verbatim.errors import ComponentError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # as in a loss: the annotation exists for the type checker only
+
+
+def scaled(inputs: Tensor, *, scale: float = 1.0, window: int = 3, mode: Literal["sum", "mean"] = "sum") -> float:
+    return float(inputs) * scale  # type: ignore[arg-type]
+
+
+def needy(inputs: Any, *, target: int) -> int:
+    return target
+
+
+def open_ended(inputs: Any, **knobs: Any) -> dict[str, Any]:
+    return knobs
+
+
+def odd(inputs: Any, *, weights: Tensor | None = None) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    threshold: float = 0.5
+    action: Literal["drop", "monitor"] = "drop"
+
+    def __post_init__(self) -> None:
+        if self.threshold < 0:
+            raise ValueError(f"threshold = {self.threshold}, expected at least 0")
+
+    def __call__(self, value: float) -> bool:
+        return value > self.threshold
+
+
+@dataclass(frozen=True)
+class Record:
+    function: Callable[..., Any]
+    level: str = "token"
+    knobs: dict[str, Any] = field(default_factory=dict)
+
+
+TABLE = {"scaled": scaled, "needy": needy, "open": open_ended, "odd": odd, "rule": Rule, "record": Record(scaled, "chunk")}
+
+
+def resolved(kind: str, **knobs: Any) -> Any:
+    return resolve(ComponentConfig(type=kind, **knobs), TABLE, what="loss", where="trainer.loss")
+
+
+def error_of(kind: str, **knobs: Any) -> str:
+    with pytest.raises(ComponentError) as caught:
+        resolved(kind, **knobs)
+    return str(caught.value)
+
+
+def test_a_function_gets_its_knobs():
+    assert resolved("scaled", scale=2.5)(2) == 5.0
+
+
+def test_an_integer_is_a_valid_number():
+    assert resolved("scaled", scale=2).keywords == {"scale": 2.0}
+
+
+def test_a_class_becomes_an_instance():
+    assert resolved("rule", threshold=0.25) == Rule(threshold=0.25)
+
+
+def test_a_record_keeps_its_level_and_gets_its_knobs():
+    assert resolved("record", window=5) == Record(scaled, "chunk", {"window": 5})
+
+
+def test_an_unknown_name_lists_the_names_and_the_nearest():
+    assert error_of("scald") == ("trainer.loss.type: there is no loss 'scald'; did you mean \"scaled\"? There are "
+                                 "needy, odd, open, record, rule, scaled; or import your own")  # fmt: skip
+
+
+def test_an_unknown_knob_lists_the_knobs_and_the_nearest():
+    assert error_of("scaled", scal=1) == ('trainer.loss.scal: unknown knob "scal"; did you mean "scale"? The knobs of '
+                                          "loss scaled: scale, window, mode")  # fmt: skip
+
+
+def test_the_data_parameter_is_no_knob():
+    assert 'unknown knob "inputs"' in error_of("scaled", inputs=1)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "expected"),
+    [("window", "5", 'found "5", expected a valid integer'), ("window", True, "found true, expected a valid integer"),
+     ("scale", "x", 'found "x", expected a valid number'), ("mode", "max", "found \"max\", expected 'sum' or 'mean'")],
+)  # fmt: skip
+def test_a_knob_of_the_wrong_type_is_refused(knob: str, value: Any, expected: str):
+    assert error_of("scaled", **{knob: value}) == f"trainer.loss.{knob}: {expected} for this knob of loss scaled"
+
+
+def test_a_missing_knob_is_named():
+    assert error_of("needy") == "trainer.loss.target: missing: loss needy needs this knob"
+
+
+def test_all_wrong_knobs_are_named_at_once():
+    assert error_of("scaled", window="5", bogus=1).count("trainer.loss.") == 2
+
+
+def test_a_function_of_any_keywords_takes_any():
+    assert resolved("open", a=1)(None) == {"a": 1}
+
+
+def test_a_knob_whose_type_exists_for_the_type_checker_only_is_refused():
+    assert "cannot be read (name 'Tensor' is not defined); import it at run time" in error_of("odd", weights=None)
+
+
+def test_a_class_that_refuses_its_knobs_is_named():
+    assert error_of("rule", threshold=-1.0) == ("trainer.loss: loss Rule refuses {'threshold': -1.0}: threshold = -1.0, "
+                                                "expected at least 0")  # fmt: skip
+
+
+# -- custom components
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current directory with modules of a user's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    (tmp_path / "my_losses.py").write_text("def plain(inputs, beta=0.5):\n    return inputs * beta\n")
+    (tmp_path / "my_broken.py").write_text("x = 1\ny = x / 0\n")
+    (tmp_path / "my_needs.py").write_text("import nowhere_to_be_found\n")
+    yield tmp_path
+    for name in ("my_losses", "my_broken", "my_needs"):
+        sys.modules.pop(name, None)
+
+
+def custom(import_path: str, **kwargs: Any) -> ComponentConfig:
+    return ComponentConfig(type="custom", import_path=import_path, kwargs=kwargs)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_custom_function_comes_from_the_current_directory():
+    loss = resolve(custom("my_losses.plain", beta=0.25), {}, what="loss", where="trainer.loss")
+    assert isinstance(loss, functools.partial)
+    assert loss(8) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("import_path", "expected"),
+    [
+        ("my_losses.plian", 'has no \'plian\'; did you mean "plain"?'),
+        ("nowhere.loss", "there is no module 'nowhere'; looked in the current directory"),
+        ("my_losses.inner.loss", "there is no module 'my_losses.inner'"),
+        ("my_needs.loss", "importing my_needs failed: No module named 'nowhere_to_be_found'"),
+        ("my_broken.loss", "importing my_broken failed: ZeroDivisionError: division by zero"),
+        ("loss", "import_path 'loss'; expected module.function"),
+        ("sys.path", "trainer.loss.import_path: sys.path is list, expected a function or a class"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_an_import_that_fails_says_why(import_path: str, expected: str):
+    with pytest.raises(ComponentError) as caught:
+        resolve(custom(import_path), {}, what="loss", where="trainer.loss")
+    assert str(caught.value).startswith("trainer.loss.import_path: ")
+    assert expected in str(caught.value)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_module_that_raises_is_named_with_the_line():
+    with pytest.raises(ComponentError, match=r"my_broken\.py:2\)"):
+        import_object("my_broken.loss")
+
+
+@pytest.mark.usefixtures("here")
+def test_custom_knobs_are_named_inside_kwargs():
+    with pytest.raises(ComponentError, match=r'^trainer.loss.kwargs.bta: unknown knob "bta"; did you mean "beta"'):
+        resolve(custom("my_losses.plain", bta=1), {}, what="loss", where="trainer.loss")
+
+
+# -- a whole file
+
+TABLES = ComponentTables(losses=TABLE, advantages=TABLE, filters=TABLE, strategies=TABLE, environments={"game": Rule})
+
+FILE = """\
+[model]
+name = "x"
+[orchestrator]
+trajectory_strategy = "scaled"
+filters = []
+[orchestrator.advantage]
+type = "open"
+[[orchestrator.train.env]]
+id = "game"
+[trainer.loss]
+type = "scaled"
+window = 4
+"""
+
+
+def problems_of(tmp_path: Path, text: str, *overrides: str) -> str:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides, TABLES)
+    return str(caught.value).replace(str(file), "FILE")
+
+
+def test_a_file_whose_components_exist_is_loaded(tmp_path: Path):
+    (tmp_path / "run.toml").write_text(FILE)
+    assert load_config(tmp_path / "run.toml", tables=TABLES).trainer.loss.knobs == {"window": 4}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("window = 4", "windw = 4", 'FILE:12: trainer.loss.windw: unknown knob "windw"; did you mean "window"?'),
+        ('id = "game"', 'id = "gme"', "FILE:9: orchestrator.train.env.0.id: there is no environment 'gme'"),
+        ('id = "game"', 'id = "game"\nargs = { thresold = 1 }',
+         'FILE:10: orchestrator.train.env.0.args.thresold: unknown knob "thresold"; did you mean "threshold"?'),
+        ('"scaled"\nfilters', '"scald"\nfilters',
+         "FILE:4: orchestrator.trajectory_strategy: there is no trajectory strategy 'scald'"),
+        ("filters = []", 'filters = [{ type = "rule" }, { type = "rul" }]',
+         "FILE:5: orchestrator.filters.1.type: there is no filter 'rul'"),
+        ('id = "game"', 'id = "game"\nadvantage = { type = "needy" }',
+         "FILE:10: orchestrator.train.env.0.advantage.target: missing"),
+    ],
+)  # fmt: skip
+def test_a_wrong_component_is_named_with_file_and_line(tmp_path: Path, old: str, new: str, expected: str):
+    assert old in FILE
+    assert problems_of(tmp_path, FILE.replace(old, new)).startswith(expected)
+
+
+def test_a_wrong_component_of_an_override_is_named_by_it(tmp_path: Path):
+    message = problems_of(tmp_path, FILE, "--trainer.loss.type", "scald")
+    assert message.startswith("--trainer.loss.type scald: trainer.loss.type: there is no loss 'scald'")
+
+
+def test_nothing_is_constructed_by_the_check(tmp_path: Path):
+    """-1 is refused by `Rule` itself; the check looks at names and types only."""
+    (tmp_path / "run.toml").write_text(FILE.replace('id = "game"', 'id = "game"\nargs = { threshold = -1 }'))
+    assert load_config(tmp_path / "run.toml", tables=TABLES).orchestrator.train.env[0].args == {"threshold": -1}

@@ -1,0 +1,204 @@
+"""A file and overrides become one valid configuration, or an error that says what to type."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from verbatim.config import RunConfig, dump_config, load_config
+from verbatim.errors import ConfigError
+
+MINIMAL = """\
+[model]
+name = "some/model"
+[orchestrator]
+batch_size = 32
+group_size = 8
+[[orchestrator.train.env]]
+id = "guess_number"
+args = { low = 1, delta = inf }
+max_turns = 4
+[trainer.loss]
+delta = inf
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def error_of(file: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return str(caught.value)
+
+
+def edited(file: Path, old: str, new: str) -> Path:
+    assert old in MINIMAL
+    file.write_text(MINIMAL.replace(old, new))
+    return file
+
+
+def test_the_file_overrides_the_defaults_and_the_command_line_the_file(file: Path):
+    config = load_config(file, ["--orchestrator.batch-size", "64", "--orchestrator.train.env.0.max-turns=5"])
+    assert config.orchestrator.seq_len == 2048
+    assert config.orchestrator.group_size == 8
+    assert config.orchestrator.batch_size == 64
+    assert config.orchestrator.train.env[0].max_turns == 5
+    assert config.orchestrator.train.env[0].args["low"] == 1
+
+
+def test_a_bare_option_switches_a_boolean_on(file: Path):
+    assert load_config(file, ["--trainer.gradient-checkpointing"]).trainer.gradient_checkpointing is True
+
+
+def test_a_bare_option_of_another_type_needs_a_value(file: Path):
+    assert error_of(file, "--max-steps") == "--max-steps: needs a value: Batches."
+
+
+def test_null_brings_the_default_back(file: Path):
+    assert load_config(file, ["--orchestrator.batch-size", "null"]).orchestrator.batch_size == 128
+
+
+def test_null_for_an_absent_table_does_not_switch_it_on(file: Path):
+    assert load_config(file, ["--warm-start.data", "null"]).warm_start is None
+
+
+def test_a_text_that_reads_as_a_number_is_a_text_where_the_schema_wants_one(file: Path):
+    config = load_config(file, ["--name", "2024", "--run-dir=7"])
+    assert config.name == "2024"
+    assert config.run_dir == Path("7")
+
+
+def test_a_misspelt_key_names_line_table_and_nearest_key(file: Path):
+    message = error_of(edited(file, "batch_size", "bach_size"))
+    assert message.startswith(f'{file}:4: orchestrator.bach_size: unknown key "bach_size" in [orchestrator]; did you '
+                              'mean "batch_size"? The keys of [orchestrator] are train, eval, batch_size')  # fmt: skip
+
+
+def test_a_misspelt_override_names_itself(file: Path):
+    message = error_of(file, "--orchestrator.bach-size", "64")
+    assert message.startswith('--orchestrator.bach-size 64: orchestrator.bach_size: unknown key "bach_size"')
+    assert 'did you mean "batch_size"?' in message
+
+
+def test_a_misspelt_key_is_refused_even_when_it_is_unset(file: Path):
+    assert 'unknown key "bach_size"' in error_of(file, "--orchestrator.bach-size", "null")
+
+
+def test_a_key_of_another_table_says_where_it_belongs(file: Path):
+    assert "it belongs to [orchestrator.sampling]" in error_of(file, "--orchestrator.temperature", "1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("batch_size = 32", 'batch_size = "32"', ':4: orchestrator.batch_size: found "32" (a string), expected a valid integer'),
+        ("batch_size = 32", "batch_size = true", ":4: orchestrator.batch_size: found true (a boolean), expected a valid integer"),
+        ("batch_size = 32", "batch_size = 0", ":4: orchestrator.batch_size: found 0 (an integer), expected greater than or equal to 1"),
+        ("max_turns = 4", "max_turns = 1.5", ":9: orchestrator.train.env.0.max_turns: found 1.5 (a number), expected a valid integer"),
+        ("[[orchestrator.train.env]]", "[orchestrator.train.env]", ":6: orchestrator.train.env: found"),
+        ("[model]", "[modle]", 'unknown key "modle" in the top level; did you mean "model"?'),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_names_line_key_found_and_expected(file: Path, old: str, new: str, expected: str):
+    assert expected in error_of(edited(file, old, new))
+
+
+def test_a_plain_table_where_a_list_belongs_is_told_its_notation(file: Path):
+    message = error_of(edited(file, "[[orchestrator.train.env]]", "[orchestrator.train.env]"))
+    assert message.endswith("(a table), expected a list, or [[orchestrator.train.env]] tables")
+
+
+def test_a_wrong_choice_lists_the_choices_and_the_nearest(file: Path):
+    message = error_of(file, "--trainer.packing", "row")
+    assert message == ('--trainer.packing row: trainer.packing: found "row" (a string), expected \'auto\' or \'rows\'; '
+                       'did you mean "rows"?')  # fmt: skip
+
+
+def test_a_missing_table_is_described(file: Path):
+    file.write_text('[model]\nname = "x"\n')
+    assert error_of(file) == f"{file}: orchestrator is missing: rollouts and batches."
+
+
+def test_a_missing_key_has_the_line_of_its_table(file: Path):
+    file.write_text('[model]\nname = "x"\n[orchestrator]\nbatch_size = 16\n')
+    assert error_of(file) == f"{file}:3: orchestrator.train is missing: the training environments."
+
+
+def test_an_impossible_combination_names_the_overrides_that_may_have_made_it(file: Path):
+    message = error_of(file, "--orchestrator.batch-size", "30")
+    assert message == (f"{file}:3 (with --orchestrator.batch-size 30): orchestrator: batch_size = 30 is not a whole "
+                       "number of groups of group_size = 8; for example batch_size = 24")  # fmt: skip
+
+
+def test_greedy_sampling_is_refused_for_training(file: Path):
+    assert "orchestrator.sampling.temperature = 0: greedy" in error_of(file, "--orchestrator.sampling.temperature", "0")
+
+
+def test_all_mistakes_are_listed_at_once(file: Path):
+    message = error_of(edited(file, "max_turns = 4", "max_turn = 4"), "--trainer.packing", "x", "--seed", "zero")
+    assert message.startswith(f"3 mistakes in {file}:\n")
+    assert [part in message for part in (f"{file}:9: ", "--trainer.packing x: ", '--seed zero: seed: found "zero"')] == [
+        True, True, True,
+    ]  # fmt: skip
+    assert "at least one element" not in message
+
+
+def test_broken_toml_names_line_and_column(file: Path):
+    file.write_text("seed = 1\nname = hello\n")
+    assert error_of(file).startswith(f"{file}:2:8: not valid TOML: Invalid value; a text needs quotes")
+
+
+def test_toml_that_ends_too_early_names_the_last_line(file: Path):
+    file.write_text("seed = 1\nlist = [1,")
+    assert error_of(file).startswith(f"{file}:2:")
+
+
+def test_a_missing_file_names_the_nearest_one(file: Path):
+    wrong = file.parent / "rnu.toml"
+    with pytest.raises(ConfigError) as caught:
+        load_config(wrong)
+    assert str(caught.value) == f"there is no file {wrong}; did you mean {file}?"
+
+
+def test_a_folder_is_no_file(file: Path):
+    with pytest.raises(ConfigError, match="is a folder, expected a TOML file; did you mean"):
+        load_config(file.parent)
+
+
+def test_binary_files_are_refused(file: Path):
+    file.write_bytes(b"\xff\xfe\x00")
+    assert "is not UTF-8 text" in error_of(file)
+
+
+def test_the_printed_configuration_reads_back_equal(file: Path, tmp_path: Path):
+    config = load_config(file, ["--run-dir", "some/where", "--orchestrator.advantage.gamma", "0.5"])
+    printed = tmp_path / "printed.toml"
+    printed.write_text(dump_config(config))
+    assert load_config(printed) == config
+    assert load_config(printed).trainer.loss.knobs == {"delta": float("inf")}
+
+
+def test_every_optional_key_has_no_value_by_default():
+    """TOML has no null: a key that is absent from the printed configuration must mean None."""
+
+    def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
+        inner = [a for f in model.model_fields.values() for a in (f.annotation, *typing.get_args(f.annotation))]
+        records = [a for a in inner if isinstance(a, type) and issubclass(a, BaseModel)]
+        return [model, *(s for record in records for s in sections(record))]
+
+    found = {
+        f"{section.__name__}.{name}": field.default
+        for section in sections(RunConfig)
+        for name, field in section.model_fields.items()
+        if type(None) in typing.get_args(field.annotation)
+    }
+    assert len(found) > 5
+    assert set(found.values()) == {None}

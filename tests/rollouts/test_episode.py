@@ -1,0 +1,322 @@
+"""Episodes: exact ids, bounded, and whatever goes wrong stays on the trajectory."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+from byte_renderer import CALL, END, ROLES, VOCAB_SIZE, ByteRenderer, call, say, text
+
+from verbatim import Example, build_samples
+from verbatim.environments.base import Episode, Reply
+from verbatim.errors import SamplerFault
+from verbatim.inference import SamplingParams
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.rollouts import AgentLoop, EpisodeLimits, GroupRun, Recorder, RolloutSetup, derive_seed, run_episode
+from verbatim.tools import FunctionTool, ToolResult
+
+
+class Counter(Episode):
+    """Adds up what `add` is given; `finish` ends the episode; speaking gets a nudge."""
+
+    def __init__(self, **faults):
+        self.messages = [{"role": "user", "content": "go"}]
+        self.total, self.closed, self.faults = 0, 0, faults
+        self.tools = (FunctionTool(self.add, inline=True), FunctionTool(self.finish, inline=True))
+
+    def add(self, number: int) -> ToolResult:
+        """Add a number."""
+        if "tool" in self.faults:
+            raise RuntimeError("tool broke")
+        self.total += number
+        return ToolResult(content=str(self.total), reward=float(number))
+
+    def finish(self) -> ToolResult:
+        """End."""
+        return ToolResult(content="bye", done=True)
+
+    async def reply(self, message):
+        if "reply" in self.faults:
+            raise KeyError("reply broke")
+        if message["content"] == "stop":
+            return Reply(done=True, reward=0.5)
+        return Reply(messages=[{"role": "user", "content": "more"}], reward=0.5)
+
+    async def score(self, trajectory):
+        if "score" in self.faults:
+            value = self.faults["score"]
+            if isinstance(value, Exception):
+                raise value
+            return value
+        return float(self.total)
+
+    async def close(self):
+        self.closed += 1
+        if "close" in self.faults:
+            raise OSError("close broke")
+
+
+class Counters:
+    def __init__(self, **faults):
+        self.faults, self.started = faults, []
+
+    def examples(self, split):
+        return [Example(id="a"), Example(id="b")]
+
+    async def start(self, example, seed):
+        if "start" in self.faults:
+            raise ValueError("start broke")
+        episode = Counter(**self.faults)
+        self.started.append(episode)
+        return episode
+
+
+def sampler_of(*completions, **options):
+    options = {"vocab_size": VOCAB_SIZE, "context_length": 1000, **options}
+    left = list(completions)
+    return ScriptedSampler(script=lambda request: left.pop(0), **options)
+
+
+async def play(sampler, environment=None, renderer=None, **limits):
+    environment = environment or Counters()
+    limits = EpisodeLimits(**limits)
+    recorder = Recorder(VOCAB_SIZE)
+    loop = AgentLoop(
+        sampler=sampler, renderer=renderer or ByteRenderer(), params=SamplingParams(), limits=limits,
+        recorder=recorder, seed=7,
+    )  # fmt: skip
+    return await run_episode(
+        environment=environment, example=Example(id="a"), seed=7, loop=loop, recorder=recorder, limits=limits,
+        identity={"trajectory_id": "t", "group_id": "g", "sample_index": 0, "env": "counters", "seed": 7},
+    )  # fmt: skip
+
+
+async def test_two_turns_with_a_tool_are_recorded_id_for_id():
+    first, second = call("add", number=3), say("stop")
+    trajectory = await play(sampler_of(first, second))
+    opening = [ROLES["user"], *text("go"), END, ROLES["assistant"]]
+    answer = [ROLES["tool"], *text("3"), END, ROLES["assistant"]]
+    assert trajectory.turns[0].prompt_ids.tolist() == opening
+    assert trajectory.turns[0].completion_ids.tolist() == first
+    assert trajectory.turns[1].prompt_ids.tolist() == [*opening, *first, *answer]
+    assert trajectory["input_ids"] == [*opening, *first, *answer, *second]
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.messages[1]["tool_calls"][0]["id"] == trajectory.messages[2]["tool_call_id"] == "call_0"
+    assert (trajectory.reward, trajectory.stop_reason, trajectory.truncated) == (3.0, "stop", False)
+    assert [t.reward for t in trajectory.turns] == [3.0, 0.5]
+    assert trajectory.error is None
+
+
+async def test_the_sample_of_an_unbroken_episode_is_the_samplers_own_token_stream():
+    trajectory = await play(sampler_of(call("add", number=1), say("hm"), call("finish")))
+    (sample,) = build_samples(trajectory)
+    last = trajectory.turns[-1]
+    assert sample.token_ids.tolist() == [*last.prompt_ids.tolist(), *last.completion_ids.tolist()]
+    assert sample.num_trained_tokens == trajectory.num_sampled_tokens
+
+
+async def test_a_renderer_that_cannot_bridge_only_costs_samples():
+    trajectory = await play(sampler_of(text("hm<x>") + [END], say("stop")), renderer=ByteRenderer(bridges=False))
+    assert trajectory.error is None
+    assert sum(s.num_trained_tokens for s in build_samples(trajectory)) == trajectory.num_sampled_tokens
+
+
+async def test_done_ends_the_episode_and_nothing_is_sampled_after_it():
+    sampler = sampler_of(call("finish")[:-1] + call("add", number=5), say("never"))
+    environment = Counters()
+    trajectory = await play(sampler, environment)
+    assert len(trajectory.turns) == 1
+    assert environment.started[0].total == 0  # the call after `finish` is not run
+    assert trajectory.stop_reason == "stop"
+
+
+async def test_calls_that_are_pending_at_the_last_turn_are_not_run():
+    environment = Counters()
+    trajectory = await play(sampler_of(call("add", number=1), call("add", number=10)), environment, max_turns=2)
+    assert environment.started[0].total == 1
+    assert (trajectory.stop_reason, trajectory.truncated, len(trajectory.turns)) == ("max_turns", True, 2)
+
+
+async def test_running_out_of_turns_while_talking_is_max_turns():
+    trajectory = await play(sampler_of(say("a"), say("b")), max_turns=2)
+    assert (trajectory.stop_reason, len(trajectory.turns)) == ("max_turns", 2)
+
+
+async def test_a_completion_without_room_to_end_is_cut_and_scored():
+    trajectory = await play(sampler_of(text("a long speech")), max_context=10)
+    assert (trajectory.stop_reason, trajectory.truncated) == ("length", True)
+    assert len(trajectory.turns[0].prompt_ids) + len(trajectory.turns[0].completion_ids) == 10
+    assert trajectory.messages[-1]["content"] == "a long"[: len(trajectory.turns[0].completion_ids)]
+    assert trajectory.reward == 0.0
+
+
+async def test_a_prompt_that_fills_the_context_is_not_sent():
+    sampler = sampler_of(say("x"))
+    trajectory = await play(sampler, max_context=5)
+    assert (trajectory.stop_reason, trajectory.turns) == ("length", ())
+
+
+async def test_a_call_that_cannot_be_read_is_answered_and_bounded():
+    broken = [CALL, *text("{not json"), END]
+    trajectory = await play(sampler_of(*[broken] * 9))
+    assert len(trajectory.turns) == 3  # one and two retries
+    assert trajectory.turns[0].parse_status in ("invalid_json", "unclosed_block")
+    assert "could not be read" in trajectory.messages[2]["content"]
+    assert sum(trajectory.info["tool_errors"].values()) == 3
+
+
+async def test_a_readable_call_resets_the_retries():
+    broken = [CALL, *text("{"), END]
+    script = [broken, broken, call("add", number=1), broken, broken, say("stop")]
+    assert len((await play(sampler_of(*script))).turns) == 6
+
+
+@pytest.mark.parametrize(
+    ("completion", "kind"),
+    [
+        (call("subtract", number=1), "unknown_tool"),
+        (call("add", number="one"), "invalid_arguments"),
+    ],
+)
+async def test_a_call_that_fits_no_tool_is_answered_counted_and_marked(completion, kind):
+    trajectory = await play(sampler_of(completion, say("stop")))
+    assert trajectory.info["tool_errors"] == {kind: 1}
+    assert [t.parse_status for t in trajectory.turns] == [kind, "ok"]
+    assert trajectory.error is None
+
+
+async def test_a_tool_that_raises_is_a_message_to_the_model():
+    trajectory = await play(sampler_of(call("add", number=1), say("stop")), Counters(tool=True))
+    assert "tool broke" in trajectory.messages[2]["content"]
+    assert trajectory.info["tool_errors"] == {"exception": 1}
+    assert trajectory.error is None
+
+
+@pytest.mark.parametrize(
+    ("faults", "message", "turns"),
+    [
+        ({"start": 1}, "environment: start raised ValueError: start broke", 0),
+        ({"reply": 1}, "environment: reply raised KeyError", 1),
+        ({"score": RuntimeError("score broke")}, "environment: score raised RuntimeError: score broke", 1),
+        ({"score": math.nan}, "environment: score returned nan", 1),
+        ({"score": {"a": math.inf}}, "finite", 1),
+        ({"score": "good"}, "environment: score returned 'good'", 1),
+        ({"close": 1}, "environment: close raised OSError: close broke", 1),
+        ({"score": TimeoutError("slow judge")}, "environment: score raised TimeoutError", 1),
+    ],
+)
+async def test_a_failing_environment_fails_its_episode_alone(faults, message, turns):
+    trajectory = await play(sampler_of(say("stop")), Counters(**faults))
+    assert message in trajectory.error
+    assert len(trajectory.turns) == turns
+
+
+async def test_an_episode_is_closed_once_whatever_happens():
+    for faults in ({}, {"reply": 1}, {"score": math.nan}):
+        environment = Counters(**faults)
+        await play(sampler_of(say("stop")), environment)
+        assert environment.started[0].closed == 1
+
+
+async def test_reward_parts_are_added_up():
+    trajectory = await play(sampler_of(say("stop")), Counters(score={"right": 1.0, "short": 0.25}))
+    assert trajectory.reward == 1.25
+    assert trajectory.reward_parts == {"right": 1.0, "short": 0.25}
+
+
+async def test_an_engine_that_fails_fails_its_episode_and_keeps_its_turns():
+    def script(request):
+        if len(request.prompt_ids) > 5:
+            raise SamplerFault("engine died")
+        return say("a")
+
+    sampler = ScriptedSampler(script=script, vocab_size=VOCAB_SIZE, context_length=1000)
+    trajectory = await play(sampler)
+    assert "sampler: engine died" in trajectory.error
+    assert (len(trajectory.turns), trajectory.stop_reason) == (1, "api_error")
+
+
+async def test_an_id_outside_the_vocabulary_is_refused_where_it_enters():
+    trajectory = await play(ScriptedSampler(script=lambda r: [1, VOCAB_SIZE, END], vocab_size=VOCAB_SIZE + 1, context_length=99))
+    assert f"record: turn 0, completion: id {VOCAB_SIZE} at position 1" in trajectory.error
+
+
+async def test_an_episode_past_its_deadline_is_an_error_of_its_own():
+    class Slow(Counters):
+        async def start(self, example, seed):
+            await asyncio.sleep(60)
+
+    trajectory = await play(sampler_of(say("x")), Slow(), timeout=0.02)
+    assert trajectory.error.startswith("timeout: ")
+
+
+async def test_an_environment_with_its_own_control_flow_records_every_agent():
+    class Delegating(Counter):
+        async def run(self, agent):
+            main = [{"role": "user", "content": "plan"}]
+            main.append(await agent.sample(main))
+            await agent.sample([{"role": "user", "content": "work"}], agent="sub/1")
+            main.append({"role": "user", "content": "result"})
+            await agent.sample(main)
+
+    class Environment(Counters):
+        async def start(self, example, seed):
+            return Delegating()
+
+    trajectory = await play(sampler_of(say("p"), say("w"), say("done")), Environment())
+    assert [t.agent for t in trajectory.turns] == ["main", "sub/1", "main"]
+    samples = build_samples(trajectory)
+    assert [s.num_trained_tokens for s in samples] == [2 + 5, 2]  # "p"+END and "done"+END, then "w"+END
+    assert trajectory.messages[-1]["content"] == "done"
+
+
+async def test_seeds_are_a_function_of_what_they_are_for():
+    assert derive_seed(1, "a", 2) == derive_seed(1, "a", 2)
+    assert len({derive_seed(1, 23), derive_seed(12, 3), derive_seed(123), derive_seed("1", 23)}) == 4
+    assert 0 <= derive_seed(5) < 2**63
+
+
+async def test_every_turn_has_its_own_seed_and_an_episode_its_own_sessions():
+    sampler = sampler_of(say("a"), say("stop"))
+    await play(sampler)
+    assert len({r.seed for r in sampler.requests}) == 2
+    assert len({r.session for r in sampler.requests}) == 1
+
+
+def setup(sampler, environment):
+    return RolloutSetup(
+        env="counters", environment=environment, sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(),
+        limits=EpisodeLimits(), slots=asyncio.Semaphore(8),
+    )  # fmt: skip
+
+
+async def test_a_group_counts_every_sampled_token_as_it_appears():
+    seen = []
+    sampler = ScriptedSampler(script=lambda r: say("stop"), vocab_size=VOCAB_SIZE, context_length=1000)
+    run = GroupRun(setup(sampler, Counters()), Example(id="a"), index=4, size=3, run_seed=0, on_sampled=seen.append)
+    group = await run.run()
+    assert seen == [5, 5, 5]
+    assert run.num_sampled_tokens == 15
+    assert [t.trajectory_id for t in group.trajectories] == ["train-4-0", "train-4-1", "train-4-2"]
+    assert len({t.seed for t in group.trajectories}) == 3
+
+
+async def test_group_level_rewards_replace_single_ones_and_a_failing_judge_fails_its_group():
+    class Judged(Counters):
+        async def score_group(self, trajectories):
+            if "judge" in self.faults:
+                raise RuntimeError("judge broke")
+            return [float(i) for i in range(len(trajectories))]
+
+    sampler = ScriptedSampler(script=lambda r: say("stop"), vocab_size=VOCAB_SIZE, context_length=1000)
+    good = await GroupRun(setup(sampler, Judged()), Example(id="a"), index=0, size=3, run_seed=0).run()
+    assert [t.reward for t in good.trajectories] == [0.0, 1.0, 2.0]
+    bad = await GroupRun(setup(sampler, Judged(judge=1)), Example(id="a"), index=0, size=2, run_seed=0).run()
+    assert all("judge broke" in t.error for t in bad.trajectories)
+
+
+async def test_bridged_prompts_share_storage():
+    trajectory = await play(sampler_of(*[say("aaaa")] * 5, say("stop")))
+    total = len(trajectory.turns[-1].prompt_ids) + len(trajectory.turns[-1].completion_ids)
+    assert trajectory.num_stored_tokens == total
+    assert np.array_equal(trajectory.turns[2].prompt_ids[: len(trajectory.turns[1].prompt_ids)], trajectory.turns[1].prompt_ids)

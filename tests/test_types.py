@@ -1,0 +1,163 @@
+"""The records refuse what cannot be, store a trajectory once, and read back id for id."""
+
+import dataclasses
+import doctest
+
+import numpy as np
+import pytest
+
+import verbatim.types
+from verbatim import Group, StopReason, Trajectory, Turn
+from verbatim.errors import RecordError
+from verbatim.types import MicroBatch, Targets, TokenPath, common_prefix_length
+
+
+def test_the_worked_examples_in_the_docstrings_hold():
+    assert doctest.testmod(verbatim.types).failed == 0
+
+
+def test_prompt_ids_read_back_exactly_and_cannot_be_written():
+    turn = Turn(prompt_ids=[5, 6, 7], completion_ids=[8])
+    assert turn.prompt_ids.tolist() == [5, 6, 7]
+    assert turn.prompt_ids.dtype == np.int32
+    with pytest.raises(ValueError, match="read-only"):
+        turn.prompt_ids[0] = 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        turn.reward = 1.0
+
+
+def test_the_callers_array_stays_the_callers():
+    ids = np.array([5, 6], dtype=np.int32)
+    turn = Turn(prompt_ids=ids, completion_ids=ids)
+    ids[0] = 99
+    assert turn.prompt_ids.tolist() == [5, 6]
+    assert turn.completion_ids.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_ids": []}, "prompt_ids: empty"),
+        ({"prompt_ids": [1.5]}, "token ids are integers"),
+        ({"prompt_ids": [[1]]}, "one list of token ids"),
+        ({"completion_ids": [3, -1]}, "id -1 at position 1"),
+        ({"completion_ids": [2**31]}, "id 2147483648 at position 0"),
+        ({"logprobs": [-0.1]}, "1 for 2 completion ids"),
+        ({"logprobs": [-0.1, float("nan")]}, "nan at position 1"),
+        ({"logprobs": [-0.1, None]}, "logprobs"),
+        ({"logprobs": [-0.1, float("-inf")]}, "-inf at position 1"),
+        ({"logprobs": [0.5, -0.1]}, "0.5 at position 0"),
+        ({"policy_versions": [0]}, "1 for 2 completion ids"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+)
+def test_what_no_sampler_can_return_is_refused(fields, message):
+    with pytest.raises(RecordError, match=message):
+        Turn(**{"prompt_ids": [1], "completion_ids": [2, 3], **fields})
+
+
+def test_a_missing_logprob_stays_missing_and_rounding_above_zero_becomes_zero():
+    assert Turn(prompt_ids=[1], completion_ids=[2]).logprobs is None
+    assert Turn(prompt_ids=[1], completion_ids=[2], logprobs=[1e-6]).logprobs.tolist() == [0.0]
+
+
+def test_an_unbroken_trajectory_of_many_turns_is_stored_once():
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 1000, 64 * 10)
+    turns = [
+        Turn(prompt_ids=ids[: 10 * t + 6], completion_ids=ids[10 * t + 6 : 10 * t + 10]) for t in range(64)
+    ]
+    trajectory = Trajectory(example_id="x", turns=turns)
+    assert trajectory.num_stored_tokens == 640  # 64 full prompts would be 20,544
+    for t, turn in enumerate(trajectory.turns):
+        assert turn.prompt_ids.tolist() == ids[: 10 * t + 6].tolist()
+    assert trajectory.num_breaks == 0
+
+
+def test_a_broken_turn_still_shares_what_it_has_in_common():
+    first = Turn(prompt_ids=[1, 2, 3], completion_ids=[4, 5])
+    second = Turn(prompt_ids=[1, 2, 3, 9, 9], completion_ids=[6])
+    trajectory = Trajectory(example_id="x", turns=(first, second))
+    assert trajectory.num_breaks == 1
+    assert trajectory.num_stored_tokens == 8  # 3 + 2, then only [9, 9] and [6]
+    assert trajectory.turns[1].prompt_ids.tolist() == [1, 2, 3, 9, 9]
+
+
+def test_a_prompt_that_stops_inside_the_completion_is_a_break():
+    first = Turn(prompt_ids=[1], completion_ids=[2, 3])
+    second = Turn(prompt_ids=[1, 2], completion_ids=[7])
+    assert Trajectory(example_id="x", turns=(first, second)).num_breaks == 1
+
+
+def test_replacing_a_field_keeps_ids_and_storage():
+    turn = Trajectory(
+        example_id="x",
+        turns=(Turn(prompt_ids=[1], completion_ids=[2]), Turn(prompt_ids=[1, 2, 3], completion_ids=[4])),
+    ).turns[1]
+    changed = turn.replace(reward=1.0)
+    assert changed.reward == 1.0
+    assert changed.prompt_ids.tolist() == [1, 2, 3]
+    assert len(changed.prompt_path.tail) == 1
+
+
+def test_token_path_reads_through_several_levels():
+    root = TokenPath([1, 2, 3, 4])
+    middle = TokenPath([5], base=root, shared=2)
+    leaf = TokenPath([6, 7], base=middle, shared=3)
+    assert leaf.materialize().tolist() == [1, 2, 5, 6, 7]
+    assert TokenPath([9], base=leaf, shared=1).materialize().tolist() == [1, 9]
+
+
+@pytest.mark.parametrize(("a", "b", "n"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 9, 3], 1)])
+def test_common_prefix_length(a, b, n):
+    assert common_prefix_length(np.array(a), np.array(b)) == n
+
+
+def test_the_mapping_view_has_the_documented_keys():
+    turn = Turn(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5])
+    trajectory = Trajectory(
+        example_id="x", turns=(turn,), reward=1.0, stop_reason="stop", messages=({"role": "user", "content": "hi"},)
+    )
+    assert trajectory["turns"] == 1
+    assert trajectory["reward"] == 1.0
+    assert trajectory["stop_reason"] == "stop"
+    assert trajectory["truncated"] is False
+    assert trajectory["labels"] == [-100, -100, 3]
+    assert trajectory["logprobs"] == [None, None, -0.5]
+    assert trajectory["messages"] == [{"role": "user", "content": "hi"}]
+    assert len(trajectory["samples"]) == 1
+    assert set(dict(trajectory)) >= {"messages", "input_ids", "labels", "turns", "samples"}
+    with pytest.raises(KeyError, match="nonsense"):
+        trajectory["nonsense"]
+
+
+def test_one_list_cannot_hold_two_contexts():
+    broken = Trajectory(
+        example_id="x",
+        turns=(Turn(prompt_ids=[1], completion_ids=[2]), Turn(prompt_ids=[9], completion_ids=[3])),
+    )
+    for key in ("input_ids", "labels", "logprobs"):
+        with pytest.raises(ValueError, match="samples"):
+            broken[key]
+
+
+def test_a_group_knows_which_of_its_rollouts_completed():
+    good, bad = Trajectory(example_id="x", reward=1.0), Trajectory(example_id="x", error="environment: broke")
+    assert Group(group_id="g", example_id="x", env="e", trajectories=[good, bad]).completed == (good,)
+
+
+def test_only_a_natural_stop_is_not_truncated():
+    assert [r.value for r in StopReason if not r.truncated] == ["stop"]
+
+
+def test_row_lengths_are_read_from_positions():
+    targets = Targets(
+        **{n: np.zeros(0, np.int32) for n in ("source_positions", "target_ids", "chunk_ids", "trajectories", "offsets")},
+        **{n: np.zeros(0, np.float32) for n in ("temperatures", "inference_logprobs", "advantages")},
+    )
+    batch = MicroBatch(
+        input_ids=np.array([7, 8, 9]), position_ids=np.array([0, 1, 0]), starts=np.array([0, 1, 2]),
+        ends=np.array([2, 2, 3]), targets=targets, trajectory_ids=(), trajectory_lengths=np.zeros(0, np.int32),
+    )  # fmt: skip
+    assert batch.row_lengths.tolist() == [2, 1]
