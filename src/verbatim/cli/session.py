@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from verbatim.cli.tables import component_tables
 from verbatim.config import resolve
 from verbatim.config.schema import EnvConfig, OrchestratorConfig, RunConfig, SamplingConfig
 from verbatim.curriculum import ExampleSchedule
-from verbatim.environments import create_environment
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
+from verbatim.environments.resolve import create_environment, demonstrations_of
 from verbatim.errors import ConfigError
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.orchestrator.assemble import Rules
@@ -22,8 +20,6 @@ from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts import EpisodeLimits, RolloutSetup, derive_seed
 from verbatim.trajectories import Ledger
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,25 +56,26 @@ def _make(envs: Sequence[EnvConfig], where: str) -> dict[str, tuple[EnvConfig, E
     for env in envs:
         if env.label in made:
             raise ConfigError(f"{where}: two environments are called {env.label!r}; give one of them a name = \"...\"")
-        made[env.label] = (env, create_environment(env.id, env.import_path, env.args))
+        made[env.label] = (env, create_environment(env.id or str(env.import_path), env.args))
     return made
 
 
 def demonstrations(environments: Environments, count: int, seed: int) -> list[tuple[str, Demonstration]]:
-    """Scripted conversations of the training environments that offer them, `count` in all."""
-    offering = {
-        label: environment
-        for label, environment in environments.by_label.items()
-        if isinstance(environment, Demonstrates)
-    }
-    if not offering:
-        return []
+    """Scripted conversations of the training environments that offer them, at least `count` in all, with labels.
+
+    Raises:
+        ComponentError: no environment offers any.
+    """
+    everyone = environments.by_label
+    offering = {label: env for label, env in everyone.items() if isinstance(env, Demonstrates)} or everyone
     share = -(-count // len(offering))
     return [
         (label, demonstration)
         for label, environment in offering.items()
-        for demonstration in environment.demonstrations(share, derive_seed(seed, "demonstrations", label))
-    ][:count]
+        for demonstration in demonstrations_of(
+            environment, label, share, derive_seed(seed, "demonstrations", label) % 2**32
+        )
+    ]
 
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
@@ -173,23 +170,3 @@ def make_loss(config: RunConfig) -> Any:
 
     loss = resolve(config.trainer.loss, component_tables().losses, what="loss", where="trainer.loss")
     return loss if isinstance(loss, Loss) else Loss(loss, level="sequence")
-
-
-def build_texts(environments: Environments, seed: int) -> list[Demonstration]:
-    """What a built model's tokenizer is trained on.
-
-    Raises:
-        ConfigError: no environment has demonstrations.
-    """
-    found = [demonstration for _, demonstration in demonstrations(environments, 2000, seed)]
-    if not found:
-        raise ConfigError(
-            "[model.build] trains its tokenizer on the environments' own demonstrations, and none of them has any; "
-            'give an environment a `demonstrations(count, seed)` method, or set model.name = "folder or hub id"'
-        )
-    return found
-
-
-def model_source(config: RunConfig, run_dir: Path) -> str:
-    """Where the initial weights are."""
-    return config.model.name if config.model.name is not None else str(run_dir / "model")

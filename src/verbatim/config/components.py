@@ -23,7 +23,8 @@ from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
 from verbatim.errors import ComponentError
 
 Table = Mapping[str, Any]
-"""Name to component: a function, a class whose fields are its knobs, or a record with a `function`."""
+"""Name to component: a function, a class whose fields are its knobs, a record with a `function`, or the import path
+of one of these, `"module:name"`, where importing it is better left to those who use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,23 +188,21 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
 
 
 def _bind(use: _Use, table: Table) -> _Bound | list[Problem]:
-    if use.import_path is not None:
-        try:
-            target = import_object(use.import_path)
-        except ComponentError as error:
-            return [Problem(path=use.import_key, message=f"{_dotted(use.import_key)}: {error}")]
-    elif use.name is not None and use.name in table:
-        target = table[use.name]
-    else:
+    entry = table.get(use.name) if use.name is not None else use.import_path
+    key = use.import_key if use.name is None else use.name_key
+    if entry is None:
         hint = nearest(str(use.name), table) or "."
-        return [Problem(path=use.name_key, message=(
-            f"{_dotted(use.name_key)}: there is no {use.what} {use.name!r}{hint} There are "
-            f"{', '.join(sorted(table))}; or import your own"))]  # fmt: skip
+        names = ", ".join(sorted(table))
+        message = f"there is no {use.what} {use.name!r}{hint} There are {names}; or import your own"
+        return [Problem(path=key, message=f"{_dotted(key)}: {message}")]
+    try:
+        target = import_object(entry) if isinstance(entry, str) else entry
+    except ComponentError as error:
+        return [Problem(path=key, message=f"{_dotted(key)}: {error}")]
     function = target.function if _is_record(target) else target
     if not callable(function):
-        return [Problem(path=use.import_key, message=(
-            f"{_dotted(use.import_key)}: {use.import_path} is {type(function).__name__}, expected a function or a "
-            "class"))]  # fmt: skip
+        found = f"{entry} is {type(function).__name__}"
+        return [Problem(path=key, message=f"{_dotted(key)}: {found}, expected a function or a class")]
     knobs, wrong = check_knobs(function, use.knobs, num_inputs=use.num_inputs, label=use.what)
     if wrong:
         keys = [((*use.knobs_key, name), message) for name, message in wrong.items()]

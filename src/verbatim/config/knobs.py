@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from verbatim.config.fields import nearest
 
@@ -36,8 +36,6 @@ def check_knobs(
             except ValidationError as error:
                 expected = error.errors()[0]["msg"].removeprefix("Input should be ")
                 wrong[name] = f"found {json.dumps(value)}, expected {expected} for this knob of {label}"
-            except NameError as error:
-                wrong[name] = f"the type of this knob of {label} cannot be read ({error}); import it at run time"
         elif takes_any:
             converted[name] = value
         else:
@@ -62,10 +60,12 @@ def _convert(value: Any, function: Callable[..., Any], parameter: inspect.Parame
     annotation = parameter.annotation
     if annotation is parameter.empty:
         return value
-    if isinstance(annotation, str):
-        annotation = _evaluate(annotation, function)
+    try:
+        adapter = TypeAdapter(_evaluate(annotation, function) if isinstance(annotation, str) else annotation)
+    except (NameError, PydanticUserError):
+        return value  # a type for the type checker only, or one that pydantic does not know: as if it had none
     # Strict JSON, as everywhere in the file: no "64" for 64, no true for 1.
-    return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+    return adapter.validate_json(json.dumps(value), strict=True)
 
 
 def _evaluate(annotation: str, function: Callable[..., Any]) -> Any:

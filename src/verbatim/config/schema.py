@@ -263,7 +263,7 @@ class TrainerConfig(Section):
     """How samples are laid out in memory."""
     micro_batch_tokens: PositiveInt = 16_384
     """Most tokens of one forward pass; a single longer sample is one by itself."""
-    logprob_chunk: PositiveInt = 2048
+    logprob_chunk: PositiveInt = 1024
     """Targets whose vocabulary-sized logits exist at one time."""
     optimizer_steps_per_batch: PositiveInt = 1
     """Optimizer steps taken on each batch, on disjoint parts of it."""

@@ -85,10 +85,10 @@ def _import(path: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and module_name.split(".")[0] == (error.name or "").split(".")[0]
-        why = (f"there is no module {error.name!r} in the current directory or among the installed packages"
-               if missing and isinstance(error, ModuleNotFoundError)
-               else f"importing it raised {type(error).__name__}: {error}")  # fmt: skip
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            why = f"there is no module {error.name!r} in the current directory or among the installed packages"
+        else:
+            why = f"importing it raised {type(error).__name__}: {error}"
         raise ComponentError(f"environment {path!r}: {why}") from error
     if not hasattr(module, attribute):
         names = [key for key in vars(module) if not key.startswith("_")]

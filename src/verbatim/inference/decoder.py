@@ -95,7 +95,8 @@ class Decoder:
             return None
         slot, source, reused = place.slot, place.source, place.reused
         cache_version = int(table.cache_version[source]) if reused else self.version
-        if table.session[slot] != request.session and table.computed[slot] > reused:
+        stays = reused if source == slot else 0
+        if table.session[slot] != request.session and table.computed[slot] > stays:
             self._park(slot, keep_out=source)
         if source != slot:
             held_by, row = self._where(source)

@@ -10,9 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+from transformers.utils import logging as transformers_logging
 
 from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION
+from verbatim.models.float64 import keep_float64
+
+transformers_logging.disable_progress_bar()  # weights are saved and loaded at every step of a run
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -54,6 +59,8 @@ def load_model(name: str | Path, *, dtype: str = "float32", device: str | torch.
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {str(name)!r} cannot be loaded as a causal language model: {error}") from error
     _refuse_unplanned_mixing(model, config)
+    if dtype == "float64":
+        keep_float64(model)
     model.eval()
     return model.to(resolve_device(str(device)))
 
@@ -107,7 +114,13 @@ def load_weights(model: Any, folder: Path) -> None:
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a folder that `from_pretrained` loads (and that names no private attention implementation)."""
-    model.save_pretrained(folder, safe_serialization=True)
+    show_progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # weights are written once per batch
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if show_progress:
+            transformers_logging.enable_progress_bar()
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

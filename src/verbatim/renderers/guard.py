@@ -132,8 +132,8 @@ class GuardedTokenizer:
         self._ordinary.no_padding()
         self._ordinary.no_truncation()
         added = self._ordinary.get_added_tokens_decoder()
-        self._control = {t.content: i for i, t in added.items() if _is_control(t)}
-        short = [content for content in self._control if len(content) == 1]
+        self.control_tokens: Mapping[str, int] = {t.content: i for i, t in added.items() if _is_control(t)}
+        short = [content for content in self.control_tokens if len(content) == 1]
         if short:
             raise ModelError(f"the tokenizer's special token {short[0]!r} is a single character, which text cannot be "
                              "kept from containing")  # fmt: skip
@@ -141,11 +141,13 @@ class GuardedTokenizer:
         self._always_marked = self._ordinary.normalizer is not None and any(
             t.normalized for t in added.values() if _is_control(t)
         )
-        longest_first = sorted(self._control, key=len, reverse=True)
-        self._scan = re.compile("|".join(map(re.escape, [BREAK, LITERAL, _OPEN, *longest_first])))
-        self._marked, self._ids = _with_bracketed_tokens(self._ordinary, self._control)
+        alone = {t.content for t in added.values() if t.single_word}
+        longest_first = sorted(self.control_tokens, key=len, reverse=True)
+        patterns = [rf"(?<!\w){re.escape(t)}(?!\w)" if t in alone else re.escape(t) for t in longest_first]
+        self._scan = re.compile("|".join([BREAK, LITERAL, _OPEN, *patterns]))
+        self._marked, self._ids = _with_bracketed_tokens(self._ordinary, self.control_tokens)
         self._encode_short: Callable[[str], _Encoded] = lru_cache(maxsize=4096)(self._encode)
-        self.guard = Guard(list(self._control))
+        self.guard = Guard(list(self.control_tokens))
         self._check()
 
     def __getattr__(self, name: str) -> Any:
@@ -198,7 +200,9 @@ class GuardedTokenizer:
             end = found.end()
             if mark == LITERAL:
                 section.append((ESCAPE, start, width))
-            elif mark == _OPEN:  # from the outside: must not stand before what could then look like our own bracket
+            elif mark == _OPEN:
+                # From the outside. What follows is encoded apart, lest it look like a token in our own brackets; a
+                # tokenizer that puts a space before each text puts one there.
                 section.append((mark, start, width))
                 yield section
                 section = []
@@ -211,12 +215,12 @@ class GuardedTokenizer:
 
     def _check(self) -> None:
         """The ordinary path is the tokenizer's own, and no control token comes from text that names it."""
-        control = set(self._control.values())
-        trusted = "".join(f"x{token} y" for token in list(self._control)[:20])
+        control = set(self.control_tokens.values())
+        trusted = "".join(f"x{token} y" for token in list(self.control_tokens)[:20])
         if self.encode(trusted) != self._tokenizer.encode(trusted, add_special_tokens=False):
             raise ModelError("the tokenizer does more than its tokenizer.json says; prompts would differ from what "
                              "the model was trained on")  # fmt: skip
-        for token in self._control:
+        for token in self.control_tokens:
             if control.intersection(self.encode(self.guard.text(f"x{token}y"))):
                 raise ModelError(f"the tokenizer cannot write {token!r} as plain text, so text of users and tools "
                                  "could not be kept from becoming a control token")  # fmt: skip
@@ -239,7 +243,7 @@ def _with_bracketed_tokens(ordinary: Tokenizer, control: Mapping[str, int]) -> t
     data = json.loads(ordinary.to_str())
     for token in data["added_tokens"]:
         if token["content"] in control:
-            token.update(content=_OPEN + token["content"] + _CLOSE, normalized=False)
+            token.update(content=_OPEN + token["content"] + _CLOSE, normalized=False, single_word=False)
     bracketed = Tokenizer.from_str(json.dumps(data))
     contents = {token["content"]: token["id"] for token in json.loads(ordinary.to_str())["added_tokens"]}
     ids = {}

@@ -73,7 +73,11 @@ class ToolManager(Mapping[str, Tool]):
         return [tool.schema for tool in self._tools.values()]
 
     async def dispatch(
-        self, call: ToolCall, *, timeout: float | None = None, output_limit: int | None = None
+        self,
+        call: ToolCall,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109  it is the tool's deadline: it becomes an answer, not an error
+        output_limit: int | None = None,
     ) -> ToolOutcome:
         """Run one call.
 
@@ -86,8 +90,7 @@ class ToolManager(Mapping[str, Tool]):
         """
         refusal = self._refuse(call)
         if refusal is not None:
-            kind, text = refusal
-            return _outcome(call, ToolResult(content=f"Error: {text}"), kind, output_limit)
+            return _outcome(call, ToolResult(content=f"Error: {refusal[1]}"), refusal[0], output_limit)
         tool = self._tools[str(call.name)]
         task = asyncio.ensure_future(tool(dict(call.arguments or {})))
         try:
@@ -118,7 +121,7 @@ class ToolManager(Mapping[str, Tool]):
 def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, ToolResult]:
     """What a finished tool returned, or its failure as a message."""
     try:
-        result = task.result()
+        result: object = task.result()
     except ToolArgumentsError as error:
         return "invalid_arguments", ToolResult(content=f"Error: {tool.name}: {error}")
     except (Exception, asyncio.CancelledError, SystemExit) as error:  # noqa: BLE001  it is the tool's own doing, and counted

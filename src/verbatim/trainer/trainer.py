@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -18,12 +19,14 @@ from verbatim.losses import Loss
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.packing import PACKERS
+from verbatim.trainer.device_batch import DeviceBatch
+from verbatim.trainer.logprobs import target_logprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.optim import build_optimizer, load_optimizer, save_optimizer, set_lr
 from verbatim.trainer.schedule import lr_factor
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
-from verbatim.types import MicroBatch, TrainingSample
+from verbatim.types import Float32, MicroBatch, TrainingSample
 
 STATE_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -133,6 +136,24 @@ class Trainer:
             "seconds": seconds,
             "tokens_per_second": counts["num_tokens"] / seconds,
         }
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Float32]:
+        """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside its mask."""
+        out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
+        numbered = [dataclasses.replace(sample, trajectory_id=str(i)) for i, sample in enumerate(samples)]
+        for micro_batch in self.pack(numbered):
+            batch = DeviceBatch.of(micro_batch, self.device)
+            with self._autocast():
+                hidden_UD = self.lm.hidden(batch.input_ids_U, batch.position_ids_U, batch.plan)
+            found = target_logprobs(self.lm, hidden_UD[batch.source_positions_M], batch.target_ids_M,
+                                    batch.temperatures_M, chunk=self.config.logprob_chunk,
+                                    autocast=self._autocast).logprobs_M.cpu().numpy()  # fmt: skip
+            targets = micro_batch.targets
+            for number, trajectory_id in enumerate(micro_batch.trajectory_ids):
+                mine = targets.trajectories == number
+                out[int(trajectory_id)][targets.offsets[mine]] = found[mine]
+        return out
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
         """The micro-batches of one optimizer step."""

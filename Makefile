@@ -1,0 +1,50 @@
+# `make demo` and `make test` need python3 (3.11 or newer) with pip, and nothing else: everything goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo test check lint types clean
+
+help:
+	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
+	@echo "make demo      train an agent to play guess-the-number, on a CPU"
+	@echo "make test      lint, types and all tests"
+	@echo "make check     the fast part of it"
+	@echo "make clean     remove $(VENV) and caches; runs/ stays"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "there is no $(PYTHON); install Python 3.11 or newer, or type: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), expected 3.11 or newer;" \
+	    "type: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@# Where the system's Python comes without ensurepip, its pip installs one into the environment.
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/verbatim rl recipes/guess_number.toml
+
+test: lint types
+	$(BIN)/pytest
+
+check: lint types
+	$(BIN)/pytest -m "not slow"
+
+lint: install
+	$(BIN)/ruff check .
+
+types: install
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

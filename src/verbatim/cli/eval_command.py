@@ -1,0 +1,74 @@
+"""`verbatim eval FILE`: measure a model on the environments of a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from verbatim.cli.session import make_environments, make_setups
+from verbatim.cli.tables import component_tables
+from verbatim.config import load_config
+from verbatim.config.schema import EvalConfig, RunConfig
+from verbatim.errors import ConfigError
+from verbatim.monitors.console import eval_line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare FILE, --model and --out."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
+    parser.add_argument("--model", metavar="FOLDER", help="the model to measure, instead of the file's model.name")
+    parser.add_argument("--out", type=Path, metavar="JSONL", help="write every trajectory there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, print one line and one JSON object for each environment.
+
+    Raises:
+        ConfigError: there is no model to measure.
+    """
+    config = load_config(args.file, args.overrides, component_tables())
+    model = args.model or config.model.name
+    if model is None:
+        raise ConfigError(f"{args.file} builds its model when it is trained; name a trained one: --model "
+                          f"runs/{args.file.stem}/latest/final")  # fmt: skip
+    results = asyncio.run(_evaluate(config, model, args.out))
+    console = Console(highlight=False)
+    for env, metrics in results.items():
+        console.print(eval_line(0, env, metrics).replace("after 0 batches", model), soft_wrap=True)
+    console.print_json(json.dumps(results))
+    return 0
+
+
+async def _evaluate(config: RunConfig, model: str, out: Path | None) -> dict[str, dict[str, Any]]:
+    from verbatim.inference.torch_engine import TorchSampler
+    from verbatim.models.loading import load_tokenizer
+    from verbatim.monitors.trajectory_log import TrajectoryLog
+    from verbatim.orchestrator.evaluate import evaluate
+    from verbatim.renderers import create_renderer
+
+    orchestrator = config.orchestrator
+    settings = orchestrator.eval or EvalConfig()
+    environments = make_environments(config)
+    renderer = create_renderer(orchestrator.renderer.name, load_tokenizer(model))
+    sampler = TorchSampler(model, config=config.inference, context_length=orchestrator.seq_len)
+    slots = asyncio.Semaphore(orchestrator.max_concurrent)
+    setups = make_setups(orchestrator, environments.eval or environments.train, sampler, renderer, slots)
+    log = TrajectoryLog(out) if out is not None else None
+    results: dict[str, dict[str, Any]] = {}
+    try:
+        for env, setup in setups.items():
+            found = await evaluate(setup, episodes=settings.episodes, seed=settings.seed)
+            results[env] = {**found.metrics, "episodes": found.num_episodes, "failed": found.num_failed}
+            if log is not None:
+                for trajectory in found.trajectories:
+                    log.write(0, trajectory)
+    finally:
+        await sampler.close()
+        if log is not None:
+            log.close()
+    return results

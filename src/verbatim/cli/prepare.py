@@ -1,0 +1,144 @@
+"""The model a run starts from: built or found, then warm-started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from verbatim.cli.session import Environments, demonstrations
+from verbatim.config.schema import RunConfig, TrainerConfig, WarmStartConfig
+from verbatim.errors import UsageError
+from verbatim.losses import LOSSES
+from verbatim.models.build import build_model, chat_text
+from verbatim.models.loading import load_tokenizer
+from verbatim.renderers import create_renderer
+from verbatim.rollouts import derive_seed, trajectory_from_messages
+from verbatim.trainer.trainer import Trainer
+from verbatim.trainer.warm_start import warm_start
+from verbatim.trajectories import build
+from verbatim.types import Message
+
+Conversation = tuple[str, Sequence[Message], Sequence[Mapping[str, Any]]]
+"""Environment, messages, tool schemas."""
+
+
+def prepare_model(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
+    """The folder (or hub id) with the weights of policy version 0.
+
+    Raises:
+        UsageError: no demonstrations, or a data file that cannot be read.
+        ModelError: no such model.
+    """
+    source = Path(config.model.name) if config.model.name is not None else _build(config, environments, folder, console)
+    if config.warm_start is None:
+        return source
+    return _warm_start(config, config.warm_start, environments, source, folder, console)
+
+
+def _build(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
+    build_config = config.model.build
+    assert build_config is not None
+    target = folder / "model"
+    shutil.rmtree(target, ignore_errors=True)  # left by a process that was killed before its first checkpoint
+    texts = [chat_text(d.messages, d.tools) for _, d in demonstrations(environments, 2000, config.seed)]
+    build_model(target, build_config, texts, seed=derive_seed(config.seed, "model") % 2**32)
+    console.print(f"model       built in {target}", soft_wrap=True)
+    return target
+
+
+def _warm_start(
+    config: RunConfig,
+    settings: WarmStartConfig,
+    environments: Environments,
+    source: Path,
+    folder: Path,
+    console: Console,
+) -> Path:
+    tokenizer = load_tokenizer(source)
+    renderer = create_renderer(config.orchestrator.renderer.name, tokenizer)
+    samples = []
+    for number, (env, messages, tools) in enumerate(_conversations(config, settings, environments)):
+        trajectory = trajectory_from_messages(
+            renderer, messages, tools or None, trajectory_id=f"demonstration-{number}", env=env
+        )
+        built = build(trajectory, max_length=config.orchestrator.seq_len, needs_logprobs=False)
+        if built.samples:
+            samples.append(built.samples)
+    if not samples:
+        raise UsageError(f"warm_start: no conversation fits seq_len = {config.orchestrator.seq_len}; raise it")
+    trainer = Trainer(
+        source,
+        _warm_start_trainer(config.trainer, settings),
+        loss=LOSSES["sft"],
+        total_optimizer_steps=settings.steps,
+        tokenizer=tokenizer,
+    )
+    started = time.monotonic()
+    last: dict[str, float] = {}
+
+    def show(step: int, metrics: Mapping[str, float]) -> None:
+        last.update(metrics)
+        if step == 1 or step % max(1, settings.steps // 5) == 0:
+            console.print(f"warm start  step {step}/{settings.steps}  loss per token {metrics['loss']:.3f}")
+
+    warm_start(
+        trainer,
+        samples,
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        seed=derive_seed(config.seed, "warm_start") % 2**32,
+        on_step=show,
+    )
+    target = folder / "warm_start"
+    shutil.rmtree(target, ignore_errors=True)
+    trainer.save_weights(target)
+    console.print(f"warm start  done in {time.monotonic() - started:.0f} s")
+    return target
+
+
+def _warm_start_trainer(trainer: TrainerConfig, settings: WarmStartConfig) -> TrainerConfig:
+    return trainer.model_copy(update={"optim": settings.optim, "optimizer_steps_per_batch": 1})
+
+
+def _conversations(
+    config: RunConfig, settings: WarmStartConfig, environments: Environments
+) -> list[Conversation]:
+    if settings.data is not None:
+        return read_conversations(settings.data)
+    return [
+        (env, demonstration.messages, demonstration.tools)
+        for env, demonstration in demonstrations(environments, settings.conversations, config.seed)
+    ]
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Rows of `{"messages": [...], "tools": [...]}`.
+
+    Raises:
+        UsageError: no such file, or a line that is no conversation; names the line.
+    """
+    if not path.is_file():
+        raise UsageError(f"warm_start.data: there is no file {path}")
+    rows: list[Conversation] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            messages: list[Message] = row["messages"]
+            if not any(message["role"] == "assistant" for message in messages):
+                raise ValueError("no assistant message to learn from")
+            rows.append(("", messages, row.get("tools") or ()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}; {error!r}'
+            ) from error
+    if not rows:
+        raise UsageError(f"{path} holds no conversation")
+    return rows

@@ -1,0 +1,149 @@
+"""What a run writes down and shows, and what it came to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verbatim.checkpoints import CheckpointStore, RunFolder, write_json
+from verbatim.environments.base import Environment
+from verbatim.monitors.base import Monitors
+from verbatim.monitors.console import Console
+from verbatim.monitors.jsonl import read_jsonl
+from verbatim.monitors.learning_curve import LearningCurve
+from verbatim.monitors.metrics_log import MetricsLog
+from verbatim.monitors.trajectory_log import TrajectoryLog
+from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.transport import TrainerLink
+from verbatim.types import Group
+
+
+class RunLog:
+    """An `Observer` and a `Checkpointer`: the loop tells it what happens, it tells files and people.
+
+    Args:
+        folder: The run's.
+        title: Of the learning curve.
+        max_steps: Batches in all.
+        first_step: Batches that an earlier process trained; what that process logged beyond them is dropped.
+        save_trajectories: Whether every training trajectory is written.
+        store: Of the checkpoints.
+        environments: Those that are evaluated, by label.
+        earlier_seconds: What earlier processes of this run took.
+        started: `time.monotonic()` when this process began.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        title: str,
+        max_steps: int,
+        first_step: int,
+        save_trajectories: bool,
+        store: CheckpointStore,
+        environments: Mapping[str, Environment],
+        earlier_seconds: float,
+        started: float,
+    ) -> None:
+        self._folder = folder
+        self._store = store
+        self._earlier_seconds = earlier_seconds
+        self._started = started
+        self._best_constant = {
+            label: float(environment.best_constant_policy_success())
+            for label, environment in environments.items()
+            if hasattr(environment, "best_constant_policy_success")
+        }
+        metrics = MetricsLog(folder.metrics)
+        # A run that goes back to its start evaluates again before the first step.
+        keep_up_to = first_step if first_step else -1
+        metrics.writer.truncate_after(keep_up_to)
+        self._trajectories = TrajectoryLog(folder.trajectories) if save_trajectories else None
+        if self._trajectories is not None:
+            self._trajectories.writer.truncate_after(keep_up_to)
+        curve = LearningCurve(
+            folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant
+        )
+        self._monitors = Monitors([metrics, Console(max_steps, first_step=first_step), curve])
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of the run so far, over all its processes."""
+        return self._earlier_seconds + time.monotonic() - self._started
+
+    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """Batch `step` was trained."""
+        self._monitors.on_step(step, metrics)
+        if self._trajectories is not None:
+            for group in groups:
+                for trajectory in group.trajectories:
+                    self._trajectories.write(step, trajectory)
+
+    def on_eval(self, step: int, evaluation: Evaluation) -> None:
+        """The policy after `step` batches was evaluated."""
+        metrics = {**evaluation.metrics, "episodes": evaluation.num_episodes, "failed": evaluation.num_failed}
+        self._monitors.on_eval(step, evaluation.env, metrics)
+
+    async def save(self, step: int, trainer: TrainerLink, state: Mapping[str, Any]) -> None:
+        """A checkpoint of what continues: weights and optimizer from the trainer, everything else as JSON."""
+        with self._store.writing(step) as temporary:
+            await trainer.save(temporary)
+            write_json(temporary / "orchestrator.json", {**state, "seconds": self.seconds})
+
+    def close(self) -> None:
+        """Close files, draw the curve."""
+        self._monitors.close()
+        if self._trajectories is not None:
+            self._trajectories.close()
+
+    def summarize(self) -> dict[str, Any]:
+        """What the run came to, also written to `summary.json`."""
+        summary = summary_of(self._folder.metrics, self._best_constant)
+        summary["seconds"] = round(self.seconds, 1)
+        write_json(self._folder.path / "summary.json", summary)
+        return summary
+
+
+def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[str, Any]:
+    """Before, after, and how much it took, read from a metrics log.
+
+    With several environments the top-level figures are means over them, and `environments` has each.
+    """
+    first: dict[str, dict[str, Any]] = {}
+    last: dict[str, dict[str, Any]] = {}
+    final: dict[str, Any] = {}
+    steps = 0
+    for record in read_jsonl(metrics_path):
+        if record["kind"] == "eval":
+            if record["step"] == 0:
+                first[record["env"]] = record["metrics"]
+            last[record["env"]] = record["metrics"]
+        else:
+            steps, final = record["step"], record["metrics"]
+    each = {
+        env: {
+            "success_before_rl": first.get(env, {}).get("success"),
+            "valid_format_before_rl": first.get(env, {}).get("valid_format"),
+            "success_after_rl": last[env]["success"],
+            "success_best_constant_policy": best_constant.get(env),
+        }
+        for env in last
+    }
+    names = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
+    summary: dict[str, Any] = {name: _mean([figures[name] for figures in each.values()]) for name in names}
+    summary |= {
+        "steps": steps,
+        "sampled_tokens": final.get("ledger/sampled", 0),
+        "trained_tokens": final.get("ledger/trained", 0),
+    }
+    if len(each) > 1:
+        summary["environments"] = each
+    return summary
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [float(value) for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,35 @@
+"""Norms that stay in float64: `transformers` computes every RMSNorm in float32, whatever the model's dtype is."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.errors import ModelError
+
+
+def keep_float64(model: nn.Module) -> None:
+    """Make a float64 model compute its RMSNorms in float64, so that proofs to 1e-12 can hold.
+
+    Raises:
+        ModelError: a norm that computes something else than `weight * x / sqrt(mean(x^2) + eps)`.
+    """
+    for name, module in model.named_modules():
+        if not type(module).__name__.endswith("RMSNorm"):
+            continue
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        weight = getattr(module, "weight", None)
+        if eps is not None and weight is not None:
+            probe = torch.linspace(-1, 2, weight.shape[-1], dtype=weight.dtype, device=weight.device)
+            with torch.no_grad():
+                same = torch.allclose(_rms_norm(weight, eps, probe), module(probe), rtol=0, atol=1e-5)
+            if same:
+                module.forward = partial(_rms_norm, weight, eps)  # the parameter itself: it is updated in place
+                continue
+        raise ModelError(f"{name} ({type(module).__name__}) is a norm that is not known in float64; train in float32")
+
+
+def _rms_norm(weight: Tensor, eps: float, x: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))

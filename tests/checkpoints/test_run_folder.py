@@ -1,0 +1,149 @@
+"""A run has one folder, one process, and is continued only as what it was."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from verbatim.checkpoints import RunFolder
+from verbatim.config import RunConfig, load_config
+from verbatim.errors import CheckpointError, UsageError
+
+NOON = datetime(2026, 1, 31, 12, 0, 5)
+
+
+def config_of(tmp_path: Path, *overrides: str) -> RunConfig:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nname = "some/model"\n[[orchestrator.train.env]]\nid = "guess_number"\n')
+    return load_config(file, overrides)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def test_a_new_run_has_a_stamped_folder_and_the_latest_link(tmp_path: Path, root: Path):
+    config = config_of(tmp_path)
+    with RunFolder.create(config, name="guess", now=NOON, root=root) as run:
+        assert run.path == root / "guess" / "20260131-120005"
+        assert (root / "guess" / "latest").readlink() == Path("20260131-120005")
+        assert load_config(run.path / "config.toml") == config
+
+
+def test_runs_of_the_same_second_have_their_own_folders(tmp_path: Path, root: Path):
+    config = config_of(tmp_path)
+    with (
+        RunFolder.create(config, name="guess", now=NOON, root=root),
+        RunFolder.create(config, name="guess", now=NOON, root=root) as second,
+    ):
+        assert second.path.name == "20260131-120005-2"
+        assert (root / "guess" / "latest").resolve() == second.path
+
+
+def test_resume_finds_the_latest_run_of_the_name(tmp_path: Path, root: Path):
+    config = config_of(tmp_path)
+    RunFolder.create(config, name="guess", now=NOON, root=root).close()
+    with RunFolder.resume(config, name="guess", root=root) as run:
+        assert run.path == root / "guess" / "20260131-120005"
+
+
+def test_resume_takes_an_explicit_folder(tmp_path: Path, root: Path):
+    config = config_of(tmp_path)
+    first = RunFolder.create(config, name="guess", now=NOON, root=root)
+    first.close()
+    RunFolder.create(config, name="guess", now=NOON, root=root).close()
+    with RunFolder.resume(config, name="other", folder=first.path, root=root) as run:
+        assert run.path == first.path
+
+
+def test_an_explicit_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    RunFolder.create(config, name="guess", now=NOON).close()
+    with pytest.raises(UsageError, match="mine already holds a run; add --resume to continue it, or choose another"):
+        RunFolder.create(config, name="guess", now=NOON)
+    with RunFolder.resume(config, name="guess") as run:
+        assert run.path == tmp_path / "mine"
+
+
+def test_resume_without_a_run_lists_the_runs_there_are(tmp_path: Path, root: Path):
+    config = config_of(tmp_path)
+    with pytest.raises(UsageError, match=r"there is no run to resume in .*guess/latest; found none in"):
+        RunFolder.resume(config, name="guess", root=root)
+    RunFolder.create(config, name="guess", now=NOON, root=root).close()
+    with pytest.raises(UsageError, match=r"found .*guess/20260131-120005\. Give its folder, --resume FOLDER"):
+        RunFolder.resume(config, name="guess", folder=root / "guess" / "20260131-12", root=root)
+
+
+def test_a_changed_model_is_refused_naming_both(tmp_path: Path, root: Path):
+    RunFolder.create(config_of(tmp_path), name="guess", now=NOON, root=root).close()
+    other = config_of(tmp_path, "--model.name", "other/model")
+    with pytest.raises(CheckpointError, match=r"model\.name: 'some/model' -> 'other/model'"):
+        RunFolder.resume(other, name="guess", root=root)
+    RunFolder.resume(config_of(tmp_path), name="guess", root=root).close()
+
+
+def test_a_model_to_build_instead_of_the_named_one_is_refused(tmp_path: Path, root: Path):
+    RunFolder.create(config_of(tmp_path), name="guess", now=NOON, root=root).close()
+    other = config_of(tmp_path, "--model", "{build = {num_layers = 1}}")
+    with pytest.raises(CheckpointError, match=r"model\.build\.num_layers: 'not set' -> 1"):
+        RunFolder.resume(other, name="guess", root=root)
+
+
+def test_other_changes_are_listed_and_stored(tmp_path: Path, root: Path, caplog):
+    RunFolder.create(config_of(tmp_path), name="guess", now=NOON, root=root).close()
+    changed = config_of(tmp_path, "--max-steps", "200", "--orchestrator.train.env.0.max-turns", "3")
+    with caplog.at_level(logging.WARNING), RunFolder.resume(changed, name="guess", root=root) as run:
+        assert load_config(run.path / "config.toml") == changed
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "max_steps: 100 -> 200",
+        "orchestrator.train.env.0.max_turns: 16 -> 3",
+    ]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from verbatim.checkpoints.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_in_use_names_the_process_and_a_killed_one_holds_nothing(tmp_path: Path, root: Path):
+    config = config_of(tmp_path)
+    folder = RunFolder.create(config, name="guess", now=NOON, root=root)
+    folder.close()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "locked\n"
+    with pytest.raises(UsageError, match=rf"is in use by process {holder.pid}; wait"):
+        RunFolder.resume(config, name="guess", root=root)
+    holder.kill()
+    holder.communicate()
+    RunFolder.resume(config, name="guess", root=root).close()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_early(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "file" / "run"))
+    with pytest.raises(UsageError, match=r"run folder .*file/run cannot be written to: Not a directory"):
+        RunFolder.create(config, name="guess", now=NOON)
+
+
+def test_a_read_only_folder_is_refused_early(tmp_path: Path, monkeypatch):
+    def refuse(self: Path, data: bytes) -> int:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "run"))
+    with pytest.raises(UsageError, match=r"cannot be written to: Permission denied .*another one with --run-dir"):
+        RunFolder.create(config, name="guess", now=NOON)

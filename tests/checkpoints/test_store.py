@@ -1,0 +1,225 @@
+"""A checkpoint is complete and verified, or it is not there."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verbatim.checkpoints import CheckpointStore, read_json, write_json
+from verbatim.checkpoints import store as module
+from verbatim.errors import CheckpointError
+
+
+def save(store: CheckpointStore, step: int, text: str = "weights") -> None:
+    with store.writing(step) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "a.bin").write_text(f"{text} {step}")
+        write_json(folder / "state.json", {"step": step})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+
+
+def test_what_was_written_is_found_again(store: CheckpointStore):
+    assert store.latest() is None
+    save(store, 25)
+    checkpoint = store.latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 25
+    assert checkpoint.folder == store.folder / "step_000025"
+    assert read_json(checkpoint.folder / "state.json") == {"step": 25}
+
+
+def test_the_manifest_has_size_and_sha256_of_every_file(store: CheckpointStore):
+    save(store, 3)
+    manifest = json.loads((store.folder / "step_000003" / "manifest.json").read_text())
+    assert manifest["step"] == 3
+    assert sorted(manifest["files"]) == ["model/a.bin", "state.json"]
+    assert manifest["files"]["model/a.bin"] == {"size": 9, "sha256": hashlib.sha256(b"weights 3").hexdigest()}
+
+
+def test_nothing_has_its_final_name_before_it_is_complete(store: CheckpointStore):
+    with store.writing(1) as folder:
+        (folder / "a").write_text("x")
+        assert store.steps() == []
+        assert CheckpointStore(store.folder, read_only=True).latest() is None
+    assert store.steps() == [1]
+
+
+def test_only_the_newest_and_every_nth_are_kept(tmp_path: Path):
+    store = CheckpointStore(tmp_path, keep_last=2, keep_every=20)
+    for step in (10, 20, 30, 40, 50, 60, 70):
+        save(store, step)
+    assert store.steps() == [20, 40, 60, 70]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000020", "step_000040", "step_000060", "step_000070"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(store: CheckpointStore):
+    save(store, 5, "old")
+    save(store, 5, "new")
+    checkpoint = store.latest()
+    assert checkpoint is not None
+    assert (checkpoint.folder / "model" / "a.bin").read_text() == "new 5"
+    assert sorted(p.name for p in store.folder.iterdir()) == ["step_000005"]
+
+
+def change(file: Path) -> None:
+    file.write_text("Weights 2")
+
+
+def shorten(file: Path) -> None:
+    file.write_text("w")
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (change, "model/a.bin has another SHA-256 than when it was written"),
+        (shorten, "model/a.bin has 1 bytes, expected 9"),
+        (Path.unlink, "model/a.bin is missing"),
+    ],
+)
+def test_a_damaged_newest_one_is_reported_and_the_one_before_is_used(store, caplog, damage, found: str):
+    save(store, 1)
+    save(store, 2)
+    damage(store.folder / "step_000002" / "model" / "a.bin")
+    with caplog.at_level(logging.WARNING):
+        checkpoint = store.latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+    assert f"{store.folder / 'step_000002'} is damaged and not used: {found}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 1}', '{"format": 99, "files": {}}', '{"format": 1, "files": [1]}']
+)
+def test_a_damaged_manifest_is_damage(store: CheckpointStore, text: str):
+    save(store, 1)
+    save(store, 2)
+    (store.folder / "step_000002" / "manifest.json").write_text(text)
+    checkpoint = store.latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(store: CheckpointStore):
+    save(store, 1)
+    (store.folder / "step_000001" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"every checkpoint of this run is damaged:\n  .*state.json is missing"):
+        store.latest()
+
+
+def test_a_full_disk_leaves_no_half_checkpoint(store: CheckpointStore):
+    save(store, 1)
+
+    def fill(folder: Path) -> None:
+        (folder / "half").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "rest"))
+
+    with pytest.raises(CheckpointError) as caught, store.writing(2) as folder:
+        fill(folder)
+    name = store.folder / "step_000002"
+    assert str(caught.value).startswith(f"checkpoint {name} could not be written: No space left on device")
+    assert [p.name for p in store.folder.iterdir()] == ["step_000001"]
+    assert store.latest() is not None
+
+
+def test_a_disk_that_fills_while_sealing_leaves_no_half_checkpoint(store: CheckpointStore, monkeypatch):
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "sync", full)
+    with pytest.raises(CheckpointError, match="No space left"), store.writing(2) as folder:
+        (folder / "a").write_text("x")
+    assert list(store.folder.iterdir()) == []
+
+
+def test_a_replacement_that_fails_keeps_the_old_one(store: CheckpointStore, monkeypatch):
+    save(store, 5, "old")
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if Path(source).name.startswith(".writing-"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(module.os, "rename", refuse)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(store, 5, "new")
+    checkpoint = store.latest()
+    assert checkpoint is not None
+    assert (checkpoint.folder / "model" / "a.bin").read_text() == "old 5"
+
+
+def test_another_error_passes_through_and_leaves_nothing(store: CheckpointStore):
+    with pytest.raises(ZeroDivisionError), store.writing(2) as folder:
+        (folder / "a").write_text("x")
+        raise ZeroDivisionError
+    assert list(store.folder.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_on_start(tmp_path: Path):
+    for name in (".writing-step_000003", ".deleting-step_000001", ".replaced-step_000002", "step_000002"):
+        (tmp_path / name).mkdir()
+    CheckpointStore(tmp_path, read_only=True)
+    assert len(list(tmp_path.iterdir())) == 4
+    CheckpointStore(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_a_checkpoint_that_was_moved_aside_when_the_process_died_comes_back(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    save(store, 2)
+    (tmp_path / "step_000002").rename(tmp_path / ".replaced-step_000002")
+    checkpoint = CheckpointStore(tmp_path).latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+
+
+WRITE_FOR_EVER = """
+import sys
+from pathlib import Path
+from verbatim.checkpoints import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]), keep_last=2)
+step = 0
+while True:
+    step += 1
+    with store.writing(step) as folder:
+        for i in range(4):
+            (folder / f"{i}.bin").write_bytes(bytes([step % 256]) * 200_000)
+    print(step, flush=True)
+"""
+
+
+def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: Path):
+    for delay in (0.0, 0.003, 0.011):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        for _ in range(3):
+            writer.stdout.readline()
+        time.sleep(delay)
+        writer.kill()
+        last = max([3, *(int(line) for line in writer.stdout.read().split())])
+        writer.wait()
+        store = CheckpointStore(tmp_path)
+        checkpoint = store.latest()
+        assert checkpoint is not None
+        assert checkpoint.step in (last, last + 1)
+        assert all(module.find_damage(store.folder / f"step_{step:06d}") is None for step in store.steps())
+        for step in store.steps():
+            for file in (store.folder / f"step_{step:06d}").iterdir():
+                file.unlink()
+            (store.folder / f"step_{step:06d}").rmdir()

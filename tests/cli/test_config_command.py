@@ -1,0 +1,58 @@
+"""`verbatim config` prints what a run would use, or what is wrong with it, without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from verbatim.cli.main import main
+
+FILE = """\
+[model]
+name = "some/model"
+[[orchestrator.train.env]]
+id = "guess_number"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_the_resolved_configuration_is_printed_as_toml(file: Path, capsys):
+    assert main(["config", str(file), "--orchestrator.batch-size", "64"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed["orchestrator"]["batch_size"] == 64
+    assert printed["orchestrator"]["group_size"] == 16
+    assert printed["orchestrator"]["train"]["env"][0]["id"] == "guess_number"
+
+
+def test_a_misspelt_knob_of_a_built_in_is_refused_with_its_line(file: Path, capsys):
+    file.write_text(FILE + "[trainer.loss]\nkl_tao = 0.1\n")
+    assert main(["config", str(file)]) == 2
+    message = f'error: {file}:6: trainer.loss.kl_tao: unknown knob "kl_tao"; did you mean "kl_tau"?'
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_an_unknown_environment_is_refused(file: Path, capsys):
+    assert main(["config", str(file), "--orchestrator.train.env.0.id", "guess_numbre"]) == 2
+    assert "there is no environment 'guess_numbre'; did you mean \"guess_number\"?" in capsys.readouterr().err
+
+
+def test_neither_torch_nor_transformers_is_imported(file: Path):
+    script = (
+        "import sys; from verbatim.cli.main import main; status = main(['config', sys.argv[1]]); "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules], file=sys.stderr); sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(file)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "[]\n"

@@ -1,0 +1,44 @@
+"""Tiny models with random weights, saved once per session."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen3Config
+
+VOCAB = 97
+_SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.15,
+}  # fmt: skip
+
+
+def save(config: PreTrainedConfig, seed: int, folder: Path) -> Path:
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`tied` and `tied_later` are one architecture with two sets of weights."""
+    root = tmp_path_factory.mktemp("models")
+    tied = Qwen3Config(**_SMALL, tie_word_embeddings=True)
+    window = Qwen3Config(**_SMALL, tie_word_embeddings=False, use_sliding_window=True, sliding_window=24,
+                         max_window_layers=1)  # fmt: skip
+    return {
+        "tied": save(tied, 0, root / "tied"),
+        "tied_later": save(tied, 1, root / "tied_later"),
+        "untied": save(Qwen3Config(**_SMALL, tie_word_embeddings=False), 2, root / "untied"),
+        "half_sliding": save(window, 3, root / "half_sliding"),
+        "sliding": save(MistralConfig(**_SMALL, sliding_window=24, tie_word_embeddings=True), 4, root / "sliding"),
+    }
+
+
+@pytest.fixture(scope="session")
+def references(models: dict[str, Path]) -> dict[str, torch.nn.Module]:
+    """The same models as `transformers` itself runs them, with its own masks."""
+    loaded = {}
+    for name, folder in models.items():
+        loaded[name] = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return loaded

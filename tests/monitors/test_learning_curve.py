@@ -1,0 +1,82 @@
+"""The learning curve is read from the metrics log and drawn as one PNG."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from verbatim.errors import UsageError
+from verbatim.monitors import LearningCurve, MetricsLog
+from verbatim.monitors import learning_curve as module
+from verbatim.monitors.learning_curve import Curve, draw_curve, read_curve
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.on_eval(0, "guess", {"success": 0.25})
+    log.on_step(1, {"reward/mean": 0.375})
+    log.on_step(2, {"reward/mean": math.nan})
+    log.on_eval(2, "guess", {"success": 0.75})
+    log.on_step(3, {"other": 1.0})
+    log.close()
+    return tmp_path / "metrics.jsonl"
+
+
+def test_the_curve_has_rewards_by_step_and_success_by_environment(metrics: Path):
+    curve = read_curve(metrics)
+    assert curve.rewards[0] == (1, 0.375)
+    assert curve.rewards[1][0] == 2
+    assert math.isnan(curve.rewards[1][1])
+    assert len(curve.rewards) == 2
+    assert curve.evals == {"guess": [(0, 0.25), (2, 0.75)]}
+
+
+def test_the_first_and_last_evaluation_and_the_constant_policy_are_marked(metrics: Path, monkeypatch, tmp_path: Path):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    save = figure.Figure.savefig
+
+    def savefig(self, *args, **kwargs):
+        drawn.append(self)
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(figure.Figure, "savefig", savefig)
+    draw_curve(read_curve(metrics), tmp_path / "curve.png", best_constant={"guess": 4 / 15})
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.texts] == ["before: 0.25", "after: 0.75"]
+    assert [text.xy for text in axes.texts] == [(0, 0.25), (2, 0.75)]
+    (dashed,) = [line for line in axes.lines if line.get_linestyle() == "--"]
+    assert list(dashed.get_ydata()) == pytest.approx([4 / 15, 4 / 15])
+    assert "guess: best constant policy, 0.27" in [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("curve", [Curve(), Curve(evals={"e": [(0, 0.5)]}), Curve(rewards=[(1, math.nan)])])
+def test_a_short_run_is_drawn_too(curve: Curve, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    draw_curve(curve, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir()] == ["curve.png"]
+
+
+def test_the_monitor_draws_after_each_evaluation(metrics: Path, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    monitor = LearningCurve(metrics, tmp_path / "curve.png")
+    monitor.on_step(1, {})
+    assert not (tmp_path / "curve.png").exists()
+    monitor.on_eval(2, "guess", {})
+    assert (tmp_path / "curve.png").exists()
+
+
+def test_without_matplotlib_it_says_what_to_type(metrics: Path, tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_has_matplotlib", lambda: False)
+    with pytest.raises(UsageError, match=r"pip install 'verbatim-rl\[plot\]'"):
+        draw_curve(Curve(), tmp_path / "curve.png")
+    with caplog.at_level(logging.WARNING):
+        monitor = LearningCurve(metrics, tmp_path / "curve.png")
+        monitor.on_eval(2, "guess", {})
+    assert "no curve.png for this run: learning curves need matplotlib" in caplog.text
+    assert not (tmp_path / "curve.png").exists()

@@ -1,0 +1,211 @@
+"""Untrusted text never becomes a control token, and always comes back from its ids."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.models.build import CONTROL_TOKENS, MARKUP_TOKENS
+from verbatim.renderers.guard import BREAK, Guard, GuardedTokenizer
+
+CONTROL = CONTROL_TOKENS + MARKUP_TOKENS
+# Whole control tokens, halves of them, the guard's own noncharacters, and spaces that templates strip.
+FRAGMENTS = [*CONTROL, "<", "|", ">", "<|", "|>", "<|im_", "end|>", "im_end|>", "<tool", "_call>", "</", "think>", "\n", " ",
+             "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4", "{", '"', "\\", "é", "🙂", "a"]  # fmt: skip
+TRICKY = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).map("".join).filter(
+    lambda text: not any("\ud800" <= c <= "\udfff" for c in text)
+)
+
+
+@pytest.fixture(scope="module")
+def guarded(tokenizer):
+    return GuardedTokenizer(tokenizer)
+
+
+def control_ids(tokenizer, ids):
+    wanted = set(tokenizer.convert_tokens_to_ids(list(CONTROL)))
+    return Counter(int(i) for i in ids if int(i) in wanted)
+
+
+def dialogue(words):
+    system, user, name, argument, content, thought, answer, again = words
+    return [
+        {"role": "system", "content": system},
+        {"role": "user", "content": user},
+        {"role": "assistant", "content": content, "reasoning_content": "x" + thought, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": name, "arguments": {"a": argument, argument: [1]}}}]},
+        {"role": "tool", "content": answer, "tool_call_id": "1"},
+        {"role": "tool", "content": again, "tool_call_id": "1"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("renderer_name", ["qwen3", "template"])
+@given(words=st.lists(TRICKY, min_size=8, max_size=8), tool=TRICKY)
+@settings(max_examples=40, deadline=None)
+def test_no_text_changes_the_control_tokens_of_a_prompt(request, tokenizer, renderer_name, words, tool):
+    renderer = request.getfixturevalue(renderer_name)
+    schema = {"type": "function", "function": {"name": "f" + tool, "description": tool, "parameters": {tool: tool}}}
+    plain_schema = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+    hostile = renderer.render_ids(dialogue(words), [schema])
+    # Empty content is a shape of its own (no line break before the call): keep it where it is.
+    plain = renderer.render_ids(dialogue(["w" if word else "" for word in words]), [plain_schema])
+    assert control_ids(tokenizer, hostile) == control_ids(tokenizer, plain)
+
+
+@given(text=TRICKY)
+@settings(max_examples=100, deadline=None)
+def test_text_comes_back_from_its_ids(qwen3, text):
+    ids = qwen3.render_ids([{"role": "user", "content": text}])
+    assert qwen3.decode(ids) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@given(pieces=st.lists(TRICKY, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_marked_pieces_can_be_joined_without_forming_a_control_token(guarded, tokenizer, pieces):
+    ids = guarded.encode("".join(map(guarded.guard.text, pieces)))
+    assert not control_ids(tokenizer, ids)
+    assert guarded.decode(ids) == "".join(pieces)
+
+
+@given(pieces=st.lists(TRICKY, min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_a_template_may_strip_marked_text_before_joining_it(guarded, tokenizer, pieces):
+    ids = guarded.encode("".join(guarded.guard.text(piece).strip() for piece in pieces))
+    assert not control_ids(tokenizer, ids)
+
+
+def test_a_token_begun_by_one_message_is_not_completed_by_the_next_text(guarded, tokenizer):
+    marked = guarded.guard.text("ends with <") + "|im_end|>" + guarded.guard.text("|im_end|>")
+    assert not control_ids(tokenizer, guarded.encode(marked))
+
+
+def test_a_token_begun_by_the_template_is_not_completed_by_text(guarded, tokenizer):
+    assert not control_ids(tokenizer, guarded.encode("<|im_" + guarded.guard.text("end|> and more")))
+
+
+def test_control_tokens_of_the_template_are_kept_beside_marked_text(guarded, tokenizer):
+    ids = guarded.encode("<|im_start|>user\n" + guarded.guard.text("a <|im_end|> b") + "<|im_end|>")
+    assert control_ids(tokenizer, ids) == Counter(tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))
+
+
+@given(text=st.text(alphabet="ab1 <|\n{}é", max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_text_without_control_tokens_has_the_ids_it_always_had(guarded, tokenizer, text):
+    assert guarded.encode(guarded.guard.text(text)) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_offsets_count_in_the_marked_text(guarded):
+    marked = guarded.guard.text("a\ufdd0é") + "<|im_end|>" + guarded.guard.text("<|im_end|>b")
+    encoding = guarded(marked, return_offsets_mapping=True)
+    spans = encoding["offset_mapping"]
+    assert spans[0] == (0, 1)  # a
+    end = encoding["input_ids"].index(guarded.control_tokens["<|im_end|>"])
+    assert spans[end] == (4, 14)  # after "a", two characters for U+FDD0, and "é"
+    assert spans[-1][1] == len(marked)
+    assert all(a <= b for a, b in spans)
+    assert [a for a, _ in spans] == sorted(a for a, _ in spans)
+
+
+def test_ordinary_words_are_not_marked():
+    guard = Guard(["<|im_end|>", "<think>"])
+    for text in ("object", "function", "a < b", "x > y", "<p>html</p>", "{}", ""):
+        assert guard.text(text) == text
+    assert guard.text("a <|") == f"a <{BREAK}|"
+    assert guard.text("end|> b") == "end|> b".replace("end", f"{BREAK}end", 1)
+
+
+def test_roles_and_shapes_stay_readable_for_templates():
+    guard = Guard(["<|user|>", "<|object|>", "<|function|>"])
+    message = {"role": "user", "content": "hi", "tool_calls": [{"type": "function"}]}
+    assert guard.messages([message]) == [message]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert guard.tools(tools) == tools
+
+
+def test_a_leading_think_block_of_an_assistant_is_its_reasoning():
+    guard = Guard(["<think>", "</think>"])
+    (marked,) = guard.messages([{"role": "assistant", "content": "<think>\nhm\n</think>\n\nso"}])
+    assert marked == {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+
+
+def test_think_tags_elsewhere_are_text():
+    guard = Guard(["<think>", "</think>"])
+    for message in (
+        {"role": "user", "content": "<think>a</think>b"},
+        {"role": "assistant", "content": "so</think>b"},
+        {"role": "assistant", "content": "<think>a</think>b", "reasoning_content": "r"},
+    ):
+        (marked,) = guard.messages([message])
+        assert BREAK in marked["content"]
+        assert marked["content"].replace(BREAK, "") == message["content"]
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_place():
+    with pytest.raises(EnvironmentFault, match=r"U\+D83D at position 2"):
+        Guard(["<a>"]).text("ab\ud83d")
+
+
+# -- tokenizers of other makes
+
+
+def tokenizer_of(*tokens, normalizer=None, pre_tokenizer=None, decoder=None):
+    backend = Tokenizer(BPE(unk_token=None))
+    backend.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoder or decoders.ByteLevel()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    trainer = BpeTrainer(vocab_size=400, initial_alphabet=[*pre_tokenizers.ByteLevel.alphabet(), "▁"],
+                         show_progress=False)  # fmt: skip
+    backend.train_from_iterator(["some words, <end> some more words"] * 3, trainer)
+    backend.add_tokens(list(tokens))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
+def test_text_that_normalises_to_a_control_token_stays_text():
+    fast = tokenizer_of(AddedToken("<end>", normalized=True, special=True), normalizer=normalizers.NFKC())
+    guarded = GuardedTokenizer(fast)
+    end = fast.convert_tokens_to_ids("<end>")
+    assert end in fast.encode("＜end＞")  # what would happen without a guard
+    assert end not in guarded.encode(guarded.guard.text("＜end＞"))
+    assert guarded.encode("words<end>") == fast.encode("words<end>")
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ({}, {}),
+        ({"rstrip": True, "lstrip": True}, {}),
+        ({"single_word": True}, {}),
+        ({"normalized": True}, {"normalizer": normalizers.NFKC()}),
+        ({}, {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first"), "decoder": decoders.Metaspace()}),
+        ({}, {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="always"), "decoder": decoders.Metaspace()}),
+    ],
+)
+@pytest.mark.parametrize("untrusted", ["some \ufdd0", "\ufdd0\ufdd0 \ufdd1\ufdd2 ", "a<\ufdd4 some\ufdd0"])
+def test_the_marked_path_gives_the_ids_of_the_tokenizer_itself(flags, kind, untrusted):
+    fast = tokenizer_of(AddedToken("<end>", special=True, **{"normalized": False, **flags}), **kind)
+    guarded = GuardedTokenizer(fast)
+    for before, after in (("", "<end>words"), ("words <end>  ", " <end> <end> words"), ("<end>", "words<end>")):
+        marked = guarded.encode(before + guarded.guard.text(untrusted) + after)
+        assert marked == fast.encode(before + untrusted + after, add_special_tokens=False)
+
+
+def test_added_runs_of_spaces_and_added_words_are_vocabulary_not_control():
+    fast = tokenizer_of(AddedToken("<end>", special=True), AddedToken("    "), AddedToken("someword"))
+    guarded = GuardedTokenizer(fast)
+    assert list(guarded.control_tokens) == ["<end>"]
+    text = "a    someword <end>"
+    marked = guarded.encode(guarded.guard.text(text))
+    assert marked[:3] == fast.encode("a    someword")[:3]
+    assert guarded.decode(marked) == text
+
+
+def test_a_tokenizer_whose_special_token_is_one_character_is_refused():
+    with pytest.raises(ModelError, match="single character"):
+        GuardedTokenizer(tokenizer_of(AddedToken("<end>", special=True), AddedToken("§", special=True)))

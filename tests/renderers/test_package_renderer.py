@@ -1,0 +1,217 @@
+"""The qwen3 family: the ids of the chat template, exact bridges, and a parser that nothing makes raise."""
+
+import json
+
+import numpy as np
+import pytest
+from dialogues import ANSWER, ASK, CALL, DIALOGUES, SEES, THOUGHT, TOOLS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verbatim.errors import ModelError
+from verbatim.renderers import Renderer
+from verbatim.renderers.package import PackageRenderer
+from verbatim.renderers.responses import MAX_DEPTH
+
+
+def template_ids(tokenizer, messages, tools, generation=True):
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=generation, return_dict=False
+    )
+
+
+def ids(values):
+    return np.asarray(values, dtype=np.int32)
+
+
+def sampled(tokenizer, text):
+    return ids(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("number", range(len(DIALOGUES)))
+@pytest.mark.parametrize("generation", [True, False])
+def test_rendering_is_the_chat_templates_own(qwen3, tokenizer, number, generation):
+    messages, tools = DIALOGUES[number]
+    ours = qwen3.render_ids(messages, tools, add_generation_prompt=generation)
+    assert ours.dtype == np.int32
+    assert ours.tolist() == template_ids(tokenizer, messages, tools, generation)
+
+
+def test_it_is_a_renderer(qwen3, template):
+    assert isinstance(qwen3, Renderer)
+    assert isinstance(template, Renderer)
+
+
+def test_a_turn_ends_with_the_close_of_the_turn_or_the_end_of_text(qwen3, tokenizer):
+    assert qwen3.stop_token_ids == tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+
+
+CALL_TEXT = '<tool_call>\n{"name": "look", "arguments": {"place": "Bonn"}}\n</tool_call><|im_end|>'
+
+
+def test_a_bridge_to_a_tools_answer_is_the_full_render(qwen3, tokenizer):
+    prompt = qwen3.render_ids([ASK], TOOLS)
+    completion = sampled(tokenizer, CALL_TEXT)
+    bridged = qwen3.bridge_to_next_turn(prompt, completion, [SEES], TOOLS)
+    assert bridged.tolist() == qwen3.render_ids([ASK, CALL, SEES], TOOLS).tolist()
+    assert bridged[: len(prompt) + len(completion)].tolist() == [*prompt, *completion]
+
+
+def test_a_bridge_keeps_thinking_that_the_template_keeps_too(qwen3, tokenizer):
+    thoughtful = {**CALL, "reasoning_content": "Bonn, then."}
+    prompt = qwen3.render_ids([ASK], TOOLS)
+    completion = sampled(tokenizer, "<think>\nBonn, then.\n</think>\n\n" + CALL_TEXT)
+    bridged = qwen3.bridge_to_next_turn(prompt, completion, [SEES, SEES], TOOLS)
+    assert bridged.tolist() == qwen3.render_ids([ASK, thoughtful, SEES, SEES], TOOLS).tolist()
+
+
+def test_a_bridge_keeps_sampled_ids_that_text_would_not_give_back(qwen3, tokenizer):
+    prompt = qwen3.render_ids([ASK], TOOLS)
+    odd = [i for c in CALL_TEXT[:-10] for i in tokenizer.encode(c)] + [qwen3.stop_token_ids[0]]
+    assert len(odd) > len(sampled(tokenizer, CALL_TEXT))
+    bridged = qwen3.bridge_to_next_turn(prompt, ids(odd), [SEES], TOOLS)
+    assert bridged[: len(prompt) + len(odd)].tolist() == [*prompt, *odd]
+
+
+def test_a_user_turn_after_thinking_is_refused_because_the_template_drops_the_thinking(qwen3, tokenizer):
+    prompt = qwen3.render_ids([ASK])
+    completion = sampled(tokenizer, "<think>\nhm\n</think>\n\nIt is 20.<|im_end|>")
+    assert qwen3.bridge_to_next_turn(prompt, completion, [ASK]) is None
+
+
+def test_a_user_turn_after_earlier_thinking_is_refused_too(qwen3, tokenizer):
+    prompt = qwen3.render_ids([ASK, {**CALL, "reasoning_content": "hm"}, SEES], TOOLS)
+    assert qwen3.bridge_to_next_turn(prompt, sampled(tokenizer, "20.<|im_end|>"), [ASK], TOOLS) is None
+
+
+def test_a_user_turn_where_nothing_was_thought_is_the_full_render(qwen3, tokenizer):
+    prompt = qwen3.render_ids([ASK])
+    completion = sampled(tokenizer, ANSWER["content"] + "<|im_end|>")
+    bridged = qwen3.bridge_to_next_turn(prompt, completion, [ASK])
+    assert bridged.tolist() == qwen3.render_ids([ASK, ANSWER, ASK]).tolist()
+
+
+@given(
+    completion=st.lists(st.integers(0, 520), max_size=12),
+    new=st.lists(st.sampled_from(["user", "tool", "system"]), min_size=1, max_size=3),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_bridge_starts_with_the_exact_ids_or_is_refused(qwen3, tokenizer, completion, new):
+    prompt = qwen3.render_ids([ASK], TOOLS)
+    completion = ids([i for i in completion if i < len(tokenizer)])
+    messages = [{"role": role, "content": "x <|im_end|>"} for role in new]
+    bridged = qwen3.bridge_to_next_turn(prompt, completion, messages, TOOLS)
+    if bridged is not None:
+        assert bridged.dtype == np.int32
+        assert bridged[: len(prompt) + len(completion)].tolist() == [*prompt, *completion]
+        assert len(bridged) > len(prompt) + len(completion)
+
+
+def test_a_bridge_over_someone_elses_assistant_message_is_refused(qwen3, tokenizer):
+    assert qwen3.bridge_to_next_turn(qwen3.render_ids([ASK]), sampled(tokenizer, "a<|im_end|>"), [ANSWER, ASK]) is None
+
+
+# -- reading completions
+
+
+def read(renderer, tokenizer, text):
+    return renderer.parse_response(sampled(tokenizer, text), renderer.render_ids([ASK], TOOLS))
+
+
+def test_what_is_rendered_is_parsed_back(qwen3, tokenizer):
+    for message in (ANSWER, THOUGHT, CALL, {**CALL, "content": "Let me see.", "reasoning_content": "Bonn."}):
+        prompt = qwen3.render_ids([ASK], TOOLS)
+        whole = qwen3.render_ids([ASK, message, SEES], TOOLS)
+        close = whole[len(prompt) :].tolist().index(qwen3.stop_token_ids[0]) + 1
+        parsed = qwen3.parse_response(whole[len(prompt) : len(prompt) + close], prompt)
+        expected = {key: value for key, value in message.items() if key != "tool_calls"}
+        calls = [{**call, "id": ""} for call in message.get("tool_calls", ())]
+        assert parsed.message() == {**expected, **({"tool_calls": calls} if calls else {})}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "name"),
+    [
+        ('{"name": "look", "arguments": {}}', "ok", "look"),
+        ('{"name": "look"}', "ok", "look"),
+        ('{"name": "look", "arguments": {"place": ', "invalid_json", None),
+        ("", "invalid_json", None),
+        ('{"name": "look", "arguments": ["Bonn"]}', "malformed_structure", "look"),
+        ('{"name": "look", "arguments": "Bonn"}', "malformed_structure", "look"),
+        ('{"name": "look", "arguments": 7}', "malformed_structure", "look"),
+        ('{"name": "look", "arguments": null}', "malformed_structure", "look"),
+        ('{"name": 7, "arguments": {}}', "malformed_structure", None),
+        ('{"name": null, "arguments": {}}', "missing_name", None),
+        ('{"arguments": {}}', "missing_name", None),
+        ('["look", {}]', "missing_name", None),
+        ('{"name": "look", "arguments": {"place": NaN}}', "invalid_json", "look"),
+        ('{"name": "look", "arguments": {"place": 1e999}}', "invalid_json", "look"),
+        ('{"name": "look", "arguments": {"place": "\\ud83d"}}', "invalid_json", "look"),
+        ('{"name": "look\\ud83d", "arguments": {}}', "invalid_json", None),
+        ("[" * 10_000, "invalid_json", None),
+        ('{"name": "look", "arguments": {"place": ' + "1" * 5000 + "}}", "invalid_json", None),
+        ('{"name": "look", "arguments": {"p": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}}", "invalid_json", "look"),
+    ],
+)  # fmt: skip
+def test_a_call_that_cannot_be_used_has_a_status_that_says_why(qwen3, tokenizer, body, status, name):
+    (call,) = read(qwen3, tokenizer, f"<tool_call>\n{body}\n</tool_call><|im_end|>").tool_calls
+    assert (call.status, call.name) == (status, name)
+    assert (call.arguments is None) == (status != "ok")
+    assert body.strip()[:100] in call.raw
+
+
+def test_an_unclosed_call_is_no_call(qwen3, tokenizer):
+    parsed = read(qwen3, tokenizer, 'Well. <tool_call>\n{"name": "look", "arguments": {}}')
+    assert [call.status for call in parsed.tool_calls] == ["unclosed_block"]
+    assert parsed.content == "Well."
+    assert "tool_calls" not in parsed.message()
+
+
+def test_every_attempt_is_kept_in_order(qwen3, tokenizer):
+    good = '<tool_call>\n{"name": "look", "arguments": {"place": "Bonn"}}\n</tool_call>'
+    parsed = read(qwen3, tokenizer, f"{good}\n<tool_call>\n{{oops}}\n</tool_call>\n{good}<|im_end|>")
+    assert [call.status for call in parsed.tool_calls] == ["ok", "invalid_json", "ok"]
+    assert len(parsed.message()["tool_calls"]) == 2
+
+
+def test_call_markup_inside_thinking_is_not_a_call(qwen3, tokenizer):
+    parsed = read(qwen3, tokenizer, f"<think>\n{CALL_TEXT[:-10]}\n</think>\n\nno<|im_end|>")
+    assert (parsed.tool_calls, parsed.content) == ((), "no")
+
+
+@given(tokens=st.lists(st.integers(0, 10_000), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_no_sampled_ids_make_the_parser_raise(qwen3, template, tokenizer, tokens):
+    special = tokenizer.convert_tokens_to_ids(
+        ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>", "<|im_end|>", "<tool_response>"]
+    )
+    completion = ids([special[t % 7] if t % 3 == 0 else t % len(tokenizer) for t in tokens])
+    for renderer in (qwen3, template):
+        for prompt in (None, renderer.render_ids([ASK], TOOLS)):
+            parsed = renderer.parse_response(completion, prompt)
+            json.dumps(parsed.message()).encode()
+            assert all(call.status != "ok" or call.name for call in parsed.tool_calls)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "arguments", "x"]), inner),
+    max_leaves=6,
+)
+
+
+@given(value=JSON, cut=st.integers(0, 60), ascii_only=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_no_json_of_any_shape_makes_the_parser_raise(qwen3, tokenizer, value, cut, ascii_only):
+    text = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "replace").decode()
+    parsed = read(qwen3, tokenizer, f"<tool_call>{text[: cut or None]}</tool_call>")
+    assert len(parsed.tool_calls) == 1
+    (call,) = parsed.tool_calls
+    if call.status == "ok":
+        assert isinstance(call.name, str) and isinstance(call.arguments, dict)
+        json.dumps(call.arguments, allow_nan=False).encode()
+
+
+def test_a_family_whose_tokens_are_missing_is_refused(tokenizer):
+    with pytest.raises(ModelError, match=r'does not fit renderer "llama-3".*"auto"'):
+        PackageRenderer(tokenizer, "llama-3")

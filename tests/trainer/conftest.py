@@ -1,0 +1,13 @@
+import pytest
+from trainer_helpers import write_model
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="session")
+def sliding_qwen(tmp_path_factory):
+    """Sliding window of 7 in one layer, grouped heads, untied head."""
+    return write_model(tmp_path_factory.mktemp("sliding"), sliding_window=7, tied=False)

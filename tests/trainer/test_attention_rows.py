@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from verbatim.trainer.attention_rows import RowsPlan
+
+SCALE = 0.3
+
+
+def dense(query, key, value, row_lengths, window):
+    """Attention from its definition, with one mask over all tokens. [1, H, U, D] to [1, U, H, D]."""
+    row = torch.repeat_interleave(torch.arange(len(row_lengths)), torch.tensor(row_lengths))
+    at = torch.arange(len(row))
+    seen = (row[:, None] == row[None]) & (at[None] <= at[:, None])
+    if window is not None:
+        seen &= at[:, None] - at[None] < window
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = (query @ key.transpose(-1, -2) * SCALE).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 100])
+@pytest.mark.parametrize("row_lengths", [[1], [5], [3, 9, 10, 1, 10, 2], [4, 4, 4], [11, 10, 2]])
+def test_rows_attend_as_by_one_dense_mask_forward_and_backward(row_lengths, window):
+    torch.manual_seed(0)
+    tokens = sum(row_lengths)
+    qkv = [torch.randn(1, heads, tokens, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    outside = torch.randn(1, tokens, 4, 8, dtype=torch.float64)
+
+    plan = RowsPlan(row_lengths)
+    out = plan.attend(0, *qkv, scale=SCALE, sliding_window=window)
+    expected = dense(*qkv, row_lengths, window)
+    found_grads = torch.autograd.grad(out, qkv, outside)
+    expected_grads = torch.autograd.grad(expected, qkv, outside)
+
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for found, wanted in zip(found_grads, expected_grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_of_like_length_share_a_bucket():
+    plan = RowsPlan([3, 9, 10])
+    assert plan.shapes == [(2, 10), (1, 3)]
+    assert plan.token_of_place_P.tolist() == [*range(12, 22), *range(3, 12), 11, 0, 1, 2]
+    assert plan.place_of_token_U.tolist() == [20, 21, 22, *range(10, 19), *range(10)]
+
+
+def test_a_nan_in_one_row_reaches_no_other():
+    qkv = [torch.randn(1, 2, 8, 4) for _ in range(3)]
+    for tensor in qkv:
+        tensor[:, :, 3:7] = float("nan")
+    out = RowsPlan([3, 4, 1]).attend(0, *qkv, scale=SCALE, sliding_window=None)
+    assert out[0, [0, 1, 2, 7]].isfinite().all()

@@ -1,0 +1,114 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from verbatim.trainer.logprobs import backward_logprobs, target_logprobs
+
+
+class Head:
+    """Stands for `CausalLM`, and remembers how many rows of logits it made at a time."""
+
+    def __init__(self, weight):
+        self.weight = nn.Parameter(weight)
+        self.rows = []
+
+    def logits(self, hidden):
+        self.rows.append(len(hidden))
+        return hidden @ self.weight.T
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    hidden = torch.randn(10, 4, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 7, (10,))
+    temperatures = torch.linspace(0.5, 2.0, 10)
+    return Head(torch.randn(7, 4, dtype=torch.float64)), hidden, ids, temperatures
+
+
+def reference(head, hidden, ids, temperatures):
+    logprobs = ((hidden @ head.weight.T) / temperatures[:, None].double()).log_softmax(-1)
+    return logprobs.gather(1, ids[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def test_two_tokens_by_hand():
+    # Logits [ln 3, 0] at T = 1: p = 3/4; at T = 1/2 they double: p = 9/10.
+    head = Head(torch.tensor([[math.log(3.0)], [0.0]], dtype=torch.float64))
+    found = target_logprobs(head, torch.ones(2, 1, dtype=torch.float64), torch.tensor([0, 0]),
+                            torch.tensor([1.0, 0.5]), chunk=8)  # fmt: skip
+    assert found.logprobs_M.exp().tolist() == pytest.approx([0.75, 0.9], abs=1e-12)
+    # -(3/4 ln 3/4 + 1/4 ln 1/4) and -(0.9 ln 0.9 + 0.1 ln 0.1)
+    assert found.entropy_M.tolist() == pytest.approx([0.5623351446188083, 0.3250829733914482], abs=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10, 99])
+def test_chunks_agree_with_one_log_softmax(problem, chunk):
+    head, hidden, ids, temperatures = problem
+    logprobs, entropy = reference(head, hidden, ids, temperatures)
+    found = target_logprobs(head, hidden, ids, temperatures, chunk=chunk)
+    torch.testing.assert_close(found.logprobs_M, logprobs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.entropy_M, entropy, rtol=1e-12, atol=1e-12)
+    assert not found.logprobs_M.requires_grad
+    assert max(head.rows) == min(chunk, 10)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10, 99])
+def test_gradients_agree_with_one_log_softmax(problem, chunk):
+    head, hidden, ids, temperatures = problem
+    logprobs, _ = reference(head, hidden, ids, temperatures)
+    expected = torch.autograd.grad(logprobs.exp().sum(), [hidden, head.weight])  # d exp(l) / d l = exp(l)
+    seen = []
+
+    def gradient(at, found):
+        seen.append((at.start, at.stop))
+        return found.logprobs_M.exp()
+
+    backward_logprobs(head, hidden * 1, ids, temperatures, gradient, chunk=chunk)
+    torch.testing.assert_close(hidden.grad, expected[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(head.weight.grad, expected[1], rtol=1e-12, atol=1e-12)
+    assert seen == [(i, min(i + chunk, 10)) for i in range(0, 10, chunk)]
+    assert max(head.rows) == min(chunk, 10)
+
+
+def test_huge_logits_do_not_overflow():
+    head = Head(torch.tensor([[3e4], [-3e4]]))
+    found = target_logprobs(head, torch.ones(1, 1), torch.tensor([0]), torch.tensor([0.01]), chunk=1)
+    assert found.logprobs_M.tolist() == [0.0]
+    assert found.entropy_M.tolist() == [0.0]
+
+
+def test_bfloat16_logits_are_summed_in_float32():
+    # 1000 equal logits: 1/1000 each. A bfloat16 sum would stall at 256.
+    head = Head(torch.ones(1000, 1, dtype=torch.bfloat16))
+    found = target_logprobs(head, torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([3]), torch.ones(1), chunk=1)
+    assert found.logprobs_M.dtype == torch.float32
+    assert found.logprobs_M.item() == pytest.approx(-math.log(1000), abs=1e-5)
+
+
+def test_peak_memory_is_a_quarter_of_the_full_logits_at_the_default_chunk():
+    # 8,192 targets at the default of 1,024, shrunk by 16: 512 targets at 64, vocabulary 20,000.
+    targets, chunk, vocab, width = 512, 64, 20_000, 8
+    head = Head(0.02 * torch.randn(vocab, width))
+    head.weight.grad = torch.zeros_like(head.weight)
+    hidden = torch.randn(targets, width, requires_grad=True)
+    peak = peak_bytes(lambda: backward_logprobs(
+        head, hidden * 1, torch.randint(0, vocab, (targets,)), torch.ones(targets),
+        lambda at, found: -torch.ones_like(found.logprobs_M), chunk=chunk))  # fmt: skip
+    assert peak <= 0.25 * targets * vocab * 4
+
+
+def peak_bytes(function):
+    """Most bytes of tensors alive at one time inside a call, by the profiler's allocation events."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        function()
+    alive = peak = 0
+    for event in sorted((e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"),
+                        key=lambda e: e.start_ns()):  # fmt: skip
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    assert peak > 0
+    return peak

@@ -1,0 +1,94 @@
+"""Tiny models and batches for the trainer's tests."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verbatim.losses import LOSSES
+from verbatim.models.head import CausalLM
+from verbatim.models.loading import load_model
+from verbatim.packing import pack_rows
+from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.step import GradientPass
+from verbatim.types import TrainingSample
+
+VOCAB = 61
+
+
+def write_model(folder, *, sliding_window=None, tied=True):
+    """A random Qwen3 of two layers, with weights large enough that a token's context matters."""
+    torch.manual_seed(0)
+    layers = ["sliding_attention" if sliding_window else "full_attention", "full_attention"]
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=tied,
+        layer_types=layers, sliding_window=sliding_window, use_sliding_window=sliding_window is not None,
+        initializer_range=0.15, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms at exactly 1 would hide a gradient that forgot them
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_sample(length, trajectory_id, *, seed, trained=0.5, chunk=0):
+    """Random ids; about `trained` of the tokens under the mask, the last one always."""
+    rng = np.random.default_rng(seed)
+    mask = rng.random(length) < trained
+    mask[-1], mask[0] = True, False
+    return TrainingSample(
+        token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -4.1 + 0.3 * rng.standard_normal(length), np.nan).astype(np.float32),
+        advantages=np.where(mask, rng.choice([-1.5, 1.0]), 0).astype(np.float32),
+        chunk_ids=np.where(mask, chunk, -1).astype(np.int32),
+        policy_versions=np.where(mask, 0, -1).astype(np.int32),
+        temperatures=np.where(mask, rng.choice([0.7, 1.0]), 1.0).astype(np.float32),
+        trajectory_id=trajectory_id,
+    )
+
+
+def make_batch(seed=0):
+    """Seven samples of four trajectories, lengths 2 to 33."""
+    shape = [(9, "a"), (17, "a"), (2, "b"), (33, "c"), (9, "c"), (12, "c"), (21, "d")]
+    return [make_sample(n, t, seed=seed + i, chunk=i) for i, (n, t) in enumerate(shape)]
+
+
+def gradients(folder, samples, *, loss=LOSSES["default"], micro_batch_tokens=10_000, chunk=1000, dtype="float64",
+              singly=False, denominator=None):  # fmt: skip
+    """The gradient of one optimizer step by parameter name, its loss sum, and its metrics.
+
+    `singly` runs every sample in a forward pass of its own.
+    """
+    model = load_model(folder, dtype=dtype)
+    metrics = MetricSums()
+    step = GradientPass(model=CausalLM(model), loss=loss, denominator=denominator or num_trained(samples), chunk=chunk,
+                        autocast=nullcontext, metrics=metrics)  # fmt: skip
+    keep_whole = loss.level != "token"
+    batches = [[s] for s in samples] if singly else [samples]
+    packed = [m for b in batches for m in pack_rows(b, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole)]
+    total = step.run(packed)
+    assert step.num_trained == num_trained(samples)
+    return {name: p.grad for name, p in model.named_parameters()}, total, metrics.result()
+
+
+def num_trained(samples):
+    return sum(sample.num_trained_tokens for sample in samples)
+
+
+def largest_difference(found, expected):
+    """Norm of the difference over the norm, the largest over parameters; zeros must be zeros in both."""
+    assert found.keys() == expected.keys()
+    worst = 0.0
+    for name, want in expected.items():
+        norm = want.norm()
+        if norm == 0:
+            assert found[name].norm() == 0, name
+        else:
+            worst = max(worst, ((found[name] - want).norm() / norm).item())
+    return worst
