@@ -12,7 +12,8 @@ def call(**arguments):
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [call(place="Bonn")]}
-CALLS = {**CALL, "content": "Let me see.", "tool_calls": [call(place="Bonn"), call(place="Köln", days=[1, {"a": None}])]}
+CALLS = {**CALL, "content": "Let me see.",
+         "tool_calls": [call(place="Bonn"), call(place="Köln", days=[1, {"a": None}])]}  # fmt: skip
 TEXT_ARGUMENTS = {**CALL, "tool_calls": [
     {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"place":"Rom"}'}}]}  # fmt: skip
 TOOLS = [{"type": "function", "function": {

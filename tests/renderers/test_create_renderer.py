@@ -76,4 +76,5 @@ def test_probes_cover_what_templates_do_differently():
 
 def test_importing_renderers_loads_no_heavy_library():
     code = "import sys, verbatim.renderers; print(sorted({'torch', 'transformers', 'renderers'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

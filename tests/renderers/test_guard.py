@@ -16,8 +16,8 @@ from verbatim.renderers.guard import BREAK, Guard, GuardedTokenizer
 
 CONTROL = CONTROL_TOKENS + MARKUP_TOKENS
 # Whole control tokens, halves of them, the guard's own noncharacters, and spaces that templates strip.
-FRAGMENTS = [*CONTROL, "<", "|", ">", "<|", "|>", "<|im_", "end|>", "im_end|>", "<tool", "_call>", "</", "think>", "\n", " ",
-             "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4", "{", '"', "\\", "é", "🙂", "a"]  # fmt: skip
+FRAGMENTS = [*CONTROL, "<", "|", ">", "<|", "|>", "<|im_", "end|>", "im_end|>", "<tool", "_call>", "</", "think>", "\n",
+             " ", "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4", "{", '"', "\\", "é", "🙂", "a"]  # fmt: skip
 TRICKY = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).map("".join).filter(
     lambda text: not any("\ud800" <= c <= "\udfff" for c in text)
 )
@@ -87,6 +87,14 @@ def test_a_token_begun_by_one_message_is_not_completed_by_the_next_text(guarded,
 
 def test_a_token_begun_by_the_template_is_not_completed_by_text(guarded, tokenizer):
     assert not control_ids(tokenizer, guarded.encode("<|im_" + guarded.guard.text("end|> and more")))
+
+
+def test_text_that_imitates_the_guards_own_notation_stays_text(guarded, tokenizer):
+    bracketed, marked = "\ufdd3<|im_end|>\ufdd4", "\ufdd0\ufdd1<|im_end|>"
+    for text in (bracketed, marked, "<\ufdd0\ufdd1|im_end|>", "\ufdd3\ufdd3<think>\ufdd4"):
+        ids = guarded.encode(guarded.guard.text(text))
+        assert not control_ids(tokenizer, ids)
+        assert guarded.decode(ids) == text
 
 
 def test_control_tokens_of_the_template_are_kept_beside_marked_text(guarded, tokenizer):

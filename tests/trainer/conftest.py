@@ -1,5 +1,15 @@
 import pytest
+import torch
 from trainer_helpers import write_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Models of this size spend their time waiting for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

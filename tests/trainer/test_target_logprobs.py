@@ -88,8 +88,8 @@ def test_bfloat16_logits_are_summed_in_float32():
 
 
 def test_peak_memory_is_a_quarter_of_the_full_logits_at_the_default_chunk():
-    # 8,192 targets at the default of 1,024, shrunk by 16: 512 targets at 64, vocabulary 20,000.
-    targets, chunk, vocab, width = 512, 64, 20_000, 8
+    # 8,192 targets at the default of 1,024, shrunk by 16: 512 targets at 64, vocabulary 8,000.
+    targets, chunk, vocab, width = 512, 64, 8_000, 8
     head = Head(0.02 * torch.randn(vocab, width))
     head.weight.grad = torch.zeros_like(head.weight)
     hidden = torch.randn(targets, width, requires_grad=True)

@@ -1,6 +1,7 @@
 """Tiny models and batches for the trainer's tests."""
 
 from contextlib import nullcontext
+from functools import cache
 
 import numpy as np
 import torch
@@ -65,16 +66,23 @@ def gradients(folder, samples, *, loss=LOSSES["default"], micro_batch_tokens=10_
 
     `singly` runs every sample in a forward pass of its own.
     """
-    model = load_model(folder, dtype=dtype)
+    model = loaded(folder, dtype)
     metrics = MetricSums()
-    step = GradientPass(model=CausalLM(model), loss=loss, denominator=denominator or num_trained(samples), chunk=chunk,
+    step = GradientPass(model=model, loss=loss, denominator=denominator or num_trained(samples), chunk=chunk,
                         autocast=nullcontext, metrics=metrics)  # fmt: skip
     keep_whole = loss.level != "token"
     batches = [[s] for s in samples] if singly else [samples]
     packed = [m for b in batches for m in pack_rows(b, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole)]
     total = step.run(packed)
     assert step.num_trained == num_trained(samples)
-    return {name: p.grad for name, p in model.named_parameters()}, total, metrics.result()
+    found = {name: p.grad for name, p in model.model.named_parameters()}
+    model.model.zero_grad(set_to_none=True)
+    return found, total, metrics.result()
+
+
+@cache
+def loaded(folder, dtype):
+    return CausalLM(load_model(folder, dtype=dtype))
 
 
 def num_trained(samples):

@@ -123,8 +123,11 @@ class CheckpointStore:
             if step == just_written or (self.keep_every and step % self.keep_every == 0):
                 continue
             doomed = self.folder / f"{_DELETING}step_{step:06d}"
-            os.rename(self.folder / f"step_{step:06d}", doomed)  # so that a half deleted one is no checkpoint
-            shutil.rmtree(doomed, ignore_errors=True)
+            try:
+                os.rename(self.folder / f"step_{step:06d}", doomed)  # so that a half deleted one is no checkpoint
+                shutil.rmtree(doomed)
+            except OSError as error:
+                logger.warning("the old checkpoint of step %d could not be removed: %s", step, error)
 
 
 def find_damage(folder: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from verbatim.monitors.trajectory_log import TrajectoryLog
 from verbatim.orchestrator.evaluate import Evaluation
 from verbatim.transport import TrainerLink
 from verbatim.types import Group
+
+logger = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -78,9 +81,14 @@ class RunLog:
         """Batch `step` was trained."""
         self._monitors.on_step(step, metrics)
         if self._trajectories is not None:
-            for group in groups:
-                for trajectory in group.trajectories:
-                    self._trajectories.write(step, trajectory)
+            try:
+                for group in groups:
+                    for trajectory in group.trajectories:
+                        self._trajectories.write(step, trajectory)
+            except OSError as error:
+                self._trajectories = None
+                logger.error("trajectories are no longer written to %s: %s; the run goes on without them",
+                             self._folder.trajectories, error)  # fmt: skip
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
         """The policy after `step` batches was evaluated."""

@@ -11,7 +11,7 @@ from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool, ToolResult
 from verbatim.types import Example, Message, Trajectory
 
-ATTENTION = 0.3
+ATTENTION = 0.5
 """How often the demonstrated player heeds the replies."""
 
 
@@ -49,7 +49,7 @@ class GuessNumber:
         return Game(self, int(example.payload["secret"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Games of a player who knows how to talk, but hardly how to win (about 1 in 3)."""
+        """Games of a player who knows how to talk, but hardly how to win (about 2 in 5)."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 

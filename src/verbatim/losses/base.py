@@ -57,6 +57,11 @@ class Loss:
     needs_inference_logprobs: bool = True
     """Whether a trained token without an inference logprob (NaN) is an error, or simply not read."""
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Apply the loss with its knobs."""
         return self.function(inputs, **self.knobs)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 from transformers.utils import logging as transformers_logging
 
 from verbatim.errors import ModelError
@@ -97,13 +97,17 @@ def load_weights(model: Any, folder: Path) -> None:
         raise ModelError(f"{folder} holds no *.safetensors")
     incoming: dict[str, torch.Tensor] = {}
     for file in files:
-        incoming.update(load_file(file))
+        try:
+            incoming.update(load_file(file))
+        except SafetensorError as error:
+            raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
     own = dict(model.named_parameters(remove_duplicate=False))
     own.update({k: v for k, v in model.named_buffers() if k in model.state_dict()})
     unknown = [k for k in incoming if k not in own]
     storages = {own[k].data_ptr() for k in incoming if k in own}
     missing = [k for k, v in own.items() if k not in incoming and v.data_ptr() not in storages]
     shapes = [k for k, v in incoming.items() if k in own and own[k].shape != v.shape]
+    _refuse_two_values_for_one_tensor(folder, incoming, own)
     if unknown or missing or shapes:
         raise ModelError(f"{folder} does not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
                          f"other shape {shapes[:3]}")  # fmt: skip
@@ -112,15 +116,22 @@ def load_weights(model: Any, folder: Path) -> None:
             own[key].copy_(value)
 
 
+def _refuse_two_values_for_one_tensor(
+    folder: Path, incoming: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
+) -> None:
+    """A tied head has two names and one storage: of two different values the later would silently win."""
+    first_name: dict[int, str] = {}
+    for key, value in incoming.items():
+        if key in own:
+            first = first_name.setdefault(own[key].data_ptr(), key)
+            if first != key and not torch.equal(incoming[first], value):
+                raise ModelError(f"{folder} does not fit the model: it has different values for {first} and {key}, "
+                                 "which the model ties together")  # fmt: skip
+
+
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a folder that `from_pretrained` loads (and that names no private attention implementation)."""
-    show_progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # weights are written once per batch
-    try:
-        model.save_pretrained(folder)
-    finally:
-        if show_progress:
-            transformers_logging.enable_progress_bar()
+    model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

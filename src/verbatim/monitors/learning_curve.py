@@ -69,11 +69,14 @@ def draw_curve(
     if curve.rewards:
         steps, rewards = zip(*curve.rewards, strict=True)
         axes.plot(steps, rewards, color="tab:gray", linewidth=1, label="training reward")
-    for index, (env, points) in enumerate(sorted(curve.evals.items())):
-        _draw_evals(axes, env, points, f"C{index}")
-    for index, (env, success) in enumerate(sorted((best_constant or {}).items())):
-        axes.axhline(success, color=f"C{index}", linestyle="--", linewidth=1,
-                     label=f"{env}: best constant policy, {success:.2f}")  # fmt: skip
+    constants = best_constant or {}
+    for index, env in enumerate(sorted({*curve.evals, *constants})):
+        if env in curve.evals:
+            _draw_evals(axes, env, curve.evals[env], f"C{index}")
+        if env in constants:
+            axes.axhline(constants[env], color=f"C{index}", linestyle="--", linewidth=1,
+                         label=f"{env}: best constant policy, {constants[env]:.2f}")  # fmt: skip
+    axes.margins(x=0.08, y=0.12)  # room for the words at the first and the last point
     axes.set(xlabel="batches trained", ylabel="reward, success", title=title)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(loc="best", fontsize="small")

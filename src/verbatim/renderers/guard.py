@@ -56,6 +56,8 @@ class Guard:
         self._first = frozenset(token[0] for token in control_tokens)
         self._endings = frozenset(token[i:] for token in control_tokens for i in range(1, len(token)))
         self._longest = max(map(len, control_tokens), default=0)
+        # The words of schemas and replies come again every turn.
+        self._mark_short: Callable[[str], str] = lru_cache(maxsize=4096)(self._mark)
 
     def text(self, text: str) -> str:
         """One untrusted string, marked.
@@ -63,8 +65,9 @@ class Guard:
         Raises:
             EnvironmentFault: the string holds a lone surrogate, which is no character and has no bytes.
         """
-        if not text:
-            return text
+        return self._mark_short(text) if len(text) <= _CACHED_CHARACTERS else self._mark(text)
+
+    def _mark(self, text: str) -> str:
         found = _SURROGATE.search(text)
         if found:
             raise EnvironmentFault(
@@ -151,6 +154,8 @@ class GuardedTokenizer:
         self._check()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_tokenizer":  # a copy in the making has none yet
+            raise AttributeError(name)
         return getattr(self._tokenizer, name)
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from renderers import create_renderer as create_family
+from renderers.base import create_renderer as create_family
 from renderers.configs import config_from_name
 
 from verbatim.errors import ModelError

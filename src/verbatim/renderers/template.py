@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from renderers import create_renderer as create_family
+from renderers.base import create_renderer as create_family
 from renderers.configs import DefaultRendererConfig
 
 from verbatim.errors import EnvironmentFault, ModelError

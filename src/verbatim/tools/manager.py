@@ -92,7 +92,7 @@ class ToolManager(Mapping[str, Tool]):
         if refusal is not None:
             return _outcome(call, ToolResult(content=f"Error: {refusal[1]}"), refusal[0], output_limit)
         tool = self._tools[str(call.name)]
-        task = asyncio.ensure_future(tool(dict(call.arguments or {})))
+        task = asyncio.ensure_future(_run(tool, call.arguments or {}))
         try:
             done, _ = await asyncio.wait({task}, timeout=timeout)
         except asyncio.CancelledError:
@@ -118,13 +118,20 @@ class ToolManager(Mapping[str, Tool]):
         return None
 
 
+async def _run(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+    try:
+        return await tool(dict(arguments))
+    except SystemExit as error:  # out of a task it would end the whole run
+        raise RuntimeError(f"it called sys.exit({error.code})") from error
+
+
 def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, ToolResult]:
     """What a finished tool returned, or its failure as a message."""
     try:
         result: object = task.result()
     except ToolArgumentsError as error:
         return "invalid_arguments", ToolResult(content=f"Error: {tool.name}: {error}")
-    except (Exception, asyncio.CancelledError, SystemExit) as error:  # noqa: BLE001  it is the tool's own doing, and counted
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it is the tool's own doing, and counted
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         return "exception", ToolResult(content=f"Error: {tool.name} failed: {reason[:MAX_ERROR_CHARACTERS]}")
     if isinstance(result, str):

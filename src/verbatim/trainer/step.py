@@ -20,6 +20,9 @@ from verbatim.trainer.logprobs import ChunkLogprobs, backward_logprobs, target_l
 from verbatim.trainer.metrics import MetricSums
 from verbatim.types import MicroBatch
 
+_OBSERVED = ("entropy", "mismatch_kl")
+"""Measured here over tokens, whatever the loss is; a loss's own figures of that name are left out."""
+
 
 @dataclass
 class GradientPass:
@@ -45,6 +48,7 @@ class GradientPass:
     num_trained: int = 0
     """Targets whose gradient was taken, so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
+    """The loss of each call, and who to name where it is not finite."""
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Forward and backward over all micro-batches; returns the sum of the loss, before division.
@@ -79,11 +83,12 @@ class GradientPass:
             alone = batch.inputs(inputs.trainer_logprobs.detach()[mine], at.start + mine)
             if not torch.isfinite(self.loss(alone).loss):
                 culprits.append(batch.host.trajectory_ids[number])
-        return culprits
+        return culprits or list(batch.host.trajectory_ids)  # each is finite alone, their sum is not
 
     # ---- losses that see trajectories whole
 
     def _run_whole(self, batches: list[DeviceBatch]) -> None:
+        """Batches that share a trajectory in two passes, all others in one."""
         places: dict[str, set[int]] = {}
         for i, batch in enumerate(batches):
             for trajectory_id in batch.host.trajectory_ids:
@@ -162,12 +167,12 @@ class GradientPass:
                 what = f"shape {tuple(total.shape)}, requires_grad {total.requires_grad}" if isinstance(
                     total, Tensor) else type(total).__name__  # fmt: skip
                 raise ComponentError(
-                    f"the loss {self.loss.function.__name__} returned {what}; expected a scalar tensor that depends on "
+                    f"the loss {self.loss.name} returned {what}; expected a scalar tensor that depends on "
                     "inputs.trainer_logprobs (to leave a trajectory out, multiply by 0 instead of returning a constant)"
                 )
             (grad_M,) = torch.autograd.grad(total.reshape(()) / self.denominator, leaf_M)
         self._losses.append((total.detach().reshape(()), culprits))
-        self.metrics.add(outputs.metrics, weight)
+        self.metrics.add({k: v for k, v in outputs.metrics.items() if k not in _OBSERVED}, weight)
         return grad_M
 
     def _observe(self, batch: DeviceBatch, at: slice, result: ChunkLogprobs) -> None:

@@ -7,11 +7,14 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verbatim.config.schema import TrainerConfig
 from verbatim.errors import CheckpointError, ModelError, RunStopped, UsageError
@@ -84,8 +87,9 @@ class Trainer:
 
         Returns:
             `loss`, `grad_norm` (before clipping; mean over the steps), `lr` (of the last step), `entropy`,
-            `mismatch_kl`, the loss's own metrics, `trained_tokens` (targets whose gradient was taken),
-            `num_tokens` (computed), `num_micro_batches`, `num_optimizer_steps`, `seconds`, `tokens_per_second`.
+            `mismatch_kl`, `trained_tokens` (targets whose gradient was taken), `num_tokens` (computed),
+            `num_micro_batches`, `num_optimizer_steps`, `seconds`, `tokens_per_second`, and the loss's own metrics
+            under other names than these.
             Means are over the trained tokens of the whole batch, or its trajectories (metrics of losses that see
             them whole). Without a trained token there is nothing to average, and those means are left out.
 
@@ -170,6 +174,9 @@ class Trainer:
 
     def _step(self) -> tuple[float, float]:
         """Clip and step; the gradient's norm before clipping, and the learning rate."""
+        assert self.num_optimizer_steps < self.total_optimizer_steps, (
+            f"all {self.total_optimizer_steps} optimizer steps of the schedule are done"
+        )
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         if not torch.isfinite(norm):
@@ -195,12 +202,12 @@ class Trainer:
             missing = sample.loss_mask & np.isnan(sample.logprobs)
             assert not (self.loss.needs_inference_logprobs and missing.any()), (
                 f"trajectory {sample.trajectory_id!r}: {int(missing.sum())} trained tokens have no inference logprob, "
-                f"which the loss {self.loss.function.__name__} needs; they must be dropped and counted before training"
+                f"which the loss {self.loss.name} needs; they must be dropped and counted before training"
             )
         by_trajectory = self.loss.level != "token" or self.loss.normalizer == "trajectories"
         if by_trajectory and len(samples) > 1 and any(not sample.trajectory_id for sample in samples):
             raise UsageError(
-                f"a training sample has no trajectory_id, but the loss {self.loss.function.__name__} works on whole "
+                f"a training sample has no trajectory_id, but the loss {self.loss.name} works on whole "
                 "trajectories; set trajectory_id on every Trajectory before build_samples"
             )
 
@@ -245,9 +252,10 @@ class Trainer:
 
 def _checkpoint_layers(model: Any) -> None:
     """Recompute each layer's activations in the backward pass, with dropout still off."""
-    if not model.supports_gradient_checkpointing:
-        raise ModelError(f"{type(model).__name__} has no gradient checkpointing; set trainer.gradient_checkpointing = "
-                         "false")  # fmt: skip
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no layers that can be checkpointed; set "
+                         "trainer.gradient_checkpointing = false")  # fmt: skip
     dropouts = {k: v for k, v in model.config.get_text_config().to_dict().items()
                 if ("dropout" in k or "pdrop" in k) and isinstance(v, int | float) and v}  # fmt: skip
     if dropouts:
@@ -255,7 +263,7 @@ def _checkpoint_layers(model: Any) -> None:
             f"{type(model).__name__} has {dropouts}: checkpointed layers would apply it, and train another policy than "
             "the one that sampled; set these to 0 in the model's config.json"
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = True  # the layer itself: transformers recomputes in training mode only
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.gradient_checkpointing = True
+        layer.training = True  # of the layer alone, not of what is in it: transformers asks for it here

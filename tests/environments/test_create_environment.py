@@ -1,0 +1,107 @@
+"""A name and arguments become an environment, or an error that says what to type."""
+
+import sys
+import textwrap
+
+import pytest
+
+from verbatim.environments.guess_number import GuessNumber
+from verbatim.environments.resolve import corpus, create_environment, demonstrations_of
+from verbatim.errors import ComponentError, UsageError
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_tasks.py").write_text(textwrap.dedent(
+        """
+        from pathlib import Path
+        from verbatim.environments import Episode
+        constant = 3
+
+        class Good:
+            def __init__(self, *, size: int = 1, files: tuple[Path, ...] = (), mode=None):
+                if size < 0:
+                    raise RuntimeError("too small")
+                self.size, self.files = size, files
+            def examples(self, split): return []
+            async def start(self, example, seed): return Episode()
+
+        def make(**knobs): return Good(**knobs)
+        def nothing(): return None
+
+        class Half:
+            def examples(self, split): return []
+
+        class Blocking(Good):
+            def start(self, example, seed): return Episode()
+
+        class Needs(Good):
+            def __init__(self, path: str): pass
+
+        class Shy(Good):
+            def demonstrations(self, count, seed): return [{"messages": []}] * count
+        """
+    ))  # fmt: skip
+    (tmp_path / "my_broken.py").write_text("import module_that_is_not_there\n")
+    yield tmp_path
+    for name in ("my_tasks", "my_broken"):
+        sys.modules.pop(name, None)
+
+
+def test_a_bundled_environment_by_its_id():
+    assert create_environment("guess_number", {"high": 7}) == GuessNumber(high=7)
+
+
+def test_a_module_in_the_current_directory(module):
+    made = create_environment("my_tasks.Good", {"size": 2, "files": ["a"]})
+    assert (made.size, [str(p) for p in made.files]) == (2, ["a"])
+    assert create_environment("my_tasks:make", {"size": 3}).size == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "reason"),
+    [
+        ("guess_nummer", {}, r'there is no environment .guess_nummer.*did you mean "guess_number"'),
+        ("no_such_module.X", {}, "there is no module 'no_such_module'"),
+        ("my_tasks.Godo", {}, "my_tasks has no 'Godo'; did you mean my_tasks.Good"),
+        ("my_broken.X", {}, "importing it raised ModuleNotFoundError: .*module_that_is_not_there"),
+        ("my_tasks.constant", {}, "is a int; expected a class"),
+        ("my_tasks.nothing", {}, "made a NoneType, which has no examples and no start"),
+        ("my_tasks.Half", {}, "made a Half, which has no start; expected"),
+        ("my_tasks.Blocking", {}, "start must be `async def"),
+        ("my_tasks.Good", {"siez": 1}, "no argument 'siez' \\(did you mean 'size'\\?\\).*arguments: size, files, mode"),
+        ("my_tasks.Good", {"size": "many"}, "argument size = 'many': Input should be a valid integer"),
+        ("my_tasks.Good", {"size": -1}, "raised RuntimeError when it was made with .*too small"),
+        ("my_tasks.Needs", {}, "argument 'path' is missing"),
+        ("guess_number", {"low": "one"}, "argument low = 'one'"),
+    ],
+)
+def test_what_cannot_be_made_is_explained(module, name, args, reason):
+    with pytest.raises(ComponentError, match=reason):
+        create_environment(name, args)
+
+
+def test_several_wrong_arguments_are_named_at_once(module):
+    with pytest.raises(ComponentError, match=r"'a'.*'b'"):
+        create_environment("my_tasks.Good", {"a": 1, "b": 2})
+
+
+def test_an_environments_own_refusal_is_passed_on():
+    with pytest.raises(UsageError, match="above high"):
+        create_environment("guess_number", {"low": 9, "high": 1})
+
+
+def test_demonstrations_are_asked_for_and_checked(module):
+    assert len(demonstrations_of(create_environment("guess_number"), "guess_number", 3, 0)) == 3
+    with pytest.raises(ComponentError, match="'good' shows no demonstrations"):
+        demonstrations_of(create_environment("my_tasks.Good"), "good", 3, 0)
+    with pytest.raises(ComponentError, match="gave a dict"):
+        demonstrations_of(create_environment("my_tasks.Shy"), "shy", 3, 0)
+
+
+def test_a_corpus_is_the_demonstrations_as_the_template_writes_them():
+    (text,) = corpus(GuessNumber().demonstrations(1, seed=0))
+    assert text.startswith("<|im_start|>system\nYou play a game.\n\n# Tools\n\n")
+    assert '<tool_call>\n{"name": "guess", "arguments": {"number": ' in text

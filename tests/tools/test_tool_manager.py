@@ -1,0 +1,189 @@
+"""Whatever a call or a tool does wrong becomes a message to the model and a counted kind."""
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+
+from verbatim.errors import ComponentError
+from verbatim.tools import FunctionTool, ToolManager, ToolResult
+from verbatim.types import ToolCall
+
+
+def look(place: str) -> str:
+    """Look."""
+    return f"{place}: 20"
+
+
+def call(name="look", arguments=None, status="ok"):
+    arguments = {"place": "Bonn"} if arguments is None else arguments
+    return ToolCall(name=name, arguments=arguments, status=status, id="call_3")
+
+
+async def test_a_good_call_is_answered_to_its_id():
+    outcome = await ToolManager([look]).dispatch(call())
+    assert outcome.message == {"role": "tool", "content": "Bonn: 20", "tool_call_id": "call_3", "name": "look"}
+    assert (outcome.done, outcome.reward, outcome.error_kind) == (False, None, None)
+
+
+async def test_a_tool_may_end_the_episode_and_reward_the_turn():
+    def end() -> ToolResult:
+        return ToolResult(content="over", done=True, reward=0.25)
+
+    outcome = await ToolManager([end]).dispatch(call("end", {}))
+    assert (outcome.done, outcome.reward, outcome.error_kind) == (True, 0.25, None)
+
+
+async def test_an_unknown_tool_is_answered_with_the_nearest():
+    outcome = await ToolManager([look]).dispatch(call("lok"))
+    assert outcome.error_kind == "unknown_tool"
+    assert outcome.message["content"] == "Error: there is no tool lok; there is look. Did you mean look?"
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        ("invalid_json", "it is not valid JSON"),
+        ("unclosed_block", "it was not closed"),
+        ("missing_name", "it names no tool"),
+        ("malformed_structure", "its arguments a JSON object"),
+    ],
+)
+async def test_an_unreadable_call_is_answered_not_run(status, says):
+    outcome = await ToolManager([look]).dispatch(call(None, None, status))
+    assert outcome.error_kind == status
+    assert says in outcome.message["content"]
+    assert "name" not in outcome.message
+
+
+async def test_wrong_arguments_are_explained():
+    outcome = await ToolManager([look]).dispatch(call(arguments={"place": 3}))
+    assert outcome.error_kind == "invalid_arguments"
+    assert outcome.message["content"] == "Error: look: place: input should be a valid string, found 3"
+
+
+async def test_a_tool_that_raises_is_an_answer_and_a_tool_that_exits_too():
+    def fails() -> str:
+        raise ValueError("no such town" + "x" * 1000)
+
+    def exits() -> str:
+        raise SystemExit(3)
+
+    async def cancels() -> str:
+        raise asyncio.CancelledError
+
+    def odd():
+        return object()
+
+    manager = ToolManager([fails, exits, cancels, FunctionTool(exits, name="exits_here", inline=True), odd])
+    for name in manager:
+        outcome = await manager.dispatch(call(name, {}))
+        assert outcome.error_kind == "exception"
+        assert outcome.message["content"].startswith(f"Error: {name} failed: ")
+        assert len(outcome.message["content"]) < 600
+
+
+async def test_a_tool_of_another_make_that_returns_nonsense_is_an_answer():
+    class Odd:
+        name = "odd"
+        schema = {"type": "function", "function": {"name": "odd", "parameters": {}}}  # noqa: RUF012
+
+        async def __call__(self, arguments):
+            return 7
+
+    outcome = await ToolManager([Odd()]).dispatch(call("odd", {}))
+    assert outcome.error_kind == "exception"
+    assert outcome.message["content"] == "Error: odd failed: it returned int, not text"
+
+
+async def test_a_hung_tool_is_left_behind_at_its_deadline():
+    release, freed = threading.Event(), asyncio.Event()
+
+    def blocks() -> str:
+        release.wait(30)
+        return "late"
+
+    async def swallows() -> str:
+        while not freed.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await freed.wait()
+        return "late"
+
+    manager = ToolManager([blocks, swallows])
+    for name in manager:
+        outcome = await asyncio.wait_for(manager.dispatch(call(name, {}), timeout=0.02), 10)
+        assert outcome.error_kind == "timeout"
+        assert "within 0.02 seconds" in outcome.message["content"]
+    release.set()
+    freed.set()
+
+
+async def test_hung_tools_do_not_hold_up_others():
+    release = threading.Event()
+
+    def blocks() -> str:
+        release.wait(30)
+        return "late"
+
+    manager = ToolManager([blocks, look])
+    hung = [asyncio.create_task(manager.dispatch(call("blocks", {}))) for _ in range(40)]
+    await asyncio.sleep(0)
+    assert (await asyncio.wait_for(manager.dispatch(call()), 10)).error_kind is None
+    assert not any(task.done() for task in hung)
+    release.set()
+    assert {outcome.message["content"] for outcome in await asyncio.gather(*hung)} == {"late"}
+
+
+async def test_cancelling_the_caller_cancels_the_tool_and_is_not_swallowed():
+    ended = asyncio.Event()
+
+    async def waits() -> str:
+        try:
+            await asyncio.sleep(10)
+        finally:
+            ended.set()
+        return ""
+
+    task = asyncio.create_task(ToolManager([waits]).dispatch(call("waits", {})))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(ended.wait(), 1)
+
+
+async def test_an_answer_that_is_too_long_is_cut_to_the_limit_and_says_so():
+    def long() -> ToolResult:
+        return ToolResult(content="é" * 5000, done=True)
+
+    outcome = await ToolManager([long]).dispatch(call("long", {}), output_limit=100)
+    content = outcome.message["content"]
+    assert len(content) == 100
+    assert content.endswith("[cut: the answer had 5000 characters]")
+    assert (outcome.error_kind, outcome.done) == ("oversize", True)
+    exact = await ToolManager([long]).dispatch(call("long", {}), output_limit=5000)
+    assert exact.error_kind is None
+
+
+async def test_half_a_surrogate_pair_in_an_answer_becomes_the_replacement_character():
+    def name() -> str:
+        return "file-\udcff"
+
+    outcome = await ToolManager([name]).dispatch(call("name", {}))
+    assert outcome.message["content"] == "file-\ufffd"
+
+
+def test_it_is_a_mapping_with_the_schemas_of_its_tools():
+    manager = ToolManager([look, FunctionTool(look, name="see")])
+    assert list(manager) == ["look", "see"]
+    assert [schema["function"]["name"] for schema in manager.schemas] == ["look", "see"]
+    assert manager["see"].name == "see"
+
+
+def test_two_tools_of_one_name_and_things_that_are_no_tools_are_refused():
+    with pytest.raises(ComponentError, match="two tools are called 'look'"):
+        ToolManager([look, look])
+    for thing in (7, "look", ToolResult):
+        with pytest.raises(ComponentError, match="is no tool"):
+            ToolManager([thing])
