@@ -38,6 +38,7 @@ class ScriptedSampler:
     """A `Sampler` whose completions come from a script, cut at stop ids, `max_tokens` and the context's end.
 
     Example:
+        >>> from verbatim.inference import SamplingParams
         >>> sampler = ScriptedSampler(script=[[5, 6, 2]], vocab_size=10, context_length=32)
         >>> request = SampleRequest(prompt_ids=np.array([1], np.int32), seed=0,
         ...                         params=SamplingParams(stop_token_ids=(6,)))

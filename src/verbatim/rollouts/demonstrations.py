@@ -23,7 +23,9 @@ def trajectory_from_messages(
     """Every assistant message as a turn, its ids from rendering the prompt, and the prompt with the message.
 
     Prompts are bridged as in a rollout, so the tokens are those that a rollout of the same conversation has.
-    The close token belongs to the completion; logprobs are missing (nothing was sampled).
+    The close token belongs to the completion; logprobs are missing (nothing was sampled). A message is rendered
+    together with the tool answers that follow it, because templates write a last message in a way of its own
+    (Qwen3 puts an empty thinking block before it), but without a user's message, which may strip its thinking.
 
     Raises:
         UsageError: no assistant message, or one whose rendering does not begin with its prompt.
@@ -40,7 +42,10 @@ def trajectory_from_messages(
             bridged = renderer.bridge_to_next_turn(
                 last.prompt_ids, last.completion_ids, messages[known:index], tools
             )
-        whole = renderer.render_ids(messages[: index + 1], tools, add_generation_prompt=False)
+        end = index + 1
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        whole = renderer.render_ids(messages[:end], tools, add_generation_prompt=False)
         if not np.array_equal(whole[: len(plain)], plain):
             raise UsageError(
                 f"demonstration {trajectory_id or env!r}: the chat template renders message {index} differently with "
@@ -57,6 +62,6 @@ def trajectory_from_messages(
 
 
 def _through_close_token(ids: Int32, stop_token_ids: tuple[int, ...]) -> Int32:
-    """What a model would have sampled: up to and including the close token, without the template's newline."""
+    """What a model would have sampled: up to and including the first close token."""
     (closes,) = np.nonzero(np.isin(ids, stop_token_ids))
-    return ids[: closes[-1] + 1] if len(closes) else ids
+    return ids[: closes[0] + 1] if len(closes) else ids
