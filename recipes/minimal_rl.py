@@ -24,12 +24,13 @@ from verbatim.credit import assign_advantages
 from verbatim.credit.default import default_advantage
 from verbatim.curriculum import ExampleSchedule
 from verbatim.environments.guess_number import GuessNumber
+from verbatim.environments.resolve import corpus
 from verbatim.filters import apply_filters
 from verbatim.filters.zero_advantage import ZeroAdvantage
 from verbatim.inference import SamplingParams
 from verbatim.inference.torch_engine import TorchSampler
 from verbatim.losses import LOSSES
-from verbatim.models.build import build_model, chat_text
+from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
 from verbatim.renderers import create_renderer
 from verbatim.renderers.base import Renderer
@@ -46,7 +47,7 @@ SEQ_LEN = 512
 
 def make_model(folder: Path, environment: GuessNumber) -> Path:
     """A small model with random weights, and a tokenizer trained on the task's own text."""
-    texts = [chat_text(d.messages, d.tools) for d in environment.demonstrations(500, SEED)]
+    texts = corpus(environment.demonstrations(500, SEED))
     build_model(folder, BuildConfig(hidden_size=128, num_layers=3, vocab_size=1024), texts, seed=SEED)
     return folder
 
@@ -61,12 +62,12 @@ def teach_the_format(model: Path, folder: Path, environment: GuessNumber, render
         conversations.append(build(trajectory, needs_logprobs=False).samples)
     trainer = Trainer(
         model,
-        TrainerConfig(optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=10)),
+        TrainerConfig(optim=OptimConfig(lr=3e-3, schedule="cosine", warmup_steps=10)),
         loss=LOSSES["sft"],
         total_optimizer_steps=steps,
         tokenizer=load_tokenizer(model),
     )
-    warm_start(trainer, conversations, steps=steps, batch_size=64, seed=SEED)
+    warm_start(trainer, conversations, steps=steps, batch_size=8, seed=SEED)
     trainer.save_weights(folder)
     return folder
 
@@ -100,7 +101,7 @@ async def reinforce(model: Path, folder: Path, environment: GuessNumber, steps: 
     sampler = TorchSampler(model, config=InferenceConfig(max_batch_size=128), context_length=SEQ_LEN)
     trainer = Trainer(
         model,
-        TrainerConfig(optim=OptimConfig(lr=1e-3, warmup_steps=3)),
+        TrainerConfig(optim=OptimConfig(lr=7e-4, beta2=0.95, warmup_steps=10, max_grad_norm=0.1)),
         loss=LOSSES["default"],
         total_optimizer_steps=steps,
         tokenizer=tokenizer,

@@ -152,8 +152,9 @@ def test_only_a_natural_stop_is_not_truncated():
 
 
 def test_row_lengths_are_read_from_positions():
+    integers = ("source_positions", "target_ids", "chunk_ids", "trajectories", "offsets")
     targets = Targets(
-        **{n: np.zeros(0, np.int32) for n in ("source_positions", "target_ids", "chunk_ids", "trajectories", "offsets")},
+        **{n: np.zeros(0, np.int32) for n in integers},
         **{n: np.zeros(0, np.float32) for n in ("temperatures", "inference_logprobs", "advantages")},
     )
     batch = MicroBatch(

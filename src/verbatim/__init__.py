@@ -3,6 +3,7 @@
 Importing this package, its configuration or its command line imports neither torch nor transformers.
 """
 
+from verbatim.trajectories import build_samples
 from verbatim.types import (
     Example,
     Group,
@@ -16,7 +17,6 @@ from verbatim.types import (
     Turn,
     TurnTiming,
 )
-from verbatim.trajectories import build_samples  # noqa: I001  (types first: the records do not need the rest)
 
 __all__ = [
     "Example",

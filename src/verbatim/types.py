@@ -342,6 +342,8 @@ class Trajectory(Mapping[str, Any]):
     """What went wrong; a trajectory with an error is never trained on."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else the environment wants kept. JSON values."""
+    num_unrecorded_tokens: int = 0
+    """Tokens that the sampler returned and that could not be recorded (then `error` says why)."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -353,7 +355,7 @@ class Trajectory(Mapping[str, Any]):
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens that the sampler produced."""
-        return sum(len(turn.completion_ids) for turn in self.turns)
+        return sum(len(turn.completion_ids) for turn in self.turns) + self.num_unrecorded_tokens
 
     @property
     def num_stored_tokens(self) -> int:

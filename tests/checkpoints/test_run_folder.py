@@ -28,10 +28,12 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_a_new_run_has_a_stamped_folder_and_the_latest_link(tmp_path: Path, root: Path):
+def test_a_new_run_has_a_stamped_folder_and_the_latest_link_once_it_can_be_continued(tmp_path: Path, root: Path):
     config = config_of(tmp_path)
     with RunFolder.create(config, name="guess", now=NOON, root=root) as run:
         assert run.path == root / "guess" / "20260131-120005"
+        assert not (root / "guess" / "latest").is_symlink()
+        run.link_latest()
         assert (root / "guess" / "latest").readlink() == Path("20260131-120005")
         assert load_config(run.path / "config.toml") == config
 
@@ -43,12 +45,18 @@ def test_runs_of_the_same_second_have_their_own_folders(tmp_path: Path, root: Pa
         RunFolder.create(config, name="guess", now=NOON, root=root) as second,
     ):
         assert second.path.name == "20260131-120005-2"
+        second.link_latest()
         assert (root / "guess" / "latest").resolve() == second.path
+
+
+def create_and_link(config, root: Path) -> None:
+    with RunFolder.create(config, name="guess", now=NOON, root=root) as run:
+        run.link_latest()
 
 
 def test_resume_finds_the_latest_run_of_the_name(tmp_path: Path, root: Path):
     config = config_of(tmp_path)
-    RunFolder.create(config, name="guess", now=NOON, root=root).close()
+    create_and_link(config, root)
     with RunFolder.resume(config, name="guess", root=root) as run:
         assert run.path == root / "guess" / "20260131-120005"
 
@@ -81,7 +89,7 @@ def test_resume_without_a_run_lists_the_runs_there_are(tmp_path: Path, root: Pat
 
 
 def test_a_changed_model_is_refused_naming_both(tmp_path: Path, root: Path):
-    RunFolder.create(config_of(tmp_path), name="guess", now=NOON, root=root).close()
+    create_and_link(config_of(tmp_path), root)
     other = config_of(tmp_path, "--model.name", "other/model")
     with pytest.raises(CheckpointError, match=r"model\.name: 'some/model' -> 'other/model'"):
         RunFolder.resume(other, name="guess", root=root)
@@ -89,14 +97,14 @@ def test_a_changed_model_is_refused_naming_both(tmp_path: Path, root: Path):
 
 
 def test_a_model_to_build_instead_of_the_named_one_is_refused(tmp_path: Path, root: Path):
-    RunFolder.create(config_of(tmp_path), name="guess", now=NOON, root=root).close()
+    create_and_link(config_of(tmp_path), root)
     other = config_of(tmp_path, "--model", "{build = {num_layers = 1}}")
     with pytest.raises(CheckpointError, match=r"model\.build\.num_layers: 'not set' -> 1"):
         RunFolder.resume(other, name="guess", root=root)
 
 
 def test_other_changes_are_listed_and_stored(tmp_path: Path, root: Path, caplog):
-    RunFolder.create(config_of(tmp_path), name="guess", now=NOON, root=root).close()
+    create_and_link(config_of(tmp_path), root)
     changed = config_of(tmp_path, "--max-steps", "200", "--orchestrator.train.env.0.max-turns", "3")
     with caplog.at_level(logging.WARNING), RunFolder.resume(changed, name="guess", root=root) as run:
         assert load_config(run.path / "config.toml") == changed

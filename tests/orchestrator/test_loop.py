@@ -6,8 +6,8 @@ import random
 from collections import Counter
 
 import pytest
-from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 
+from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from verbatim import Example
 from verbatim.credit.default import default_advantage
 from verbatim.curriculum import ExampleSchedule
@@ -146,7 +146,7 @@ async def test_an_asynchronous_run_starts_no_rollout_with_weights_that_are_too_o
 
 @pytest.mark.parametrize("level", [0, 1, 5])
 async def test_a_run_ends_with_nothing_pending_and_launches_nothing_that_no_batch_will_use(tmp_path, level):
-    orchestrator, notes, sampler = make(tmp_path, level=level, steps=3, token_seconds=0.001)
+    orchestrator, _, sampler = make(tmp_path, level=level, steps=3, token_seconds=0.001)
     await orchestrator.run()
     ledger = orchestrator.ledger_for_tests
     ledger.check(pending=0)
@@ -200,9 +200,14 @@ async def test_evaluation_runs_before_during_and_after_the_same_number_for_each_
     assert notes.evals[0][1].success == notes.evals[2][1].success  # the same seeds: a coin does not learn
 
 
+def drawn(notes):
+    groups = [group for _, _, groups in notes.steps for group in groups]
+    return [(group.group_id, group.example_id, [t.seed for t in group.trajectories]) for group in groups]
+
+
 async def stop_at(orchestrator, notes, step):
     running = asyncio.ensure_future(orchestrator.run())
-    while len(notes.steps) < step and not running.done():
+    while len(notes.steps) < step and not running.done():  # noqa: ASYNC110  (the loop itself is under test)
         await asyncio.sleep(0)
     orchestrator.request_stop()
     return await running
@@ -223,8 +228,7 @@ async def test_after_a_stop_no_example_is_skipped_or_trained_twice(tmp_path, lev
     trained = Counter(g.group_id for _, _, groups in notes.steps for g in groups)
     assert set(trained.values()) == {1}
     if level == 0:
-        ids = lambda n: [(g.group_id, g.example_id, [t.seed for t in g.trajectories]) for _, _, gs in n.steps for g in gs]  # noqa: E731
-        assert ids(notes) == ids(expected)
+        assert drawn(notes) == drawn(expected)
     ledger = second.ledger_for_tests
     ledger.check(pending=0)
 
@@ -239,7 +243,9 @@ async def test_what_is_too_old_at_the_trainers_door_is_dropped_and_counted(tmp_p
     orchestrator, notes, _ = make(tmp_path, level=0, steps=1)
     await orchestrator.run()
     group = notes.steps[0][2][0]
-    rules = Rules(advantage=default_advantage, filters={}, strategy="interleaved", max_length=100, max_off_policy_steps=8)
+    rules = Rules(
+        advantage=default_advantage, filters={}, strategy="interleaved", max_length=100, max_off_policy_steps=8
+    )
     on_time, late = assemble_group(0, group, rules, step=8), assemble_group(0, group, rules, step=9)
     tokens = sum(t.num_sampled_tokens for t in group.trajectories)
     assert (on_time.num_trained_tokens, on_time.dropped) == (tokens, {})

@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from byte_renderer import CALL, END, ROLES, VOCAB_SIZE, ByteRenderer, call, say, text
 
+from byte_renderer import CALL, END, ROLES, VOCAB_SIZE, ByteRenderer, call, say, text
 from verbatim import Example, build_samples
 from verbatim.environments.base import Episode, Reply
 from verbatim.errors import SamplerFault
@@ -116,7 +116,7 @@ async def test_the_sample_of_an_unbroken_episode_is_the_samplers_own_token_strea
 
 
 async def test_a_renderer_that_cannot_bridge_only_costs_samples():
-    trajectory = await play(sampler_of(text("hm<x>") + [END], say("stop")), renderer=ByteRenderer(bridges=False))
+    trajectory = await play(sampler_of([*text("hm<x>"), END], say("stop")), renderer=ByteRenderer(bridges=False))
     assert trajectory.error is None
     assert sum(s.num_trained_tokens for s in build_samples(trajectory)) == trajectory.num_sampled_tokens
 
@@ -203,6 +203,8 @@ async def test_a_tool_that_raises_is_a_message_to_the_model():
         ({"score": "good"}, "environment: score returned 'good'", 1),
         ({"close": 1}, "environment: close raised OSError: close broke", 1),
         ({"score": TimeoutError("slow judge")}, "environment: score raised TimeoutError", 1),
+        ({"score": {"a": None}}, "environment: score returned", 1),
+        ({"score": asyncio.CancelledError()}, "environment: score awaited something that was cancelled", 1),
     ],
 )
 async def test_a_failing_environment_fails_its_episode_alone(faults, message, turns):
@@ -237,7 +239,9 @@ async def test_an_engine_that_fails_fails_its_episode_and_keeps_its_turns():
 
 
 async def test_an_id_outside_the_vocabulary_is_refused_where_it_enters():
-    trajectory = await play(ScriptedSampler(script=lambda r: [1, VOCAB_SIZE, END], vocab_size=VOCAB_SIZE + 1, context_length=99))
+    sampler = ScriptedSampler(script=lambda r: [1, VOCAB_SIZE, END], vocab_size=VOCAB_SIZE + 1, context_length=99)
+    trajectory = await play(sampler)
+    assert trajectory.num_sampled_tokens == 3  # counted, although they cannot be recorded
     assert f"record: turn 0, completion: id {VOCAB_SIZE} at position 1" in trajectory.error
 
 
@@ -319,4 +323,54 @@ async def test_bridged_prompts_share_storage():
     trajectory = await play(sampler_of(*[say("aaaa")] * 5, say("stop")))
     total = len(trajectory.turns[-1].prompt_ids) + len(trajectory.turns[-1].completion_ids)
     assert trajectory.num_stored_tokens == total
-    assert np.array_equal(trajectory.turns[2].prompt_ids[: len(trajectory.turns[1].prompt_ids)], trajectory.turns[1].prompt_ids)
+    before, after = trajectory.turns[1].prompt_ids, trajectory.turns[2].prompt_ids
+    assert np.array_equal(after[: len(before)], before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"messages": None}, "the episode's messages: None"),
+        ({"messages": [{"content": "no role"}]}, "the episode's messages"),
+        ({"tools": (FunctionTool(say), FunctionTool(say))}, "the episode's tools: two tools are called"),
+        ({"state_key": lambda: 1 / 0}, "state_key raised ZeroDivisionError"),
+        ({"reply": None}, "reply raised TypeError"),
+    ],
+)
+async def test_an_episode_of_the_wrong_shape_fails_alone(changes, message):
+    class Environment(Counters):
+        async def start(self, example, seed):
+            episode = Counter()
+            for name, value in changes.items():
+                setattr(episode, name, value)
+            return episode
+
+    assert message in (await play(sampler_of(say("stop")), Environment())).error
+
+
+async def test_a_turn_reward_that_is_no_number_fails_its_rollout():
+    class Paid(Counter):
+        async def reply(self, message):
+            return Reply(done=True, reward=math.nan)
+
+    class Environment(Counters):
+        async def start(self, example, seed):
+            return Paid()
+
+    assert "reply gave the reward nan" in (await play(sampler_of(say("x")), Environment())).error
+
+
+async def test_agents_that_speak_at_the_same_time_have_seeds_of_their_own():
+    class Parallel(Counter):
+        async def run(self, agent):
+            ask = [{"role": "user", "content": "same"}]
+            await asyncio.gather(*(agent.sample(ask, agent=f"sub/{i}") for i in range(3)))
+
+    class Environment(Counters):
+        async def start(self, example, seed):
+            return Parallel()
+
+    sampler = sampler_of(say("a"), say("b"), say("c"))
+    trajectory = await play(sampler, Environment())
+    assert len({request.seed for request in sampler.requests}) == 3
+    assert len(trajectory.turns) == 3

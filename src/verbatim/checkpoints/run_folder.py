@@ -9,6 +9,7 @@ runs/guess_number/20260131-142501/
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -38,10 +39,11 @@ class RunFolder:
     def __init__(self, path: Path, lock: FolderLock) -> None:
         self.path = path
         self._lock = lock
+        self._stamped = False
 
     @classmethod
     def create(cls, config: RunConfig, *, name: str, now: datetime, root: Path = RUNS) -> RunFolder:
-        """A folder for a new run: `config.run_dir`, or else `root/name/{time stamp}` with a `latest` link to it.
+        """A folder for a new run: `config.run_dir`, or else `root/name/{time stamp}`.
 
         Raises:
             UsageError: `run_dir` already holds a run, or the folder cannot be written to.
@@ -56,8 +58,7 @@ class RunFolder:
             path = _make_stamped(root / name, now)
         folder = cls(path, FolderLock(path))
         folder._write_config(config)
-        if config.run_dir is None:
-            _link_latest(path)
+        folder._stamped = config.run_dir is None
         return folder
 
     @classmethod
@@ -105,6 +106,11 @@ class RunFolder:
         """For a `LearningCurve`."""
         return self.path / "learning_curve.png"
 
+    def link_latest(self) -> None:
+        """Point `latest` here, once there is something to continue: a run that fails before hides no other one."""
+        if self._stamped:
+            _link_latest(self.path)
+
     def close(self) -> None:
         """Release the folder."""
         self._lock.release()
@@ -148,11 +154,13 @@ def _make_writable(path: Path) -> None:
     probe = path / f".probe-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
+        probe.write_bytes(bytes(1 << 16))  # an empty file can be written to a full disk
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"the run folder {path} cannot be written to: {error.strerror} ({error.filename}); choose "
-                         "another one with --run-dir FOLDER") from None  # fmt: skip
+        with contextlib.suppress(OSError):
+            probe.unlink()
+        raise UsageError(f"the run folder {path} cannot be written to: {error.strerror} ({error.filename or path}); "
+                         "choose another one with --run-dir FOLDER") from None  # fmt: skip
 
 
 def _make_stamped(parent: Path, now: datetime) -> Path:

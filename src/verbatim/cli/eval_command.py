@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from verbatim.cli.session import make_environments, make_setups
+from verbatim.cli.session import check_environments, make_environments, make_sampler, make_setups
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.config.schema import EvalConfig, RunConfig
@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         raise ConfigError(f"{args.file} builds its model when it is trained; name a trained one: --model "
                           f"runs/{args.file.stem}/latest/final")  # fmt: skip
+    if args.out is not None and args.out.exists():
+        raise ConfigError(f"--out {args.out} exists; name another file, or remove it")
     results = asyncio.run(_evaluate(config, model, args.out))
     console = Console(highlight=False)
     for env, metrics in results.items():
@@ -45,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _evaluate(config: RunConfig, model: str, out: Path | None) -> dict[str, dict[str, Any]]:
-    from verbatim.inference.torch_engine import TorchSampler
     from verbatim.models.loading import load_tokenizer
     from verbatim.monitors.trajectory_log import TrajectoryLog
     from verbatim.orchestrator.evaluate import evaluate
@@ -54,11 +55,12 @@ async def _evaluate(config: RunConfig, model: str, out: Path | None) -> dict[str
     orchestrator = config.orchestrator
     settings = orchestrator.eval or EvalConfig()
     environments = make_environments(config)
+    check_environments(config, environments)
     renderer = create_renderer(orchestrator.renderer.name, load_tokenizer(model))
-    sampler = TorchSampler(model, config=config.inference, context_length=orchestrator.seq_len)
+    log = TrajectoryLog(out) if out is not None else None
+    sampler = make_sampler(config, model)
     slots = asyncio.Semaphore(orchestrator.max_concurrent)
     setups = make_setups(orchestrator, environments.eval or environments.train, sampler, renderer, slots)
-    log = TrajectoryLog(out) if out is not None else None
     results: dict[str, dict[str, Any]] = {}
     try:
         for env, setup in setups.items():

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from verbatim import __version__
-from verbatim.errors import RunStopped, UsageError
+from verbatim.errors import UsageError, VerbatimError
 
 COMMANDS = {
     "rl": ("verbatim.cli.rl_command", "train a model by reinforcement learning"),
@@ -38,7 +38,7 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0 is success, 1 a run that stopped (`RunStopped`), 2 a mistake in what was typed (`UsageError`), 130 Ctrl-C.
+    0 is success, 1 a run that stopped (`RunStopped`, a full disk), 2 a mistake in what was typed, 130 Ctrl-C.
     Anything else that a command raises is a fault of ours and passes through with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -48,8 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         _complain("error", str(error))
         return EXIT_USAGE
-    except RunStopped as error:
+    except VerbatimError as error:
         _complain("stopped", str(error))
+        return EXIT_STOPPED
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        _complain("stopped", f"{error.strerror or error}{where}")
         return EXIT_STOPPED
     except KeyboardInterrupt:
         _complain("interrupted", "Ctrl-C")

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from verbatim.cli.session import Environments, demonstrations
 from verbatim.config.schema import RunConfig, TrainerConfig, WarmStartConfig
+from verbatim.environments.resolve import corpus
 from verbatim.errors import UsageError
 from verbatim.losses import LOSSES
-from verbatim.models.build import build_model, chat_text
+from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
 from verbatim.renderers import create_renderer
 from verbatim.rollouts import derive_seed, trajectory_from_messages
@@ -44,10 +45,13 @@ def prepare_model(config: RunConfig, environments: Environments, folder: Path, c
 def _build(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
     build_config = config.model.build
     assert build_config is not None
-    target = folder / "model"
-    shutil.rmtree(target, ignore_errors=True)  # left by a process that was killed before its first checkpoint
-    texts = [chat_text(d.messages, d.tools) for _, d in demonstrations(environments, 2000, config.seed)]
-    build_model(target, build_config, texts, seed=derive_seed(config.seed, "model") % 2**32)
+    target, partial = folder / "model", folder / ".model.partial"
+    if target.is_dir():  # made by a process that was killed before its first checkpoint
+        return target
+    shutil.rmtree(partial, ignore_errors=True)
+    texts = corpus([demonstration for _, demonstration in demonstrations(environments, 2000, config.seed)])
+    build_model(partial, build_config, texts, seed=derive_seed(config.seed, "model") % 2**32)
+    partial.rename(target)
     console.print(f"model       built in {target}", soft_wrap=True)
     return target
 
@@ -60,16 +64,26 @@ def _warm_start(
     folder: Path,
     console: Console,
 ) -> Path:
+    target = folder / "warm_start"
+    if target.is_dir():
+        console.print(f"warm start  done before, in {target}", soft_wrap=True)
+        return target
     tokenizer = load_tokenizer(source)
     renderer = create_renderer(config.orchestrator.renderer.name, tokenizer)
-    samples = []
+    samples, left_out = [], 0
     for number, (env, messages, tools) in enumerate(_conversations(config, settings, environments)):
         trajectory = trajectory_from_messages(
             renderer, messages, tools or None, trajectory_id=f"demonstration-{number}", env=env
         )
         built = build(trajectory, max_length=config.orchestrator.seq_len, needs_logprobs=False)
+        left_out += built.dropped.get("over_length", 0)
         if built.samples:
             samples.append(built.samples)
+    if left_out:
+        console.print(
+            f"warm start  {left_out} tokens of turns beyond seq_len = {config.orchestrator.seq_len} are left out",
+            style="yellow",
+        )
     if not samples:
         raise UsageError(f"warm_start: no conversation fits seq_len = {config.orchestrator.seq_len}; raise it")
     trainer = Trainer(
@@ -95,9 +109,10 @@ def _warm_start(
         seed=derive_seed(config.seed, "warm_start") % 2**32,
         on_step=show,
     )
-    target = folder / "warm_start"
-    shutil.rmtree(target, ignore_errors=True)
-    trainer.save_weights(target)
+    partial = folder / ".warm_start.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    trainer.save_weights(partial)
+    partial.rename(target)
     console.print(f"warm start  done in {time.monotonic() - started:.0f} s")
     return target
 
@@ -132,6 +147,8 @@ def read_conversations(path: Path) -> list[Conversation]:
         try:
             row = json.loads(line)
             messages: list[Message] = row["messages"]
+            if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
+                raise ValueError("role and content are texts")
             if not any(message["role"] == "assistant" for message in messages):
                 raise ValueError("no assistant message to learn from")
             rows.append(("", messages, row.get("tools") or ()))

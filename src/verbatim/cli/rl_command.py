@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import shlex
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -21,10 +23,12 @@ from verbatim.checkpoints import Checkpoint, CheckpointStore, RunFolder, read_js
 from verbatim.cli.run_log import RunLog
 from verbatim.cli.session import (
     Environments,
+    check_environments,
     make_dispatcher,
     make_environments,
     make_loss,
     make_rules,
+    make_sampler,
     make_setups,
 )
 from verbatim.cli.tables import component_tables
@@ -57,8 +61,11 @@ def run(args: argparse.Namespace) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     config = load_config(args.file, args.overrides, component_tables())
     environments = make_environments(config)
+    check_environments(config, environments)
+    make_rules(config.orchestrator, environments)
     _check_model(config)
     name = config.name or args.file.stem
+    config = config.model_copy(update={"name": name})  # stored with the run, which may be resumed from its own file
     if args.resume is None:
         folder = RunFolder.create(config, name=name, now=datetime.now())
     else:
@@ -67,20 +74,24 @@ def run(args: argparse.Namespace) -> int:
     with folder:
         console.print(f"run folder  {folder.path}", soft_wrap=True)
         program = Program(config, environments, folder, console, name=name, started=started)
-        finished = asyncio.run(program.run())
-        if not finished:
-            console.print(
-                f"stopped; to go on:  verbatim rl {args.file} --resume {folder.path}", soft_wrap=True, style="bold"
-            )
+        finished = False
+        try:
+            source = program.prepare()
+            finished = asyncio.run(program.run(source))
+        finally:
+            if not finished:
+                again = shlex.join(["verbatim", "rl", str(folder.path / "config.toml"), "--resume", str(folder.path)])
+                console.print(f"not finished; to go on:  {again}", soft_wrap=True, style="bold")
     return 0 if finished else 130
 
 
 def _check_model(config: RunConfig) -> None:
     """Refuse a model that cannot be used before a folder is made for the run."""
     if config.model.name is not None:
-        from verbatim.models.loading import load_tokenizer
+        from verbatim.models.loading import check_weights, load_tokenizer
 
         load_tokenizer(config.model.name)
+        check_weights(config.model.name)
 
 
 class Program:
@@ -102,25 +113,32 @@ class Program:
         self._console = console
         self._name = name
         self._started = started
+        self._found: Checkpoint | None = None
         checkpoint = config.checkpoint
         self._store = CheckpointStore(
             folder.checkpoints, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every
         )
 
-    async def run(self) -> bool:
-        """Whether all steps were taken."""
+    def prepare(self) -> Path:
+        """The folder (or hub id) of the weights to begin with: a checkpoint's, or those of policy version 0.
+
+        Runs outside the event loop, so that Ctrl-C ends it at once.
+        """
         from verbatim.cli.prepare import prepare_model
+
+        self._found = self._store.latest()
+        if self._found is None:
+            return prepare_model(self._config, self._environments, self._folder.path, self._console)
+        self._console.print(f"going on after {self._found.step} batches, from {self._found.folder}", soft_wrap=True)
+        return self._found.folder / "weights"
+
+    async def run(self, source: Path) -> bool:
+        """Whether all steps were taken."""
         from verbatim.models.loading import load_tokenizer
         from verbatim.renderers import create_renderer
 
-        found = self._store.latest()
-        if found is None:
-            source = prepare_model(self._config, self._environments, self._folder.path, self._console)
-            state: dict[str, Any] = {}
-        else:
-            source = found.folder / "weights"
-            state = read_json(found.folder / "orchestrator.json")
-            self._console.print(f"going on after {found.step} batches, from {found.folder}", soft_wrap=True)
+        found = self._found
+        state: dict[str, Any] = read_json(found.folder / "orchestrator.json") if found is not None else {}
         tokenizer = load_tokenizer(source)
         renderer = create_renderer(self._config.orchestrator.renderer.name, tokenizer)
         log = RunLog(
@@ -145,7 +163,6 @@ class Program:
     async def _train(
         self, source: Path, tokenizer: Any, renderer: Any, log: RunLog, found: Checkpoint | None, state: dict[str, Any]
     ) -> bool:
-        from verbatim.inference.torch_engine import TorchSampler
         from verbatim.orchestrator.loop import Orchestrator, Plan
         from verbatim.trainer.local import LocalTrainer
         from verbatim.trainer.trainer import Trainer
@@ -163,12 +180,7 @@ class Program:
         if found is not None:
             trainer.load_state(found.folder / "trainer")
         link = LocalTrainer(trainer, WeightFolders(self._folder.path / "weights"))
-        sampler = TorchSampler(
-            source,
-            config=config.inference,
-            context_length=orchestrator_config.seq_len,
-            policy_version=state.get("step", 0),
-        )
+        sampler = make_sampler(config, source, policy_version=state.get("step", 0))
         slots = asyncio.Semaphore(orchestrator_config.max_concurrent)
         ledger = Ledger()
         setups = make_setups(orchestrator_config, self._environments.train, sampler, renderer, slots)
@@ -198,11 +210,18 @@ class Program:
             with _ctrl_c(orchestrator, self._console):
                 finished = await orchestrator.run()
             if finished:
-                await asyncio.to_thread(trainer.save_weights, self._folder.path / "final")
+                await asyncio.to_thread(self._save_final, trainer)
         finally:
             await sampler.close()
             await link.close()
         return finished
+
+    def _save_final(self, trainer: Any) -> None:
+        final, partial = self._folder.path / "final", self._folder.path / ".final.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        trainer.save_weights(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
 
     def _print_summary(self, summary: dict[str, Any]) -> None:
         table = Table(show_header=False, title=f"{self._name}: what it came to", title_justify="left")

@@ -85,7 +85,7 @@ class RunLog:
                 for group in groups:
                     for trajectory in group.trajectories:
                         self._trajectories.write(step, trajectory)
-            except OSError as error:
+            except (OSError, TypeError, ValueError) as error:  # TypeError: an environment's info that is no JSON
                 self._trajectories = None
                 logger.error("trajectories are no longer written to %s: %s; the run goes on without them",
                              self._folder.trajectories, error)  # fmt: skip
@@ -100,6 +100,7 @@ class RunLog:
         with self._store.writing(step) as temporary:
             await trainer.save(temporary)
             write_json(temporary / "orchestrator.json", {**state, "seconds": self.seconds})
+        self._folder.link_latest()
 
     def close(self) -> None:
         """Close files, draw the curve."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verbatim.cli.tables import component_tables
-from verbatim.config import resolve
+from verbatim.config import import_object, resolve
 from verbatim.config.schema import EnvConfig, OrchestratorConfig, RunConfig, SamplingConfig
 from verbatim.curriculum import ExampleSchedule
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import create_environment, demonstrations_of
-from verbatim.errors import ConfigError
+from verbatim.errors import ComponentError, ConfigError
+from verbatim.inference import SAMPLERS
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.orchestrator.assemble import Rules
 from verbatim.orchestrator.dispatcher import Dispatcher
@@ -123,7 +126,13 @@ def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> 
     filters: dict[str, Any] = {}
     for i, component in enumerate(orchestrator.filters):
         name = component.type if component.type not in filters else f"{component.type}_{i}"
-        filters[name] = resolve(component, tables.filters, what="filter", where=f"orchestrator.filters.{i}")
+        rule = resolve(component, tables.filters, what="filter", where=f"orchestrator.filters.{i}")
+        if getattr(rule, "action", None) not in ("drop", "monitor"):
+            raise ComponentError(
+                f'orchestrator.filters.{i}: {name} has no action "drop" or "monitor"; expected a frozen dataclass with '
+                "an `action` field and `__call__(trajectory) -> bool`"
+            )
+        filters[name] = rule
     return {
         label: Rules(
             advantage=resolve(
@@ -161,6 +170,47 @@ def make_dispatcher(
         oversampling_factor=orchestrator.oversampling_factor,
         run_seed=config.seed,
         num_batches=config.max_steps,
+    )
+
+
+def check_environments(config: RunConfig, environments: Environments) -> None:
+    """Refuse, before a run folder is made, what would only fail after minutes of preparation.
+
+    Raises:
+        ConfigError: a data file that is not there.
+        ComponentError: an environment without examples, with two of one id, or without demonstrations where the
+            configuration needs some.
+    """
+    for split, made in (("train", environments.train), ("eval", environments.eval)):
+        for label, (_, environment) in made.items():
+            try:
+                ids = [example.id for example in environment.examples(split)]
+            except Exception as error:  # a user's method may raise anything, all of it theirs to mend
+                raise ComponentError(
+                    f'environment {label!r}: examples("{split}") raised {type(error).__name__}: {error}'
+                ) from error
+            if not ids:
+                raise ComponentError(f'environment {label!r}: examples("{split}") is empty; expected at least one')
+            repeated = [example_id for example_id, count in Counter(ids).items() if count > 1]
+            if repeated:
+                raise ComponentError(
+                    f'environment {label!r}: examples("{split}") has {repeated[0]!r} twice; an id names one example'
+                )
+    warm_start = config.warm_start
+    if warm_start is not None and warm_start.data is not None and not warm_start.data.is_file():
+        raise ConfigError(f"warm_start.data: there is no file {warm_start.data}")
+    if config.model.build is not None or (warm_start is not None and warm_start.data is None):
+        demonstrations(environments, 1, config.seed)
+
+
+def make_sampler(config: RunConfig, source: str | Path, *, policy_version: int = 0) -> Any:
+    """The configured rollout engine with the weights in `source`."""
+    engine = import_object(SAMPLERS[config.inference.backend])
+    return engine(
+        source,
+        config=config.inference,
+        context_length=config.orchestrator.seq_len,
+        policy_version=policy_version,
     )
 
 

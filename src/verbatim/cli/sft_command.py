@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from verbatim.checkpoints import RunFolder
-from verbatim.cli.session import make_environments
+from verbatim.cli.session import check_environments, make_environments
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.errors import ConfigError
@@ -31,10 +31,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.file} has no [warm_start] table, which says what `verbatim sft` does; for example\n"
                           '[warm_start]\nsteps = 100\ndata = "conversations.jsonl"')  # fmt: skip
     environments = make_environments(config)
+    check_environments(config, environments)
     console = Console(highlight=False)
-    with RunFolder.create(config, name=config.name or f"{args.file.stem}-sft", now=datetime.now()) as folder:
+    with RunFolder.create(config, name=f"{config.name or args.file.stem}-sft", now=datetime.now()) as folder:
         from verbatim.cli.prepare import prepare_model
 
         model = prepare_model(config, environments, folder.path, console)
+        folder.link_latest()
         console.print(f"trained model  {model}", soft_wrap=True)
     return 0

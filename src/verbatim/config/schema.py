@@ -69,6 +69,20 @@ class BuildConfig(Section):
     context_length: PositiveInt = 2048
     """Longest sequence of the model."""
 
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} does not give {self.num_heads} heads an even width; for example "
+                f"hidden_size = {2 * self.num_heads * max(1, self.hidden_size // (2 * self.num_heads))}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}; for example "
+                f"num_kv_heads = {self.num_heads}"
+            )
+        return self
+
 
 class ModelConfig(Section):
     """The model: a folder or hub id in Hugging Face format, or one to build."""
@@ -337,6 +351,33 @@ class RunConfig(Section):
     """Checkpoints."""
     monitor: MonitorConfig = MonitorConfig()
     """Logs."""
+
+    @model_validator(mode="after")
+    def _fits_the_model(self) -> Self:
+        build, seq_len = self.model.build, self.orchestrator.seq_len
+        if build is not None and seq_len > build.context_length:
+            raise ValueError(
+                f"orchestrator.seq_len = {seq_len} is more than model.build.context_length = {build.context_length}; "
+                f"lower the one to {build.context_length} or raise the other to {seq_len}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_learn(self) -> Self:
+        loss = self.trainer.loss
+        if loss.type == "sft":
+            raise ValueError(
+                'trainer.loss.type = "sft" learns every rollout by heart, whatever it earned; use "default", or '
+                "`verbatim sft` with a [warm_start] table"
+            )
+        if loss.type == "default" and loss.knobs.get("adv_tau") == 0:
+            raise ValueError("trainer.loss.adv_tau = 0 without a teacher learns nothing; expected a number above 0")
+        if self.orchestrator.group_size == 1 and self.orchestrator.advantage.type == "default":
+            raise ValueError(
+                "orchestrator.group_size = 1 gives every rollout the advantage 0 (its reward minus its own mean); "
+                "expected at least 2"
+            )
+        return self
 
     @model_validator(mode="after")
     def _trainable_sampling(self) -> Self:

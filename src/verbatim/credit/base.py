@@ -45,7 +45,12 @@ def assign_advantages(group: Group, function: AdvantageFunction) -> Group:
     if not completed:
         return group
     name = function_name(function)
-    outputs = function(AdvantageInputs(rollouts=completed))
+    try:
+        outputs = function(AdvantageInputs(rollouts=completed))
+    except Exception as error:  # a user's function may raise anything, all of it theirs to mend
+        raise ComponentError(
+            f"advantage {name} raised {type(error).__name__} for group {group.group_id}: {error}"
+        ) from error
     advantages = list(getattr(outputs, "advantages", None) or ())
     if len(advantages) != len(completed):
         raise ComponentError(

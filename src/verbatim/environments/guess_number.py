@@ -11,8 +11,8 @@ from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool, ToolResult
 from verbatim.types import Example, Message, Trajectory
 
-ATTENTION = 0.5
-"""How often the demonstrated player heeds the replies."""
+CREEPS = 0.3
+"""How often the demonstrated player tries one end of what is still possible instead of any number in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,7 @@ class GuessNumber:
         game = Game(self, rng.randint(self.low, self.high))
         messages = list(game.messages)
         for turn in range(self.max_guesses):
-            heeds = rng.random() < ATTENTION
-            number = rng.randint(*(game.possible if heeds else (self.low, self.high)))
+            number = rng.choice(game.possible) if rng.random() < CREEPS else rng.randint(*game.possible)
             call_id = f"call_{turn}"
             messages.append(
                 {"role": "assistant", "content": "", "tool_calls": [

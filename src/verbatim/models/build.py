@@ -27,11 +27,10 @@ CONTROL_TOKENS = (END_OF_TEXT, "<|im_start|>", END_OF_TURN)
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 """One token each, but not special: a parser must see them in decoded text."""
 
-# In order: a number; one newline; a run of words with the punctuation of prose; anything else (JSON's punctuation).
-# Merges run over whole sentences, because the fixed text of a prompt then costs a token per sentence instead of one
-# per word. They never run over digits or JSON, so what the model chooses (a name, a number) is tokens of its own, nor
-# over a newline, so that text cut at a line's end has the same ids as the whole.
-SPLIT = r"\p{N}+|[\r\n]| ?[\p{L}<#][\p{L}\p{M} '.,!?;:<>/#_-]*|[^\p{L}\p{N}\r\n<#]+"
+# In order: a number; one newline; anything else. Merges run over whole lines, because the fixed text of a prompt and
+# of a call then costs a token or two per line instead of one per word. They never run over digits, so a number that
+# the model chooses is a token of its own, nor over a newline, so that text cut at the end of a line keeps its ids.
+SPLIT = r"\p{N}+|[\r\n]|[^\p{N}\r\n]+"
 
 
 def chat_template() -> str:

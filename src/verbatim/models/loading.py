@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,17 @@ def _check_exists(name: str) -> str:
         raise ModelError(f"there is no model folder {name!r}; set model.name to a folder in Hugging Face format, to a "
                          "hub id such as \"Qwen/Qwen3-0.6B\", or use a [model.build] table")  # fmt: skip
     return name
+
+
+def check_weights(name: str | Path) -> None:
+    """Refuse a local folder that holds no weights, without loading them.
+
+    Raises:
+        ModelError: no such folder, or no weights in it.
+    """
+    source = Path(_check_exists(str(name)))
+    if source.is_dir() and not any(source.glob("*.safetensors")):
+        raise ModelError(f"model folder {str(name)!r} has no *.safetensors; expected the weights beside config.json")
 
 
 def load_model(name: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu") -> Any:
@@ -130,10 +144,24 @@ def _refuse_two_values_for_one_tensor(
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a folder that `from_pretrained` loads (and that names no private attention implementation)."""
-    model.save_pretrained(folder)
+    """Write a folder that `from_pretrained` loads (and that names no private attention implementation).
+
+    Raises:
+        OSError: the system refused to write (disk full, no permission).
+    """
+    with safetensors_as_oserror(folder):
+        model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def safetensors_as_oserror(path: Path) -> Iterator[None]:
+    """safetensors reports a full disk as an exception of its own; callers expect the system's."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def _refuse_unplanned_mixing(model: nn.Module, config: Any) -> None:

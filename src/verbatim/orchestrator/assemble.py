@@ -43,6 +43,8 @@ class AssembledGroup:
     """Sampled tokens that are not, by reason."""
     verdicts: tuple[FilterVerdict, ...]
     """Of each completed trajectory, in order."""
+    reasons: tuple[str | None, ...]
+    """Why each trajectory of the group is not trained, in order; None = it is."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -60,6 +62,7 @@ def assemble_group(index: int, group: Group, rules: Rules, step: int) -> Assembl
     dropped: Counter[str] = Counter()
     samples: list[TrainingSample] = []
     verdicts: list[FilterVerdict] = []
+    reasons: list[str | None] = []
     for trajectory in credited.trajectories:
         reason = None
         if trajectory.error is not None:
@@ -71,6 +74,7 @@ def assemble_group(index: int, group: Group, rules: Rules, step: int) -> Assembl
                 reason = "stale"
             elif verdict.dropped_by is not None:
                 reason = f"filter:{verdict.dropped_by}"
+        reasons.append(reason)
         if reason is not None:
             dropped[reason] += trajectory.num_sampled_tokens
             continue
@@ -78,8 +82,9 @@ def assemble_group(index: int, group: Group, rules: Rules, step: int) -> Assembl
         samples.extend(built.samples)
         dropped.update(built.dropped)
     assembled = AssembledGroup(
-        index=index, group=credited, samples=tuple(samples), dropped=dict(dropped), verdicts=tuple(verdicts)
-    )
+        index=index, group=credited, samples=tuple(samples), dropped=dict(dropped), verdicts=tuple(verdicts),
+        reasons=tuple(reasons),
+    )  # fmt: skip
     sampled = sum(t.num_sampled_tokens for t in credited.trajectories)
     assert assembled.num_trained_tokens + sum(dropped.values()) == sampled, f"group {group.group_id} lost tokens"
     return assembled
@@ -108,11 +113,12 @@ def rollout_metrics(groups: Sequence[AssembledGroup], step: int, succeeded: Mapp
         metrics[f"success/{env}"] = _mean(float(succeeded[t.trajectory_id]) for t in own)
     ages = [age(t, step) for t in completed]
     metrics |= {"staleness/mean": _mean(ages), "staleness/max": max(ages, default=0)}
-    metrics["staleness/dropped"] = sum(g.dropped.get("stale", 0) > 0 for g in groups)
+    reasons = Counter(reason for g in groups for reason in g.reasons)
+    metrics["staleness/dropped"] = reasons["stale"]
     verdicts = [v for g in groups for v in g.verdicts]
     for name in dict.fromkeys(name for v in verdicts for name in v.flagged):
         metrics[f"filters/{name}/flagged"] = sum(name in v.flagged for v in verdicts)
-        metrics[f"filters/{name}/dropped"] = sum(v.dropped_by == name for v in verdicts)
+        metrics[f"filters/{name}/dropped"] = reasons[f"filter:{name}"]
     metrics["samples"] = sum(len(g.samples) for g in groups)
     metrics["breaks"] = sum(t.num_breaks for t in completed)
     return metrics

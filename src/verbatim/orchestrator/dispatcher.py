@@ -49,6 +49,7 @@ class Dispatcher:
         self._again: list[ScheduledExample] = []
         self._running: dict[asyncio.Task[Group], tuple[GroupRun, ScheduledExample]] = {}
         self._ready: list[tuple[GroupRun, ScheduledExample, Group]] = []
+        self._taken: list[tuple[GroupRun, ScheduledExample, Group]] = []
         self._failures_in_a_row = 0
         self._failure: BaseException | None = None
         self._stopped = False
@@ -56,9 +57,9 @@ class Dispatcher:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens it holds: of episodes in flight, and of finished groups that no batch has taken."""
+        """Tokens it answers for: of episodes in flight, and of finished groups that are not settled."""
         return sum(run.num_sampled_tokens for run, _ in self._running.values()) + sum(
-            run.num_sampled_tokens for run, *_ in self._ready
+            run.num_sampled_tokens for run, *_ in (*self._ready, *self._taken)
         )
 
     @property
@@ -88,19 +89,26 @@ class Dispatcher:
             RunStopped: every rollout of two batches in a row failed.
             Exception: whatever broke inside a rollout that is no fault of the rollout's own.
         """
-        while len(self._ready) < self._groups_per_batch:
+        while True:
             if self._failure is not None:
                 raise self._failure
+            if len(self._ready) >= self._groups_per_batch:
+                break
             assert self._running, "no group is in flight and none may start: the batch can never be filled"
             self._changed.clear()
             await self._changed.wait()
-        taken, self._ready = self._ready[: self._groups_per_batch], self._ready[self._groups_per_batch :]
+        assert not self._taken, "the batch before was not settled"
+        self._taken, self._ready = self._ready[: self._groups_per_batch], self._ready[self._groups_per_batch :]
         self._next_batch += 1
         self._launch()
-        return sorted(((run.index, group) for run, _, group in taken), key=lambda pair: pair[0])
+        return sorted(((run.index, group) for run, _, group in self._taken), key=lambda pair: pair[0])
+
+    def settled(self) -> None:
+        """The batch that was handed out is in the ledger."""
+        self._taken = []
 
     async def stop(self) -> int:
-        """Cancel what is in flight; the tokens of groups that no batch has taken."""
+        """Cancel what is in flight; the tokens of groups that are not settled."""
         self._stopped = True
         tasks = list(self._running)
         for task in tasks:
@@ -131,7 +139,7 @@ class Dispatcher:
         if self._stopped:
             return  # it stays in `_running`: its tokens are still held
         self._changed.set()
-        error = task.exception()
+        error = RunStopped(f"{task.get_name()} was cancelled from inside") if task.cancelled() else task.exception()
         if error is not None:
             self._failure = self._failure or error
             return
@@ -147,8 +155,9 @@ class Dispatcher:
         self._launch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the schedule, and every group that was launched and that no batch has taken."""
-        held = [drawn for _, drawn in self._running.values()] + [drawn for _, drawn, _ in self._ready] + self._again
+        """Plain JSON values: the schedule, and every group that was launched and is not settled."""
+        held = [drawn for _, drawn in self._running.values()] + self._again
+        held += [drawn for _, drawn, _ in (*self._taken, *self._ready)]
         return {
             "schedule": self._schedule.state_dict(),
             "held": [

@@ -15,9 +15,10 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from verbatim.environments.base import Environment, succeeded
+from verbatim.errors import VerbatimError
 from verbatim.inference.base import Sampler
 from verbatim.orchestrator.assemble import AssembledGroup, Rules, assemble_group, rollout_metrics
 from verbatim.orchestrator.dispatcher import Dispatcher
@@ -36,6 +37,26 @@ class Observer(Protocol):
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
         """The policy after `step` batches was evaluated."""
+
+
+class EngineStats(Protocol):
+    """What an engine has done since it started."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens drawn."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time with at least one sequence in flight."""
+
+
+@runtime_checkable
+class ReportsStats(Protocol):
+    """A sampler that knows how busy it was."""
+
+    def stats(self) -> EngineStats:
+        """The figures so far."""
 
 
 class Checkpointer(Protocol):
@@ -89,6 +110,10 @@ class Orchestrator:
         self._observer = observer
         self._checkpointer = checkpointer
         self._stopping = asyncio.Event()
+        self._training = False
+        self._saved = 0
+        self._sampled_before = ledger.sampled
+        self._stats_before = (0, 0.0)
         self.step = 0
         """Batches trained so far; also the policy version in use."""
 
@@ -102,10 +127,10 @@ class Orchestrator:
         Returns:
             Whether all steps were taken.
         """
-        saved = self.step
         if self.step == 0:
             await self._save()
             await self._evaluate()
+        self._saved = self.step
         self._dispatcher.start(version=self.step, batch=self.step)
         try:
             while self.step < self._plan.max_steps and not self._stopping.is_set():
@@ -113,14 +138,20 @@ class Orchestrator:
                     break
                 if self.step % self._plan.checkpoint_interval == 0 and self.step < self._plan.max_steps:
                     await self._save()
-                    saved = self.step
+        except (VerbatimError, OSError):
+            # The fault is somebody else's: what was trained is whole, and kept. Not while the trainer was at work:
+            # it may have taken some of the optimizer steps of a batch.
+            await self._dispatcher.stop()
+            if not self._training and self._saved != self.step:
+                await self._save()
+            raise
         finally:
             held = await self._dispatcher.stop()
         finished = self.step >= self._plan.max_steps
         if finished:
             self._ledger.drop({"unused_at_end": held})
             self._ledger.check(pending=0)
-        if saved != self.step:
+        if self._saved != self.step:
             await self._save()
         return finished
 
@@ -128,20 +159,22 @@ class Orchestrator:
         started = time.perf_counter()
         groups = await self._next_batch_or_stop()
         if groups is None:
-            return False
+            return False  # a stop was asked for
         batch_ready = time.perf_counter()
         batch = [assemble_group(i, group, self._rules[group.env], self.step) for i, group in groups]
         samples: list[TrainingSample] = [sample for group in batch for sample in group.samples]
+        self._training = True
         report = await self._trainer.train(samples, version=self.step + 1)
         self._settle(batch, report)
+        self._dispatcher.settled()
+        self.step += 1
+        self._training = False
         trained = time.perf_counter()
         await self._sampler.update_weights(report.weights, report.version)
         synced = time.perf_counter()
-        self.step += 1
         assert report.version == self.step == self._sampler.policy_version
         pending = self._dispatcher.num_pending_tokens
         self._ledger.check(pending)
-        sampled = sum(t.num_sampled_tokens for g in batch for t in g.group.trajectories)
         metrics = {
             **rollout_metrics(batch, self.step - 1, self._successes(batch)),
             **report.metrics,
@@ -152,7 +185,7 @@ class Orchestrator:
             "time/weight_sync": synced - trained,
             "queue/groups_in_flight": self._dispatcher.num_running,
             "queue/groups_ready": self._dispatcher.num_ready,
-            "sampler/tokens_per_second": sampled / max(batch_ready - started, 1e-9),
+            "sampler/tokens_per_second": self._sampler_speed(synced - started),
         }
         metrics["time/step"] = time.perf_counter() - started
         self._observer.on_step(self.step, metrics, [group.group for group in batch])
@@ -160,6 +193,16 @@ class Orchestrator:
             await self._evaluate()
         self._dispatcher.advance(self.step)
         return True
+
+    def _sampler_speed(self, seconds: float) -> float:
+        """Tokens per second that the engine was busy since the last step; over the step where it cannot say."""
+        if not isinstance(self._sampler, ReportsStats):
+            sampled, self._sampled_before = self._ledger.sampled - self._sampled_before, self._ledger.sampled
+            return sampled / seconds
+        stats, before = self._sampler.stats(), self._stats_before
+        self._stats_before = (stats.sampled_tokens, stats.busy_seconds)
+        busy = stats.busy_seconds - before[1]
+        return (stats.sampled_tokens - before[0]) / busy if busy > 0 else 0.0
 
     async def _next_batch_or_stop(self) -> list[tuple[int, Group]] | None:
         batch = asyncio.ensure_future(self._dispatcher.next_batch())
@@ -192,6 +235,7 @@ class Orchestrator:
 
     async def _save(self) -> None:
         await self._checkpointer.save(self.step, self._trainer, self.state_dict())
+        self._saved = self.step
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from verbatim.environments.base import Environment, Episode, Reply, Score
-from verbatim.errors import EnvironmentFault, RolloutError
+from verbatim.errors import ComponentError, EnvironmentFault, RolloutError
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits, EpisodeOver
 from verbatim.tools.manager import ToolManager
@@ -56,12 +56,12 @@ async def run_episode(
     info: dict[str, Any] = {}
     try:
         async with asyncio.timeout(limits.timeout):
-            episode = await _guarded("start", environment.start(example, seed))
-            messages.extend(episode.messages)
+            episode = await _guarded("start", lambda: environment.start(example, seed))
+            messages.extend(_checked_messages(getattr(episode, "messages", None), "the episode's messages"))
             try:
                 run = getattr(episode, "run", None)
                 if run is not None:
-                    await _guarded("run", run(loop))
+                    await _guarded("run", lambda: run(loop))
                     stop_reason = StopReason.STOP
                 else:
                     stop_reason = await _converse(episode, loop, limits, messages, info)
@@ -72,7 +72,7 @@ async def run_episode(
                 example_id=example.id, turns=tuple(recorder.turns), messages=tuple(messages), stop_reason=stop_reason,
                 truncated=stop_reason.truncated, info=info, **identity,
             )  # fmt: skip
-            reward, parts = _reward(await _guarded("score", episode.score(draft)))
+            reward, parts = _reward(await _guarded("score", lambda: episode.score(draft)))
     except TimeoutError:
         error, stop_reason = f"timeout: the episode took more than {limits.timeout:g} s", StopReason.API_ERROR
     except RolloutError as fault:
@@ -85,7 +85,9 @@ async def run_episode(
     return Trajectory(
         example_id=example.id, turns=tuple(recorder.turns), messages=tuple(messages), reward=reward,
         reward_parts=parts, stop_reason=stop_reason, truncated=stop_reason.truncated if stop_reason else True,
-        error=error, info=info, **identity,
+        error=error, info=info,
+        num_unrecorded_tokens=recorder.num_sampled_tokens - sum(len(turn.completion_ids) for turn in recorder.turns),
+        **identity,
     )  # fmt: skip
 
 
@@ -93,11 +95,15 @@ async def _converse(
     episode: Episode, loop: AgentLoop, limits: EpisodeLimits, messages: list[Message], info: dict[str, Any]
 ) -> StopReason:
     """The usual control flow: tools answer calls, the environment answers everything else."""
-    tools = ToolManager(episode.tools)
+    try:
+        tools = ToolManager(episode.tools)
+    except (ComponentError, TypeError, AttributeError) as error:
+        raise EnvironmentFault(f"the episode's tools: {error}") from error
     malformed_in_a_row = 0
     while True:
         try:
-            messages.append(await loop.sample(messages, episode.tools, state_key=episode.state_key()))
+            key = _state_key(episode)
+            messages.append(await loop.sample(messages, tuple(tools.values()), state_key=key))
         except EpisodeOver as over:
             if over.message is not None:
                 messages.append(over.message)
@@ -112,7 +118,11 @@ async def _converse(
             malformed_in_a_row = malformed_in_a_row + 1 if malformed else 0
             give_up = malformed_in_a_row > limits.max_malformed_retries
         else:
-            answer = await _guarded("reply", episode.reply(messages[-1]))
+            answer = await _guarded("reply", lambda: episode.reply(messages[-1]))
+            if not isinstance(answer, Reply):
+                raise EnvironmentFault(f"reply returned {answer!r}; expected verbatim.environments.Reply")
+            _checked_messages(answer.messages, "the reply's messages")
+            _checked_reward(answer.reward, "reply")
             parse_status, malformed_in_a_row, give_up = "ok", 0, not answer.messages
         messages.extend(answer.messages)
         loop.amend_last_turn(
@@ -132,7 +142,7 @@ async def _run_tools(
         outcome = await tools.dispatch(call, timeout=limits.tool_timeout, output_limit=limits.tool_output_limit)
         messages.append(outcome.message)
         if outcome.reward is not None:
-            rewards.append(outcome.reward)
+            rewards.append(_checked_reward(outcome.reward, f"tool {call.name}") or 0.0)
         kind = outcome.error_kind
         if kind is not None:
             errors = info.setdefault("tool_errors", {})
@@ -145,19 +155,49 @@ async def _run_tools(
     return Reply(messages=messages, done=done, reward=sum(rewards) if rewards else None), parse_status
 
 
-async def _guarded(what: str, awaitable: Any) -> Any:
+async def _guarded(what: str, call: Callable[[], Awaitable[Any]]) -> Any:
     """Run a piece of the user's environment; whatever it raises becomes an EnvironmentFault."""
     try:
-        return await awaitable
+        return await call()
     except (EpisodeOver, RolloutError):
         raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # this episode is being cancelled, not something that the user's code awaited
+        raise EnvironmentFault(f"{what} awaited something that was cancelled") from error
     except Exception as error:  # user code may raise anything; it is kept on the trajectory and counted
         raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
 
 
-def _reward(score: Score) -> tuple[float, dict[str, float]]:
-    parts = {name: float(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
+def _checked_messages(messages: Any, what: str) -> Sequence[Message]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise EnvironmentFault(f"{what}: {messages!r}; expected a list of messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise EnvironmentFault(f'{what}: {message!r} at {index}; expected {{"role": ..., "content": ...}}')
+    return messages
+
+
+def _checked_reward(reward: Any, who: str) -> float | None:
+    """A turn's own reward; one that is no finite number fails the rollout."""
+    if reward is None:
+        return None
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise EnvironmentFault(f"{who} gave the reward {reward!r}; expected a finite number")
+    return float(reward)
+
+
+def _state_key(episode: Episode) -> str | None:
     try:
+        return episode.state_key()
+    except Exception as error:  # user code, as in `_guarded`
+        raise EnvironmentFault(f"state_key raised {type(error).__name__}: {error}") from error
+
+
+def _reward(score: Score) -> tuple[float, dict[str, float]]:
+    try:
+        parts = {str(name): float(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
         reward = math.fsum(parts.values()) if isinstance(score, Mapping) else float(score)
     except (TypeError, ValueError) as error:
         raise EnvironmentFault(f"score returned {score!r}; expected a number or {{part: number}}") from error

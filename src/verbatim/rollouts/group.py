@@ -58,17 +58,6 @@ class GroupRun:
         """Tokens sampled so far, of finished and unfinished episodes."""
         return sum(recorder.num_sampled_tokens for recorder in self._recorders)
 
-    @property
-    def first_policy_version(self) -> int | None:
-        """The oldest version that sampled a token of this group; None before the first."""
-        versions = [
-            int(turn.policy_versions[0])
-            for recorder in self._recorders
-            for turn in recorder.turns[:1]
-            if turn.policy_versions is not None and len(turn.policy_versions)
-        ]
-        return min(versions, default=None)
-
     async def run(self) -> Group:
         """Run all episodes to their end. A failing episode fails alone."""
         async with asyncio.TaskGroup() as tasks:

@@ -13,7 +13,7 @@ class Recorder:
 
     Args:
         vocab_size: Ids must be below this.
-        on_sampled: Called with the number of tokens of each recorded turn (the ledger listens).
+        on_sampled: Called with the number of tokens of each completion (the ledger listens).
     """
 
     def __init__(self, vocab_size: int, on_sampled: Callable[[int], None] | None = None) -> None:
@@ -32,10 +32,13 @@ class Recorder:
         for what, ids in (("prompt", turn.prompt_path.tail), ("completion", turn.completion_ids)):
             self._check_vocabulary(ids, f"turn {index}, {what}")
         self.turns.append(share_prompt(turn, self.turns))
-        self.num_sampled_tokens += len(turn.completion_ids)
-        if self._on_sampled is not None:
-            self._on_sampled(len(turn.completion_ids))
         return index
+
+    def count(self, num_tokens: int) -> None:
+        """A sampler returned this many tokens, whether or not they can be recorded."""
+        self.num_sampled_tokens += num_tokens
+        if self._on_sampled is not None:
+            self._on_sampled(num_tokens)
 
     def amend(self, index: int, **changes: object) -> None:
         """Add what became known after the completion: tool results, timing, reward. Never ids or logprobs."""

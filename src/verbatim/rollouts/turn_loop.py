@@ -86,6 +86,8 @@ class AgentLoop:
         self._seed = seed
         self._threads: dict[str, _Thread] = {}
         self._num_calls = 0
+        self._num_started = 0
+        self._num_turns_of: dict[str, int] = {}
         self.stop_reason: StopReason | None = None
         """Set once a limit was reached: nothing more is sampled."""
 
@@ -96,8 +98,8 @@ class AgentLoop:
 
     @property
     def turns_left(self) -> int:
-        """Turns that may still be sampled."""
-        return self._limits.max_turns - len(self._recorder.turns)
+        """Turns that may still be started, those under way elsewhere counted in."""
+        return self._limits.max_turns - self._num_started
 
     async def sample(
         self,
@@ -122,16 +124,19 @@ class AgentLoop:
         room = min(self._limits.max_context, self._sampler.context_length) - len(prompt_ids)
         if room <= 0:
             self._end(StopReason.LENGTH)
-        index = len(self._recorder.turns)
+        self._num_started += 1
+        number = self._num_turns_of.get(agent, 0)
+        self._num_turns_of[agent] = number + 1
         params = dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens, room))
         completion = await self._sampler.generate(
             SampleRequest(
                 prompt_ids=prompt_ids,
                 params=params,
-                seed=derive_seed(self._seed, index),
+                seed=derive_seed(self._seed, agent, number),
                 session=f"{self._seed}/{agent}",
             )
         )
+        self._recorder.count(len(completion.ids))
         parsed = self._renderer.parse_response(completion.ids, prompt_ids)
         calls = tuple(self._identify(call) for call in parsed.tool_calls)
         parsed = dataclasses.replace(parsed, tool_calls=calls)

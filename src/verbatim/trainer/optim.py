@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from verbatim.config.schema import OptimConfig
 from verbatim.errors import CheckpointError
+from verbatim.models.loading import safetensors_as_oserror
 
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -39,7 +40,8 @@ def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Pat
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{name}/{key}"] = value.detach().cpu().contiguous()
-    save_file(tensors, path)
+    with safetensors_as_oserror(path):
+        save_file(tensors, path)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:

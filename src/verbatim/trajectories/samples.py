@@ -9,7 +9,7 @@ import numpy as np
 
 from verbatim.trajectories.extension import OpenSample
 from verbatim.trajectories.interleaved import interleaved
-from verbatim.types import Trajectory, TrainingSample, Turn
+from verbatim.types import TrainingSample, Trajectory, Turn
 
 Strategy = Callable[[Iterable[tuple[int, Turn]], int | None], tuple[list[OpenSample], list[int]]]
 
@@ -84,9 +84,9 @@ def build(
         if missing:
             dropped["missing_logprobs"] = missing
     trained = sum(sample.num_trained_tokens for sample in samples)
-    assert trained + sum(dropped.values()) == trajectory.num_sampled_tokens, (
-        f"trajectory {trajectory.trajectory_id}: {trajectory.num_sampled_tokens} sampled, {trained} trained, "
-        f"dropped {dropped}"
+    recorded = sum(len(turn.completion_ids) for turn in turns)
+    assert trained + sum(dropped.values()) == recorded, (
+        f"trajectory {trajectory.trajectory_id}: {recorded} recorded, {trained} trained, dropped {dropped}"
     )
     return BuiltSamples(samples=samples, dropped=dropped)
 

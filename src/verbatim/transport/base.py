@@ -31,7 +31,7 @@ class TrainerLink(Protocol):
         """Train on the batch; the policy version afterwards is `version`.
 
         Raises:
-            RunStopped: the loss or the gradient is not finite. Weights are then as before.
+            RunStopped: the loss or the gradient is not finite. Weights are then those of the last good optimizer step.
         """
 
     async def save(self, folder: Path) -> None:

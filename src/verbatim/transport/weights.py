@@ -27,10 +27,15 @@ class WeightFolders:
         partial = self._folder / f".v{version:06d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        write(partial)
-        if target.exists():  # left by a run that was stopped after publishing and before its checkpoint
-            shutil.rmtree(target)
+        try:
+            write(partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        for stale in self._folder.glob("v[0-9]*"):
+            # At or above this version: left by a process that was killed after publishing, before its checkpoint.
+            number = int(stale.name[1:])
+            if number >= version or number <= version - self._keep:
+                shutil.rmtree(stale)
         os.rename(partial, target)
-        for old in sorted(self._folder.glob("v[0-9]*"))[: -self._keep]:
-            shutil.rmtree(old)
         return target

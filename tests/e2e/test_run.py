@@ -1,0 +1,398 @@
+"""`verbatim rl` from a file to a trained model, and to the same model when it is stopped or killed on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from e2e.tiny_runs import (
+    LOTS,
+    TOML,
+    assert_ledger_adds_up,
+    build_tiny_model,
+    lines,
+    num_sampled,
+    train_lines,
+    trajectory_lines,
+    workplace,
+)
+from verbatim.checkpoints import read_json
+from verbatim.cli.main import main
+from verbatim.config import load_config
+from verbatim.monitors.trajectory_log import read_trajectories
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "guess_number.toml"
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+GROUP = 8
+BATCH = 2 * GROUP
+STEPS = 3
+SECRETS = 15
+SMALL = [
+    "--max-steps", str(STEPS),
+    "--model.build", "{hidden_size = 32, num_layers = 1, num_heads = 2, num_kv_heads = 1, intermediate_size = 64, "
+    "vocab_size = 512}",
+    "--warm-start.steps", "150", "--warm-start.conversations", "200", "--warm-start.optim.lr", "1e-2",
+    "--orchestrator.batch-size", str(BATCH), "--orchestrator.group-size", str(GROUP),
+    "--orchestrator.eval.interval", "2", "--orchestrator.eval.episodes", str(SECRETS),
+]  # fmt: skip
+
+
+# ---- one run, from start to end
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended by itself."""
+
+    place: Path
+    folder: Path
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Iterator[Finished]:
+    """The recipe with a model and batches that are small, in a folder of its own."""
+    with workplace(tmp_path_factory.mktemp("finished"), {}) as place:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert main(["rl", str(RECIPE), *SMALL]) == 0
+        folder = (place / "runs" / "guess_number" / "latest").resolve()
+        yield Finished(place=place, folder=folder, printed=out.getvalue())
+
+
+def test_the_run_folder_is_stamped_below_the_current_directory_and_latest_names_it(finished: Finished):
+    latest = finished.place / "runs" / "guess_number" / "latest"
+    assert latest.is_symlink()
+    assert not os.path.isabs(os.readlink(latest))
+    assert [p.name for p in finished.place.iterdir()] == ["runs"]
+    (only,) = [p for p in latest.parent.iterdir() if not p.is_symlink()]
+    assert only.resolve() == finished.folder
+    time.strptime(only.name, "%Y%m%d-%H%M%S")
+    assert f"runs/guess_number/{only.name}" in finished.printed
+
+
+def test_the_run_folder_holds_what_the_documentation_lists(finished: Finished):
+    section = CONFIGURATION.read_text().partition("## The run folder")[2]
+    listed = re.findall(r"^([\w.]+/?)(?: |$)", section.split("```")[1], re.MULTILINE)
+    assert {"config.toml", "metrics.jsonl", "trajectories.jsonl", "final/"} <= set(listed)
+    assert [name for name in listed if not (finished.folder / name).exists()] == []
+    undocumented = {p.name for p in finished.folder.iterdir()} - {name.rstrip("/") for name in listed}
+    assert undocumented <= {"lock", "warm_start"}
+
+
+def test_the_stored_configuration_is_the_one_that_was_run(finished: Finished):
+    assert load_config(finished.folder / "config.toml") == load_config(RECIPE, SMALL)
+
+
+def test_metrics_have_one_line_per_step_and_evaluations_before_during_and_after(finished: Finished):
+    order = [(line["kind"], line["step"]) for line in lines(finished.folder / "metrics.jsonl")]
+    assert order == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("eval", 3)]
+
+
+def test_every_step_reports_what_a_person_looks_for(finished: Finished):
+    for line in train_lines(finished.folder):
+        metrics = line["metrics"]
+        assert metrics["rollouts"] == BATCH
+        assert metrics["policy_version"] == line["step"]
+        assert 0 <= metrics["success"] <= 1
+        assert 1 <= metrics["turns"] <= 4
+        for name in ("reward/mean", "tool_calls", "valid_format", "sampler/tokens_per_second", "tokens_per_second"):
+            assert math.isfinite(metrics[name])
+        if metrics["trained_tokens"]:
+            assert metrics["grad_norm"] > 0
+            assert abs(metrics["mismatch_kl"]) < 1e-3
+            assert metrics["entropy"] > 0
+
+
+def test_every_evaluation_has_the_same_number_of_episodes_for_every_secret(finished: Finished):
+    for line in lines(finished.folder / "metrics.jsonl"):
+        if line["kind"] == "eval":
+            assert (line["env"], line["metrics"]["episodes"], line["metrics"]["failed"]) == ("guess_number", SECRETS, 0)
+
+
+def test_every_trajectory_reads_back_with_ids_logprobs_and_the_version_that_sampled_it(finished: Finished):
+    read = list(read_trajectories(finished.folder / "trajectories.jsonl"))
+    assert [step for step, _ in read] == [step for step in (1, 2, 3) for _ in range(BATCH)]
+    assert len({t.trajectory_id for _, t in read}) == STEPS * BATCH
+    for step, trajectory in read:
+        assert trajectory.error is None
+        assert trajectory.reward in (0.0, 1.0)
+        for turn in trajectory.turns:
+            assert len(turn.logprobs) == len(turn.policy_versions) == len(turn.completion_ids) > 0
+            assert max(turn.logprobs) <= 0
+            # Synchronous: batch n is sampled with the weights after n - 1 batches.
+            assert set(turn.policy_versions.tolist()) == {step - 1}
+    groups = groupby(read, key=lambda pair: pair[1].group_id)
+    assert [len({t.example_id for _, t in group}) for _, group in groups] == [1] * (STEPS * 2)
+
+
+def test_a_turns_prompt_is_the_turn_before_it_verbatim_and_what_was_answered(finished: Finished):
+    followed = 0
+    for _, trajectory in read_trajectories(finished.folder / "trajectories.jsonl"):
+        for before, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+            context = [*before.prompt_ids.tolist(), *before.completion_ids.tolist()]
+            assert after.prompt_ids.tolist()[: len(context)] == context
+            followed += 1
+    assert followed > 0
+
+
+def test_the_ledger_agrees_with_the_trajectories_in_the_file(finished: Finished):
+    """Groups whose rewards are all equal teach nothing and are filtered; every other sampled token is trained."""
+    last = assert_ledger_adds_up(finished.folder)
+    groups: dict[str, list] = {}
+    for trajectory in trajectory_lines(finished.folder):
+        groups.setdefault(trajectory["group_id"], []).append(trajectory)
+    mixed = [group for group in groups.values() if len({t["reward"] for t in group}) == 2]
+    assert last["ledger/trained"] == sum(num_sampled(t) for group in mixed for t in group)
+    assert last["ledger/pending"] == 0
+
+
+def test_the_summary_says_what_was_measured(finished: Finished):
+    summary = read_json(finished.folder / "summary.json")
+    assert set(summary) == {
+        "success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy", "seconds",
+        "steps", "sampled_tokens", "trained_tokens",
+    }  # fmt: skip
+    evals = {m["step"]: m["metrics"] for m in lines(finished.folder / "metrics.jsonl") if m["kind"] == "eval"}
+    assert summary["success_before_rl"] == evals[0]["success"]
+    assert summary["valid_format_before_rl"] == evals[0]["valid_format"]
+    assert summary["success_after_rl"] == evals[3]["success"]
+    assert summary["success_best_constant_policy"] == pytest.approx(4 / 15)
+    assert summary["steps"] == STEPS
+    assert summary["sampled_tokens"] == sum(map(num_sampled, trajectory_lines(finished.folder)))
+    assert summary["trained_tokens"] == train_lines(finished.folder)[-1]["metrics"]["ledger/trained"]
+    assert 0 < summary["seconds"] < 600
+
+
+def test_the_learning_curve_is_a_png(finished: Finished):
+    data = (finished.folder / "learning_curve.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert (width, height) == (960, 540)
+    assert data[-8:-4] == b"IEND"
+
+
+def test_the_trained_model_loads_with_transformers_alone_and_is_the_last_checkpoint(finished: Finished):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    final = finished.folder / "final"
+    model = AutoModelForCausalLM.from_pretrained(final)
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    messages = [{"role": "user", "content": "go"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    with torch.no_grad():
+        logits = model(torch.tensor([tokenizer.encode(text)])).logits
+    assert logits.isfinite().all()
+    assert logits.shape[-1] == len(tokenizer)
+    last = finished.folder / "checkpoints" / "step_000003" / "weights"
+    assert (last / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
+
+
+def test_the_trained_model_is_measured_by_eval(finished: Finished, capsys, tmp_path: Path):
+    out = tmp_path / "episodes.jsonl"
+    assert main(["eval", str(RECIPE), *SMALL, "--model", str(finished.folder / "final"), "--out", str(out)]) == 0
+    played = [trajectory for _, trajectory in read_trajectories(out)]
+    assert sorted(t.example_id for t in played) == sorted(f"secret-{n}" for n in range(1, SECRETS + 1))
+    after = lines(finished.folder / "metrics.jsonl")[-1]["metrics"]["success"]
+    # The same weights and seeds, but decoded in batches of other make-up: a token may fall differently.
+    assert sum(t.reward for t in played) / SECRETS == pytest.approx(after, abs=0.2)
+    assert '"success"' in capsys.readouterr().out
+
+
+# ---- stopped and resumed
+
+MODULES = {
+    "lots": LOTS,
+    "stopping": '''
+import os
+import signal
+
+from lots import Lots
+
+
+class Stopping(Lots):
+    """Types Ctrl-C when its tenth episode starts: in the second batch."""
+
+    started = 0
+
+    async def start(self, example, seed):
+        Stopping.started += 1
+        if Stopping.started == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        return await super().start(example, seed)
+''',
+    "impatient": '''
+import os
+import signal
+
+from verbatim.environments.guess_number import GuessNumber
+
+
+class Impatient(GuessNumber):
+    """Types Ctrl-C when the warm start asks for conversations, once."""
+
+    interruptions = 1
+
+    def demonstrations(self, count, seed):
+        if count > 1 and Impatient.interruptions:
+            Impatient.interruptions -= 1
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().demonstrations(count, seed)
+''',
+}
+RESUMABLE = """
+args = { delay = 0.1 }
+[checkpoint]
+interval = 2
+"""
+LONG = 10
+"""Batches: far more than are trained between two looks at the metrics."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("run") / "model")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, model: Path) -> Iterator[Path]:
+    """`run.toml` trains deterministically; `stopping.toml` is stopped in its second batch."""
+    with workplace(tmp_path_factory.mktemp("resume"), MODULES) as folder:
+        text = TOML.format(model=model)
+        long = text.replace("max_steps = 2", f"max_steps = {LONG}")
+        long = long.replace("[inference]", "[inference]\ndeterministic = true")
+        (folder / "run.toml").write_text(long + 'import_path = "lots.Lots"' + RESUMABLE)
+        (folder / "stopping.toml").write_text(text + 'import_path = "stopping.Stopping"\n')
+        (folder / "impatient.toml").write_text(
+            text + 'import_path = "impatient.Impatient"\n[warm_start]\nsteps = 2\nconversations = 20\n'
+        )
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def unstopped(place: Path) -> Path:
+    """What the stopped ones must come to."""
+    assert main(["rl", "run.toml", "--run-dir", "unstopped"]) == 0
+    return place / "unstopped"
+
+
+@contextlib.contextmanager
+def process(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`verbatim ...` in a process of its own, which does not outlive the block."""
+    running = subprocess.Popen(
+        [sys.executable, "-m", "verbatim.cli", *arguments], cwd=place, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def wait_for_step(running: subprocess.Popen[str], metrics: Path, step: int, seconds: float = 90) -> None:
+    """Until the metrics have the line of this step."""
+    until = time.monotonic() + seconds
+    while not (metrics.exists() and f'{{"step": {step}, "kind": "train"' in metrics.read_text()):
+        assert running.poll() is None, f"ended with {running.returncode}: {running.communicate()}"
+        assert time.monotonic() < until, f"no step {step} within {seconds} s"
+        time.sleep(0.01)
+
+
+def command_to_go_on(printed: str) -> list[str]:
+    """The arguments of the one command that a run says it can be continued with."""
+    (line,) = [line for line in printed.splitlines() if "to go on:" in line]
+    command = shlex.split(line.partition("to go on:")[2])
+    assert command[0] == "verbatim"
+    assert "--resume" in command
+    return command[1:]
+
+
+def assert_same_run(resumed: Path, unstopped: Path) -> None:
+    """The same weights to the bit, and every step and trajectory once."""
+    for name in ("final/model.safetensors", f"checkpoints/step_{LONG:06d}/trainer/optimizer.safetensors"):
+        assert (resumed / name).read_bytes() == (unstopped / name).read_bytes()
+    assert [line["step"] for line in train_lines(resumed)] == list(range(1, LONG + 1))
+    mine, theirs = trajectory_lines(resumed), trajectory_lines(unstopped)
+    said = [[turn["completion_ids"] for turn in t["turns"]] for t in mine]
+    assert said == [[turn["completion_ids"] for turn in t["turns"]] for t in theirs]
+    assert [t["trajectory_id"] for t in mine] == [t["trajectory_id"] for t in theirs]
+    assert_ledger_adds_up(resumed)
+    assert read_json(resumed / "summary.json")["steps"] == LONG
+
+
+@pytest.mark.slow
+def test_the_unstopped_run_learns_something(unstopped: Path, model: Path):
+    """Otherwise the tests below would compare weights that nothing ever changed."""
+    assert (unstopped / "final" / "model.safetensors").read_bytes() != (model / "model.safetensors").read_bytes()
+    assert all(line["metrics"]["grad_norm"] > 0 for line in train_lines(unstopped))
+
+
+@pytest.mark.slow
+def test_a_run_stopped_by_ctrl_c_ends_with_the_weights_of_an_unstopped_one(place: Path, unstopped: Path):
+    with process(place, "rl", "run.toml", "--run-dir", "stopped") as running:
+        wait_for_step(running, place / "stopped" / "metrics.jsonl", 1)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "Traceback" not in out + err
+    done = len(train_lines(place / "stopped"))
+    assert 1 <= done < LONG
+    assert (place / "stopped" / "checkpoints" / f"step_{done:06d}" / "manifest.json").is_file()
+    assert not (place / "stopped" / "final").exists()
+    assert main(command_to_go_on(out)) == 0
+    assert_same_run(place / "stopped", unstopped)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_ends_with_the_weights_of_an_unstopped_one(place: Path, unstopped: Path):
+    """Killed after its third step, with a checkpoint after the second: the third is trained again."""
+    with process(place, "rl", "run.toml", "--run-dir", "killed") as running:
+        wait_for_step(running, place / "killed" / "metrics.jsonl", 3)
+        running.kill()
+        assert running.wait(timeout=60) == -signal.SIGKILL
+    assert len(train_lines(place / "killed")) < LONG
+    assert main(["rl", "run.toml", "--run-dir", "killed", "--resume"]) == 0
+    assert_same_run(place / "killed", unstopped)
+
+
+def test_the_command_that_a_stopped_run_prints_continues_the_same_run(place: Path, capsys):
+    """Options that were typed are part of the run: without them the printed command would continue another one."""
+    typed = ["rl", "stopping.toml", "--run-dir", "typed", "--max-steps", "5", "--trainer.optim.lr", "0.003"]
+    assert main(typed) == 130
+    again = command_to_go_on(capsys.readouterr().out)
+    before = (place / "typed" / "config.toml").read_text()
+    assert len(train_lines(place / "typed")) < 5
+    assert main(again) == 0
+    assert [line["step"] for line in train_lines(place / "typed")] == [1, 2, 3, 4, 5]
+    assert "stopping: what it came to" in capsys.readouterr().out
+    assert (place / "typed" / "config.toml").read_text() == before
+    assert_ledger_adds_up(place / "typed")
+
+
+def test_ctrl_c_while_the_model_is_prepared_ends_a_run_that_can_be_continued(place: Path, capsys):
+    assert main(["rl", "impatient.toml", "--run-dir", "impatient"]) == 130
+    said = capsys.readouterr()
+    assert "Traceback" not in said.out + said.err
+    assert not (place / "impatient" / "metrics.jsonl").exists()
+    assert main(command_to_go_on(said.out)) == 0
+    assert [line["step"] for line in train_lines(place / "impatient")] == [1, 2]
+    assert_ledger_adds_up(place / "impatient")

@@ -1,0 +1,142 @@
+"""Runs that take a second: a model of some twenty thousand weights, a one-turn environment, a folder to run them in."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verbatim.config.schema import BuildConfig
+
+LOTS = '''
+import asyncio
+
+from verbatim import Example
+from verbatim.environments import Episode
+
+
+class Lot(Episode):
+    """Hears one thing; earns something between 0 and 1 by its seed, whatever it says: every group has a gradient."""
+
+    messages = ({"role": "user", "content": "go"},)
+
+    def __init__(self, seed):
+        self.reward = seed % 100 / 100
+
+    async def score(self, trajectory):
+        return self.reward
+
+
+class Lots:
+    """`delay` seconds before each episode, so that a test can stop a run between two steps."""
+
+    def __init__(self, delay: float = 0.0):
+        self.delay = delay
+
+    def examples(self, split):
+        return [Example(id=f"lot-{n}") for n in range(5)]
+
+    async def start(self, example, seed):
+        await asyncio.sleep(self.delay)
+        return Lot(seed)
+'''
+
+TOML = """\
+max_steps = 2
+[model]
+name = "{model}"
+[orchestrator]
+batch_size = 8
+group_size = 4
+seq_len = 384
+max_async_level = 0
+sampling = {{ max_tokens = 8 }}
+[trainer.optim]
+lr = 1e-2
+[inference]
+max_batch_size = 8
+[[orchestrator.train.env]]
+"""
+
+SIZES = BuildConfig(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=512, context_length=384
+)
+
+
+def build_tiny_model(folder: Path) -> Path:
+    """Random weights, and a tokenizer that knows how guess_number is written."""
+    from verbatim.environments.guess_number import GuessNumber
+    from verbatim.models.build import build_model, chat_text
+
+    texts = [chat_text(shown.messages, shown.tools) for shown in GuessNumber().demonstrations(100, seed=0)]
+    build_model(folder, SIZES, texts, seed=0)
+    return folder
+
+
+@contextlib.contextmanager
+def workplace(folder: Path, modules: Mapping[str, str]) -> Iterator[Path]:
+    """Work in a folder that holds these modules; what was imported from it is forgotten afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, source in modules.items():
+        (folder / f"{name}.py").write_text(source)
+        sys.modules.pop(name, None)
+    path = list(sys.path)
+    try:
+        with contextlib.chdir(folder):
+            yield folder
+    finally:
+        sys.path[:] = path
+        for name in modules:
+            sys.modules.pop(name, None)
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Everything in a folder: digest of each file, target of each link, "folder" for a folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if "__pycache__" in name:
+            continue
+        if path.is_symlink():
+            found[name] = f"-> {os.readlink(path)}"
+        else:
+            found[name] = "folder" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Every line of a JSONL file; a torn one is an error."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train_lines(run: Path) -> list[dict[str, Any]]:
+    """The steps of a run's metrics."""
+    return [line for line in lines(run / "metrics.jsonl") if line["kind"] == "train"]
+
+
+def trajectory_lines(run: Path) -> list[dict[str, Any]]:
+    """The training trajectories of a run, as they stand in the file."""
+    return [line["trajectory"] for line in lines(run / "trajectories.jsonl")]
+
+
+def num_sampled(trajectory: Mapping[str, Any]) -> int:
+    """Sampled tokens of a trajectory, counted in the file."""
+    return sum(len(turn["completion_ids"]) for turn in trajectory["turns"])
+
+
+def assert_ledger_adds_up(run: Path) -> dict[str, Any]:
+    """The ledger's last line against the trajectories in the file; returns that line's metrics.
+
+    Tokens that a stop or a killed process threw away are in no trajectory, and are booked as cancelled.
+    """
+    last: dict[str, Any] = train_lines(run)[-1]["metrics"]
+    dropped = {name: n for name, n in last.items() if name.startswith("ledger/dropped/")}
+    assert last["ledger/sampled"] == last["ledger/trained"] + last["ledger/pending"] + sum(dropped.values())
+    in_file = sum(map(num_sampled, trajectory_lines(run)))
+    assert last["ledger/sampled"] == in_file + dropped.get("ledger/dropped/cancelled", 0) + last["ledger/pending"]
+    return last

@@ -1,0 +1,51 @@
+"""The recipes run, and are short enough to be read."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from verbatim.cli.main import main
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+STEP_LINE = re.compile(r"step +(\d+)  reward (\d\.\d+)  trained tokens +(\d+)  grad norm (\d+\.\d+)")
+
+
+def load_minimal_rl() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("minimal_rl", RECIPES / "minimal_rl.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("name", "most"), [("minimal_rl.py", 250), ("guess_number.toml", 40)])
+def test_a_recipe_is_short(name: str, most: int):
+    assert len((RECIPES / name).read_text().splitlines()) <= most
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+def test_config_accepts_the_recipe_and_prints_what_it_says(file: Path, capsys):
+    assert main(["config", str(file)]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    said = tomllib.loads(file.read_text())
+    assert printed["max_steps"] == said["max_steps"]
+    assert printed["orchestrator"]["train"]["env"][0]["id"] == said["orchestrator"]["train"]["env"][0]["id"]
+    assert printed["trainer"]["optim"]["lr"] == said["trainer"]["optim"]["lr"]
+
+
+@pytest.mark.slow
+def test_the_minimal_loop_trains(capsys):
+    """30 supervised steps are enough for some games to be won and some to be lost, so that there is a gradient."""
+    reward = load_minimal_rl().main(["--steps", "2", "--warm-start-steps", "30", "--groups", "2"])
+    steps = STEP_LINE.findall(capsys.readouterr().out)
+    assert [int(number) for number, *_ in steps] == [1, 2]
+    assert 0 <= reward <= 1
+    assert float(steps[-1][1]) == pytest.approx(reward, abs=5e-4)
+    assert any(int(trained) > 0 and float(norm) > 0 for _, _, trained, norm in steps)

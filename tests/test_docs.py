@@ -1,0 +1,201 @@
+"""What the documentation shows works as it stands there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
+from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, trajectory_lines, workplace
+from verbatim import Trajectory
+from verbatim.cli.main import main
+from verbatim.cli.tables import component_tables
+from verbatim.config import load_config
+from verbatim.environments.resolve import create_environment
+from verbatim.inference import SamplingParams
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced block."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    before: str
+    """What the page says above it."""
+
+    @property
+    def module(self) -> str | None:
+        """The module it is saved as, by its first comment or by the words above it."""
+        comment = re.match(r"# (\w+)\.py\n", self.text)
+        words = re.search(r"Save this as `(\w+)\.py`:\s*$", self.before)
+        found = comment or words
+        return found[1] if found else None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def snippets(language: str, *pages: Path) -> list[Snippet]:
+    found = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for block in FENCE.finditer(text):
+            if block[1] == language:
+                line = text.count("\n", 0, block.start()) + 1
+                found.append(Snippet(page.name, line, language, block[2], text[: block.start()]))
+    return found
+
+
+PYTHON = snippets("python", ROOT / "README.md", ROOT / "docs" / "extending.md")
+MODULES = {snippet.module: snippet.text for snippet in PYTHON if snippet.module}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A folder with every module that the documentation tells a reader to write; the current directory."""
+    with workplace(tmp_path, {**MODULES, "lots": LOTS}) as folder:
+        yield folder
+
+
+def test_the_documentation_shows_how_to_write_each_kind_of_plug_in():
+    assert set(MODULES) >= {"sums", "my_losses", "my_advantages", "my_filters"}
+
+
+@pytest.mark.parametrize("snippet", PYTHON, ids=str)
+def test_a_python_snippet_says_its_file_and_can_be_imported(snippet: Snippet, place: Path, monkeypatch):
+    assert snippet.module is not None
+    monkeypatch.syspath_prepend(place)
+    module = importlib.import_module(snippet.module)
+    assert Path(module.__file__) == place / f"{snippet.module}.py"
+
+
+@pytest.mark.parametrize("snippet", snippets("toml", *PAGES), ids=str)
+def test_a_toml_snippet_is_toml(snippet: Snippet):
+    assert tomllib.loads(snippet.text)
+
+
+def toml_about(word: str) -> str:
+    (snippet,) = [s for s in snippets("toml", *PAGES) if word in s.text]
+    return snippet.text
+
+
+# ---- the environment
+
+
+def play(*completions: list[int]) -> Trajectory:
+    """One scripted episode of the README's first example, 0 + 0."""
+    environment = create_environment("sums.Sums")
+    left = list(completions)
+    setup = RolloutSetup(
+        env="sums", environment=environment, renderer=ByteRenderer(),
+        sampler=ScriptedSampler(script=lambda request: left.pop(0), vocab_size=VOCAB_SIZE, context_length=1000),
+        params=SamplingParams(), limits=EpisodeLimits(), slots=asyncio.Semaphore(1),
+    )  # fmt: skip
+    example = next(e for e in environment.examples("train") if e.payload == {"a": 7, "b": 8})
+    group = asyncio.run(GroupRun(setup, example, index=0, size=1, run_seed=0).run())
+    assert not left
+    (trajectory,) = group.trajectories
+    assert trajectory.error is None
+    return trajectory
+
+
+def test_the_readmes_environment_rewards_the_right_sum(place: Path):
+    trajectory = play(call("submit", result=15))
+    assert trajectory.reward == 1.0
+    assert trajectory.messages[0]["content"] == "What is 7 + 8? Call submit."
+    assert trajectory.messages[-1]["content"] == "right"
+
+
+def test_the_readmes_environment_does_not_reward_a_wrong_one(place: Path):
+    trajectory = play(call("submit", result=16))
+    assert trajectory.reward == 0.0
+    assert trajectory.messages[-1]["content"] == "wrong"
+
+
+def test_the_readmes_environment_does_not_reward_talk(place: Path):
+    assert play(say("fifteen")).reward == 0.0
+
+
+def test_the_readmes_environment_is_accepted_by_the_table_beside_it(place: Path):
+    (place / "run.toml").write_text('[model]\nname = "some/model"\n' + toml_about("sums.Sums"))
+    config = load_config("run.toml", tables=component_tables())
+    assert config.orchestrator.train.env[0].label == "sums.Sums"
+
+
+# ---- the plug-ins
+
+
+def plug_ins() -> str:
+    return "\n".join(toml_about(word) for word in ("my_losses", "my_advantages", "my_filters"))
+
+
+def test_the_plug_ins_are_accepted_with_the_tables_beside_them(place: Path):
+    (place / "run.toml").write_text(
+        '[model]\nname = "some/model"\n[[orchestrator.train.env]]\nid = "guess_number"\n' + plug_ins()
+    )
+    config = load_config("run.toml", tables=component_tables())
+    assert config.trainer.loss.knobs == {"clip_eps": 0.2}
+    assert config.orchestrator.advantage.import_path == "my_advantages.normalized_advantage"
+    assert config.orchestrator.filters[0].knobs == {"limit": 6, "action": "monitor"}
+
+
+@pytest.mark.parametrize(
+    ("override", "explained"),
+    [
+        (["--trainer.loss.kwargs", "{clip_esp = 0.1}"], 'unknown knob "clip_esp"; did you mean "clip_eps"?'),
+        (["--orchestrator.filters.0.kwargs", "{limit = 'six'}"], "limit"),
+    ],
+)
+def test_a_misspelt_knob_of_a_plug_in_fails_when_the_configuration_is_loaded(
+    place: Path, capsys, override: list[str], explained: str
+):
+    (place / "run.toml").write_text(
+        '[model]\nname = "some/model"\n[[orchestrator.train.env]]\nid = "guess_number"\n' + plug_ins()
+    )
+    assert main(["config", "run.toml", *override]) == 2
+    assert explained in capsys.readouterr().err
+
+
+def test_the_plug_ins_train(place: Path, tmp_path_factory):
+    """A limit of 0 turns flags all 8 rollouts of a step; the advantages of a group have mean 0 and deviation 1."""
+    model = build_tiny_model(tmp_path_factory.mktemp("docs") / "model")
+    (place / "run.toml").write_text(TOML.format(model=model) + 'import_path = "lots.Lots"\n' + plug_ins())
+    with contextlib.redirect_stdout(None):
+        status = main(["rl", "run.toml", "--run-dir", "run", "--orchestrator.filters.0.kwargs.limit", "0"])
+    assert status == 0
+    steps = [line["metrics"] for line in train_lines(place / "run")]
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["filters/custom/flagged"] == 8
+        assert metrics["filters/custom/dropped"] == 0
+        assert metrics["clip_frac"] == 0  # on-policy: no ratio is far from 1
+        assert metrics["grad_norm"] > 0
+    # Nothing is dropped: the list of filters replaces the default one.
+    assert steps[-1]["ledger/trained"] == steps[-1]["ledger/sampled"] > 0
+    groups: dict[str, list[dict]] = {}
+    for trajectory in trajectory_lines(place / "run"):
+        groups.setdefault(trajectory["group_id"], []).append(trajectory)
+    assert len(groups) == 4
+    for group in groups.values():
+        advantages = [t["advantage"] for t in group]
+        assert sum(advantages) == pytest.approx(0, abs=1e-6)
+        assert sum(a * a for a in advantages) == pytest.approx(len(group), rel=1e-5)
+        by_reward = sorted(group, key=lambda t: t["reward"])
+        assert [t["advantage"] for t in by_reward] == sorted(advantages)
