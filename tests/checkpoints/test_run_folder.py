@@ -127,6 +127,7 @@ sys.stdin.read()
 def test_a_folder_in_use_names_the_process_and_a_killed_one_holds_nothing(tmp_path: Path, root: Path):
     config = config_of(tmp_path)
     folder = RunFolder.create(config, name="guess", now=NOON, root=root)
+    folder.link_latest()
     folder.close()
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

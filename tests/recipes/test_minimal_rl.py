@@ -49,3 +49,9 @@ def test_the_minimal_loop_trains(capsys):
     assert 0 <= reward <= 1
     assert float(steps[-1][1]) == pytest.approx(reward, abs=5e-4)
     assert any(int(trained) > 0 and float(norm) > 0 for _, _, trained, norm in steps)
+
+
+def test_the_recipe_in_the_readme_is_the_recipe():
+    root = Path(__file__).parents[2]
+    recipe = (root / "recipes" / "guess_number.toml").read_text().strip()
+    assert f"```toml\n{recipe}\n```" in (root / "README.md").read_text()

@@ -45,7 +45,7 @@ class Counter(Episode):
     async def score(self, trajectory):
         if "score" in self.faults:
             value = self.faults["score"]
-            if isinstance(value, Exception):
+            if isinstance(value, BaseException):
                 raise value
             return value
         return float(self.total)
