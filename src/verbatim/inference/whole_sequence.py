@@ -5,30 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 
 _LOGITS_CHUNK = 1024
 """Positions whose vocabulary-sized logits exist at one time."""
-
-
-class WholeSequencePlan:
-    """One causal sequence, with a sliding window where a layer has one."""
-
-    def attend(
-        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:  # fmt: skip
-        """The attention output, [1, T, H, D]."""
-        length = query_BHTD.shape[2]
-        mask = None
-        if sliding_window is not None and sliding_window < length:
-            at = torch.arange(length, device=query_BHTD.device)
-            back = at[:, None] - at
-            mask = (back >= 0) & (back < sliding_window)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query_BHTD, key_BKTD, value_BKTD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2)
 
 
 @torch.inference_mode()

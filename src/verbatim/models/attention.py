@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -29,6 +30,26 @@ class AttentionPlan(Protocol):
         sliding_window: int | None,
     ) -> Tensor:
         """The attention output, [B, T, H, D]."""
+
+
+class WholeSequencePlan:
+    """One causal sequence, with a sliding window where a layer has one."""
+
+    def attend(
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:  # fmt: skip
+        """The attention output, [1, T, H, D]."""
+        length = query_BHTD.shape[2]
+        mask = None
+        if sliding_window is not None and sliding_window < length:
+            at = torch.arange(length, device=query_BHTD.device)
+            back = at[:, None] - at
+            mask = (back >= 0) & (back < sliding_window)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query_BHTD, key_BKTD, value_BKTD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)
 
 
 def _attend(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
-from verbatim.models.attention import AttentionPlan
+from verbatim.models.attention import AttentionPlan, WholeSequencePlan
 
 
 class CausalLM:
@@ -62,7 +62,7 @@ class CausalLM:
     def _check_head(self) -> None:
         """Some models do more after the last hidden state than the head: refuse what is not known to be the same."""
         probe = torch.arange(4, device=self.device) % self.vocab_size
-        plan = _WholeSequence()
+        plan = WholeSequencePlan()
         positions = torch.arange(4, device=self.device)
         ours = self.logits(self.hidden(probe, positions, plan))
         theirs = self.model(input_ids=probe[None], position_ids=positions[None], use_cache=False,
@@ -72,16 +72,3 @@ class CausalLM:
                 f"{type(self.model).__name__} computes its logits by more than its output head; Verbatim would train "
                 "another distribution than the one that is sampled, so it refuses this architecture"
             )
-
-
-class _WholeSequence:
-    """One causal sequence: the plan of the probe."""
-
-    def attend(
-        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:  # fmt: skip
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query_BHTD, key_BKTD, value_BKTD, is_causal=True, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2)
