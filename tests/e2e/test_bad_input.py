@@ -261,7 +261,7 @@ def test_a_model_folder_without_weights_is_refused(typed, place: Path, model: Pa
     (place / "hollow" / "model.safetensors").unlink()
     status, said = typed("--model.name", "hollow")
     assert status == 2
-    assert "model 'hollow' cannot be loaded as a causal language model" in said
+    assert "model folder 'hollow' has no *.safetensors" in said
 
 
 # ---- a folder that holds a run
