@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train. 0 when all steps were taken, 130 when Ctrl-C ended it (with a checkpoint)."""
+    """Train. 0 when all steps were taken, 130 when Ctrl-C ended it; then it says how to go on."""
     started = time.monotonic()
     console = RichConsole(highlight=False)
     logging.basicConfig(

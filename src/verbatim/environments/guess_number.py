@@ -49,7 +49,8 @@ class GuessNumber:
         return Game(self, int(example.payload["secret"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Games of a player who knows how to talk, but hardly how to win (about 2 in 5)."""
+        """Games of a player who talks well and heeds every reply, but wins only half of the time: it tries an end of
+        what is still possible, or any number in it, and rarely the middle."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 

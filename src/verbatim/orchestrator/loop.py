@@ -254,3 +254,4 @@ class Orchestrator:
         self._ledger.load_state_dict(state["ledger"])
         self._ledger.drop({"cancelled": state["pending_tokens"]})
         self._ledger.check(pending=0)
+        self._sampled_before = self._ledger.sampled
