@@ -118,7 +118,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from verbatim.checkpoints.lock import FolderLock
-lock = FolderLock(Path(sys.argv[1]))
+lock = FolderLock(Path(sys.argv[1]), "orchestrator.lock")
 print("locked", flush=True)
 sys.stdin.read()
 """

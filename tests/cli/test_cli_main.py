@@ -98,7 +98,7 @@ def test_help_lists_every_command(capsys):
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     for name, (_, about) in COMMANDS.items():
-        assert f"{name} " in printed
+        assert f"\n    {name}" in printed
         assert about in printed
 
 

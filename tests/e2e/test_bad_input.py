@@ -328,16 +328,9 @@ def test_a_disk_that_is_full_at_the_first_checkpoint_stops_the_run_which_can_be_
     assert_ledger_adds_up(place / "mine")
 
 
-@pytest.mark.parametrize(
-    ("interval", "refused", "steps_done"),
-    [
-        # The third batch starts before the second checkpoint is written, which is then what fails.
-        pytest.param(1, "checkpoint mine/checkpoints/step_000002 could not be written", [1, 2], id="checkpoint"),
-        pytest.param(100, "mine/weights", [1, 2], id="published weights"),
-    ],
-)
+@pytest.mark.parametrize("interval", [1, 100])
 def test_a_disk_that_fills_up_in_the_middle_of_a_run_loses_nothing_that_was_written(
-    typed, place: Path, interval: int, refused: str, steps_done: list[int]
+    typed, place: Path, interval: int
 ):
     """16 episodes are two batches; no file may be large from the 17th on."""
     run = [
@@ -347,12 +340,13 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_loses_nothing_that_was_writ
     with disk_that_fills_up():
         status, said = typed(*run, f"{{after = 17, limit = {ALL_BUT_WEIGHTS}}}")
     assert status in (1, 2)
-    assert refused in said
+    assert "what was trained on batch 2 could not be written" in said
+    assert "mine/weights" in said
     assert "File too large" in said
     assert "--resume" in said
     unfinished = [name for name in snapshot(place) if "partial" in name or ".writing" in name or name.endswith(".tmp")]
     assert not unfinished
-    assert [line["step"] for line in train_lines(place / "mine")] == steps_done
+    assert [line["step"] for line in train_lines(place / "mine")] == [1, 2]
 
     assert typed(*run, f"{{after = 1000, limit = {ALL_BUT_WEIGHTS}}}", "--resume")[0] == 0
     assert [line["step"] for line in train_lines(place / "mine")] == [1, 2, 3, 4]

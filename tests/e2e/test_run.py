@@ -93,7 +93,7 @@ def test_the_run_folder_holds_what_the_documentation_lists(finished: Finished):
     assert {"config.toml", "metrics.jsonl", "trajectories.jsonl", "final/"} <= set(listed)
     assert [name for name in listed if not (finished.folder / name).exists()] == []
     undocumented = {p.name for p in finished.folder.iterdir()} - {name.rstrip("/") for name in listed}
-    assert undocumented <= {"lock", "warm_start"}
+    assert undocumented <= {"orchestrator.lock", "trainer.lock", "warm_start"}
 
 
 def test_the_stored_configuration_is_the_one_that_was_run(finished: Finished):

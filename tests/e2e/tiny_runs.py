@@ -56,6 +56,8 @@ group_size = 4
 seq_len = 384
 max_async_level = 0
 sampling = {{ max_tokens = 8 }}
+[trainer]
+separate_process = false
 [trainer.optim]
 lr = 1e-2
 [inference]

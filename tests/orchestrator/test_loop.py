@@ -57,14 +57,20 @@ class FakeTrainer:
     def __init__(self, tmp_path, delay=0.0, loses=0):
         self.tmp_path, self.delay, self.loses, self.batches = tmp_path, delay, loses, []
 
-    async def train(self, samples, version):
+    async def train(self, samples, version, *, checkpoint=False):
         await asyncio.sleep(self.delay)
         self.batches.append(samples)
         trained = sum(s.num_trained_tokens for s in samples) - self.loses
-        return StepReport(version=version, weights=self.tmp_path, num_trained_tokens=trained, metrics={"loss": 0.0})
+        state = self.tmp_path if checkpoint else None
+        return StepReport(
+            version=version, weights=self.tmp_path, num_trained_tokens=trained, metrics={"loss": 0.0}, state=state
+        )
 
-    async def save(self, folder):
+    async def save(self, folder, version):
         pass
+
+    async def watch(self):
+        await asyncio.Event().wait()
 
     async def close(self):
         pass
@@ -80,7 +86,7 @@ class Notes:
     def on_eval(self, step, evaluation):
         self.evals.append((step, evaluation))
 
-    async def save(self, step, trainer, state):
+    async def save(self, step, trainer, state, trainer_state=None):
         self.saved[step] = json.loads(json.dumps(state))
 
 

@@ -1,35 +1,49 @@
-"""One process per folder: a lock that the system releases when the process ends, however it ends."""
+"""One process of each kind per folder: locks that the system releases when the process ends, however it ends."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from verbatim.errors import UsageError
 
 
 class FolderLock:
-    """Holds `lock` in a folder, with the id of this process in it for people to read.
+    """Holds a lock file in a folder, with the id of this process in it for people to read.
+
+    Args:
+        folder: An existing folder.
+        name: The file: one for each kind of process.
+        patience: Seconds to wait for a process that is about to end.
 
     Raises:
         UsageError: another process holds it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "lock"
+    def __init__(self, folder: Path, name: str, *, patience: float = 0.0) -> None:
+        self.path = folder / name
         self._file = self.path.open("a+", encoding="ascii")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "unknown"
-            self._file.close()
-            raise UsageError(f"{folder} is in use by process {holder}; wait for it to end, stop it, or choose another "
-                             "folder with --run-dir FOLDER") from None  # fmt: skip
+        until = time.monotonic() + patience
+        while not self._try():
+            if time.monotonic() >= until:
+                self._file.seek(0)
+                holder = self._file.read().strip() or "unknown"
+                self._file.close()
+                raise UsageError(f"{folder} is in use by process {holder}; wait for it to end, stop it, or choose "
+                                 "another folder with --run-dir FOLDER") from None  # fmt: skip
+            time.sleep(0.05)
         self._file.truncate(0)
         self._file.write(f"{os.getpid()}\n")
         self._file.flush()
+
+    def _try(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def release(self) -> None:
         """Let others in. The file stays: removing it would let two processes lock two files of one name."""

@@ -3,7 +3,7 @@
 ```
 runs/guess_number/latest -> 20260131-142501
 runs/guess_number/20260131-142501/
-    config.toml  metrics.jsonl  trajectories.jsonl  learning_curve.png  checkpoints/  lock
+    config.toml  metrics.jsonl  trajectories.jsonl  learning_curve.png  checkpoints/  weights/  exchange/  logs/
 ```
 """
 
@@ -33,8 +33,15 @@ LATEST = "latest"
 CONFIG = "config.toml"
 
 
+ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
+"""The processes of a run: each has its lock, `orchestrator.lock`, and its log, `logs/orchestrator.log`."""
+
+_LEAVING = 10.0
+"""Seconds that a process of a killed run may take to notice that it is alone, and end."""
+
+
 class RunFolder:
-    """A run's folder, locked for this process until `close`. Made by `create` or `resume`."""
+    """A run's folder, locked for one kind of process until `close`. Made by `create`, `resume` or `join`."""
 
     def __init__(self, path: Path, lock: FolderLock) -> None:
         self.path = path
@@ -56,13 +63,15 @@ class RunFolder:
             _make_writable(path)
         else:
             path = _make_stamped(root / name, now)
-        folder = cls(path, FolderLock(path))
+        folder = cls(path, _lock(path, ORCHESTRATOR))
         folder._write_config(config)
         folder._stamped = config.run_dir is None
         return folder
 
     @classmethod
-    def resume(cls, config: RunConfig, *, name: str, folder: Path | None = None, root: Path = RUNS) -> RunFolder:
+    def resume(
+        cls, config: RunConfig, *, name: str, folder: Path | None = None, root: Path = RUNS, role: str = ORCHESTRATOR
+    ) -> RunFolder:
         """The folder of a run to continue: the given one, `config.run_dir`, or the latest of this name.
 
         What changed in the configuration since is logged, and stored.
@@ -77,7 +86,7 @@ class RunFolder:
                              "--resume FOLDER, or leave --resume out to start a new run")  # fmt: skip
         path = path.resolve() if path.is_symlink() else path
         _make_writable(path)
-        found = cls(path, FolderLock(path))
+        found = cls(path, _lock(path, role))
         try:
             found._compare_config(config)
             found._write_config(config)
@@ -85,6 +94,42 @@ class RunFolder:
             found.close()
             raise
         return found
+
+    @classmethod
+    def join(cls, config: RunConfig, *, role: str) -> RunFolder:
+        """The explicit folder of a run whose processes are started one by one: the first one makes it.
+
+        Raises:
+            UsageError: no `run_dir`, a run that has checkpoints, or another configuration than the other process's.
+        """
+        path = config.run_dir
+        if path is None:
+            raise UsageError(f"both processes of a run meet in its folder; give it: --run-dir FOLDER, the same for "
+                             f"`verbatim {ORCHESTRATOR}` and `verbatim {TRAINER}`")  # fmt: skip
+        _make_writable(path)
+        found = cls(path, _lock(path, role))
+        try:
+            found._agree_on_config(config)
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    @property
+    def weights(self) -> Path:
+        """For published weights."""
+        return self.path / "weights"
+
+    @property
+    def exchange(self) -> Path:
+        """Where the two processes of the run meet."""
+        return self.path / "exchange"
+
+    def log(self, role: str) -> Path:
+        """The log file of a process; its folder is made."""
+        folder = self.path / "logs"
+        folder.mkdir(exist_ok=True)
+        return folder / f"{role}.log"
 
     @property
     def checkpoints(self) -> Path:
@@ -129,19 +174,43 @@ class RunFolder:
         sync(temporary)
         os.replace(temporary, self.path / CONFIG)
 
-    def _compare_config(self, config: RunConfig) -> None:
+    def _agree_on_config(self, config: RunConfig) -> None:
+        """Store the configuration, or find that the other process stored the same one."""
+        if self.checkpoints.is_dir() and any(self.checkpoints.glob("step_*")):
+            raise UsageError(f"{self.path} already holds a run; add --resume to continue it, or choose another folder "
+                             "with --run-dir FOLDER")  # fmt: skip
+        temporary = self.path / f".{CONFIG}.{os.getpid()}"
+        temporary.write_text(dump_config(config), encoding="utf-8")
+        try:
+            os.link(temporary, self.path / CONFIG)
+        except FileExistsError:
+            if changes := self._changes(config):
+                raise UsageError(f"the other process of the run in {self.path} has another configuration; stored -> "
+                                 f"given: {'; '.join(changes)}. Give both the same file and options, or choose another "
+                                 "folder with --run-dir FOLDER") from None  # fmt: skip
+        finally:
+            temporary.unlink()
+
+    def _changes(self, config: RunConfig) -> list[str]:
         stored = _flatten(tomllib.loads((self.path / CONFIG).read_text(encoding="utf-8")))
         current = _flatten(tomllib.loads(dump_config(config)))
-        changes = [
+        return [
             f"{key}: {stored.get(key, 'not set')!r} -> {current.get(key, 'not set')!r}"
-            for key in sorted({*stored, *current})
+            for key in sorted({*stored, *current} - {"run_dir"})  # where it is says nothing about what it is
             if stored.get(key) != current.get(key)
         ]
+
+    def _compare_config(self, config: RunConfig) -> None:
+        changes = self._changes(config)
         if of_model := [change for change in changes if change.startswith("model.")]:
             raise CheckpointError(f"the run in {self.path} trained another model ({'; '.join(of_model)}); restore "
                                   "[model], or start a new run without --resume")  # fmt: skip
         for change in changes:
             logger.warning("the configuration changed since this run started: %s", change)
+
+
+def _lock(path: Path, role: str) -> FolderLock:
+    return FolderLock(path, f"{role}.lock", patience=_LEAVING if role == TRAINER else 0.0)
 
 
 def holds_run(path: Path) -> bool:

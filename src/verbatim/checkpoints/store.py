@@ -81,14 +81,21 @@ class CheckpointStore:
             _put_in_place(temporary, final)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(
-                f"checkpoint {final} could not be written: {error.strerror or error} "
-                f"({error.filename or temporary}); the checkpoints before it are untouched"
-            ) from error
+            raise self.refused(step, error) from error
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         self._retire(just_written=step)
+
+    def refused(self, step: int, error: Exception) -> CheckpointError:
+        """The error that says that the checkpoint of this step could not be written."""
+        why = f"{error.strerror or error} ({error.filename or self.folder})" if isinstance(error, OSError) else error
+        return CheckpointError(f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
+                               "checkpoints before it are untouched")  # fmt: skip
+
+    def at(self, step: int) -> Checkpoint:
+        """The checkpoint of this step, unverified."""
+        return Checkpoint(step=step, folder=self.folder / f"step_{step:06d}")
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, damaged ones included, oldest first."""

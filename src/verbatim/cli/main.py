@@ -15,10 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from verbatim import __version__
+from verbatim.cli import exit_status
 from verbatim.errors import UsageError, VerbatimError
 
 COMMANDS = {
     "rl": ("verbatim.cli.rl_command", "train a model by reinforcement learning"),
+    "orchestrator": ("verbatim.cli.orchestrator_command", "only the rollouts of a run, with a trainer elsewhere"),
+    "trainer": ("verbatim.cli.trainer_command", "only the trainer of a run"),
     "sft": ("verbatim.cli.sft_command", "train a model on conversations"),
     "eval": ("verbatim.cli.eval_command", "measure a model on environments"),
     "config": ("verbatim.cli.config_command", "print the resolved configuration, and check it"),
@@ -29,10 +32,6 @@ OVERRIDES_HELP = (
     "every key of FILE is also an option: --orchestrator.batch-size 64, --trainer.optim.lr=1e-4, "
     "--orchestrator.train.env.0.max-turns 4; null unsets a key"
 )
-
-EXIT_USAGE = 2
-EXIT_STOPPED = 1
-EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,17 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except UsageError as error:
         _complain("error", str(error))
-        return EXIT_USAGE
+        return exit_status.USAGE
     except VerbatimError as error:
         _complain("stopped", str(error))
-        return EXIT_STOPPED
+        return exit_status.STOPPED
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         _complain("stopped", f"{error.strerror or error}{where}")
-        return EXIT_STOPPED
+        return exit_status.STOPPED
     except KeyboardInterrupt:
         _complain("interrupted", "Ctrl-C")
-        return EXIT_INTERRUPTED
+        return exit_status.INTERRUPTED
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import shlex
 import shutil
 import signal
@@ -13,20 +12,20 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as RichConsole
-from rich.logging import RichHandler
 from rich.table import Table
 
-from verbatim.checkpoints import Checkpoint, CheckpointStore, RunFolder, read_json
+from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder, read_json
+from verbatim.cli import exit_status
+from verbatim.cli.logs import log_to_console, log_to_file
 from verbatim.cli.run_log import RunLog
 from verbatim.cli.session import (
     Environments,
     check_environments,
     make_dispatcher,
     make_environments,
-    make_loss,
     make_rules,
     make_sampler,
     make_setups,
@@ -34,6 +33,9 @@ from verbatim.cli.session import (
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from verbatim.cli.trainer_process import TrainerSide
 
 RESUME_LATEST = "latest"
 
@@ -50,15 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
     """Train. 0 when all steps were taken, 130 when Ctrl-C ended it; then it says how to go on."""
     started = time.monotonic()
     console = RichConsole(highlight=False)
-    logging.basicConfig(
-        level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
-    )
-    for noisy in ("httpx", "transformers", "matplotlib"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    log_to_console(console)
     config = load_config(args.file, args.overrides, component_tables())
     environments = make_environments(config)
     check_environments(config, environments)
@@ -66,23 +64,31 @@ def run(args: argparse.Namespace) -> int:
     _check_model(config)
     name = config.name or args.file.stem
     config = config.model_copy(update={"name": name})  # stored with the run, which may be resumed from its own file
-    if args.resume is None:
-        folder = RunFolder.create(config, name=name, now=datetime.now())
-    else:
+    if args.resume is not None:
         where = None if args.resume == RESUME_LATEST else Path(args.resume)
         folder = RunFolder.resume(config, name=name, folder=where)
-    with folder:
+    elif trainer_elsewhere:
+        folder = RunFolder.join(config, role=ORCHESTRATOR)
+    else:
+        folder = RunFolder.create(config, name=name, now=datetime.now())
+    with folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
         program = Program(config, environments, folder, console, name=name, started=started)
         finished = False
         try:
-            source = program.prepare()
-            finished = asyncio.run(program.run(source))
+            finished = program.run(trainer_elsewhere=trainer_elsewhere)
         finally:
             if not finished:
-                again = shlex.join(["verbatim", "rl", str(folder.path / "config.toml"), "--resume", str(folder.path)])
-                console.print(f"not finished; to go on:  {again}", soft_wrap=True, style="bold")
-    return 0 if finished else 130
+                _say_how_to_go_on(folder.path, console, trainer_elsewhere=trainer_elsewhere)
+    return 0 if finished else exit_status.INTERRUPTED
+
+
+def _say_how_to_go_on(folder: Path, console: RichConsole, *, trainer_elsewhere: bool) -> None:
+    commands = ("trainer", "orchestrator") if trainer_elsewhere else ("rl",)
+    again = " & ".join(
+        shlex.join(["verbatim", command, str(folder / "config.toml"), "--resume", str(folder)]) for command in commands
+    )
+    console.print(f"not finished; to go on:  {again}", soft_wrap=True, style="bold")
 
 
 def _check_model(config: RunConfig) -> None:
@@ -95,7 +101,7 @@ def _check_model(config: RunConfig) -> None:
 
 
 class Program:
-    """One process of one run: prepares the model, then hands over to the loop."""
+    """The orchestrator of one run, with the trainer that is started for it or found."""
 
     def __init__(
         self,
@@ -113,39 +119,43 @@ class Program:
         self._console = console
         self._name = name
         self._started = started
-        self._found: Checkpoint | None = None
         checkpoint = config.checkpoint
         self._store = CheckpointStore(
             folder.checkpoints, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every
         )
 
-    def prepare(self) -> Path:
-        """The folder (or hub id) of the weights to begin with: a checkpoint's, or those of policy version 0.
+    def run(self, *, trainer_elsewhere: bool) -> bool:
+        """Whether all steps were taken.
 
-        Runs outside the event loop, so that Ctrl-C ends it at once.
+        The trainer prepares the model outside the event loop, so that Ctrl-C ends it at once.
         """
-        from verbatim.cli.prepare import prepare_model
+        from verbatim.cli import trainer_process as places
 
-        self._found = self._store.latest()
-        if self._found is None:
-            return prepare_model(self._config, self._environments, self._folder.path, self._console)
-        self._console.print(f"going on after {self._found.step} batches, from {self._found.folder}", soft_wrap=True)
-        return self._found.folder / "weights"
+        config, folder = self._config, self._folder
+        if trainer_elsewhere:
+            place = places.trainer_elsewhere(config, folder, self._console)
+        elif config.trainer.separate_process:
+            place = places.trainer_child(config, folder)
+        else:
+            place = places.trainer_inside(config, self._environments, folder, self._console)
+        with place as side:
+            finished, log = asyncio.run(self._orchestrate(side))
+        if finished:
+            self._print_summary(log.summarize())
+        return finished
 
-    async def run(self, source: Path) -> bool:
-        """Whether all steps were taken."""
-        from verbatim.models.loading import load_tokenizer
-        from verbatim.renderers import create_renderer
-
-        found = self._found
-        state: dict[str, Any] = read_json(found.folder / "orchestrator.json") if found is not None else {}
-        tokenizer = load_tokenizer(source)
-        renderer = create_renderer(self._config.orchestrator.renderer.name, tokenizer)
+    async def _orchestrate(self, side: TrainerSide) -> tuple[bool, RunLog]:
+        ready = side.ready
+        state: dict[str, Any] = {}
+        if ready.checkpoint is not None:
+            self._console.print(f"going on after {ready.version} batches, from {ready.checkpoint}", soft_wrap=True)
+            state = read_json(ready.checkpoint / "orchestrator.json")
+            assert state["step"] == ready.version
         log = RunLog(
             self._folder,
             title=self._name,
             max_steps=self._config.max_steps,
-            first_step=state.get("step", 0),
+            first_step=ready.version,
             save_trajectories=self._config.monitor.save_trajectories,
             store=self._store,
             environments={label: environment for label, (_, environment) in self._environments.eval.items()},
@@ -153,39 +163,30 @@ class Program:
             started=self._started,
         )
         try:
-            finished = await self._train(source, tokenizer, renderer, log, found, state)
+            return await self._train(side, state, log), log
         finally:
             log.close()
-        if finished:
-            self._print_summary(log.summarize())
-        return finished
 
-    async def _train(
-        self, source: Path, tokenizer: Any, renderer: Any, log: RunLog, found: Checkpoint | None, state: dict[str, Any]
-    ) -> bool:
+    async def _train(self, side: TrainerSide, state: dict[str, Any], log: RunLog) -> bool:
+        from verbatim.cli.trainer_setup import threads_of
+        from verbatim.models.loading import load_tokenizer
         from verbatim.orchestrator.loop import Orchestrator, Plan
-        from verbatim.trainer.local import LocalTrainer
-        from verbatim.trainer.trainer import Trainer
+        from verbatim.renderers import create_renderer
         from verbatim.trajectories import Ledger
-        from verbatim.transport import WeightFolders
+        from verbatim.transport.canary import tolerance_of
 
-        config, orchestrator_config = self._config, self._config.orchestrator
-        trainer = Trainer(
-            source,
-            config.trainer,
-            loss=make_loss(config),
-            total_optimizer_steps=config.max_steps * config.trainer.optimizer_steps_per_batch,
-            tokenizer=tokenizer,
-        )
-        if found is not None:
-            trainer.load_state(found.folder / "trainer")
-        link = LocalTrainer(trainer, WeightFolders(self._folder.path / "weights"))
-        sampler = make_sampler(config, source, policy_version=state.get("step", 0))
+        config, orchestrator_config, ready = self._config, self._config.orchestrator, side.ready
+        renderer = create_renderer(orchestrator_config.renderer.name, load_tokenizer(ready.weights))
+        sampler = make_sampler(
+            config, ready.weights, policy_version=ready.version,
+            num_threads=threads_of(config, config.inference.num_threads),
+        )  # fmt: skip
         slots = asyncio.Semaphore(orchestrator_config.max_concurrent)
         ledger = Ledger()
         setups = make_setups(orchestrator_config, self._environments.train, sampler, renderer, slots)
         evaluation = orchestrator_config.eval
         eval_setups = make_setups(orchestrator_config, self._environments.eval, sampler, renderer, slots)
+        tolerance = config.inference.canary_tolerance
         orchestrator = Orchestrator(
             plan=Plan(
                 max_steps=config.max_steps,
@@ -194,32 +195,37 @@ class Program:
                 eval_episodes=evaluation.episodes if evaluation else 0,
                 eval_seed=evaluation.seed if evaluation else 0,
                 checkpoint_interval=config.checkpoint.interval,
+                canary_tolerance=tolerance or tolerance_of(config.trainer.dtype, config.inference.dtype),
             ),
             sampler=sampler,
-            trainer=link,
+            trainer=side.link,
             dispatcher=make_dispatcher(config, self._environments, setups, ledger),
             ledger=ledger,
             rules=make_rules(orchestrator_config, self._environments),
             environments=self._environments.by_label,
             observer=log,
             checkpointer=log,
+            probes=ready.probes,
         )
         if state:
             orchestrator.load_state_dict(state)
+        signs_of_life = asyncio.create_task(_tell_progress(side, orchestrator))
         try:
             with _ctrl_c(orchestrator, self._console):
                 finished = await orchestrator.run()
             if finished:
-                await asyncio.to_thread(self._save_final, trainer)
+                await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))
         finally:
+            signs_of_life.cancel()
             await sampler.close()
-            await link.close()
+            await side.link.close()
         return finished
 
-    def _save_final(self, trainer: Any) -> None:
+    def _keep_final(self, weights: Path) -> None:
+        """The last version as a folder that `from_pretrained` loads."""
         final, partial = self._folder.path / "final", self._folder.path / ".final.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        trainer.save_weights(partial)
+        shutil.copytree(weights, partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
 
@@ -236,6 +242,15 @@ class Program:
         ):
             if path.exists():
                 self._console.print(f"{what:<15} {path}", soft_wrap=True)
+
+
+async def _tell_progress(side: TrainerSide, orchestrator: Any) -> None:
+    """Tell the trainer that the event loop turns, and hear from it whether somebody wants the run to end."""
+    while True:
+        side.progress(f"at work, after {orchestrator.step} batches")
+        if side.wants_to_stop():
+            orchestrator.request_stop()
+        await asyncio.sleep(0.5)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 from verbatim.checkpoints import CheckpointStore, RunFolder, write_json
 from verbatim.environments.base import Environment
+from verbatim.errors import RunStopped
 from verbatim.monitors.base import Monitors
 from verbatim.monitors.console import Console
 from verbatim.monitors.jsonl import read_jsonl
@@ -95,11 +99,33 @@ class RunLog:
         metrics = {**evaluation.metrics, "episodes": evaluation.num_episodes, "failed": evaluation.num_failed}
         self._monitors.on_eval(step, evaluation.env, metrics)
 
-    async def save(self, step: int, trainer: TrainerLink, state: Mapping[str, Any]) -> None:
-        """A checkpoint of what continues: weights and optimizer from the trainer, everything else as JSON."""
-        with self._store.writing(step) as temporary:
-            await trainer.save(temporary)
-            write_json(temporary / "orchestrator.json", {**state, "seconds": self.seconds})
+    async def save(
+        self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None = None
+    ) -> None:
+        """A checkpoint of what continues: weights and optimizer from the trainer, everything else as JSON.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if trainer_state is None:
+            trainer_state = self._folder.path / ".trainer_state"
+            shutil.rmtree(trainer_state, ignore_errors=True)
+            trainer_state.mkdir()
+            try:
+                await trainer.save(trainer_state, step)
+            except (RunStopped, OSError) as error:
+                shutil.rmtree(trainer_state, ignore_errors=True)
+                raise self._store.refused(step, error) from error
+        await asyncio.to_thread(self._seal, step, {**state, "seconds": self.seconds}, trainer_state)
+
+    def _seal(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
+        try:
+            with self._store.writing(step) as temporary:
+                for part in trainer_state.iterdir():
+                    os.rename(part, temporary / part.name)
+                write_json(temporary / "orchestrator.json", state)
+        finally:
+            shutil.rmtree(trainer_state, ignore_errors=True)
         self._folder.link_latest()
 
     def close(self) -> None:

@@ -203,7 +203,9 @@ def check_environments(config: RunConfig, environments: Environments) -> None:
         demonstrations(environments, 1, config.seed)
 
 
-def make_sampler(config: RunConfig, source: str | Path, *, policy_version: int = 0) -> Any:
+def make_sampler(
+    config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None
+) -> Any:
     """The configured rollout engine with the weights in `source`."""
     engine = import_object(SAMPLERS[config.inference.backend])
     return engine(
@@ -211,6 +213,7 @@ def make_sampler(config: RunConfig, source: str | Path, *, policy_version: int =
         config=config.inference,
         context_length=config.orchestrator.seq_len,
         policy_version=policy_version,
+        num_threads=num_threads,
     )
 
 

@@ -246,6 +246,10 @@ class OrchestratorConfig(Section):
     """Seconds after which a tool call becomes an error message to the model."""
     tool_output_limit: PositiveInt = 16_384
     """Characters of a tool's answer; the rest is cut and the model is told."""
+    heartbeat_timeout: PositiveFloat = 30.0
+    """Seconds without a sign of life after which the other process of a run is taken for dead."""
+    stall_timeout: PositiveFloat = 1800.0
+    """Seconds without progress after which it is taken for stuck: more than the longest optimizer step."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn."""
     renderer: RendererConfig = RendererConfig()
@@ -287,6 +291,10 @@ class TrainerConfig(Section):
     """"auto" takes CUDA where there is one."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    separate_process: bool = True
+    """Train in a process of its own. false: on a thread of the orchestrator's, where a debugger reaches it."""
+    num_threads: PositiveInt | None = None
+    """Threads of its matrix products on a CPU; by default half of the cores where both sides work at once."""
 
 
 class InferenceConfig(Section):
@@ -306,6 +314,10 @@ class InferenceConfig(Section):
     """What happens to the key/value cache of sequences in flight when new weights arrive."""
     prefill_chunk: PositiveInt = 2048
     """Most prompt tokens processed between two decode steps."""
+    num_threads: PositiveInt | None = None
+    """Threads of its matrix products on a CPU; by default half of the cores where both sides work at once."""
+    canary_tolerance: PositiveFloat | None = None
+    """Largest mean difference from the trainer's logprobs after a weight update; by default 1e-4, with bfloat16 0.1."""
 
 
 class CheckpointConfig(Section):

@@ -1,11 +1,10 @@
-"""Keys and values of every sequence in blocks of fixed size, and the attention plan that reads and writes them.
+"""Keys and values of every sequence, and the attention plan that reads and writes them.
 
 Legend: T rows of one flat forward pass, H query heads, K key/value heads, G = H / K, D head size, S slots,
-N blocks, C keys of a block, B sequences of a group, Q queries of each.
+C keys, B sequences of a group, Q queries of each.
 
-All blocks of a sequence are scored at once and combined in order. A masked key has the probability exp(-inf) = 0
-exactly, so blocks that a sequence does not reach add exact zeros: its output does not depend on how long the
-other sequences are.
+A slot's keys lie one after the other, and slots beside each other: a batched matrix product reads any run of slots
+in place. A masked key has the probability exp(-inf) = 0 exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Keys of one block."""
+"""Caches grow by so many keys, and attention that is computed block by block takes so many at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,61 +38,52 @@ class KeyValueShape:
 
 
 class KeyValueCache:
-    """Keys [layers, N, S, K, D, C] and values [layers, N, S, K, C, D], grown when a longer sequence comes.
-
-    The block dimension is before the slot dimension: the first blocks of all slots are one contiguous piece that a
-    batched matrix product takes without a copy.
-    """
+    """Keys and values [layers, S, K, C, D], grown when a longer sequence comes."""
 
     def __init__(self, shape: KeyValueShape, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.num_slots = num_slots
-        head = (shape.num_layers, 0, num_slots, shape.num_kv_heads)
-        self.keys = torch.empty(*head, shape.key_size, BLOCK, dtype=dtype, device=device)
-        self.values = torch.empty(*head, BLOCK, shape.value_size, dtype=dtype, device=device)
+        head = (shape.num_layers, num_slots, shape.num_kv_heads, 0)
+        self.keys = torch.empty(*head, shape.key_size, dtype=dtype, device=device)
+        self.values = torch.empty(*head, shape.value_size, dtype=dtype, device=device)
 
     @property
     def capacity(self) -> int:
         """Tokens that each slot can hold now."""
-        return self.keys.shape[1] * BLOCK
+        return self.keys.shape[3]
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for sequences of this many tokens; at least doubles, so that growing costs O(1) per token."""
         if num_tokens > self.capacity:
-            blocks = max(blocks_of(num_tokens), 2 * self.keys.shape[1])
-            self.keys = _grown(self.keys, blocks)
-            self.values = _grown(self.values, blocks)
+            capacity = max(up_to(num_tokens, BLOCK), 2 * self.capacity)
+            self.keys = _grown(self.keys, capacity)
+            self.values = _grown(self.values, capacity)
 
     def copy_prefix(self, source: KeyValueCache, source_slot: int, slot: int, num_tokens: int) -> None:
-        """Take over the first tokens of a slot of this or another cache (whole blocks are copied)."""
+        """Take over the first tokens of a slot of this or another cache."""
         self.reserve(num_tokens)
-        blocks = blocks_of(num_tokens)
-        self.keys[:, :blocks, slot] = source.keys[:, :blocks, source_slot]
-        self.values[:, :blocks, slot] = source.values[:, :blocks, source_slot]
+        self.keys[:, slot, :, :num_tokens] = source.keys[:, source_slot, :, :num_tokens]
+        self.values[:, slot, :, :num_tokens] = source.values[:, source_slot, :, :num_tokens]
 
-    def reset(self) -> None:
-        """Forget everything and give the memory back."""
-        self.keys, self.values = self.keys[:, :0].clone(), self.values[:, :0].clone()
-
-    def clear(self, slot: int) -> None:
-        """Zero a slot whose contents are not finite."""
-        self.keys[:, :, slot] = 0
-        self.values[:, :, slot] = 0
+    def clear(self, slots: int | slice = slice(None)) -> None:
+        """Zero slots that may hold what is not finite: 0 times NaN would be NaN behind any mask."""
+        self.keys[:, slots] = 0
+        self.values[:, slots] = 0
 
 
-def blocks_of(num_tokens: int) -> int:
-    """Blocks that hold this many tokens.
+def up_to(number: int, multiple: int) -> int:
+    """The number, or the next multiple above it.
 
-    >>> blocks_of(64), blocks_of(65)
-    (1, 2)
+    >>> up_to(64, 64), up_to(65, 64)
+    (64, 128)
     """
-    return -(-num_tokens // BLOCK)
+    return -(-number // multiple) * multiple
 
 
-def _grown(old: Tensor, num_blocks: int) -> Tensor:
+def _grown(old: Tensor, capacity: int) -> Tensor:
     # Zeros and not `empty`: a masked key has weight 0, and 0 * NaN would be NaN.
-    new = old.new_zeros(old.shape[0], num_blocks, *old.shape[2:])
-    new[:, : old.shape[1]] = old
+    new = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
+    new[:, :, :, : old.shape[3]] = old
     return new
 
 
@@ -101,16 +91,16 @@ def _grown(old: Tensor, num_blocks: int) -> Tensor:
 class Group:
     """Sequences that are attended to together: B sequences with Q queries each, padded."""
 
-    rows: Tensor | None
-    """Rows of the pass that are queries: int64 [R]; None = all of them, in the order of the cells."""
+    rows: Tensor | slice
+    """Rows of the pass that are queries: int64 [R], or a run of them."""
     cells: Tensor | None
     """Where each goes in the [B, Q] grid, flat: int64 [R]; None = in order, without padding."""
-    slots_B: Tensor | None
-    """The slot of each sequence: int64 [B]; None = all slots of the cache in order (no copy of the keys)."""
+    slots: Tensor | slice
+    """The slot of each sequence: int64 [B], whose keys are copied, or a run of slots, which are read in place."""
     positions_BQ: Tensor
     """Of each query: int64 [B, Q]; 0 in the padding."""
-    num_blocks: int
-    """N: reaches the last position."""
+    num_keys: int
+    """C: reaches beyond the last position."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -126,7 +116,9 @@ class CachePlan:
     write_positions: Tensor
     """Their positions: int64 [W]."""
     groups: Sequence[Group]
-    """Together they cover every row whose output matters."""
+    """Together they cover every row whose output matters; of two that cover a row, the later one counts."""
+    in_blocks: bool
+    """Whether attention is computed so that no bit depends on a group's size and longest sequence."""
     _biases: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
@@ -136,37 +128,38 @@ class CachePlan:
         """The attention output, [1, T, H, D]."""
         self._write(layer_index, key_BKTD[0].transpose(0, 1), value_BKTD[0].transpose(0, 1))
         query_THD = query_BHTD[0].transpose(0, 1) * scale
+        whole = slice(0, len(query_THD))
         out: Tensor | None = None
         for index, group in enumerate(self.groups):
-            bias = self._bias(index, sliding_window)
-            if group.rows is None:
-                return self._attend_group(layer_index, group, query_THD, bias)[None]
+            attended = self._attend_group(layer_index, group, query_THD[group.rows], self._bias(index, sliding_window))
             if out is None:
+                if group.rows == whole:
+                    out = attended
+                    continue
                 out = query_THD.new_zeros(*query_THD.shape[:2], self.cache.shape.value_size)
-            out[group.rows] = self._attend_group(layer_index, group, query_THD[group.rows], bias)
+            out[group.rows] = attended
         assert out is not None
         return out[None]
 
     def _write(self, layer: int, key_TKD: Tensor, value_TKD: Tensor) -> None:
         if self.write_rows is not None:
             key_TKD, value_TKD = key_TKD[self.write_rows], value_TKD[self.write_rows]
-        block, offset = self.write_positions // BLOCK, self.write_positions % BLOCK
-        self.cache.keys[layer][block, self.write_slots, :, :, offset] = key_TKD
-        self.cache.values[layer][block, self.write_slots, :, offset] = value_TKD
+        self.cache.keys[layer][self.write_slots, :, self.write_positions] = key_TKD
+        self.cache.values[layer][self.write_slots, :, self.write_positions] = value_TKD
 
     def _bias(self, index: int, sliding_window: int | None) -> Tensor:
-        """0 where a query may look, -inf elsewhere: float [N, B, 1, 1, Q, C]; shared by all layers of a window."""
-        if (index, sliding_window) not in self._biases:
+        """0 where a query may look, -inf elsewhere: float32 [B, 1, 1, Q, C]; shared by all layers of a window."""
+        bias = self._biases.get((index, sliding_window))
+        if bias is None:
             group = self.groups[index]
-            positions = group.positions_BQ[None, :, None, None, :, None]
-            keys = torch.arange(group.num_blocks * BLOCK, device=positions.device)
-            keys = keys.view(group.num_blocks, 1, 1, 1, 1, BLOCK)
+            positions = group.positions_BQ[:, None, None, :, None]
+            keys = torch.arange(group.num_keys, device=positions.device)
             hidden = keys > positions
             if sliding_window is not None:
                 hidden |= keys <= positions - sliding_window
-            bias = torch.zeros(hidden.shape, dtype=self.cache.keys.dtype, device=positions.device)
-            self._biases[index, sliding_window] = bias.masked_fill_(hidden, -torch.inf)
-        return self._biases[index, sliding_window]
+            bias = torch.zeros(hidden.shape, device=positions.device).masked_fill_(hidden, -torch.inf)
+            self._biases[index, sliding_window] = bias
+        return bias
 
     def _attend_group(self, layer: int, group: Group, query_RHD: Tensor, bias: Tensor) -> Tensor:
         batch, queries = group.positions_BQ.shape
@@ -174,42 +167,61 @@ class CachePlan:
             padded = query_RHD.new_zeros(batch * queries, *query_RHD.shape[1:])
             padded[group.cells] = query_RHD
             query_RHD = padded
-        keys, values = self.cache.keys[layer, : group.num_blocks], self.cache.values[layer, : group.num_blocks]
-        if group.slots_B is not None:
-            keys, values = keys.index_select(1, group.slots_B), values.index_select(1, group.slots_B)
-        out = attend_blocks(query_RHD.reshape(batch, queries, *query_RHD.shape[1:]), keys, values, bias).flatten(0, 1)
+        keys, values = self.cache.keys[layer, :, :, : group.num_keys], self.cache.values[layer, :, :, : group.num_keys]
+        if isinstance(group.slots, slice):
+            keys, values = keys[group.slots], values[group.slots]
+        else:
+            keys, values = keys.index_select(0, group.slots), values.index_select(0, group.slots)
+        attend = attend_in_blocks if self.in_blocks else attend_at_once
+        out = attend(query_RHD.reshape(batch, queries, *query_RHD.shape[1:]), keys, values, bias).flatten(0, 1)
         return out if group.cells is None else out[group.cells]
 
 
-def attend_blocks(query_BQHD: Tensor, keys_NBKDC: Tensor, values_NBKCD: Tensor, bias: Tensor) -> Tensor:
-    """Softmax attention over N blocks of keys, with queries already scaled: [B, Q, H, D].
-
-    Blocks are combined one after the other, so that trailing blocks that are wholly masked leave every bit as it is.
+def attend_at_once(query_BQHD: Tensor, keys_BKCD: Tensor, values_BKCD: Tensor, bias: Tensor) -> Tensor:
+    """Softmax attention, with queries already scaled: [B, Q, H, D].
 
     Args:
         query_BQHD: H is a multiple of K; query heads of one key/value head are neighbours.
-        keys_NBKDC: keys, head size before the key's place in its block.
-        values_NBKCD: values.
-        bias: 0 or -inf, broadcast to [N, B, K, G, Q, C]; every query sees at least one key.
+        keys_BKCD: keys.
+        values_BKCD: values.
+        bias: 0 or -inf, float32, broadcast to [B, K, G, Q, C]; every query sees at least one key.
     """
+    batch, queries, heads, _ = query_BQHD.shape
+    kv_heads, num_keys = keys_BKCD.shape[1:3]
+    scores = torch.bmm(_by_kv_head(query_BQHD, kv_heads), keys_BKCD.flatten(0, 1).transpose(1, 2)).float()
+    scores.view(batch, kv_heads, -1, queries, num_keys).add_(bias)
+    weights = scores.softmax(-1).to(values_BKCD.dtype)
+    out = torch.bmm(weights, values_BKCD.flatten(0, 1))
+    return out.view(batch, heads, queries, -1).transpose(1, 2)
+
+
+def attend_in_blocks(query_BQHD: Tensor, keys_BKCD: Tensor, values_BKCD: Tensor, bias: Tensor) -> Tensor:
+    """`attend_at_once` by products that are all of one shape: C is a multiple of `BLOCK`.
+
+    Blocks are combined one after the other, and those that a sequence does not reach add exact zeros: trailing blocks
+    leave every bit of it as it is.
+    """
+    batch, queries, heads, _ = query_BQHD.shape
+    kv_heads, num_keys = keys_BKCD.shape[1:3]
+    query = _by_kv_head(query_BQHD, kv_heads)
+    blocks = [slice(start, start + BLOCK) for start in range(0, num_keys, BLOCK)]
+    keys, values = keys_BKCD.flatten(0, 1).transpose(1, 2), values_BKCD.flatten(0, 1)
+    scores = torch.stack([torch.bmm(query, keys[:, :, block]).float() for block in blocks])
+    grid = scores.view(len(blocks), batch, kv_heads, -1, queries, BLOCK)
+    grid += bias.unflatten(-1, (len(blocks), BLOCK)).movedim(-2, 0)
+    scores -= scores.amax((0, -1), keepdim=True)
+    weights = scores.exp_()
+    sums = weights.sum(-1, keepdim=True)
+    weights = weights.to(values.dtype)
+    total, out = sums[0], torch.bmm(weights[0], values[:, blocks[0]])
+    for index, block in enumerate(blocks[1:], start=1):
+        total += sums[index]
+        out += torch.bmm(weights[index], values[:, block])
+    out = out / total.to(out.dtype)
+    return out.view(batch, heads, queries, -1).transpose(1, 2)
+
+
+def _by_kv_head(query_BQHD: Tensor, kv_heads: int) -> Tensor:
+    """[B * K, G * Q, D]: the queries that share keys, as rows of one product."""
     batch, queries, heads, size = query_BQHD.shape
-    blocks, _, kv_heads, _, _ = keys_NBKDC.shape
-    share = heads // kv_heads
-    query = query_BQHD.view(batch, queries, kv_heads, share, size).permute(0, 2, 3, 1, 4)
-    query = query.reshape(1, batch * kv_heads, share * queries, size).expand(blocks, -1, -1, -1)
-    flat = blocks * batch * kv_heads
-    scores = torch.bmm(query.reshape(flat, share * queries, size), keys_NBKDC.reshape(flat, size, BLOCK)).float()
-    scores_NBKGQC = scores.view(blocks, batch, kv_heads, share, queries, BLOCK)
-    scores_NBKGQC += bias
-    scores_NBKGQC -= scores_NBKGQC.amax((0, -1), keepdim=True)
-    weights_NBKGQC = scores_NBKGQC.exp_()
-    sums = weights_NBKGQC.sum(-1)
-    weighted = torch.bmm(
-        weights_NBKGQC.view(flat, share * queries, BLOCK).to(values_NBKCD.dtype), values_NBKCD.reshape(flat, BLOCK, -1)
-    ).view(blocks, batch, kv_heads, share, queries, -1)
-    total, out = sums[0], weighted[0]
-    for block in range(1, blocks):
-        total += sums[block]
-        out += weighted[block]
-    out = out / total[..., None].to(out.dtype)
-    return out.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads, -1)
+    return query_BQHD.transpose(1, 2).reshape(batch * kv_heads, heads // kv_heads * queries, size)

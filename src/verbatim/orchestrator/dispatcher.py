@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ class Dispatcher:
         self._again: list[ScheduledExample] = []
         self._running: dict[asyncio.Task[Group], tuple[GroupRun, ScheduledExample]] = {}
         self._ready: list[tuple[GroupRun, ScheduledExample, Group]] = []
-        self._taken: list[tuple[GroupRun, ScheduledExample, Group]] = []
+        self._taken: deque[list[tuple[GroupRun, ScheduledExample, Group]]] = deque()
         self._failures_in_a_row = 0
         self._failure: BaseException | None = None
         self._stopped = False
@@ -59,7 +60,7 @@ class Dispatcher:
     def num_pending_tokens(self) -> int:
         """Tokens it answers for: of episodes in flight, and of finished groups that are not settled."""
         return sum(run.num_sampled_tokens for run, _ in self._running.values()) + sum(
-            run.num_sampled_tokens for run, *_ in (*self._ready, *self._taken)
+            run.num_sampled_tokens for run, *_ in self._finished_groups()
         )
 
     @property
@@ -85,6 +86,8 @@ class Dispatcher:
     async def next_batch(self) -> list[tuple[int, Group]]:
         """The next whole batch of groups, in the order of their numbers; those that finish first are taken.
 
+        Batches may be taken before the ones before are settled.
+
         Raises:
             RunStopped: every rollout of two batches in a row failed.
             Exception: whatever broke inside a rollout that is no fault of the rollout's own.
@@ -94,18 +97,20 @@ class Dispatcher:
                 raise self._failure
             if len(self._ready) >= self._groups_per_batch:
                 break
-            assert self._running, "no group is in flight and none may start: the batch can never be filled"
-            self._changed.clear()
+            self._changed.clear()  # where nothing is in flight, new weights will start what is missing
             await self._changed.wait()
-        assert not self._taken, "the batch before was not settled"
-        self._taken, self._ready = self._ready[: self._groups_per_batch], self._ready[self._groups_per_batch :]
+        taken, self._ready = self._ready[: self._groups_per_batch], self._ready[self._groups_per_batch :]
+        self._taken.append(taken)
         self._next_batch += 1
         self._launch()
-        return sorted(((run.index, group) for run, _, group in self._taken), key=lambda pair: pair[0])
+        return sorted(((run.index, group) for run, _, group in taken), key=lambda pair: pair[0])
 
     def settled(self) -> None:
-        """The batch that was handed out is in the ledger."""
-        self._taken = []
+        """The earliest batch that was handed out is in the ledger."""
+        self._taken.popleft()
+
+    def _finished_groups(self) -> list[tuple[GroupRun, ScheduledExample, Group]]:
+        return [*(group for batch in self._taken for group in batch), *self._ready]
 
     async def stop(self) -> int:
         """Cancel what is in flight; the tokens of groups that are not settled."""
@@ -157,7 +162,7 @@ class Dispatcher:
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: the schedule, and every group that was launched and is not settled."""
         held = [drawn for _, drawn in self._running.values()] + self._again
-        held += [drawn for _, drawn, _ in (*self._taken, *self._ready)]
+        held += [drawn for _, drawn, _ in self._finished_groups()]
         return {
             "schedule": self._schedule.state_dict(),
             "held": [

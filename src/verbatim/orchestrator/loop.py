@@ -1,36 +1,50 @@
-"""The run, step by step: batch, train, weights, metrics, evaluation, checkpoint.
+"""The run, step by step: batch, train, weights, metrics, evaluation, checkpoint. Two tasks that overlap:
 
 ```
-groups  = await dispatcher.next_batch()          rollouts that finished
-batch   = assemble_group(...) for each           credit -> filters -> samples
-report  = await trainer.train(samples)           one batch, a new policy version
-          await sampler.update_weights(...)      the new version samples from here on
-          ledger.check(pending)                  sampled = trained + dropped + pending
+producer   groups = await dispatcher.next_batch()      rollouts that finished
+           batch  = assemble_group(...) for each       credit -> filters -> samples
+           report = trainer.train(samples)             handed over, not waited for
+
+consumer   report = await report                       one batch, a new policy version
+           ledger                                      its tokens end
+           await sampler.update_weights(...)           the new version samples from here on
+           await canary                                or it does not sample
+           ledger.check(pending)                       sampled = trained + dropped + pending
 ```
+
+How far the producer may be ahead is decided by the weights alone: rollouts for batch n start with version n - k or
+newer, so at most k + 1 batches are between the dispatcher and the ledger.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from verbatim.environments.base import Environment, succeeded
-from verbatim.errors import VerbatimError
+from verbatim.errors import RunStopped, VerbatimError
 from verbatim.inference.base import Sampler
 from verbatim.orchestrator.assemble import AssembledGroup, Rules, assemble_group, rollout_metrics
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.evaluate import Evaluation, evaluate
+from verbatim.orchestrator.loop_lag import LoopLag
 from verbatim.rollouts import RolloutSetup
 from verbatim.trajectories import Ledger
 from verbatim.transport import StepReport, TrainerLink
-from verbatim.types import Group, TrainingSample
+from verbatim.transport.canary import Probes, find_mismatch
+from verbatim.types import Group
+
+logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """What the loop tells the outside."""
+    """What the loop tells the outside. Called on a thread, one call at a time."""
 
     def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Batch `step` was trained."""
@@ -62,8 +76,17 @@ class ReportsStats(Protocol):
 class Checkpointer(Protocol):
     """Where the loop leaves what continuing needs."""
 
-    async def save(self, step: int, trainer: TrainerLink, state: Mapping[str, Any]) -> None:
-        """Keep the state after `step` batches."""
+    async def save(
+        self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None = None
+    ) -> None:
+        """Keep the state after `step` batches.
+
+        Args:
+            step: Batches trained and settled.
+            trainer: Asked for its state, unless
+            trainer_state: it left that here, to be moved away.
+            state: The loop's own.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,6 +105,19 @@ class Plan:
     """Of its episodes."""
     checkpoint_interval: int
     """Batches between checkpoints."""
+    canary_tolerance: float = 1e-4
+    """Largest mean difference of the sampler's logprobs from the trainer's after a weight update."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Submitted:
+    """A batch that the trainer has."""
+
+    number: int
+    batch: list[AssembledGroup]
+    report: asyncio.Task[StepReport]
+    wait_for_batch: float
+    """Seconds that the producer waited for its rollouts."""
 
 
 class Orchestrator:
@@ -99,6 +135,7 @@ class Orchestrator:
         environments: Mapping[str, Environment],
         observer: Observer,
         checkpointer: Checkpointer,
+        probes: Probes | None = None,
     ) -> None:
         self._plan = plan
         self._sampler = sampler
@@ -109,16 +146,21 @@ class Orchestrator:
         self._environments = environments
         self._observer = observer
         self._checkpointer = checkpointer
+        self._probes = probes
         self._stopping = asyncio.Event()
-        self._training = False
-        self._saved = 0
+        self._submitted: deque[_Submitted] = deque()
+        self._more = asyncio.Event()
+        self._saved = -1
         self._sampled_before = ledger.sampled
         self._stats_before = (0, 0.0)
+        self._finished_at = 0.0
         self.step = 0
         """Batches trained so far; also the policy version in use."""
+        self.weights: Path | None = None
+        """The folder of the weights in use; None before the first batch of this process."""
 
     def request_stop(self) -> None:
-        """End after what is being done now, with a checkpoint."""
+        """End after what the trainer has now, with a checkpoint."""
         self._stopping.set()
 
     async def run(self) -> bool:
@@ -126,102 +168,218 @@ class Orchestrator:
 
         Returns:
             Whether all steps were taken.
+
+        Raises:
+            RunStopped: the run cannot go on. What was trained until then is settled, and in a checkpoint if the trainer
+                can still write one.
         """
-        if self.step == 0:
-            await self._save()
-            await self._evaluate()
-        self._saved = self.step
-        self._dispatcher.start(version=self.step, batch=self.step)
+        lag = LoopLag()
         try:
-            while self.step < self._plan.max_steps and not self._stopping.is_set():
-                if not await self._one_step():
-                    break
-                if self.step % self._plan.checkpoint_interval == 0 and self.step < self._plan.max_steps:
-                    await self._save()
-        except (VerbatimError, OSError):
-            # The fault is somebody else's: what was trained is whole, and kept. Not while the trainer was at work:
-            # it may have taken some of the optimizer steps of a batch.
-            await self._dispatcher.stop()
-            if not self._training and self._saved != self.step:
+            if self._probes is not None:
+                await self._check_canary(self._probes, before=None)
+            if self.step == 0:
                 await self._save()
+                await self._evaluate()
+            self._saved = self.step
+            self._dispatcher.start(version=self.step, batch=self.step)
+            await self._train(lag)
+            finished = self.step >= self._plan.max_steps
+            held = await self._dispatcher.stop()
+            if finished:
+                self._ledger.drop({"unused_at_end": held})
+                self._ledger.check(pending=0)
+            if self._saved != self.step:
+                await self._save()
+            return finished
+        finally:
+            lag.close()
+            await self._dispatcher.stop()
+
+    async def _train(self, lag: LoopLag) -> None:
+        producer = asyncio.create_task(self._produce(), name="producer")
+        watch = asyncio.create_task(self._trainer.watch(), name="watch")
+        self._finished_at = time.perf_counter()
+        try:
+            while (submitted := await self._next_submitted(producer, watch)) is not None:
+                await self._finish_step(submitted, lag)
+            await producer
+        except (VerbatimError, OSError):
+            # Somebody else's fault: what the trainer has trained is whole, and kept.
+            self._stopping.set()
+            await asyncio.gather(producer, self._dispatcher.stop(), return_exceptions=True)
+            await self._keep_what_was_trained(lag)
             raise
         finally:
-            held = await self._dispatcher.stop()
-        finished = self.step >= self._plan.max_steps
-        if finished:
-            self._ledger.drop({"unused_at_end": held})
-            self._ledger.check(pending=0)
-        if self._saved != self.step:
-            await self._save()
-        return finished
+            unfinished = [producer, watch, *(submitted.report for submitted in self._submitted)]
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
 
-    async def _one_step(self) -> bool:
-        started = time.perf_counter()
-        groups = await self._next_batch_or_stop()
-        if groups is None:
-            return False  # a stop was asked for
-        batch_ready = time.perf_counter()
-        batch = [assemble_group(i, group, self._rules[group.env], self.step) for i, group in groups]
-        samples: list[TrainingSample] = [sample for group in batch for sample in group.samples]
-        self._training = True
-        report = await self._trainer.train(samples, version=self.step + 1)
-        self._settle(batch, report)
-        self._dispatcher.settled()
-        self.step += 1
-        self._training = False
-        trained = time.perf_counter()
-        await self._sampler.update_weights(report.weights, report.version)
-        synced = time.perf_counter()
-        assert report.version == self.step == self._sampler.policy_version
-        pending = self._dispatcher.num_pending_tokens
-        self._ledger.check(pending)
-        metrics = {
-            **rollout_metrics(batch, self.step - 1, self._successes(batch)),
-            **report.metrics,
-            **self._ledger.metrics(pending),
-            "policy_version": report.version,
-            "time/wait_for_batch": batch_ready - started,
-            "time/train": trained - batch_ready,
-            "time/weight_sync": synced - trained,
-            "queue/groups_in_flight": self._dispatcher.num_running,
-            "queue/groups_ready": self._dispatcher.num_ready,
-            "sampler/tokens_per_second": self._sampler_speed(synced - started),
-        }
-        metrics["time/step"] = time.perf_counter() - started
-        self._observer.on_step(self.step, metrics, [group.group for group in batch])
-        if self.step % self._plan.eval_interval == 0 or self.step == self._plan.max_steps:
-            await self._evaluate()
-        self._dispatcher.advance(self.step)
-        return True
+    # ---- the producer
 
-    def _sampler_speed(self, seconds: float) -> float:
-        """Tokens per second that the engine was busy since the last step; over the step where it cannot say."""
-        if not isinstance(self._sampler, ReportsStats):
-            sampled, self._sampled_before = self._ledger.sampled - self._sampled_before, self._ledger.sampled
-            return sampled / seconds
-        stats, before = self._sampler.stats(), self._stats_before
-        self._stats_before = (stats.sampled_tokens, stats.busy_seconds)
-        busy = stats.busy_seconds - before[1]
-        return (stats.sampled_tokens - before[0]) / busy if busy > 0 else 0.0
+    async def _produce(self) -> None:
+        """Hand batches to the trainer, in order, as they fill up."""
+        for number in range(self.step, self._plan.max_steps):
+            began = time.perf_counter()
+            groups = await self._next_batch_or_stop()
+            if groups is None:
+                return
+            waited = time.perf_counter() - began
+            batch = await asyncio.to_thread(self._assemble, groups, number)
+            samples = [sample for group in batch for sample in group.samples]
+            due = (number + 1) % self._plan.checkpoint_interval == 0 and number + 1 < self._plan.max_steps
+            report = asyncio.create_task(
+                self._trainer.train(samples, version=number + 1, checkpoint=due), name=f"batch-{number}"
+            )
+            self._submitted.append(_Submitted(number=number, batch=batch, report=report, wait_for_batch=waited))
+            self._more.set()
+
+    def _assemble(self, groups: Sequence[tuple[int, Group]], number: int) -> list[AssembledGroup]:
+        return [assemble_group(index, group, self._rules[group.env], number) for index, group in groups]
 
     async def _next_batch_or_stop(self) -> list[tuple[int, Group]] | None:
         batch = asyncio.ensure_future(self._dispatcher.next_batch())
         stop = asyncio.ensure_future(self._stopping.wait())
-        await asyncio.wait({batch, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if batch.done():
-            return batch.result()
-        batch.cancel()
-        return None
+        try:
+            await asyncio.wait({batch, stop}, return_when=asyncio.FIRST_COMPLETED)
+            groups = batch.result() if batch.done() else None
+            return None if self._stopping.is_set() else groups  # not settled, they are run again after a resume
+        finally:
+            batch.cancel()
+            stop.cancel()
 
-    def _settle(self, batch: Sequence[AssembledGroup], report: StepReport) -> None:
-        expected = sum(group.num_trained_tokens for group in batch)
+    # ---- the consumer
+
+    async def _next_submitted(self, producer: asyncio.Task[None], watch: asyncio.Task[None]) -> _Submitted | None:
+        """The earliest batch that is not settled; None when there will be no other."""
+        while not self._submitted:
+            if producer.done():
+                return None
+            self._more.clear()
+            more = asyncio.ensure_future(self._more.wait())
+            await asyncio.wait({more, producer, watch}, return_when=asyncio.FIRST_COMPLETED)
+            more.cancel()
+            if watch.done():
+                watch.result()
+        return self._submitted[0]
+
+    async def _finish_step(self, submitted: _Submitted, lag: LoopLag) -> None:
+        began = time.perf_counter()
+        report = await submitted.report
+        waited = time.perf_counter() - began
+        before = self._probes
+        self._settle(submitted, report)
+        state = self.state_dict() if report.state is not None else None
+        try:
+            seconds = await self._sync_weights(report, before)
+            self._dispatcher.advance(self.step)
+        except (VerbatimError, OSError):
+            await self._record(submitted, report, {}, lag)
+            raise
+        await self._record(
+            submitted, report, {"time/wait_for_trainer": waited, "time/weight_sync": seconds}, lag
+        )
+        if self.step % self._plan.eval_interval == 0 or self.step == self._plan.max_steps:
+            await self._evaluate()
+        if state is not None:
+            await self._checkpointer.save(report.version, self._trainer, state, report.state)
+            self._saved = report.version
+
+    async def _sync_weights(self, report: StepReport, before: Probes | None) -> float:
+        """The new version samples from here on. Returns the seconds that it took."""
+        began = time.perf_counter()
+        await self._sampler.update_weights(report.weights, report.version)
+        assert report.version == self.step == self._sampler.policy_version
+        if report.probes is not None:
+            await self._check_canary(report.probes, before=before)
+        return time.perf_counter() - began
+
+    async def _record(
+        self, submitted: _Submitted, report: StepReport, timings: Mapping[str, float], lag: LoopLag
+    ) -> None:
+        pending = self._dispatcher.num_pending_tokens
+        self._ledger.check(pending)
+        now, late = time.perf_counter(), lag.read()
+        seconds, self._finished_at = now - self._finished_at, now
+        metrics = {
+            **report.metrics,
+            **self._ledger.metrics(pending),
+            "policy_version": report.version,
+            "time/step": seconds,
+            "time/wait_for_batch": submitted.wait_for_batch,
+            **timings,
+            "queue/groups_in_flight": self._dispatcher.num_running,
+            "queue/groups_ready": self._dispatcher.num_ready,
+            "queue/batches_submitted": len(self._submitted),
+            "loop/lag_mean": late.mean,
+            "loop/lag_max": late.longest,
+            **self._sampler_metrics(seconds),
+        }
+        await asyncio.to_thread(self._tell, submitted, metrics)
+
+    def _tell(self, submitted: _Submitted, metrics: Mapping[str, float]) -> None:
+        batch, number = submitted.batch, submitted.number
+        everything = {**rollout_metrics(batch, number, self._successes(batch)), **metrics}
+        self._observer.on_step(number + 1, everything, [group.group for group in batch])
+
+    def _settle(self, submitted: _Submitted, report: StepReport) -> None:
+        """The batch's tokens end. From here on, `step` counts it."""
+        expected = sum(group.num_trained_tokens for group in submitted.batch)
         assert report.num_trained_tokens == expected, (
             f"the trainer was given {expected} tokens and trained {report.num_trained_tokens}"
         )
-        for group in batch:
+        for group in submitted.batch:
             self._ledger.settle_group(group.index, trained=group.num_trained_tokens, dropped=group.dropped)
         self._ledger.masked_by_loss += int(report.metrics.get("masked_by_loss", 0))
+        self._dispatcher.settled()
+        self._submitted.popleft()
+        self.step += 1
+        self.weights = report.weights
+        self._probes = report.probes
+
+    async def _check_canary(self, published: Probes, *, before: Probes | None) -> None:
+        """Refuse to sample with weights that are not the ones that the trainer published.
+
+        Raises:
+            RunStopped: the sampler's logprobs of the probes are not the trainer's.
+        """
+        found = [(await self._sampler.prompt_logprobs(ids))[1:] for ids in published.token_ids]
+        fault = find_mismatch(published, found, before=before, tolerance=self._plan.canary_tolerance)
+        if fault is not None:
+            raise RunStopped(
+                f"the sampler does not hold policy version {self.step}, which it was told to load: {fault}. It samples "
+                "nothing more. If it computes in another precision than the trainer, raise inference.canary_tolerance"
+            )
+
+    async def _keep_what_was_trained(self, lag: LoopLag) -> None:
+        """Settle the batches that the trainer still finishes, and write a checkpoint if it can."""
+        while self._submitted:
+            submitted = self._submitted[0]
+            try:
+                report = await submitted.report
+            except (VerbatimError, OSError):
+                break
+            self._settle(submitted, report)
+            await self._record(submitted, report, {}, lag)
+        if self._saved == self.step:
+            return
+        try:
+            await self._save()
+        except (VerbatimError, OSError) as error:
+            logger.warning("no checkpoint of the state after %d batches could be written: %s", self.step, error)
+
+    def _sampler_metrics(self, seconds: float) -> dict[str, float]:
+        """Of the time since the last step. An engine that does not know when it is busy is taken to be always busy."""
+        if not isinstance(self._sampler, ReportsStats):
+            sampled, self._sampled_before = self._ledger.sampled - self._sampled_before, self._ledger.sampled
+            return {"sampler/tokens_per_second": sampled / seconds if seconds > 0 else 0.0}
+        stats, before = self._sampler.stats(), self._stats_before
+        self._stats_before = (stats.sampled_tokens, stats.busy_seconds)
+        busy = stats.busy_seconds - before[1]
+        return {
+            "sampler/tokens_per_second": (stats.sampled_tokens - before[0]) / busy if busy > 0 else 0.0,
+            "time/sampler_idle": max(0.0, seconds - busy),
+        }
 
     def _successes(self, batch: Sequence[AssembledGroup]) -> dict[str, bool]:
         return {
@@ -229,9 +387,23 @@ class Orchestrator:
         }
 
     async def _evaluate(self) -> None:
+        """Measure the policy in use; the weights stay as they are until it is done. Cut short by a stop, save the last
+        one."""
         for setup in self._plan.eval_setups:
-            result = await evaluate(setup, episodes=self._plan.eval_episodes, seed=self._plan.eval_seed)
-            self._observer.on_eval(self.step, result)
+            running = asyncio.ensure_future(
+                evaluate(setup, episodes=self._plan.eval_episodes, seed=self._plan.eval_seed)
+            )
+            stop = asyncio.ensure_future(self._stopping.wait())
+            try:
+                await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
+                if not running.done() and self.step < self._plan.max_steps:
+                    return
+                await running
+            finally:
+                stop.cancel()
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+            await asyncio.to_thread(self._observer.on_eval, self.step, running.result())
 
     async def _save(self) -> None:
         await self._checkpointer.save(self.step, self._trainer, self.state_dict())

@@ -1,45 +1,53 @@
-"""The trainer in the orchestrator's own process, on a thread of its own."""
+"""The trainer in the orchestrator's own process, on a thread of its own: for debugging, where a breakpoint works."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from verbatim.trainer.trainer import Trainer
-from verbatim.transport import StepReport, WeightFolders
+import torch
+
+from verbatim.trainer.worker import TrainerWorker
+from verbatim.transport import StepReport
 from verbatim.types import TrainingSample
 
 
 class LocalTrainer:
-    """A `transport.TrainerLink` to a trainer in this process. The event loop stays free while it computes."""
+    """A `transport.TrainerLink` to a trainer in this process. The event loop stays free while it computes.
 
-    def __init__(self, trainer: Trainer, weights: WeightFolders) -> None:
-        self._trainer = trainer
-        self._weights = weights
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+    Args:
+        worker: Does the work.
+        num_threads: Of its matrix products; None takes torch's setting.
+    """
 
-    async def train(self, samples: Sequence[TrainingSample], version: int) -> StepReport:
-        """Train on one batch and publish the weights."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._train, samples, version)
-
-    def _train(self, samples: Sequence[TrainingSample], version: int) -> StepReport:
-        metrics = self._trainer.train_batch(samples)
-        folder = self._weights.publish(version, self._trainer.save_weights)
-        return StepReport(
-            version=version, weights=folder, num_trained_tokens=int(metrics["trained_tokens"]), metrics=metrics
+    def __init__(self, worker: TrainerWorker, *, num_threads: int | None = None) -> None:
+        self._worker = worker
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="trainer", initializer=lambda: set_num_threads(num_threads)
         )
 
-    async def save(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._save, folder)
+    async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
+        """Train on one batch and publish the weights."""
+        train = partial(self._worker.train, samples, version, checkpoint=checkpoint)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, train)
 
-    def _save(self, folder: Path) -> None:
-        self._trainer.save_weights(folder / "weights")
-        self._trainer.save_state(folder / "trainer")
+    async def save(self, folder: Path, version: int) -> None:
+        """Write weights, optimizer and schedule."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._worker.save, folder, version)
+
+    async def watch(self) -> None:
+        """A thread of this process cannot be gone: returns never."""
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=True)
+
+
+def set_num_threads(num_threads: int | None) -> None:
+    """Of the matrix products in the calling thread; None leaves torch's setting."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)

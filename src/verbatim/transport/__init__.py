@@ -1,6 +1,6 @@
 """How batches reach the trainer, and weights the sampler."""
 
-from verbatim.transport.base import StepReport, TrainerLink
+from verbatim.transport.base import StepReport, TrainerLink, TrainerReady
 from verbatim.transport.weights import WeightFolders
 
-__all__ = ["StepReport", "TrainerLink", "WeightFolders"]
+__all__ = ["StepReport", "TrainerLink", "TrainerReady", "WeightFolders"]

@@ -7,10 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from verbatim.transport.canary import Probes
 from verbatim.types import TrainingSample
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainerReady:
+    """Where a trainer stands before its first batch."""
+
+    version: int
+    """Batches trained before; also the policy version it holds."""
+    weights: str
+    """The folder (or hub id) of that version's weights."""
+    checkpoint: Path | None
+    """The checkpoint it goes on from; None at the start of a run."""
+    probes: Probes
+    """What that version makes of the fixed probes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepReport:
     """What a batch became."""
 
@@ -22,20 +37,44 @@ class StepReport:
     """Tokens that were targets of an optimizer step."""
     metrics: Mapping[str, float]
     """The trainer's metrics."""
+    probes: Probes | None = None
+    """What the new version makes of the fixed probes; None = this trainer has none."""
+    state: Path | None = None
+    """Where it left its part of a checkpoint, if it was asked to; whoever asked moves it away."""
 
 
 class TrainerLink(Protocol):
-    """Trains batches one after the other, and publishes the weights of each."""
+    """Trains batches in the order in which they are handed over, and publishes the weights of each.
 
-    async def train(self, samples: Sequence[TrainingSample], version: int) -> StepReport:
+    A batch may be handed over while the one before is still being trained.
+    """
+
+    async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
         """Train on the batch; the policy version afterwards is `version`.
 
+        Args:
+            samples: The batch.
+            version: One more than that of the batch handed over before.
+            checkpoint: Also write the trainer's part of a checkpoint, before the next batch is begun.
+
         Raises:
-            RunStopped: the loss or the gradient is not finite. Weights are then those of the last good optimizer step.
+            RunStopped: the loss or the gradient is not finite, the weights could not be published, or the trainer is
+                gone. Batches that were handed over after this one are not trained.
         """
 
-    async def save(self, folder: Path) -> None:
-        """Write everything that continuing needs: weights (a Hugging Face folder), optimizer, schedule."""
+    async def save(self, folder: Path, version: int) -> None:
+        """Write everything that continuing needs into an existing folder: weights, optimizer, schedule.
+
+        Raises:
+            RunStopped: the trainer does not hold exactly this version, or is gone.
+        """
+
+    async def watch(self) -> None:
+        """Ends only when the trainer is gone.
+
+        Raises:
+            RunStopped: it is gone, or stuck; says what was seen of it last.
+        """
 
     async def close(self) -> None:
-        """Release what it holds."""
+        """Let the trainer end, and release what it holds."""

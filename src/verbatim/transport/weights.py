@@ -13,7 +13,8 @@ class WeightFolders:
 
     Args:
         folder: Where they are.
-        keep: Newest versions kept; a sampler may still be reading the one before the last.
+        keep: Newest versions kept. A sampler that may be k versions behind needs k + 2: one that it reads, and the one
+            that is being written.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -39,3 +40,8 @@ class WeightFolders:
                 shutil.rmtree(stale)
         os.rename(partial, target)
         return target
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

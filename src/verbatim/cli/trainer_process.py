@@ -1,0 +1,198 @@
+"""Where the trainer of a run is: in a process of its own, started here or elsewhere, or on a thread of this one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from verbatim.checkpoints import TRAINER, RunFolder
+from verbatim.cli import exit_status
+from verbatim.cli.session import Environments
+from verbatim.cli.trainer_setup import open_trainer, threads_of
+from verbatim.config.schema import RunConfig
+from verbatim.errors import RunStopped, UsageError
+from verbatim.transport import TrainerLink, TrainerReady
+from verbatim.transport.exchange import Exchange
+from verbatim.transport.presence import Heartbeat, PeerWatch
+from verbatim.transport.remote_trainer import RemoteTrainer
+
+_POLL = 0.02
+_PATIENCE = 20.0
+"""Seconds that a trainer which was told to end may take."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainerSide:
+    """A trainer that is ready."""
+
+    ready: TrainerReady
+    link: TrainerLink
+    progress: Callable[[str], None]
+    """Tells the trainer that this process goes on, and what it does."""
+    wants_to_stop: Callable[[], bool]
+    """Whether somebody asked the trainer to end."""
+
+
+@contextlib.contextmanager
+def trainer_inside(
+    config: RunConfig, environments: Environments, folder: RunFolder, console: Console
+) -> Iterator[TrainerSide]:
+    """On a thread of this process."""
+    from verbatim.trainer.local import LocalTrainer
+
+    states = folder.path / "states"
+    worker, ready = open_trainer(config, lambda: environments, folder, console, states=states)
+    link = LocalTrainer(worker, num_threads=threads_of(config, config.trainer.num_threads))
+    yield TrainerSide(ready=ready, link=link, progress=lambda doing: None, wants_to_stop=lambda: False)
+
+
+@contextlib.contextmanager
+def trainer_child(config: RunConfig, folder: RunFolder) -> Iterator[TrainerSide]:
+    """In a process that is started here, and ends with this block."""
+    session, log = secrets.token_hex(8), folder.log(TRAINER)
+    exchange = Exchange(folder.exchange / session)
+    with log.open("ab") as errors:
+        # A session of its own: Ctrl-C in the terminal is for this process, which then lets the trainer finish its step.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verbatim.cli", "trainer", str(folder.path / "config.toml"), "--resume",
+             str(folder.path), "--session", session],
+            stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+        )  # fmt: skip
+
+    def ended() -> str | None:
+        status = process.poll()
+        return None if status is None else f"the trainer (process {process.pid}) {_how(status)}{last_lines(log)}"
+
+    patience = 0.0  # before it is ready, and when the user cannot wait
+    try:
+        ready = _wait_until_ready(exchange, config, ended, log)
+        exchange.attach()
+        with _heartbeats(exchange, config, ended, log) as side:
+            yield side(ready)
+        patience = _PATIENCE
+    except RunStopped as error:
+        patience = _PATIENCE
+        if process.poll() == exit_status.USAGE:
+            raise UsageError(str(error)) from error
+        raise
+    except Exception:
+        patience = _PATIENCE
+        raise
+    finally:
+        _end(process, patience)
+
+
+@contextlib.contextmanager
+def trainer_elsewhere(config: RunConfig, folder: RunFolder, console: Console) -> Iterator[TrainerSide]:
+    """In a process that somebody starts with `verbatim trainer`."""
+    log = folder.log(TRAINER)
+    exchange = _find_session(folder.exchange, console, folder.path)
+    ready = _wait_until_ready(exchange, config, lambda: None, log)
+    if not exchange.attach():
+        raise RunStopped(f"the trainer of {folder.path} serves another orchestrator; end it, and start it again")
+    with _heartbeats(exchange, config, lambda: None, log) as side:
+        yield side(ready)
+
+
+@contextlib.contextmanager
+def _heartbeats(
+    exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
+) -> Iterator[Callable[[TrainerReady], TrainerSide]]:
+    """This side's signs of life, and the watch on the other's."""
+    watch = _watch(exchange, config, config.orchestrator.stall_timeout)
+
+    def fault() -> str | None:
+        gone = ended()
+        if gone is not None:
+            return gone
+        seen = watch.fault()
+        return None if seen is None else f"{seen}{last_lines(log)}"
+
+    with Heartbeat(exchange.orchestrator_beat) as heartbeat:
+        yield lambda ready: TrainerSide(
+            ready=ready,
+            link=RemoteTrainer(exchange, fault=fault),
+            progress=heartbeat.progress,
+            wants_to_stop=lambda: watch.wants_to_stop,
+        )
+
+
+def _watch(exchange: Exchange, config: RunConfig, stall_timeout: float) -> PeerWatch:
+    return PeerWatch(
+        exchange.trainer_beat, name="the trainer", heartbeat_timeout=config.orchestrator.heartbeat_timeout,
+        stall_timeout=stall_timeout,
+    )  # fmt: skip
+
+
+def _wait_until_ready(
+    exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
+) -> TrainerReady:
+    """As long as it takes: a model may be trained for hours before the first batch."""
+    watch = _watch(exchange, config, math.inf)
+    while (ready := exchange.read_ready()) is None:
+        if (gone := ended()) is not None:
+            raise RunStopped(gone)
+        if (fault := watch.fault()) is not None:
+            raise RunStopped(f"{fault}{last_lines(log)}")
+        time.sleep(_POLL)
+    return ready
+
+
+def _find_session(root: Path, console: Console, run: Path) -> Exchange:
+    """The session of a trainer that lives: its heartbeat counts up while we look."""
+    told = False
+    stale: tuple[Path, int] | None = None
+    while True:
+        exchange = Exchange.current(root)
+        beats = exchange.beats() if exchange is not None else None
+        if exchange is not None and beats is not None:
+            if stale is not None and stale[0] == exchange.folder and beats > stale[1]:
+                return exchange
+            if stale is None or stale[0] != exchange.folder:
+                stale = (exchange.folder, beats)
+        if not told:
+            told = True
+            console.print(f"waiting for the trainer:  verbatim trainer FILE --run-dir {run}", soft_wrap=True)
+        time.sleep(_POLL)
+
+
+def _end(process: subprocess.Popen[bytes], patience: float) -> None:
+    """Wait for a trainer that was told to end; end it where it does not."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=patience)
+        return
+    process.terminate()
+    process.send_signal(signal.SIGCONT)  # one that is frozen hears nothing else
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=5.0)
+        return
+    process.kill()
+    process.wait()
+
+
+def last_lines(log: Path, count: int = 8) -> str:
+    """The end of a log, for an error message."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+    except OSError:
+        return ""
+    if not lines:
+        return f"; its log {log} is empty"
+    return "\n".join([f"; the last lines of {log}:", *(f"    {line}" for line in lines)])
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

@@ -1,0 +1,83 @@
+"""How late the event loop runs what is due, and who holds it up when it is very late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 0.05
+"""Seconds between two measurements."""
+
+BLOCKED_AFTER = 20.0
+"""Seconds after which whoever blocks the loop is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lag:
+    """Seconds of delay since the last reading."""
+
+    mean: float
+    """Of all measurements; 0 without any."""
+    longest: float
+    """The largest."""
+
+
+class LoopLag:
+    """Measures the lag of the running event loop until it is closed.
+
+    A second thread watches the first: where the loop stands still for `BLOCKED_AFTER` seconds, the line of code that it
+    stands in is logged, once for each time.
+    """
+
+    def __init__(self, *, blocked_after: float = BLOCKED_AFTER) -> None:
+        self._blocked_after = blocked_after
+        self._sum, self._count, self._longest = 0.0, 0, 0.0
+        self._ticked = time.monotonic()
+        self._loop_thread = threading.get_ident()
+        self._ended = threading.Event()
+        self._task = asyncio.get_running_loop().create_task(self._measure(), name="loop-lag")
+        self._watcher = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
+        self._watcher.start()
+
+    def read(self) -> Lag:
+        """The lag since the last call."""
+        late_now = max(0.0, time.monotonic() - self._ticked - INTERVAL)
+        lag = Lag(mean=self._sum / self._count if self._count else 0.0, longest=max(self._longest, late_now))
+        self._sum, self._count, self._longest = 0.0, 0, 0.0
+        return lag
+
+    def close(self) -> None:
+        """Stop measuring."""
+        self._ended.set()
+        self._task.cancel()
+        self._watcher.join()
+
+    async def _measure(self) -> None:
+        while True:
+            due = time.monotonic() + INTERVAL
+            await asyncio.sleep(INTERVAL)
+            self._ticked = time.monotonic()
+            late = max(0.0, self._ticked - due)
+            self._sum += late
+            self._count += 1
+            self._longest = max(self._longest, late)
+
+    def _watch(self) -> None:
+        named = -1.0
+        while not self._ended.wait(min(1.0, self._blocked_after / 4)):
+            ticked = self._ticked
+            blocked = time.monotonic() - ticked
+            if blocked > self._blocked_after and ticked != named:
+                named = ticked
+                frame = sys._current_frames().get(self._loop_thread)
+                where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "?"
+                logger.warning("the event loop has stood still for %.0f s: nothing else can go on. It is in\n%s"
+                               "code that takes long belongs into `await asyncio.to_thread(...)`",
+                               blocked, where)  # fmt: skip

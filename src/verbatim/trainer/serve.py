@@ -1,0 +1,64 @@
+"""The trainer process: execute one order after the other until told to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from verbatim.errors import RunStopped
+from verbatim.trainer.worker import TrainerWorker
+from verbatim.transport.exchange import Exchange
+from verbatim.transport.orders import Order, report_to_json
+from verbatim.transport.presence import Heartbeat
+
+
+def serve(
+    worker: TrainerWorker,
+    exchange: Exchange,
+    heartbeat: Heartbeat,
+    *,
+    look: Callable[[], None],
+    on_step: Callable[[int, dict[str, float]], None] = lambda version, metrics: None,
+) -> None:
+    """Train until the orchestrator says that it is over.
+
+    Args:
+        worker: Does the work.
+        exchange: Where orders come from.
+        heartbeat: Is told what is being done.
+        look: Called while waiting; raises when nobody is there any more who could give orders.
+        on_step: Called after each batch with the new version and the metrics.
+    """
+    number = 0
+    while True:
+        number += 1
+        began = time.monotonic()
+
+        def waiting() -> None:
+            heartbeat.progress(f"waiting for batch {worker.version}")
+            look()
+
+        order = exchange.wait_for_order(number, waiting)
+        if order.kind == "stop":
+            return
+        idle = time.monotonic() - began
+        heartbeat.progress(f"training on batch {worker.version}" if order.kind == "train" else "writing its state")
+        exchange.answer(number, _execute(worker, order, idle, on_step))
+
+
+def _execute(
+    worker: TrainerWorker, order: Order, idle: float, on_step: Callable[[int, dict[str, float]], None]
+) -> dict[str, Any]:
+    """The answer. What is somebody's fault is told; what is ours ends the process with a traceback."""
+    try:
+        if order.kind == "save":
+            assert order.folder is not None
+            worker.save(order.folder, order.version)
+            return {"result": None}
+        report = report_to_json(worker.train(order.samples, order.version, checkpoint=order.checkpoint))
+    except (RunStopped, OSError) as error:
+        return {"error": str(error)}
+    report["metrics"]["time/trainer_idle"] = idle
+    on_step(order.version, report["metrics"])
+    return {"result": report}

@@ -1,0 +1,127 @@
+"""What a trainer does on request: train a batch and publish the weights, write its state, answer the probes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from verbatim.errors import RunStopped
+from verbatim.trainer.trainer import Trainer
+from verbatim.transport import StepReport, WeightFolders
+from verbatim.transport.canary import Probes, probe_sequences
+from verbatim.transport.weights import folder_bytes
+from verbatim.types import TrainingSample
+
+
+class TrainerWorker:
+    """A `Trainer` and what it publishes; knows which policy version it holds.
+
+    Args:
+        trainer: Holds the weights of `version`.
+        version: Batches trained before.
+        weights: Where versions are published.
+        states: Where its parts of checkpoints wait to be taken away.
+        probe_length: Most tokens of a probe.
+    """
+
+    def __init__(
+        self, trainer: Trainer, *, version: int, weights: WeightFolders, states: Path, probe_length: int
+    ) -> None:
+        self.version = version
+        """The policy version it holds and has published (or began with)."""
+        self._trainer = trainer
+        self._weights = weights
+        self._states = states
+        self._probe_samples = [_whole(ids) for ids in probe_sequences(trainer.lm.vocab_size, probe_length)]
+        self._optimizer_steps = trainer.num_optimizer_steps
+        self._failure: str | None = None
+
+    def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
+        """Train on one batch and publish the weights.
+
+        Raises:
+            RunStopped: no finite loss or gradient, or the weights could not be written; also for every batch after
+                such a one, because they are handed over before anybody knows.
+        """
+        if self._failure is not None:
+            raise RunStopped(f"batch {version - 1} was not trained, because an earlier one failed: {self._failure}")
+        assert version == self.version + 1, f"version {version} was asked for, version {self.version} is held"
+        state = self._states / f"v{version:06d}" if checkpoint else None
+        try:
+            metrics = self._trainer.train_batch(samples)
+            folder = self._weights.publish(version, self._trainer.save_weights)
+            if state is not None:
+                shutil.rmtree(state, ignore_errors=True)
+                state.mkdir(parents=True)
+                self._write(state, folder)
+        except RunStopped as error:
+            self._failure = str(error)
+            raise
+        except OSError as error:
+            self._failure = (f"what was trained on batch {version - 1} could not be written: {error.strerror or error} "
+                             f"({error.filename or self._states.parent})")  # fmt: skip
+            raise RunStopped(self._failure) from error
+        self.version = version
+        self._optimizer_steps = self._trainer.num_optimizer_steps
+        return StepReport(
+            version=version,
+            weights=folder,
+            num_trained_tokens=int(metrics["trained_tokens"]),
+            metrics={**metrics, "weights/bytes": folder_bytes(folder)},
+            probes=self.probe(),
+            state=state,
+        )
+
+    def save(self, folder: Path, version: int) -> None:
+        """Write weights, optimizer and schedule into an existing folder.
+
+        Raises:
+            RunStopped: this is not the version it holds, or a batch failed after some of its optimizer steps.
+        """
+        if version != self.version or self._trainer.num_optimizer_steps != self._optimizer_steps:
+            raise RunStopped(
+                f"the state after {version} batches is gone: {self._trainer.num_optimizer_steps} optimizer steps are "
+                f"done, {self._optimizer_steps} of them for the {self.version} batches that were published"
+            )
+        self._write(folder, None)
+
+    def probe(self) -> Probes:
+        """What the weights it holds make of the fixed probes."""
+        logprobs = self._trainer.logprobs(self._probe_samples)
+        return Probes(
+            token_ids=tuple(sample.token_ids for sample in self._probe_samples),
+            logprobs=tuple(values[1:] for values in logprobs),
+        )
+
+    def _write(self, folder: Path, published: Path | None) -> None:
+        if published is None:
+            self._trainer.save_weights(folder / "weights")
+        else:
+            shutil.copytree(published, folder / "weights", copy_function=_link_or_copy)
+        self._trainer.save_state(folder / "trainer")
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Published files are never written to again, so a second name is as good as a copy, where the system has it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _whole(token_ids: np.ndarray) -> TrainingSample:
+    """A sample that asks for the logprob of every token that has a context."""
+    length = len(token_ids)
+    return TrainingSample(
+        token_ids=token_ids,
+        loss_mask=np.arange(length) > 0,
+        logprobs=np.full(length, np.nan, dtype=np.float32),
+        advantages=np.zeros(length, dtype=np.float32),
+        chunk_ids=np.zeros(length, dtype=np.int32),
+        policy_versions=np.full(length, -1, dtype=np.int32),
+        temperatures=np.ones(length, dtype=np.float32),
+    )

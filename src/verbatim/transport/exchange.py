@@ -1,0 +1,127 @@
+"""The folder in which the two sides of a run meet: who is there, orders one way, answers the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from verbatim.transport.base import TrainerReady
+from verbatim.transport.files import publish_bytes, publish_json, read_published_json
+from verbatim.transport.orders import Order, order_to_bytes, read_order, ready_from_json, ready_to_json
+
+_CURRENT = "current"
+FIRST_WAIT, LONGEST_WAIT = 0.001, 0.02
+"""Seconds between two looks for a file; doubled while nothing comes."""
+
+
+class Exchange:
+    """One session: one trainer, one orchestrator. What its files are is shown in the module `orders`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.orders = folder / "orders"
+        self.answers = folder / "answers"
+        self.states = folder / "states"
+        self.trainer_beat = folder / "trainer.json"
+        self.orchestrator_beat = folder / "orchestrator.json"
+
+    # ---- the trainer's side
+
+    @classmethod
+    def open(cls, root: Path, session: str | None = None) -> Exchange:
+        """Begin a session as the one trainer of a run; whatever was there before is removed."""
+        shutil.rmtree(root, ignore_errors=True)
+        exchange = cls(root / (session or secrets.token_hex(8)))
+        for folder in (exchange.orders, exchange.answers, exchange.states):
+            folder.mkdir(parents=True)
+        publish_bytes(root / _CURRENT, exchange.folder.name.encode())
+        return exchange
+
+    def ready(self, ready: TrainerReady) -> None:
+        """Say that orders may come."""
+        publish_json(self.folder / "ready.json", ready_to_json(ready))
+
+    def wait_for_order(self, number: int, look: Callable[[], None]) -> Order:
+        """The order of this number, as soon as it is there; its file is removed.
+
+        Args:
+            number: From 1.
+            look: Called while waiting; ends the wait by raising.
+        """
+        path = self.orders / _name(number, "safetensors")
+        for _ in _waits():
+            if path.exists():
+                break
+            look()
+        order = read_order(path)
+        path.unlink()
+        return order
+
+    def answer(self, number: int, value: Any) -> None:
+        """What became of an order."""
+        publish_json(self.answers / _name(number, "json"), value)
+
+    # ---- the orchestrator's side
+
+    @classmethod
+    def current(cls, root: Path) -> Exchange | None:
+        """The session of the trainer that started last; None if there is none, or it is being set up."""
+        try:
+            name = (root / _CURRENT).read_text(encoding="ascii")
+        except FileNotFoundError:
+            return None
+        return cls(root / name)
+
+    def read_ready(self) -> TrainerReady | None:
+        """Where the trainer stands; None before it is ready."""
+        value = read_published_json(self.folder / "ready.json")
+        return None if value is None else ready_from_json(value)
+
+    def beats(self) -> int | None:
+        """How often the trainer's heart has beaten; None before it does."""
+        value = read_published_json(self.trainer_beat)
+        return None if value is None else int(value["beats"])
+
+    def attach(self) -> bool:
+        """Become the orchestrator of this session; False if another process was before."""
+        try:
+            os.close(os.open(self.folder / "attached", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def order(self, number: int, order: Order) -> None:
+        """Hand over an order.
+
+        Raises:
+            OSError: the system refused to write; the number is still free.
+        """
+        publish_bytes(self.orders / _name(number, "safetensors"), order_to_bytes(order))
+
+    def take_answer(self, number: int) -> Any | None:
+        """The answer to an order, once; None if it is not there yet."""
+        path = self.answers / _name(number, "json")
+        value = read_published_json(path)
+        if value is not None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return value
+
+
+def _name(number: int, suffix: str) -> str:
+    return f"{number:06d}.{suffix}"
+
+
+def _waits() -> Iterator[None]:
+    """Sleep a little longer each time."""
+    seconds = FIRST_WAIT
+    while True:
+        yield
+        time.sleep(seconds)
+        seconds = min(2 * seconds, LONGEST_WAIT)

@@ -1,0 +1,36 @@
+"""Files between processes: a reader sees all of a file or no file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def publish_bytes(path: Path, data: bytes) -> None:
+    """Write under another name, then rename. Not synced to disk: after a crash nobody reads it any more.
+
+    Raises:
+        OSError: the system refused to write; no file of this name, or the one before, is there.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def publish_json(path: Path, value: Any) -> None:
+    """`publish_bytes` of a JSON value."""
+    publish_bytes(path, json.dumps(value).encode())
+
+
+def read_published_json(path: Path) -> Any | None:
+    """The value of a file that `publish_json` wrote; None if there is none yet."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,123 @@
+"""Signs of life between processes, by counting and not by the clock of the wall.
+
+Each side counts up in a file of its own. The other side measures, on its own monotonic clock, for how long a count has
+stood still; so it does not matter whether clocks agree, or jump.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from verbatim.transport.files import publish_json, read_published_json
+
+BEAT_SECONDS = 0.5
+"""Between two beats."""
+
+
+class Heartbeat:
+    """Publishes that this process lives, and what it does, on a thread of its own, until it is closed.
+
+    Args:
+        path: Its file.
+        on_beat: Called at each beat, on the heartbeat's thread.
+    """
+
+    def __init__(self, path: Path, *, on_beat: Callable[[], None] | None = None) -> None:
+        self._path = path
+        self._on_beat = on_beat
+        self._beats = 0
+        self._progress = 0
+        self._doing = "starting"
+        self._wants_to_stop = False
+        self._ended = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._main, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def progress(self, doing: str) -> None:
+        """The process's main work moved on, and does this now. Costs nothing: the next beat tells it."""
+        self._progress += 1
+        self._doing = doing
+
+    def ask_to_stop(self) -> None:
+        """Tell the other side that somebody asked this process to end."""
+        self._wants_to_stop = True
+
+    def close(self) -> None:
+        """Stop beating. May be called again."""
+        self._ended.set()
+        self._thread.join()
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _main(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            self._beat()
+            if self._on_beat is not None:
+                self._on_beat()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        try:
+            publish_json(self._path, {"pid": os.getpid(), "beats": self._beats, "progress": self._progress,
+                                      "doing": self._doing, "wants_to_stop": self._wants_to_stop})  # fmt: skip
+        except OSError:
+            return  # a full disk, or a folder that was removed: the other side notices that nothing comes
+
+
+class PeerWatch:
+    """Looks at the other side's heartbeat.
+
+    Args:
+        path: The other side's file.
+        name: What people call it: "the trainer".
+        heartbeat_timeout: Seconds without a beat after which its process is taken for dead or frozen.
+        stall_timeout: Seconds without progress after which it is taken for stuck.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        name: str,
+        heartbeat_timeout: float,
+        stall_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._name, self._clock = path, name, clock
+        self._heartbeat_timeout, self._stall_timeout = heartbeat_timeout, stall_timeout
+        self._beats = self._progress = -1
+        self._beat_seen = self._progress_seen = clock()
+        self._who, self._doing = name, "starting"
+        self.wants_to_stop = False
+        """Whether somebody asked the other side to end."""
+
+    def fault(self) -> str | None:
+        """What is wrong with the other side; None if nothing is. To be asked every now and then."""
+        now = self._clock()
+        seen = read_published_json(self._path)
+        if seen is not None:
+            self._who = f"{self._name} (process {seen['pid']})"
+            self._doing, self.wants_to_stop = seen["doing"], seen["wants_to_stop"]
+            if seen["beats"] != self._beats:
+                self._beats, self._beat_seen = seen["beats"], now
+            if seen["progress"] != self._progress:
+                self._progress, self._progress_seen = seen["progress"], now
+        silent, stuck = now - self._beat_seen, now - self._progress_seen
+        if silent > self._heartbeat_timeout:
+            return f"{self._who} has given no sign of life for {silent:.0f} s; the last was that it is {self._doing}"
+        if stuck > self._stall_timeout:
+            return f"{self._who} is stuck: for {stuck:.0f} s it has been {self._doing}"
+        return None

@@ -1,0 +1,78 @@
+"""A trainer in another process, reached through an exchange folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import RunStopped
+from verbatim.transport.base import StepReport
+from verbatim.transport.exchange import FIRST_WAIT, LONGEST_WAIT, Exchange
+from verbatim.transport.orders import Order, report_from_json
+from verbatim.types import TrainingSample
+
+_LOOK_SECONDS = 0.25
+"""Between two looks at whether the trainer is still there."""
+
+
+class RemoteTrainer:
+    """A `TrainerLink` that writes orders and waits for answers.
+
+    Args:
+        exchange: The session, attached.
+        fault: What is wrong with the trainer, or None; asked while an answer is awaited.
+    """
+
+    def __init__(self, exchange: Exchange, *, fault: Callable[[], str | None]) -> None:
+        self._exchange = exchange
+        self._fault = fault
+        self._sending = asyncio.Lock()
+        self._sent = 0
+
+    async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
+        """Hand over a batch and wait for its weights."""
+        order = Order(kind="train", version=version, samples=tuple(samples), checkpoint=checkpoint)
+        answer = await self._execute(order)
+        return report_from_json(answer)
+
+    async def save(self, folder: Path, version: int) -> None:
+        """Have the trainer write its state."""
+        await self._execute(Order(kind="save", version=version, folder=folder))
+
+    async def watch(self) -> None:
+        """Look at the trainer every now and then."""
+        while True:
+            if (fault := self._fault()) is not None:
+                raise RunStopped(fault)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def close(self) -> None:
+        """Tell the trainer to end; whoever started it waits for that."""
+        with contextlib.suppress(OSError):  # without a disk it notices that nobody is there any more
+            await self._send(Order(kind="stop"))
+
+    async def _execute(self, order: Order) -> Any:
+        number = await self._send(order)
+        seconds, unobserved = FIRST_WAIT, 0.0
+        while (answer := self._exchange.take_answer(number)) is None:
+            if unobserved >= _LOOK_SECONDS and (fault := self._fault()) is not None:
+                answer = self._exchange.take_answer(number)  # it may have answered, and then ended
+                if answer is None:
+                    raise RunStopped(fault)
+                break
+            unobserved = unobserved + seconds if unobserved < _LOOK_SECONDS else 0.0
+            await asyncio.sleep(seconds)
+            seconds = min(2 * seconds, LONGEST_WAIT)
+        if "error" in answer:
+            raise RunStopped(f"the trainer: {answer['error']}")
+        return answer["result"]
+
+    async def _send(self, order: Order) -> int:
+        async with self._sending:  # first come, first served: the trainer gets batches in the order of the calls
+            number = self._sent + 1
+            await asyncio.to_thread(self._exchange.order, number, order)
+            self._sent = number
+            return number
