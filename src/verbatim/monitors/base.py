@@ -24,6 +24,13 @@ TRAINER_SPEED = "tokens_per_second"
 MISMATCH_KL = "mismatch_kl"
 """Of the trainer's from the sampler's distribution, mean over trained tokens."""
 
+STALENESS = "staleness/mean"
+"""Mean age of the batch's rollouts when they were trained: batches since the version that began them."""
+SAMPLER_IDLE = "time/sampler_idle"
+"""Seconds of the step in which no sequence was in flight."""
+TRAINER_IDLE = "time/trainer_idle"
+"""Seconds for which the trainer waited for the batch."""
+
 
 class Monitor(Protocol):
     """Listens to a run. It never decides anything, and the run goes on without it."""

@@ -11,8 +11,11 @@ from rich.text import Text
 from verbatim.monitors.base import (
     MISMATCH_KL,
     REWARD,
+    SAMPLER_IDLE,
     SAMPLER_SPEED,
+    STALENESS,
     SUCCESS,
+    TRAINER_IDLE,
     TRAINER_SPEED,
     TURNS,
     Metrics,
@@ -23,8 +26,11 @@ COLUMNS = (
     ("success", SUCCESS),
     ("turns", TURNS),
     ("mismatch KL", MISMATCH_KL),
+    ("age", STALENESS),
     ("sampler tok/s", SAMPLER_SPEED),
+    ("idle s", SAMPLER_IDLE),
     ("trainer tok/s", TRAINER_SPEED),
+    ("idle s", TRAINER_IDLE),
 )
 """Heading and metric of each column. A metric that is missing or NaN is shown as -."""
 
@@ -83,7 +89,7 @@ def step_line(step: int, max_steps: int, metrics: Metrics) -> str:
     """One step: `3/100`, then the columns.
 
     >>> step_line(3, 100, {"reward/mean": 0.5})
-    '   3/100    0.500        -        -            -              -              -'
+    '   3/100    0.500        -        -            -        -              -        -              -        -'
     """
     cells = [f"{format_number(metrics.get(key, math.nan)):>{_width(name)}}" for name, key in COLUMNS]
     return "  ".join([f"{f'{step}/{max_steps}':>{_step_width(max_steps)}}", *cells])

@@ -21,8 +21,8 @@ class TrainerReady:
     """The folder (or hub id) of that version's weights."""
     checkpoint: Path | None
     """The checkpoint it goes on from; None at the start of a run."""
-    probes: Probes
-    """What that version makes of the fixed probes."""
+    probes: Probes | None = None
+    """What that version makes of the fixed probes; None = this trainer has none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -117,7 +117,7 @@ def ready_to_json(ready: TrainerReady) -> dict[str, Any]:
         "version": ready.version,
         "weights": ready.weights,
         "checkpoint": None if ready.checkpoint is None else str(ready.checkpoint),
-        "probes": _probes_to_json(ready.probes),
+        "probes": None if ready.probes is None else _probes_to_json(ready.probes),
     }
 
 
@@ -126,7 +126,7 @@ def ready_from_json(value: Mapping[str, Any]) -> TrainerReady:
     checkpoint = None if value["checkpoint"] is None else Path(value["checkpoint"])
     return TrainerReady(
         version=value["version"], weights=value["weights"], checkpoint=checkpoint,
-        probes=_probes_from_json(value["probes"]),
+        probes=None if value["probes"] is None else _probes_from_json(value["probes"]),
     )  # fmt: skip
 
 

@@ -1,0 +1,59 @@
+"""What the benchmarks of whole runs share: the demo's model after its warm start, runs of it, and their metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "guess_number.toml"
+
+NO_LEARNING = ("--trainer.optim.lr", "1e-30", "--orchestrator.eval", "null", "--checkpoint.interval", "100000")
+"""Every step does its work, and the next one has the same work to do."""
+
+
+def verbatim(*arguments: str, cores: Sequence[int] = (), cwd: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """`verbatim ...` in a process of its own, on these cores (all, if none are named), its output into a file."""
+    pin = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
+    name = "-".join(["out", arguments[0], str(len(list(cwd.glob("out-*"))))])
+    with (cwd / name).open("wb") as out:
+        return subprocess.Popen(
+            [*pin, sys.executable, "-m", "verbatim.cli", *arguments], cwd=cwd, stdout=out, stderr=out,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that has to succeed."""
+    status = process.wait()
+    assert status == 0, f"{process.args} ended with {status}"
+
+
+def warm_started_model(folder: Path, steps: int) -> Path:
+    """The demo's model, after so many steps of its warm start."""
+    finish(verbatim("sft", str(RECIPE), "--run-dir", str(folder / "sft"), "--warm-start.steps", str(steps), cwd=folder))
+    return folder / "sft" / "warm_start"
+
+
+def run_options(model: Path, steps: int, level: int) -> list[str]:
+    """The recipe with a model that is there already, for so many steps."""
+    return [
+        str(RECIPE), "--model", json.dumps({"name": str(model)}).replace(":", " =", 1).replace('"name"', "name"),
+        "--warm-start", "null", "--max-steps", str(steps), "--orchestrator.max-async-level", str(level),
+    ]  # fmt: skip
+
+
+def train_metrics(run: Path) -> list[dict[str, Any]]:
+    """The metrics of every step."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["metrics"] for line in lines if line["kind"] == "train"]
+
+
+def seconds_per_step(metrics: Sequence[dict[str, Any]], skip: int) -> float:
+    """Wall time from one finished step to the next, on average, without the first ones."""
+    seconds = [m["time/step"] for m in metrics[skip:]]
+    return float(sum(seconds) / len(seconds))

@@ -1,0 +1,150 @@
+"""How much of the sampler's and the trainer's time overlaps, when each has its own core.
+
+    python benchmarks/overlap.py [--steps 25] [--repetitions 3] [--warm-start-steps 600]
+
+Each side is timed alone on the same work, one thread on one core: the orchestrator with a trainer that answers at once,
+and the trainer with the batches that the former handed over. Then both together, each on its core, asynchronous by one
+step. Nothing is learned (a learning rate of 1e-30), so that the work stays the same. `ratio` is the wall time of a step
+together over that of the slower side alone; 1 would be perfect overlap. Synchronous and asynchronous runs are also
+compared on both cores without pinning. Prints one JSON line; figures are medians over repetitions, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from demo_runs import NO_LEARNING, finish, run_options, seconds_per_step, train_metrics, verbatim, warm_started_model
+from verbatim.transport import StepReport, TrainerReady
+from verbatim.transport.exchange import Exchange
+from verbatim.transport.orders import Order, order_to_bytes, report_to_json
+from verbatim.transport.presence import Heartbeat
+
+SKIP = 4
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def sampler_alone(folder: Path, options: list[str], core: int, other: int) -> float:
+    """Seconds per step of the orchestrator; the batches stay in `folder/orders`."""
+    run = folder / "sampler"
+    process = multiprocessing.get_context("spawn").Process(
+        target=answer_at_once, args=(run, folder / "orders", folder / "sft" / "warm_start", other)
+    )
+    process.start()
+    finish(verbatim("orchestrator", *options, "--run-dir", str(run), cores=[core], cwd=folder, **ONE_THREAD))
+    process.join()
+    return seconds_per_step(train_metrics(run), SKIP)
+
+
+def answer_at_once(run: Path, orders: Path, model: Path, core: int) -> None:
+    """A trainer that trains nothing: keeps each batch, and says that its weights are what they were."""
+    os.sched_setaffinity(0, {core})
+    orders.mkdir()
+    exchange = Exchange.open(run / "exchange")
+    with Heartbeat(exchange.trainer_beat) as heartbeat:
+        exchange.ready(TrainerReady(version=0, weights=str(model), checkpoint=None))
+        for number in itertools.count(1):
+            order = exchange.wait_for_order(number, lambda: heartbeat.progress("waiting"))
+            if order.kind == "stop":
+                return
+            if order.kind == "save":
+                exchange.answer(number, {"result": None})
+                continue
+            tokens = sum(sample.num_trained_tokens for sample in order.samples)
+            report = StepReport(version=order.version, weights=model, num_trained_tokens=tokens, metrics={})
+            exchange.answer(number, {"result": report_to_json(report)})
+            (orders / f"{order.version:06d}").write_bytes(order_to_bytes(order))
+
+
+def trainer_alone(folder: Path, options: list[str], core: int) -> float:
+    """Seconds per step of a trainer that always has the next batch."""
+    run = folder / "trainer"
+    process = verbatim("trainer", *options, "--run-dir", str(run), cores=[core], cwd=folder, **ONE_THREAD)
+    while (exchange := Exchange.current(run / "exchange")) is None or exchange.read_ready() is None:
+        assert process.poll() is None, "the trainer ended"
+        time.sleep(0.05)
+    with Heartbeat(exchange.orchestrator_beat) as heartbeat:
+        batches = sorted((folder / "orders").iterdir())
+        done = []
+        for number, batch in enumerate(batches, start=1):
+            shutil.copy(batch, exchange.orders / f".{number:06d}")
+            os.rename(exchange.orders / f".{number:06d}", exchange.orders / f"{number:06d}.safetensors")
+        for number in range(1, len(batches) + 1):
+            while exchange.take_answer(number) is None:
+                heartbeat.progress("waiting")
+                time.sleep(0.001)
+            done.append(time.perf_counter())
+        exchange.order(len(batches) + 1, Order(kind="stop"))
+        finish(process)
+    return (done[-1] - done[SKIP - 1]) / (len(done) - SKIP)
+
+
+def together(folder: Path, options: list[str], sampler_core: int, trainer_core: int) -> float:
+    """Seconds per step of both, each on its core."""
+    run = ["--run-dir", str(folder / "together")]
+    trainer = verbatim("trainer", *options, *run, cores=[trainer_core], cwd=folder, **ONE_THREAD)
+    finish(verbatim("orchestrator", *options, *run, cores=[sampler_core], cwd=folder, **ONE_THREAD))
+    finish(trainer)
+    return seconds_per_step(train_metrics(folder / "together"), SKIP)
+
+
+def unpinned(folder: Path, options: list[str]) -> float:
+    """Seconds per step of `verbatim rl` as a user types it."""
+    run = folder / "unpinned"
+    finish(verbatim("rl", *options, "--run-dir", str(run), cwd=folder))
+    return seconds_per_step(train_metrics(run), SKIP)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--warm-start-steps", type=int, default=600)
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    assert len(cores) == 2, "two cores are needed"
+    found: dict[str, list[float]] = {}
+    ratios = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = warm_started_model(folder, args.warm_start_steps)
+        overlapped = [*run_options(model, args.steps, 1), *NO_LEARNING]
+        in_turn = [*run_options(model, args.steps, 0), *NO_LEARNING]
+        for _ in range(args.repetitions):
+            measured = {
+                "sampler_alone": sampler_alone(folder, overlapped, *cores),
+                "trainer_alone": trainer_alone(folder, overlapped, cores[1]),
+                "together": together(folder, overlapped, *cores),
+                "asynchronous": unpinned(folder, overlapped),
+            }
+            shutil.rmtree(folder / "unpinned")
+            measured["synchronous"] = unpinned(folder, in_turn)
+            for left in ("orders", "sampler", "trainer", "together", "unpinned"):
+                shutil.rmtree(folder / left)
+            ratios.append(measured["together"] / max(measured["sampler_alone"], measured["trainer_alone"]))
+            for name, seconds in measured.items():
+                found.setdefault(name, []).append(seconds)
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    print(json.dumps({
+        "benchmark": "overlap",
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "synchronous_over_asynchronous": round(medians["synchronous"] / medians["asynchronous"], 3),
+        "seconds_per_step": {name: round(seconds, 3) for name, seconds in medians.items()},
+        "steps": args.steps,
+        "threads_of_each_side": 1,
+        "cores": len(os.sched_getaffinity(0)),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
