@@ -20,7 +20,7 @@ def dense(query, key, value, row_lengths, window):
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 100])
-@pytest.mark.parametrize("row_lengths", [[1], [5], [3, 9, 10, 1, 10, 2], [4, 4, 4], [11, 10, 2]])
+@pytest.mark.parametrize("row_lengths", [[1], [5], [3, 9, 10, 1, 10, 2], [4, 4, 4], [11, 10, 2], [2, 2, 4]])
 def test_rows_attend_as_by_one_dense_mask_forward_and_backward(row_lengths, window):
     torch.manual_seed(0)
     tokens = sum(row_lengths)

@@ -233,3 +233,11 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(qwen):
     assert b["loss"] == pytest.approx(a["loss"], rel=0.05)
     assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.05)
     assert {p.dtype for p in rough.model.parameters()} == {torch.float32}
+
+
+def test_a_cpu_takes_smaller_micro_batches_where_no_trajectory_is_cut_by_it(qwen):
+    samples = [make_sample(3000, name, seed=i) for i, name in enumerate("ab")]
+    assert [m.num_tokens for m in make_trainer(qwen).pack(samples)] == [3000, 3000]
+    assert [m.num_tokens for m in make_trainer(qwen, micro_batch_tokens=2000).pack(samples)] == [3000, 3000]
+    whole = replace(LOSSES["default"], level="sequence")
+    assert [m.num_tokens for m in make_trainer(qwen, loss=whole).pack(samples)] == [6000]

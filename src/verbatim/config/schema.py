@@ -279,8 +279,9 @@ class TrainerConfig(Section):
     """What is minimised."""
     packing: Literal["auto", "rows"] = "auto"
     """How samples are laid out in memory."""
-    micro_batch_tokens: PositiveInt = 16_384
-    """Most tokens of one forward pass; a single longer sample is one by itself."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Most tokens of one forward pass; a longer sample is one by itself. By default 16,384; on a CPU 4,096, where more
+    leave its caches; never cut so for losses that see a trajectory whole."""
     logprob_chunk: PositiveInt = 1024
     """Targets whose vocabulary-sized logits exist at one time."""
     optimizer_steps_per_batch: PositiveInt = 1

@@ -43,7 +43,7 @@ class RowsPlan:
         """The token that each place shows; padding shows its row's last one: int64."""
         self.place_of_token_U = place_of_token.to(device)
         """Where each token is shown, padding aside: int64."""
-        self.as_is = torch.equal(token_of_place, place_of_token)
+        self.as_is = torch.equal(token_of_place, torch.arange(sum(row_lengths)))
         """Whether the buckets are the tokens as they lie."""
 
     def attend(

@@ -12,12 +12,13 @@ from torch import Tensor
 from verbatim.losses import LossInputs
 from verbatim.models.attention import AttentionPlan
 from verbatim.trainer.attention_rows import RowsPlan
+from verbatim.trainer.linear import ROW_MULTIPLE
 from verbatim.types import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBatch:
-    """Legend: U tokens, M targets."""
+    """Legend: U tokens, padding included, M targets."""
 
     input_ids_U: Tensor
     """int64."""
@@ -46,9 +47,16 @@ class DeviceBatch:
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
-        """Move a micro-batch of rows to a device."""
+        """Move a micro-batch of rows to a device.
+
+        On a CPU a row of padding makes the tokens a multiple of `ROW_MULTIPLE`. Nothing is predicted from it and no
+        other row sees it, so its gradient is 0.
+        """
         assert micro_batch.is_rows, "there is no attention plan for trees yet"
         targets = micro_batch.targets
+        num_padding = -micro_batch.num_tokens % ROW_MULTIPLE if device.type == "cpu" else 0
+        padding = np.arange(num_padding, dtype=np.int32)
+        row_lengths = [*micro_batch.row_lengths.tolist(), *([num_padding] if num_padding else [])]
 
         def ids(array: np.ndarray) -> Tensor:
             return torch.tensor(array, dtype=torch.int64, device=device)
@@ -58,9 +66,9 @@ class DeviceBatch:
 
         teacher = targets.teacher_logprobs
         return cls(
-            input_ids_U=ids(micro_batch.input_ids),
-            position_ids_U=ids(micro_batch.position_ids),
-            plan=RowsPlan(micro_batch.row_lengths.tolist(), device),
+            input_ids_U=ids(np.concatenate([micro_batch.input_ids, np.zeros_like(padding)])),
+            position_ids_U=ids(np.concatenate([micro_batch.position_ids, padding])),
+            plan=RowsPlan(row_lengths, device),
             source_positions_M=ids(targets.source_positions),
             target_ids_M=ids(targets.target_ids),
             temperatures_M=floats(targets.temperatures),

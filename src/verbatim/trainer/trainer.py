@@ -23,6 +23,7 @@ from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.packing import PACKERS
 from verbatim.trainer.device_batch import DeviceBatch
+from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import target_logprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.optim import build_optimizer, load_optimizer, save_optimizer, set_lr
@@ -33,6 +34,10 @@ from verbatim.types import Float32, MicroBatch, TrainingSample
 
 STATE_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+MICRO_BATCH_TOKENS = 16_384
+"""Of one forward pass, where the configuration does not say."""
+CPU_MICRO_BATCH_TOKENS = 4096
+"""Where a CPU is fastest: activations of more tokens leave its caches, fewer do not fill its matrix products."""
 
 
 class Trainer:
@@ -72,6 +77,7 @@ class Trainer:
         self.model: Any = load_model(model_path, dtype=dtype, device=self.device)
         if config.gradient_checkpointing:
             _checkpoint_layers(self.model)
+        use_onednn(self.model)
         self.lm = CausalLM(self.model)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.num_optimizer_steps = 0
@@ -161,9 +167,10 @@ class Trainer:
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
         """The micro-batches of one optimizer step."""
-        return PACKERS[self.config.packing](
-            samples, micro_batch_tokens=self.config.micro_batch_tokens, keep_whole=self.loss.level != "token"
-        )
+        keep_whole = self.loss.level != "token"
+        default = CPU_MICRO_BATCH_TOKENS if self.device.type == "cpu" and not keep_whole else MICRO_BATCH_TOKENS
+        budget = self.config.micro_batch_tokens or default
+        return PACKERS[self.config.packing](samples, micro_batch_tokens=budget, keep_whole=keep_whole)
 
     def _denominator(self, micro_batches: Sequence[MicroBatch]) -> int:
         if self.loss.normalizer == "tokens":
