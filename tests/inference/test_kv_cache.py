@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from verbatim.inference.kv_cache import BLOCK, KeyValueCache, KeyValueShape, attend_blocks
+from verbatim.inference.kv_cache import BLOCK, KeyValueCache, KeyValueShape, attend_at_once, attend_in_blocks
 
 SHAPE = KeyValueShape(num_layers=2, num_kv_heads=2, key_size=8, value_size=4)
 
@@ -14,38 +15,48 @@ def naive(query_HD, keys_LKD, values_LKD):
     return torch.stack(out)
 
 
-def make(batch, queries, blocks, seed=0):
+def make(batch, queries, num_keys, seed=0):
     g = torch.Generator().manual_seed(seed)
     query = torch.randn(batch, queries, 6, 8, generator=g)
-    keys = torch.randn(blocks, batch, 2, 8, BLOCK, generator=g)
-    values = torch.randn(blocks, batch, 2, BLOCK, 4, generator=g)
+    keys = torch.randn(batch, 2, 8, num_keys, generator=g)
+    values = torch.randn(batch, 2, num_keys, 4, generator=g)
     return query, keys, values
 
 
-def bias_for(positions_BQ, blocks):
-    at = torch.arange(blocks * BLOCK).view(blocks, 1, 1, 1, 1, BLOCK)
-    return torch.zeros(()).masked_fill(at > positions_BQ[None, :, None, None, :, None], -torch.inf)
+def bias_for(positions_BQ, num_keys):
+    at = torch.arange(num_keys)
+    return torch.zeros(()).masked_fill(at > positions_BQ[:, None, None, :, None], -torch.inf)
 
 
-def test_attention_over_blocks_is_softmax_attention():
-    query, keys, values = make(batch=3, queries=2, blocks=3)
+@pytest.mark.parametrize("attend", [attend_at_once, attend_in_blocks])
+def test_it_is_softmax_attention(attend):
+    query, keys, values = make(batch=3, queries=2, num_keys=3 * BLOCK)
     positions = torch.tensor([[0, 5], [63, 64], [130, 191]])
-    out = attend_blocks(query, keys, values, bias_for(positions, 3))
-    flat_keys = keys.permute(1, 0, 4, 2, 3).flatten(1, 2)
-    flat_values = values.permute(1, 0, 3, 2, 4).flatten(1, 2)
+    out = attend(query, keys, values, bias_for(positions, 3 * BLOCK))
     for b in range(3):
         for q in range(2):
             seen = int(positions[b, q]) + 1
-            expected = naive(query[b, q], flat_keys[b, :seen], flat_values[b, :seen])
+            expected = naive(query[b, q], keys[b, :, :, :seen].permute(2, 0, 1), values[b, :, :seen].transpose(0, 1))
             assert torch.allclose(out[b, q].double(), expected, atol=2e-6)
 
 
-def test_blocks_beyond_a_sequence_change_no_bit():
-    query, keys, values = make(batch=32, queries=1, blocks=6)
+def test_in_blocks_keys_beyond_a_sequence_change_no_bit():
+    query, keys, values = make(batch=32, queries=1, num_keys=6 * BLOCK)
     positions = torch.arange(32)[:, None] * 3
-    short = attend_blocks(query, keys[:2], values[:2], bias_for(positions, 2))
-    for blocks in (3, 4, 6):
-        assert torch.equal(attend_blocks(query, keys[:blocks], values[:blocks], bias_for(positions, blocks)), short)
+    short = attend_in_blocks(query, keys[..., : 2 * BLOCK], values[:, :, : 2 * BLOCK], bias_for(positions, 2 * BLOCK))
+    for num_keys in (3 * BLOCK, 4 * BLOCK, 6 * BLOCK):
+        longer = attend_in_blocks(query, keys[..., :num_keys], values[:, :, :num_keys], bias_for(positions, num_keys))
+        assert torch.equal(longer, short)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 32, 47])
+def test_in_blocks_the_number_of_sequences_changes_no_bit(batch):
+    query, keys, values = make(batch=64, queries=1, num_keys=2 * BLOCK)
+    positions = torch.arange(64)[:, None] * 2
+    bias = bias_for(positions, 2 * BLOCK)
+    whole = attend_in_blocks(query, keys, values, bias)
+    part = slice(5, 5 + batch)
+    assert torch.equal(attend_in_blocks(query[part], keys[part], values[part], bias[part]), whole[part])
 
 
 def test_growing_keeps_what_is_cached_and_new_room_is_zero():
@@ -53,24 +64,46 @@ def test_growing_keeps_what_is_cached_and_new_room_is_zero():
     assert cache.capacity == 0
     cache.reserve(10)
     assert cache.capacity == BLOCK
-    cache.keys[1, 0, 2, :, :, 9] = 7.0
+    cache.keys[1, 2, :, :, 9] = 7.0
     cache.reserve(BLOCK + 1)
     assert cache.capacity == 2 * BLOCK
-    assert bool((cache.keys[1, 0, 2, :, :, 9] == 7).all())
+    assert bool((cache.keys[1, 2, :, :, 9] == 7).all())
     assert float(cache.keys.sum()) == 7.0 * 2 * 8
 
 
-def test_a_prefix_is_copied_between_caches():
-    cpu = torch.device("cpu")
-    source = KeyValueCache(SHAPE, 2, dtype=torch.float32, device=cpu)
-    source.reserve(3 * BLOCK)
-    source.keys.normal_()
-    source.values.normal_()
-    target = KeyValueCache(SHAPE, 5, dtype=torch.float32, device=cpu)
-    target.copy_prefix(source, 1, 4, BLOCK + 1)
-    assert torch.equal(target.keys[:, :2, 4], source.keys[:, :2, 1])
-    assert torch.equal(target.values[:, :2, 4], source.values[:, :2, 1])
-    assert float(target.keys[:, :, :4].abs().sum()) == 0
+def filled(num_slots, num_tokens):
+    cache = KeyValueCache(SHAPE, num_slots, dtype=torch.float32, device=torch.device("cpu"))
+    cache.reserve(num_tokens)
+    cache.keys.normal_()
+    cache.values.normal_()
+    return cache
+
+
+def test_a_kept_prefix_comes_back_in_any_slot_of_a_cache_that_may_have_to_grow():
+    source = filled(2, 3 * BLOCK)
+    kept = source.keep(1, BLOCK + 5)
+    target = KeyValueCache(SHAPE, 5, dtype=torch.float32, device=torch.device("cpu"))
+    target.restore(kept, 4, BLOCK + 1)
+    assert torch.equal(target.keys[:, 4, ..., : BLOCK + 1], source.keys[:, 1, ..., : BLOCK + 1])
+    assert torch.equal(target.values[:, 4, :, : BLOCK + 1], source.values[:, 1, :, : BLOCK + 1])
+    assert float(target.keys[:, :4].abs().sum()) == float(target.keys[:, 4, ..., BLOCK + 1 :].abs().sum()) == 0
+
+
+def test_a_kept_prefix_does_not_follow_its_old_slot():
+    cache = filled(2, BLOCK)
+    before = cache.keys[:, 0, ..., :9].clone()
+    kept = cache.keep(0, 9)
+    cache.clear(0)
+    assert torch.equal(kept.keys, before)
+
+
+def test_a_slot_takes_over_the_prefix_of_another():
+    cache = filled(3, BLOCK)
+    rest = cache.values[:, 0, :, 7:].clone()
+    cache.copy_prefix(2, 0, 7)
+    assert torch.equal(cache.keys[:, 0, ..., :7], cache.keys[:, 2, ..., :7])
+    assert torch.equal(cache.values[:, 0, :, :7], cache.values[:, 2, :, :7])
+    assert torch.equal(cache.values[:, 0, :, 7:], rest)
 
 
 def test_bytes_per_token_counts_all_layers():

@@ -104,3 +104,23 @@ def test_a_parked_prefix_is_found_and_its_old_slot_forgets_it():
     assert table.computed[0] == 0
     found = table.place(ids(1, 2, 3, 4), "a", 0, keep=False)
     assert (found.slot, found.source, found.reused) == (0, place, 3)
+
+
+def test_a_session_goes_on_from_a_siblings_longer_prefix_in_its_own_slot():
+    table = SlotTable(3, 0, 32)
+    run(table, 0, ids(1, 2, 3), "a")
+    run(table, 1, ids(1, 2, 3, 4, 5), "b")
+    place = table.place(ids(1, 2, 3, 4, 5, 6), "a", 0, keep=False)
+    assert (place.slot, place.source, place.reused) == (0, 1, 5)
+
+
+def test_the_longest_prefix_is_found_whatever_else_is_cached():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        table = SlotTable(6, 6, 40)
+        for slot in range(6):
+            run(table, slot, rng.integers(0, 2, rng.integers(1, 30)).astype(np.int32), str(slot))
+        prompt = rng.integers(0, 2, 12).astype(np.int32)
+        known = [table.ids[slot, : table.computed[slot]] for slot in range(6)]
+        best = max(next((i for i in range(min(len(k), 11)) if k[i] != prompt[i]), min(len(k), 11)) for k in known)
+        assert table.place(prompt, "new", 0, keep=False).reused == best

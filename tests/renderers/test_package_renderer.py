@@ -215,3 +215,16 @@ def test_no_json_of_any_shape_makes_the_parser_raise(qwen3, tokenizer, value, cu
 def test_a_family_whose_tokens_are_missing_is_refused(tokenizer):
     with pytest.raises(ModelError, match=r'does not fit renderer "llama-3".*"auto"'):
         PackageRenderer(tokenizer, "llama-3")
+
+
+def test_what_a_group_shares_is_rendered_once_and_cannot_be_written_to(tokenizer):
+    renderer = PackageRenderer(tokenizer)
+    first = renderer.render_ids([ASK], TOOLS)
+    assert renderer.render_ids([dict(ASK)], [dict(tool) for tool in TOOLS]) is first
+    assert renderer.render_ids([ASK], TOOLS, False) is not first
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 0
+    for number in range(200):
+        renderer.render_ids([{"role": "user", "content": str(number)}])
+    again = renderer.render_ids([ASK], TOOLS)
+    assert again is not first and np.array_equal(again, first)

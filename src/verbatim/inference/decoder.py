@@ -13,7 +13,9 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.inference.base import SampleRequest
-from verbatim.inference.kv_cache import CachePlan, Group, KeyValueCache, KeyValueShape, blocks_of
+from verbatim.inference.kv_cache import BLOCK, CachePlan, Group, KeptPrefix, KeyValueCache, KeyValueShape, up_to
+from verbatim.inference.lean import AttentionCall, lean_backbone
+from verbatim.inference.runs import runs_of_slots
 from verbatim.inference.sampling import Truncation, draw, uniforms
 from verbatim.inference.slots import Slots, SlotTable
 from verbatim.models.head import CausalLM
@@ -21,6 +23,9 @@ from verbatim.models.head import CausalLM
 _ROW_QUANTUM = 32
 """Deterministic passes have a multiple of this many rows: matrix kernels then have no remainder rows, and
 element-wise kernels no remainder elements, that are computed by other instructions than the rest."""
+
+_QUANTUM = 16
+"""Other passes attend to a multiple of this many keys."""
 
 _PARKING_BUDGET = 1 << 30
 """Bytes of keys and values, at full context length, of sequences that wait for their next turn."""
@@ -73,13 +78,16 @@ class Decoder:
         self.version = version
         self.counts = Counts()
         dtype = model.output.weight.dtype
-        shape = probe_shape(model)
+        shape, calls = probe(model)
+        with torch.inference_mode():
+            self._backbone = lean_backbone(model, calls, config.context_length) or model
+        self._bytes_per_key = shape.bytes_per_token(dtype) // shape.num_layers
         # In deterministic mode row i of a decode pass is slot i, so there are as many slots as rows.
         self.num_rows = -(-config.num_slots // _ROW_QUANTUM) * _ROW_QUANTUM if config.deterministic else 0
         self.cache = KeyValueCache(shape, max(config.num_slots, self.num_rows), dtype=dtype, device=model.device)
         per_slot = shape.bytes_per_token(dtype) * config.context_length
         num_parked = min(4 * config.num_slots, _PARKING_BUDGET // per_slot)
-        self.parked = KeyValueCache(shape, num_parked, dtype=dtype, device=model.device)
+        self._parked: dict[int, KeptPrefix] = {}
         self.table = SlotTable(config.num_slots, num_parked, config.context_length)
         if config.deterministic:
             self._refuse_row_dependent_kernels()
@@ -99,9 +107,9 @@ class Decoder:
         if table.session[slot] != request.session and table.computed[slot] > stays:
             self._park(slot, keep_out=source)
         if source != slot:
-            held_by, row = self._where(source)
-            self.cache.copy_prefix(held_by, row, slot, reused)
+            self._copy_prefix(source, slot, reused)
             if source >= table.num_batch and table.session[source] == request.session:
+                self._parked.pop(source, None)
                 table.forget(source)
         self.cache.reserve(len(request.prompt_ids))
         table.start(slot, request, reused, cache_version)
@@ -130,8 +138,8 @@ class Decoder:
         self.version = version
         if not self.config.keep_cache:
             self.table.rebuild_all(version)
-            self.cache.reset()
-            self.parked.reset()
+            self.cache.clear()
+            self._parked.clear()
 
     def _park(self, slot: int, *, keep_out: int) -> None:
         """Save an idle slot's cache, if a session may come back to it, before another sequence takes the slot."""
@@ -139,12 +147,16 @@ class Decoder:
         place = table.parking_place()
         if place is None or place == keep_out or not table.session[slot]:
             return
-        self.parked.copy_prefix(self.cache, slot, place - table.num_batch, int(table.computed[slot]))
+        self._parked[place] = self.cache.keep(slot, int(table.computed[slot]))
         table.move(slot, place)
 
-    def _where(self, slot: int) -> tuple[KeyValueCache, int]:
-        batch = self.table.num_batch
-        return (self.cache, slot) if slot < batch else (self.parked, slot - batch)
+    def _copy_prefix(self, source: int, slot: int, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        if source < self.table.num_batch:
+            self.cache.copy_prefix(source, slot, num_tokens)
+        else:
+            self.cache.restore(self._parked[source], slot, num_tokens)
 
     # ---- one pass
 
@@ -156,87 +168,103 @@ class Decoder:
             The slots whose sequences ended, and those whose logits are not finite numbers.
         """
         table = self.table
-        ahead = np.where(table.active, table.length - table.computed, 0)[: table.num_batch]
-        decode, prefill = np.flatnonzero(ahead == 1), np.flatnonzero(ahead > 1)
-        if not len(decode) and not len(prefill):
-            return decode, decode
-        self.cache.reserve(int(table.length[: table.num_batch][table.active[: table.num_batch]].max()))
-        if len(prefill):
-            prefill, taken = self._share_out(prefill, ahead, len(decode))
-            return self._mixed_pass(decode, prefill, taken)
-        return self._decode_pass(decode)
+        active = np.flatnonzero(table.active[: table.num_batch])
+        if not len(active):
+            return active, active
+        ahead = table.length[active] - table.computed[active]
+        self.cache.reserve(int(table.length[active].max()))
+        slots, counts = (active, ahead) if ahead.max() == 1 else self._share_out(active, ahead)
+        one = counts == 1
+        if not one.all():  # tokens of their own first, then those that share a slot; each in the order of slots
+            order = np.argsort(~one, kind="stable")
+            slots, counts = slots[order], counts[order]
+        layout = self._layout(slots, counts, int(one.sum()))
+        hidden = self._forward(layout, slots, counts)
+        last = layout.rows[np.cumsum(counts) - 1]
+        before = table.computed[slots]
+        self._account(slots, before, counts)
+        done = table.computed[slots] == table.length[slots]
+        return self._sample(hidden, last[done], slots[done])
 
-    def _share_out(self, prefill: Slots, ahead: Rows, num_decode: int) -> tuple[Slots, Rows]:
-        """How many tokens of each prompt this pass takes, first come first served."""
+    def _share_out(self, active: Slots, ahead: Rows) -> tuple[Slots, Rows]:
+        """Which slots take part, with how many tokens: prompts share what room there is, first come first served."""
+        decode, prefill = active[ahead == 1], active[ahead > 1]
+        needed = ahead[ahead > 1]
         room = self.config.prefill_chunk
         if self.config.deterministic:
-            room = min(room, self.num_rows - num_decode)
-        prefill = prefill[np.argsort(self.table.arrival[prefill])]
-        before = np.cumsum(ahead[prefill]) - ahead[prefill]
-        taken = np.clip(room - before, 0, ahead[prefill])
-        return prefill[taken > 0], taken[taken > 0]
+            room = min(room, self.num_rows - len(decode))
+        order = np.argsort(self.table.arrival[prefill])
+        prefill, needed = prefill[order], needed[order]
+        taken = np.clip(room - (np.cumsum(needed) - needed), 0, needed)
+        slots, counts = np.concatenate([decode, prefill]), np.concatenate([np.ones_like(decode), taken])
+        slots, counts = slots[counts > 0], counts[counts > 0]
+        order = np.argsort(slots)
+        return slots[order], counts[order]
 
-    def _decode_pass(self, decode: Slots) -> tuple[Slots, Slots]:
-        table, device = self.table, self.model.device
-        positions = table.computed[decode]
-        slots_W, positions_W = _tensor(decode, device), _tensor(positions, device)
-        num_blocks = blocks_of(int(positions.max()) + 1)
-        write_rows = None
-        if self.config.deterministic:
-            write_rows = slots_W
-            ids_T = np.zeros(self.num_rows, dtype=np.int64)
-            positions_T = np.zeros(self.num_rows, dtype=np.int64)
-            ids_T[decode], positions_T[decode] = table.ids[decode, positions], positions
-            group = _group(None, None, None, _tensor(positions_T, device)[:, None], num_blocks)
-        else:
-            ids_T, positions_T = table.ids[decode, positions].astype(np.int64), positions
-            group = self._decode_group(slots_W, positions_W, num_blocks)
-        plan = CachePlan(cache=self.cache, write_rows=write_rows, write_slots=slots_W, write_positions=positions_W,
-                         groups=(group,))  # fmt: skip
-        hidden = self.model.hidden(_tensor(ids_T, device), _tensor(positions_T, device), plan)
-        self._account(decode, np.ones(len(decode), dtype=np.int64))
-        return self._sample(hidden, decode if self.config.deterministic else None, decode)
-
-    def _decode_group(self, slots_W: Tensor, positions_W: Tensor, num_blocks: int) -> Group:
-        """All slots in place where most of them decode; where few do, copying their keys costs less."""
-        num_slots = self.cache.num_slots
-        if len(slots_W) == num_slots:
-            return _group(None, None, None, positions_W[:, None], num_blocks)
-        if len(slots_W) < 0.6 * num_slots:
-            return _group(None, None, slots_W, positions_W[:, None], num_blocks)
-        positions = positions_W.new_zeros(num_slots)
-        positions[slots_W] = positions_W
-        rows = torch.arange(len(slots_W), device=slots_W.device)
-        return _group(rows, slots_W, None, positions[:, None], num_blocks)
-
-    def _mixed_pass(self, decode: Slots, prefill: Slots, taken: Rows) -> tuple[Slots, Slots]:
-        """The decode rows first, then `taken` prompt tokens of each prefilling slot."""
-        table, device = self.table, self.model.device
-        slots = np.concatenate([decode, prefill])
-        counts = np.concatenate([np.ones(len(decode), dtype=np.int64), taken])
-        starts = np.cumsum(counts) - counts
+    def _layout(self, slots: Slots, counts: Rows, num_single: int) -> _Layout:
+        """Where each token goes: one row after the other, or in deterministic mode slot i's only token in row i."""
         row_slots = np.repeat(slots, counts)
-        row_positions = np.arange(counts.sum()) - np.repeat(starts - table.computed[slots], counts)
-        num_real = len(row_slots)
-        write_rows = None
-        slots_T, positions_T = _tensor(row_slots, device), _tensor(row_positions, device)
-        ids_T = _tensor(table.ids[row_slots, row_positions].astype(np.int64), device)
-        slots_W, positions_W = slots_T, positions_T
-        if self.config.deterministic:
-            write_rows = torch.arange(num_real, device=device)
-            slots_T, positions_T, ids_T = (_padded(t, self.num_rows) for t in (slots_T, positions_T, ids_T))
-            num_blocks = blocks_of(int(row_positions.max()) + 1)
-            groups = [_group(None, None, slots_T, positions_T[:, None], num_blocks)]
-        else:
-            groups = [self._ragged_group(slots[of], starts[of], counts[of]) for of in _similar(counts)]
-        plan = CachePlan(cache=self.cache, write_rows=write_rows, write_slots=slots_W, write_positions=positions_W,
-                         groups=groups)  # fmt: skip
-        hidden = self.model.hidden(ids_T, positions_T, plan)
-        self._account(slots, counts)
-        done = table.computed[slots] == table.length[slots]
-        return self._sample(hidden, (starts + counts - 1)[done], slots[done])
+        starts = np.cumsum(counts) - counts
+        positions = np.arange(len(row_slots)) - np.repeat(starts - self.table.computed[slots], counts)
+        if not self.config.deterministic:
+            rows = np.arange(len(row_slots))
+            return _Layout(rows=rows, slots=row_slots, positions=positions, num_rows=len(rows))
+        single = slots[:num_single]
+        free = np.setdiff1d(np.arange(self.num_rows), single, assume_unique=True)
+        rows = np.concatenate([single, free[: len(row_slots) - num_single]])
+        return _Layout(rows=rows, slots=row_slots, positions=positions, num_rows=self.num_rows)
 
-    def _ragged_group(self, slots: Slots, starts: Rows, counts: Rows) -> Group:
+    def _forward(self, layout: _Layout, slots: Slots, counts: Rows) -> Tensor:
+        table, device = self.table, self.model.device
+        ids, positions = table.ids[layout.slots, layout.positions].astype(np.int64), layout.positions
+        write_rows = None
+        if self.config.deterministic:
+            write_rows = _tensor(layout.rows, device)
+            ids, positions = layout.spread(ids), layout.spread(positions)
+            groups = self._fixed_groups(layout, int((counts == 1).sum()))
+        else:
+            groups = self._ragged_groups(layout, slots, counts)
+        plan = CachePlan(
+            cache=self.cache, write_rows=write_rows, write_slots=_tensor(layout.slots, device),
+            write_positions=_tensor(layout.positions, device), groups=groups, in_blocks=self.config.deterministic,
+        )  # fmt: skip
+        return self._backbone.hidden(_tensor(ids, device), _tensor(positions, device), plan)
+
+    def _fixed_groups(self, layout: _Layout, num_single: int) -> list[Group]:
+        """All slots in place, as they lie in the rows; then each prompt token with a copy of its slot's keys."""
+        device, groups = self.model.device, []
+        if num_single:
+            positions = np.zeros(self.num_rows, dtype=np.int64)
+            positions[layout.rows[:num_single]] = layout.positions[:num_single]
+            groups.append(_group(slice(0, self.num_rows), None, slice(0, self.num_rows), positions, BLOCK, device))
+        if num_single < len(layout.rows):
+            rest = slice(num_single, None)
+            groups.append(_group(layout.rows[rest], None, layout.slots[rest], layout.positions[rest], BLOCK, device))
+        return groups
+
+    def _ragged_groups(self, layout: _Layout, slots: Slots, counts: Rows) -> list[Group]:
+        device, groups = self.model.device, []
+        num_single = int((counts == 1).sum())
+        single, lengths = slots[:num_single], layout.positions[:num_single] + 1
+        for run in runs_of_slots(single, lengths, self._bytes_per_key):
+            rows, positions = slice(run.first, run.last), lengths[run.first : run.last] - 1
+            own = single[rows]
+            if run.in_place and len(own) == run.num_slots:
+                groups.append(_group(rows, None, run.slots, positions, _QUANTUM, device))
+            elif run.in_place:
+                cells, spread = own - run.slots.start, np.zeros(run.num_slots, dtype=np.int64)
+                spread[cells] = positions
+                groups.append(_group(rows, cells, run.slots, spread, _QUANTUM, device))
+            else:
+                groups.append(_group(rows, None, own, positions, _QUANTUM, device))
+        if num_single < len(slots):
+            several, starts = counts[num_single:], (np.cumsum(counts) - counts)[num_single:]
+            groups += [
+                self._prompt_group(slots[num_single:][of], starts[of], several[of]) for of in _similar(several)
+            ]
+        return groups
+
+    def _prompt_group(self, slots: Slots, starts: Rows, counts: Rows) -> Group:
         """Sequences with similar numbers of new tokens, padded to the longest."""
         device = self.model.device
         longest, total = int(counts.max()), int(counts.sum())
@@ -244,14 +272,11 @@ class Decoder:
         sequence = np.repeat(np.arange(len(slots)), counts)
         positions = np.zeros((len(slots), longest), dtype=np.int64)
         positions[sequence, within] = self.table.computed[slots][sequence] + within
-        return _group(
-            _tensor(starts[sequence] + within, device), _tensor(sequence * longest + within, device),
-            _tensor(slots, device), _tensor(positions, device), blocks_of(int(positions.max()) + 1),
-        )  # fmt: skip
+        cells = sequence * longest + within
+        return _group(starts[sequence] + within, cells, slots, positions, _QUANTUM, device)
 
-    def _account(self, slots: Slots, counts: Rows) -> None:
+    def _account(self, slots: Slots, before: Rows, counts: Rows) -> None:
         table, done = self.table, self.counts
-        before = table.computed[slots]
         after = before + counts
         rebuilt = np.clip(np.minimum(after, table.rebuild_until[slots]) - before, 0, None).sum()
         first = np.maximum(before, table.rebuild_until[slots])
@@ -261,8 +286,8 @@ class Decoder:
         done.prefill_tokens += int(prompt)
         done.forward_passes += 1
 
-    def _sample(self, hidden: Tensor, rows: Slots | None, slots: Slots) -> tuple[Slots, Slots]:
-        """Draw the next token of each slot from its row of hidden states (None: row i belongs to slots[i]).
+    def _sample(self, hidden: Tensor, rows: Rows, slots: Slots) -> tuple[Slots, Slots]:
+        """Draw the next token of each slot from its row of hidden states.
 
         A deterministic pass computes and draws in every row, because shapes decide bits.
         """
@@ -270,9 +295,10 @@ class Decoder:
         if not len(slots):
             return slots, slots
         spread = self.config.deterministic
-        if rows is not None and not spread:
-            hidden = hidden[_tensor(rows, device)]
-        rows = np.arange(len(slots)) if rows is None or not spread else rows
+        if not spread:
+            if len(rows) != len(hidden):
+                hidden = hidden[_tensor(rows, device)]
+            rows = np.arange(len(slots))
 
         def per_row(values: NDArray[Any], elsewhere: float) -> Tensor:
             if spread:
@@ -301,13 +327,19 @@ class Decoder:
 
     @torch.inference_mode()
     def _refuse_row_dependent_kernels(self) -> None:
-        """The same token in every row, in every slot, must give the same bits in every row."""
+        """The same token in every row, in every slot, in place or copied, must give the same bits in every row."""
         self.cache.reserve(1)
-        slots = torch.arange(self.num_rows, device=self.model.device)
-        zeros = torch.zeros_like(slots)
-        group = _group(None, None, None, zeros[:, None], 1)
-        plan = CachePlan(cache=self.cache, write_rows=None, write_slots=slots, write_positions=zeros, groups=(group,))
-        logits = self.model.logits(self.model.hidden(zeros + 1, zeros, plan))
+        device, slots = self.model.device, np.arange(self.num_rows)
+        positions = np.zeros_like(slots)
+        in_place = _group(slice(0, self.num_rows), None, slice(0, self.num_rows), positions, BLOCK, device)
+        few = slots[1:4]
+        copied = _group(few, None, few, positions[few], BLOCK, device)
+        plan = CachePlan(
+            cache=self.cache, write_rows=None, write_slots=_tensor(slots, device),
+            write_positions=_tensor(positions, device), groups=(in_place, copied), in_blocks=True,
+        )  # fmt: skip
+        zeros = _tensor(positions, device)
+        logits = self.model.logits(self._backbone.hidden(zeros + 1, zeros, plan))
         if not bool((logits == logits[0]).all()):
             raise ModelError(
                 f"deterministic sampling: on this machine a pass of {self.num_rows} rows gives other bits in other "
@@ -315,13 +347,34 @@ class Decoder:
             )
 
 
-def probe_shape(model: CausalLM) -> KeyValueShape:
-    """Read the shape of keys and values off one forward pass of the model itself.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Layout:
+    """Where the tokens of a pass go. The tokens of one slot follow each other, in order."""
+
+    rows: Rows
+    """The row of each token: int64 [W]."""
+    slots: Slots
+    """Its slot: int64 [W]."""
+    positions: Rows
+    """Its position: int64 [W]."""
+    num_rows: int
+    """Rows of the pass, those without a token included."""
+
+    def spread(self, values: Rows) -> Rows:
+        """Values of the tokens, at their rows; 0 elsewhere."""
+        out = np.zeros(self.num_rows, dtype=np.int64)
+        out[self.rows] = values
+        return out
+
+
+def probe(model: CausalLM) -> tuple[KeyValueShape, list[AttentionCall]]:
+    """Read the shape of keys and values, and how each layer attends, off one forward pass of the model itself.
 
     Raises:
         ModelError: layers whose shapes differ, which one cache cannot hold.
     """
     shapes: dict[int, tuple[int, int, int]] = {}
+    calls: dict[int, AttentionCall] = {}
 
     class _Probe:
         def attend(
@@ -329,6 +382,7 @@ def probe_shape(model: CausalLM) -> KeyValueShape:
             sliding_window: int | None,
         ) -> Tensor:  # fmt: skip
             shapes[layer_index] = (key_BKTD.shape[1], key_BKTD.shape[-1], value_BKTD.shape[-1])
+            calls[layer_index] = AttentionCall(scale=scale, sliding_window=sliding_window)
             heads = query_BHTD.shape[1]
             return value_BKTD.repeat_interleave(heads // value_BKTD.shape[1], dim=1).transpose(1, 2)
 
@@ -339,7 +393,8 @@ def probe_shape(model: CausalLM) -> KeyValueShape:
         raise ModelError(f"{type(model.model).__name__} has layers with different key/value shapes {shapes}; the "
                          "embedded sampler's cache needs the same (heads, key size, value size) in all")  # fmt: skip
     kv_heads, key_size, value_size = shapes[0]
-    return KeyValueShape(num_layers=len(shapes), num_kv_heads=kv_heads, key_size=key_size, value_size=value_size)
+    shape = KeyValueShape(num_layers=len(shapes), num_kv_heads=kv_heads, key_size=key_size, value_size=value_size)
+    return shape, [calls[layer] for layer in range(len(calls))]
 
 
 def _refuse_batch_dependent_positions(config: Any) -> None:
@@ -366,14 +421,18 @@ def _similar(counts: Rows) -> list[Slots]:
 
 
 def _group(
-    rows: Tensor | None, cells: Tensor | None, slots: Tensor | None, positions: Tensor, num_blocks: int
+    rows: Rows | slice, cells: Rows | None, slots: Slots | slice, positions: Rows, quantum: int, device: torch.device
 ) -> Group:
-    return Group(rows=rows, cells=cells, slots_B=slots, positions_BQ=positions, num_blocks=num_blocks)
-
-
-def _padded(values: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, length - len(values)))
+    """Positions are [B] for one query each, or [B, Q]."""
+    return Group(
+        rows=rows if isinstance(rows, slice) else _tensor(rows, device),
+        cells=None if cells is None else _tensor(cells, device),
+        slots=slots if isinstance(slots, slice) else _tensor(slots, device),
+        positions_BQ=_tensor(positions.reshape(len(positions), -1), device),
+        num_keys=up_to(int(positions.max()) + 1, quantum),
+    )
 
 
 def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device)

@@ -3,8 +3,8 @@
 Legend: T rows of one flat forward pass, H query heads, K key/value heads, G = H / K, D head size, S slots,
 C keys, B sequences of a group, Q queries of each.
 
-A slot's keys lie one after the other, and slots beside each other: a batched matrix product reads any run of slots
-in place. A masked key has the probability exp(-inf) = 0 exactly.
+Slots lie beside each other: a batched matrix product reads any run of slots in place. A masked key has the probability
+exp(-inf) = 0 exactly.
 """
 
 from __future__ import annotations
@@ -37,33 +37,60 @@ class KeyValueShape:
         return self.num_layers * self.num_kv_heads * (self.key_size + self.value_size) * dtype.itemsize
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptPrefix:
+    """The keys and values of a sequence that waits outside the batch."""
+
+    keys: Tensor
+    """[layers, K, D, C]."""
+    values: Tensor
+    """[layers, K, C, D]."""
+
+
 class KeyValueCache:
-    """Keys and values [layers, S, K, C, D], grown when a longer sequence comes."""
+    """Keys [layers, S, K, D, C] and values [layers, S, K, C, D], grown when a longer sequence comes.
+
+    Keys lie as the product with few queries reads them fastest: a quarter faster than one key after the other.
+    """
 
     def __init__(self, shape: KeyValueShape, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.num_slots = num_slots
-        head = (shape.num_layers, num_slots, shape.num_kv_heads, 0)
-        self.keys = torch.empty(*head, shape.key_size, dtype=dtype, device=device)
-        self.values = torch.empty(*head, shape.value_size, dtype=dtype, device=device)
+        head = (shape.num_layers, num_slots, shape.num_kv_heads)
+        self.keys = torch.empty(*head, shape.key_size, 0, dtype=dtype, device=device)
+        self.values = torch.empty(*head, 0, shape.value_size, dtype=dtype, device=device)
 
     @property
     def capacity(self) -> int:
         """Tokens that each slot can hold now."""
-        return self.keys.shape[3]
+        return self.keys.shape[4]
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for sequences of this many tokens; at least doubles, so that growing costs O(1) per token."""
         if num_tokens > self.capacity:
             capacity = max(up_to(num_tokens, BLOCK), 2 * self.capacity)
-            self.keys = _grown(self.keys, capacity)
-            self.values = _grown(self.values, capacity)
+            # Zeros and not `empty`: a masked key has weight 0, and 0 * NaN would be NaN.
+            keys = self.keys.new_zeros(*self.keys.shape[:4], capacity)
+            values = self.values.new_zeros(*self.values.shape[:3], capacity, self.values.shape[4])
+            keys[..., : self.capacity], values[..., : self.capacity, :] = self.keys, self.values
+            self.keys, self.values = keys, values
 
-    def copy_prefix(self, source: KeyValueCache, source_slot: int, slot: int, num_tokens: int) -> None:
-        """Take over the first tokens of a slot of this or another cache."""
+    def keep(self, slot: int, num_tokens: int) -> KeptPrefix:
+        """A copy of a slot's first tokens, for when the slot has been taken by another sequence."""
+        return KeptPrefix(
+            keys=self.keys[:, slot, :, :, :num_tokens].clone(), values=self.values[:, slot, :, :num_tokens].clone()
+        )
+
+    def restore(self, kept: KeptPrefix, slot: int, num_tokens: int) -> None:
+        """Put the first tokens of what was kept into a slot."""
         self.reserve(num_tokens)
-        self.keys[:, slot, :, :num_tokens] = source.keys[:, source_slot, :, :num_tokens]
-        self.values[:, slot, :, :num_tokens] = source.values[:, source_slot, :, :num_tokens]
+        self.keys[:, slot, :, :, :num_tokens] = kept.keys[:, :, :, :num_tokens]
+        self.values[:, slot, :, :num_tokens] = kept.values[:, :, :num_tokens]
+
+    def copy_prefix(self, source: int, slot: int, num_tokens: int) -> None:
+        """Give a slot the first tokens of another one."""
+        self.keys[:, slot, :, :, :num_tokens] = self.keys[:, source, :, :, :num_tokens]
+        self.values[:, slot, :, :num_tokens] = self.values[:, source, :, :num_tokens]
 
     def clear(self, slots: int | slice = slice(None)) -> None:
         """Zero slots that may hold what is not finite: 0 times NaN would be NaN behind any mask."""
@@ -78,13 +105,6 @@ def up_to(number: int, multiple: int) -> int:
     (64, 128)
     """
     return -(-number // multiple) * multiple
-
-
-def _grown(old: Tensor, capacity: int) -> Tensor:
-    # Zeros and not `empty`: a masked key has weight 0, and 0 * NaN would be NaN.
-    new = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
-    new[:, :, :, : old.shape[3]] = old
-    return new
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,7 +164,7 @@ class CachePlan:
     def _write(self, layer: int, key_TKD: Tensor, value_TKD: Tensor) -> None:
         if self.write_rows is not None:
             key_TKD, value_TKD = key_TKD[self.write_rows], value_TKD[self.write_rows]
-        self.cache.keys[layer][self.write_slots, :, self.write_positions] = key_TKD
+        self.cache.keys[layer][self.write_slots, :, :, self.write_positions] = key_TKD
         self.cache.values[layer][self.write_slots, :, self.write_positions] = value_TKD
 
     def _bias(self, index: int, sliding_window: int | None) -> Tensor:
@@ -167,7 +187,8 @@ class CachePlan:
             padded = query_RHD.new_zeros(batch * queries, *query_RHD.shape[1:])
             padded[group.cells] = query_RHD
             query_RHD = padded
-        keys, values = self.cache.keys[layer, :, :, : group.num_keys], self.cache.values[layer, :, :, : group.num_keys]
+        keys = self.cache.keys[layer, ..., : group.num_keys]
+        values = self.cache.values[layer, :, :, : group.num_keys]
         if isinstance(group.slots, slice):
             keys, values = keys[group.slots], values[group.slots]
         else:
@@ -177,38 +198,38 @@ class CachePlan:
         return out if group.cells is None else out[group.cells]
 
 
-def attend_at_once(query_BQHD: Tensor, keys_BKCD: Tensor, values_BKCD: Tensor, bias: Tensor) -> Tensor:
+def attend_at_once(query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor) -> Tensor:
     """Softmax attention, with queries already scaled: [B, Q, H, D].
 
     Args:
         query_BQHD: H is a multiple of K; query heads of one key/value head are neighbours.
-        keys_BKCD: keys.
+        keys_BKDC: keys.
         values_BKCD: values.
         bias: 0 or -inf, float32, broadcast to [B, K, G, Q, C]; every query sees at least one key.
     """
     batch, queries, heads, _ = query_BQHD.shape
-    kv_heads, num_keys = keys_BKCD.shape[1:3]
-    scores = torch.bmm(_by_kv_head(query_BQHD, kv_heads), keys_BKCD.flatten(0, 1).transpose(1, 2)).float()
+    kv_heads, num_keys = keys_BKDC.shape[1], keys_BKDC.shape[3]
+    scores = torch.bmm(_by_kv_head(query_BQHD, kv_heads), keys_BKDC.flatten(0, 1)).float()
     scores.view(batch, kv_heads, -1, queries, num_keys).add_(bias)
     weights = scores.softmax(-1).to(values_BKCD.dtype)
     out = torch.bmm(weights, values_BKCD.flatten(0, 1))
     return out.view(batch, heads, queries, -1).transpose(1, 2)
 
 
-def attend_in_blocks(query_BQHD: Tensor, keys_BKCD: Tensor, values_BKCD: Tensor, bias: Tensor) -> Tensor:
+def attend_in_blocks(query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor) -> Tensor:
     """`attend_at_once` by products that are all of one shape: C is a multiple of `BLOCK`.
 
     Blocks are combined one after the other, and those that a sequence does not reach add exact zeros: trailing blocks
     leave every bit of it as it is.
     """
     batch, queries, heads, _ = query_BQHD.shape
-    kv_heads, num_keys = keys_BKCD.shape[1:3]
+    kv_heads, num_keys = keys_BKDC.shape[1], keys_BKDC.shape[3]
     query = _by_kv_head(query_BQHD, kv_heads)
     blocks = [slice(start, start + BLOCK) for start in range(0, num_keys, BLOCK)]
-    keys, values = keys_BKCD.flatten(0, 1).transpose(1, 2), values_BKCD.flatten(0, 1)
+    keys, values = keys_BKDC.flatten(0, 1), values_BKCD.flatten(0, 1)
     scores = torch.stack([torch.bmm(query, keys[:, :, block]).float() for block in blocks])
     grid = scores.view(len(blocks), batch, kv_heads, -1, queries, BLOCK)
-    grid += bias.unflatten(-1, (len(blocks), BLOCK)).movedim(-2, 0)
+    grid += bias.view(*bias.shape[:-1], len(blocks), BLOCK).movedim(-2, 0)
     scores -= scores.amax((0, -1), keepdim=True)
     weights = scores.exp_()
     sums = weights.sum(-1, keepdim=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  its usual name
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verbatim.models.attention import AttentionPlan, WholeSequencePlan

@@ -20,8 +20,8 @@ def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:
         raise RecordError(f"{what}: expected a list of at least one token id, found shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise RecordError(f"{what}: token ids are integers, found {array.dtype}")
-    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if bad.size:
+    if array.min() < 0 or array.max() >= vocab_size:
+        bad = np.flatnonzero((array < 0) | (array >= vocab_size))
         raise RecordError(f"{what}: id {int(array[bad[0]])} at position {int(bad[0])} is outside the vocabulary of "
                           f"{vocab_size} ids; is the tokenizer the model's own?")  # fmt: skip
     return array.astype(np.int32)

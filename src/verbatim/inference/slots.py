@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.sampling import seed_key
-from verbatim.types import Int32
+from verbatim.types import Int32, common_prefix_length
 
 Slots = NDArray[np.intp]
 
@@ -53,6 +53,7 @@ class SlotTable:
         self.last_used = np.zeros(slots, dtype=np.int64)
         self.cache_version = np.zeros(slots, dtype=np.int64)
         self.session: list[str] = [""] * slots
+        self._slot_of: dict[str, int] = {}
         self.keys = np.zeros(slots, dtype=np.uint64)
         self.temperature = np.ones(slots, dtype=np.float32)
         self.top_k = np.zeros(slots, dtype=np.int64)
@@ -71,26 +72,52 @@ class SlotTable:
         idle = np.flatnonzero(~self.active[: self.num_batch])
         if not len(idle):
             return None
-        usable = self.cache_version == version
-        if keep and session:
-            usable |= np.array([s == session for s in self.session])
-        shared = self._shared_prefix(prompt)
-        # The last prompt token is always computed: its hidden state gives the first token.
-        cached = np.where(usable, np.minimum(np.minimum(shared, self.computed), len(prompt) - 1), 0)
-        best = int(cached.max())
-        coming = np.where(self.active & usable, np.minimum(shared, self.length), 0).max()
-        if min(coming, len(prompt) - 1) >= best + WAIT_FOR_PREFIX:
+        own = self._slot_of.get(session)
+        if own is not None and not keep and self.cache_version[own] != version:
+            own = None
+        at_home = self._cached(own, prompt) if own is not None else 0
+        best = Placement(slot=own or 0, source=own or 0, reused=at_home)
+        found = self._longest_prefix(prompt, version, best)
+        if found is None:
             return None
-        own = [s for s in idle if session and self.session[s] == session and cached[s]]
-        slot = int(max(own, key=cached.__getitem__) if own else idle[np.argmin(self.last_used[idle])])
-        source = slot if cached[slot] == best else int(np.argmax(cached))
-        return Placement(slot=slot, source=source, reused=best)
+        best = found
+        slot = own if own is not None and at_home and own < self.num_batch and not self.active[own] else None
+        if slot is None:
+            slot = int(idle[np.argmin(self.last_used[idle])])
+        source = best.source
+        if not best.reused or (self.cache_version[slot] == version and self._cached(slot, prompt) == best.reused):
+            source = slot
+        return Placement(slot=slot, source=source, reused=best.reused)
 
-    def _shared_prefix(self, prompt: Int32) -> NDArray[np.int64]:
-        """Leading ids that each slot's known or stale ids share with a prompt: int64 [S]."""
-        differs = self.ids[:, : len(prompt)] != prompt
-        first: NDArray[np.int64] = differs.argmax(axis=1)
-        return np.where(differs.any(axis=1), first, len(prompt))
+    def _cached(self, slot: int, prompt: Int32) -> int:
+        """Leading ids of a prompt whose keys and values a slot holds.
+
+        The last one never counts: it is always computed, because its hidden state gives the first token.
+        """
+        most = min(len(prompt) - 1, int(self.computed[slot]))
+        return common_prefix_length(self.ids[slot, :most], prompt[:most])
+
+    def _longest_prefix(self, prompt: Int32, version: int, best: Placement) -> Placement | None:
+        """The best source among all slots; None to wait for a sequence that is about to compute a longer prefix."""
+        longest = len(prompt) - 1
+        while best.reused < longest:
+            # Whoever caches more must have the next id; each that is found leaves fewer to look at.
+            at = best.reused
+            usable = (self.computed > at) & (self.cache_version == version)
+            (some,) = np.nonzero(usable & (self.ids[:, at] == prompt[at]))
+            for slot in some[np.argsort(-self.computed[some], kind="stable")].tolist():
+                cached = self._cached(slot, prompt)
+                if cached > at:
+                    best = Placement(slot=best.slot, source=slot, reused=cached)
+                    break
+            else:
+                break
+        need = best.reused + WAIT_FOR_PREFIX
+        (busy,) = np.nonzero(self.active & (self.length - self.computed > 1) & (self.length >= need))
+        for slot in busy[self.cache_version[busy] == version].tolist() if longest >= need else ():
+            if np.array_equal(self.ids[slot, :need], prompt[:need]):
+                return None
+        return best
 
     def parking_place(self) -> int | None:
         """The parked slot least recently used; None without parked slots."""
@@ -100,17 +127,27 @@ class SlotTable:
 
     def move(self, source: int, target: int) -> None:
         """Note that `target` now caches what `source` caches, and `source` nothing."""
-        self.ids[target] = self.ids[source]
+        length = int(self.length[source])
+        self.ids[target, :length] = self.ids[source, :length]
         for column in (self.computed, self.length, self.cache_version, self.last_used):
             column[target] = column[source]
-        self.session[target] = self.session[source]
+        session = self.session[source]
         self.forget(source)
+        self._name(target, session)
+
+    def _name(self, slot: int, session: str) -> None:
+        """The slot holds the newest sequence of this session."""
+        if self._slot_of.get(self.session[slot]) == slot:
+            del self._slot_of[self.session[slot]]
+        self.session[slot] = session
+        if session:
+            self._slot_of[session] = slot
 
     def forget(self, slot: int) -> None:
         """The slot caches nothing any more and is the next to be taken."""
         self.computed[slot] = 0
         self.last_used[slot] = 0
-        self.session[slot] = ""
+        self._name(slot, "")
 
     def start(self, slot: int, request: SampleRequest, reused: int, cache_version: int) -> None:
         """Put a request into a slot whose first `reused` tokens are cached."""
@@ -121,7 +158,7 @@ class SlotTable:
         self.rebuild_until[slot] = 0
         self.limit[slot] = min(len(prompt) + params.max_tokens, self.ids.shape[1])
         self.cache_version[slot] = cache_version
-        self.session[slot] = request.session
+        self._name(slot, request.session)
         self.keys[slot] = seed_key(request.seed)
         self.temperature[slot] = params.temperature
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = params.top_k, params.top_p, params.min_p

@@ -151,6 +151,9 @@ class GuardedTokenizer:
         self._marked, self._ids = _with_bracketed_tokens(self._ordinary, self.control_tokens)
         self._encode_short: Callable[[str], _Encoded] = lru_cache(maxsize=4096)(self._encode)
         self.guard = Guard(list(self.control_tokens))
+        # What parsers ask for several times a turn, looked up once.
+        self.unk_token_id: int | None = tokenizer.unk_token_id
+        self._id_of: Callable[[str], Any] = lru_cache(maxsize=1024)(tokenizer.convert_tokens_to_ids)
         self._check()
 
     def __getattr__(self, name: str) -> Any:
@@ -172,6 +175,10 @@ class GuardedTokenizer:
     def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
         """The text of ids, exactly."""
         return self._ordinary.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """The id of a token, or of each token of a list."""
+        return self._id_of(tokens) if isinstance(tokens, str) else self._tokenizer.convert_tokens_to_ids(tokens)
 
     def _lookup(self, text: str) -> _Encoded:
         return self._encode_short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text)

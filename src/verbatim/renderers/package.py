@@ -15,6 +15,9 @@ from verbatim.renderers.guard import GuardedTokenizer
 from verbatim.renderers.responses import read_response
 from verbatim.types import Int32, Message
 
+_REMEMBERED = 64
+"""Conversations whose ids are kept: all episodes of a group begin with the same one."""
+
 
 class PackageRenderer:
     """One family ("qwen3", ...) for one tokenizer.
@@ -35,6 +38,7 @@ class PackageRenderer:
         self.stop_token_ids: tuple[int, ...] = tuple(self._family.get_stop_token_ids())
         self._lasting = self._without_retention(config)
         think = self._tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+        self._rendered: dict[str, Int32] = {}
         self._think_ids = frozenset(i for i in think if i is not None and i != self._tokenizer.unk_token_id)
         self._plain_turns_last = self._probe_plain_turns()
 
@@ -44,12 +48,22 @@ class PackageRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> Int32:
-        """The ids of a whole conversation: int32 [L]."""
-        guard = self._tokenizer.guard
-        ids = self._family.render_ids(
-            guard.messages(messages), tools=guard.tools(tools), add_generation_prompt=add_generation_prompt
-        )
-        return np.asarray(ids, dtype=np.int32)
+        """The ids of a whole conversation: int32 [L]; not to be written to, the episodes of a group share them."""
+        key = repr((messages, tools, add_generation_prompt))
+        ids = self._rendered.get(key)
+        if ids is None:
+            guard = self._tokenizer.guard
+            ids = np.asarray(
+                self._family.render_ids(
+                    guard.messages(messages), tools=guard.tools(tools), add_generation_prompt=add_generation_prompt
+                ),
+                dtype=np.int32,
+            )
+            ids.flags.writeable = False
+            self._rendered[key] = ids
+            while len(self._rendered) > _REMEMBERED:
+                del self._rendered[next(iter(self._rendered))]
+        return ids
 
     def parse_response(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> ParsedResponse:
         """Read a completion; never raises on what a model may sample."""

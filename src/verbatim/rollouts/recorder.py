@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 from verbatim.errors import RecordError
-from verbatim.types import Int32, Turn, share_prompt
+from verbatim.types import Int32, TokenPath, Turn, common_prefix_length, share_prompt
 
 
 class Recorder:
@@ -21,6 +22,14 @@ class Recorder:
         self._on_sampled = on_sampled
         self.turns: list[Turn] = []
         self.num_sampled_tokens = 0
+
+    def path(self, prompt_ids: Int32) -> Int32 | TokenPath:
+        """A prompt as a turn should store it: where it extends the turn before, as what it adds to that."""
+        if self.turns:
+            before = self.turns[-1].context_path
+            if common_prefix_length(before.materialize(), prompt_ids) == len(before):
+                return TokenPath(prompt_ids[len(before) :].copy(), base=before, shared=len(before))
+        return prompt_ids
 
     def record(self, turn: Turn) -> int:
         """Add a turn; its index.
@@ -42,11 +51,14 @@ class Recorder:
 
     def amend(self, index: int, **changes: object) -> None:
         """Add what became known after the completion: tool results, timing, reward. Never ids or logprobs."""
-        assert not {"prompt_ids", "completion_ids", "logprobs", "policy_versions"} & set(changes)
-        self.turns[index] = self.turns[index].replace(**changes)
+        assert set(changes) <= {"reward", "timing", "parse_status"}
+        # Not `replace`, which would check and copy again what has not changed.
+        amended = copy.copy(self.turns[index])
+        vars(amended).update(changes)
+        self.turns[index] = amended
 
     def _check_vocabulary(self, ids: Int32, where: str) -> None:
-        if len(ids) and int(ids.max()) >= self._vocab_size:
-            position = int((ids >= self._vocab_size).argmax())
+        if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
+            position = int(((ids < 0) | (ids >= self._vocab_size)).argmax())
             raise RecordError(f"{where}: id {int(ids[position])} at position {position} is outside the vocabulary of "
                               f"{self._vocab_size}")

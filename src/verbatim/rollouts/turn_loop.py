@@ -55,7 +55,7 @@ class _Thread:
     prompt_ids: Int32
     completion_ids: Int32
     tools: tuple[str, ...]
-    """Names of the tools it was shown."""
+    """The schemas it was shown, as text."""
 
 
 class AgentLoop:
@@ -120,14 +120,15 @@ class AgentLoop:
         if self.turns_left <= 0:
             self._end(StopReason.MAX_TURNS)
         schemas = [dict(tool.schema) for tool in tools]
-        prompt_ids = self._prompt(messages, schemas, agent)
+        names = tuple(map(str, schemas))
+        prompt_ids = self._prompt(messages, schemas, names, agent)
         room = min(self._limits.max_context, self._sampler.context_length) - len(prompt_ids)
         if room <= 0:
             self._end(StopReason.LENGTH)
         self._num_started += 1
         number = self._num_turns_of.get(agent, 0)
         self._num_turns_of[agent] = number + 1
-        params = dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens, room))
+        params = self._params if self._params.max_tokens <= room else dataclasses.replace(self._params, max_tokens=room)
         completion = await self._sampler.generate(
             SampleRequest(
                 prompt_ids=prompt_ids,
@@ -142,7 +143,7 @@ class AgentLoop:
         parsed = dataclasses.replace(parsed, tool_calls=calls)
         self._recorder.record(
             Turn(
-                prompt_ids=prompt_ids,
+                prompt_ids=self._recorder.path(prompt_ids),  # type: ignore[arg-type]  # a turn takes both
                 completion_ids=completion.ids,
                 logprobs=completion.logprobs,
                 policy_versions=completion.policy_versions,
@@ -160,7 +161,7 @@ class AgentLoop:
             messages=(*messages, message),
             prompt_ids=prompt_ids,
             completion_ids=completion.ids,
-            tools=_names(schemas),
+            tools=names,
         )
         if completion.stop_reason is not StopReason.STOP:
             self.stop_reason = completion.stop_reason
@@ -191,9 +192,11 @@ class AgentLoop:
         self._num_calls += 1
         return call if call.id else dataclasses.replace(call, id=f"call_{self._num_calls - 1}")
 
-    def _prompt(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], agent: str) -> Int32:
+    def _prompt(
+        self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], names: tuple[str, ...], agent: str
+    ) -> Int32:
         thread = self._threads.get(agent)
-        if thread is not None and thread.tools == _names(schemas):
+        if thread is not None and thread.tools == names:
             known = len(thread.messages)
             if len(messages) > known and tuple(messages[:known]) == thread.messages:
                 bridged = self._renderer.bridge_to_next_turn(
@@ -206,7 +209,3 @@ class AgentLoop:
                     )
                     return bridged
         return self._renderer.render_ids(messages, schemas or None, add_generation_prompt=True)
-
-
-def _names(schemas: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(str(schema) for schema in schemas)

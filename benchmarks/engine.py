@@ -1,0 +1,329 @@
+"""The embedded sampler against `transformers`' own ways to sample a batch, on ragged multi-turn episodes.
+
+Every engine plays the same episodes: the same prompts, and for each turn the same number of sampled tokens and of tool
+tokens. At most `--concurrency` of them are in flight, and the next one starts when one ends. Ours runs one asyncio
+task per episode. The opponents:
+
+- `padded`: `generate` on the next turn of everything in flight, whole prompts padded on the left. A call ends when its
+  longest completion does.
+- `padded_cached`: the same, with keys and values kept from call to call, so that only new tokens are computed. The
+  rows are packed anew between two calls; `generate` has no such thing by itself.
+- `continuous`: transformers' continuous batching, each turn a request of its own. Where it cannot run, the reason is
+  printed in place of a rate.
+
+All of them return the logprob of every sampled token. Prints one JSON line; ratios are medians over the repetitions,
+in which the engines take turns. Run: python benchmarks/engine.py --threads 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from verbatim.config import load_config
+from verbatim.config.schema import InferenceConfig
+from verbatim.environments.guess_number import GuessNumber
+from verbatim.inference import SampleRequest, SamplingParams
+from verbatim.inference.torch_engine import TorchSampler
+from verbatim.models.build import build_model, chat_text
+
+CONTEXT = 2048
+RECIPE = Path(__file__).parents[1] / "recipes" / "guess_number.toml"
+
+Ids = np.ndarray[Any, np.dtype[np.int32]]
+Engine = Callable[["Sequence[Script]"], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What an episode will be like, whatever is sampled in it."""
+
+    opening: Ids
+    """The first prompt."""
+    lengths: tuple[int, ...]
+    """Tokens that each turn samples."""
+    answers: tuple[Ids, ...]
+    """What the tool says after each turn but the last."""
+    seed: int
+    """Of its sampling."""
+
+    def prompt(self, turn: int, before: Ids, sampled: Ids) -> Ids:
+        """The next turn's prompt, from the turn before and what was sampled in it."""
+        return self.opening if turn == 0 else np.concatenate([before, sampled, self.answers[turn - 1]])
+
+
+def write_scripts(count: int, vocab_size: int, seed: int) -> list[Script]:
+    """Prompts of 48 to 150 tokens, 1 to 8 turns of 4 to 128 tokens, answers of 8 to 64."""
+    rng = np.random.default_rng(seed)
+
+    def text(low: int, high: int) -> Ids:
+        return rng.integers(0, vocab_size, rng.integers(low, high + 1)).astype(np.int32)
+
+    scripts = []
+    for index in range(count):
+        turns = int(rng.integers(1, 9))
+        scripts.append(Script(
+            opening=text(48, 150), lengths=tuple(int(n) for n in rng.integers(4, 129, turns)),
+            answers=tuple(text(8, 64) for _ in range(turns - 1)), seed=1000 * seed + index,
+        ))  # fmt: skip
+    return scripts
+
+
+# ---- ours
+
+
+async def play_ours(sampler: TorchSampler, scripts: Sequence[Script], concurrency: int) -> None:
+    """One task per episode, as rollouts are."""
+    places = asyncio.Semaphore(concurrency)
+
+    async def episode(script: Script) -> None:
+        async with places:
+            before = sampled = script.opening
+            for turn, length in enumerate(script.lengths):
+                before = script.prompt(turn, before, sampled)
+                request = SampleRequest(
+                    prompt_ids=before, params=SamplingParams(max_tokens=length), seed=script.seed + 10**6 * turn,
+                    session=str(script.seed),
+                )  # fmt: skip
+                completion = await sampler.generate(request)
+                assert completion.logprobs is not None and len(completion.logprobs) == length
+                sampled = completion.ids
+
+    await asyncio.gather(*(episode(script) for script in scripts))
+
+
+# ---- transformers, padded
+
+
+@dataclass
+class Row:
+    """One episode in flight, in a padded batch."""
+
+    script: Script
+    turn: int = 0
+    prompt: Ids | None = None
+    cached: int = 0
+    """Tokens of the prompt whose keys and values the batch's cache holds."""
+
+
+class PaddedBatch:
+    """Calls `generate` on the next turn of every episode in flight."""
+
+    def __init__(self, model: Any, *, keep_cache: bool) -> None:
+        self.model = model
+        self.keep_cache = keep_cache
+
+    async def __call__(self, scripts: Sequence[Script], concurrency: int) -> None:
+        """Play all episodes."""
+        waiting = [Row(script, prompt=script.opening) for script in reversed(scripts)]
+        rows = [waiting.pop() for _ in range(min(concurrency, len(waiting)))]
+        cache: DynamicCache | None = None
+        while rows:
+            sampled, cache = self._turn(rows, cache)
+            kept = [i for i, row in enumerate(rows) if row.turn + 1 < len(row.script.lengths)]
+            for i in kept:
+                row = rows[i]
+                row.turn += 1
+                row.cached = len(row.prompt) + len(sampled[i]) - 1 if self.keep_cache else 0
+                row.prompt = row.script.prompt(row.turn, row.prompt, sampled[i])
+            if cache is not None:
+                cache.batch_select_indices(torch.tensor(kept, dtype=torch.int64))
+            rows = [rows[i] for i in kept]
+            arrived = [waiting.pop() for _ in range(min(concurrency - len(rows), len(waiting)))]
+            if cache is not None and arrived:
+                for layer in cache.layers:
+                    layer.keys, layer.values = (
+                        torch.cat([t, t.new_zeros(len(arrived), *t.shape[1:])]) for t in (layer.keys, layer.values)
+                    )
+            rows += arrived
+
+    def _turn(self, rows: list[Row], cache: DynamicCache | None) -> tuple[list[Ids], DynamicCache | None]:
+        """One call: what was sampled, and the cache with every row's real tokens at its right end."""
+        past = max(row.cached for row in rows)
+        new = max(len(row.prompt) - row.cached for row in rows)
+        ids = np.zeros((len(rows), past + new), dtype=np.int64)
+        mask = np.zeros_like(ids)
+        for i, row in enumerate(rows):
+            for part, end in ((row.prompt[: row.cached], past), (row.prompt[row.cached :], past + new)):
+                ids[i, end - len(part) : end], mask[i, end - len(part) : end] = part, 1
+        lengths = [row.script.lengths[row.turn] for row in rows]
+        out = self.model.generate(
+            torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), do_sample=True, top_k=0, top_p=1.0,
+            temperature=1.0, min_new_tokens=max(lengths), max_new_tokens=max(lengths), eos_token_id=None,
+            pad_token_id=0, output_logits=True, return_dict_in_generate=True, use_cache=True,
+            past_key_values=cache if past else None,
+        )  # fmt: skip
+        tokens = out.sequences[:, past + new :]
+        # logits - logsumexp at the sampled token: no second array of the vocabulary's size.
+        logprobs = torch.stack([
+            logits.gather(-1, tokens[:, t : t + 1])[:, 0] - logits.logsumexp(-1) for t, logits in enumerate(out.logits)
+        ])  # fmt: skip
+        assert logprobs.shape == (max(lengths), len(rows))
+        sampled = [tokens[i, :n].numpy().astype(np.int32) for i, n in enumerate(lengths)]
+        if not self.keep_cache:
+            return sampled, None
+        real = np.zeros((len(rows), past + new + max(lengths) - 1), dtype=bool)
+        real[:, : past + new] = mask
+        for i, n in enumerate(lengths):
+            real[i, past + new : past + new + n - 1] = True
+        return sampled, _packed(out.past_key_values, real)
+
+
+def _packed(cache: DynamicCache, real: np.ndarray[Any, np.dtype[np.bool_]]) -> DynamicCache:
+    """Every row's real columns moved to its right end, in order, and as few columns as that needs."""
+    order = np.argsort(real, axis=1, kind="stable")[:, -int(real.sum(1).max()) :]
+    take = torch.from_numpy(order)[:, None, :, None]
+    for layer in cache.layers:
+        index = take.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
+        layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
+    return cache
+
+
+# ---- transformers, continuous
+
+
+async def play_continuous(model: Any, scripts: Sequence[Script], concurrency: int) -> None:
+    """Each turn a request; the next one is sent as soon as its result is there."""
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1,
+                                           pad_token_id=0, max_new_tokens=128),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=32, num_blocks=64 * concurrency, max_batch_tokens=1024, max_requests_per_batch=concurrency,
+            return_logprobs=True, use_cuda_graph=False, use_async_batching=False, auto_switch_to_flash=False,
+        ),
+    )  # fmt: skip
+    waiting = [Row(script, prompt=script.opening) for script in reversed(scripts)]
+    running: dict[str, Row] = {}
+
+    def send(row: Row) -> None:
+        name = f"{row.script.seed}-{row.turn}"
+        running[name] = row
+        manager.add_request(row.prompt.tolist(), request_id=name, max_new_tokens=row.script.lengths[row.turn])
+
+    manager.start()
+    try:
+        for _ in range(min(concurrency, len(waiting))):
+            send(waiting.pop())
+        while running:
+            result = manager.get_result(timeout=60)
+            if result is None:
+                raise RuntimeError("no result within 60 seconds")
+            if result.error is not None:
+                raise RuntimeError(result.error)
+            row = running.pop(result.request_id)
+            sampled = np.array(result.generated_tokens, dtype=np.int32)
+            if not len(sampled) == len(result.logprobs) == row.script.lengths[row.turn]:
+                raise RuntimeError(f"{len(sampled)} tokens and {len(result.logprobs)} logprobs, asked for "
+                                   f"{row.script.lengths[row.turn]}")  # fmt: skip
+            row.turn += 1
+            if row.turn < len(row.script.lengths):
+                row.prompt = row.script.prompt(row.turn, row.prompt, sampled)
+                send(row)
+            elif waiting:
+                send(waiting.pop())
+    finally:
+        manager.stop(block=True)
+
+
+# ---- the measurement
+
+
+def demo_model(folder: Path) -> Path:
+    """The demo's own, with random weights."""
+    build = load_config(RECIPE).model.build
+    assert build is not None
+    shown = GuessNumber().demonstrations(400, 0)
+    build_model(folder / "model", build, [chat_text(d.messages, d.tools) for d in shown], seed=0)
+    return folder / "model"
+
+
+async def measure(model: Path, args: argparse.Namespace) -> tuple[Mapping[str, list[float]], Mapping[str, str], int]:
+    """Tokens per second of every engine in every repetition, why some cannot run, and the size of the vocabulary."""
+
+    def ours(deterministic: bool) -> TorchSampler:
+        config = InferenceConfig(max_batch_size=args.concurrency, deterministic=deterministic, device="cpu")
+        return TorchSampler(model, config=config, context_length=CONTEXT, num_threads=args.threads)
+
+    theirs = AutoModelForCausalLM.from_pretrained(model).eval()
+    samplers = {"verbatim": ours(False), "verbatim_deterministic": ours(True)}
+    engines: dict[str, Callable[[Sequence[Script], int], Awaitable[None]]] = {
+        name: lambda scripts, n, sampler=sampler: play_ours(sampler, scripts, n)  # type: ignore[misc]
+        for name, sampler in samplers.items()
+    }
+    engines["padded"] = PaddedBatch(theirs, keep_cache=False)
+    engines["padded_cached"] = PaddedBatch(theirs, keep_cache=True)
+    engines["continuous"] = lambda scripts, n: play_continuous(theirs, scripts, n)
+    vocab_size = samplers["verbatim"].vocab_size
+    failures: dict[str, str] = {}
+    for name in list(engines):
+        try:
+            await engines[name](write_scripts(8, vocab_size, 999), args.concurrency)  # warms up
+        except Exception as error:
+            if name in samplers:
+                raise
+            failures[name] = f"{type(error).__name__}: {error}"[:300]
+            del engines[name]
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    for repeat in range(args.repeats):
+        scripts = write_scripts(args.episodes, vocab_size, repeat)
+        tokens = sum(itertools.chain.from_iterable(script.lengths for script in scripts))
+        for name, play in engines.items():
+            began = time.perf_counter()
+            await play(scripts, args.concurrency)
+            rates[name].append(tokens / (time.perf_counter() - began))
+    for sampler in samplers.values():
+        await sampler.close()
+    return rates, failures, vocab_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--episodes", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers_logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        rates, failures, vocab_size = asyncio.run(measure(demo_model(Path(folder)), args))
+
+    def ratio(over: str) -> float:
+        return round(statistics.median(a / b for a, b in zip(rates["verbatim"], rates[over], strict=True)), 3)
+
+    opponents = [name for name in rates if not name.startswith("verbatim")]
+    best = max(opponents, key=lambda name: statistics.median(rates[name]))
+    print(json.dumps({
+        "benchmark": "engine",
+        "tokens_per_second": {name: round(statistics.median(values)) for name, values in rates.items()},
+        "failed": failures,
+        "best_opponent": best,
+        "ratio_over_best_opponent": ratio(best),
+        "ratio_over": {name: ratio(name) for name in opponents},
+        "deterministic_cost_ratio": ratio("verbatim_deterministic"),
+        "threads": args.threads,
+        "cores": len(os.sched_getaffinity(0)),
+        "concurrency": args.concurrency,
+        "episodes": args.episodes,
+        "vocab_size": vocab_size,
+        "repeats": args.repeats,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
