@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.packing import PACKERS, pack_rows
+from verbatim.packing import pack_rows
 from verbatim.types import TrainingSample
 
 
@@ -96,10 +96,6 @@ def test_teacher_logprobs_travel_with_their_tokens():
     sample = make_sample([1, 2, 3], [0, 1, 1], teacher=True)
     (batch,) = pack_rows([sample], micro_batch_tokens=10, keep_whole=False)
     assert batch.targets.teacher_logprobs.tolist() == [-2.0, -3.0]
-
-
-def test_auto_is_rows_today():
-    assert PACKERS["auto"] is PACKERS["rows"] is pack_rows
 
 
 @st.composite

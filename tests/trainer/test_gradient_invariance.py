@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from trainer_helpers import VOCAB, gradients, largest_difference, make_batch, make_sample, num_trained
@@ -158,3 +159,29 @@ def test_a_token_loss_given_whole_trajectories_is_the_same_loss(model):
     found, loss, _ = gradients(model, samples, loss=as_sequence, micro_batch_tokens=40)
     assert largest_difference(found, expected) < 1e-12
     assert loss == pytest.approx(expected_loss, rel=1e-12)
+
+
+def shared_prefixes(seed=0):
+    """Trajectories whose samples share prefixes, with each other and among themselves."""
+    rng = np.random.default_rng(seed)
+    system, samples = rng.integers(0, VOCAB, 6), []
+    for name in "abcd":
+        history = np.concatenate([system, rng.integers(0, VOCAB, 3)]) if name != "d" else system
+        for turn in range(3):
+            text = np.concatenate([history, rng.integers(0, VOCAB, 2 + turn)]).astype(np.int32)
+            made = make_sample(len(text), name, seed=len(samples), chunk=turn)
+            samples.append(replace(made, token_ids=text))
+            history = text[: len(text) - 1 - turn // 2]
+    return samples
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("budget", [10_000, 60, 25])
+def test_a_tree_has_the_gradient_of_one_sample_at_a_time(model, level, budget):
+    samples, loss = shared_prefixes(), replace(LOSSES["default"], level=level)
+    expected, expected_loss, _ = gradients(model, samples, loss=loss, singly=level == "token")
+    found, found_loss, _ = gradients(model, samples, loss=loss, packing="tree", micro_batch_tokens=budget)
+    assert largest_difference(found, expected) < 1e-12
+    assert found_loss == pytest.approx(expected_loss, rel=1e-12)
+    found32, _, _ = gradients(model, samples, loss=loss, packing="tree", micro_batch_tokens=budget, dtype="float32")
+    assert largest_difference(found32, expected) < 1e-5

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from verbatim.losses import LOSSES
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
-from verbatim.packing import pack_rows
+from verbatim.packing import PACKERS
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.step import GradientPass
 from verbatim.types import TrainingSample
@@ -61,18 +61,19 @@ def make_batch(seed=0):
 
 
 def gradients(folder, samples, *, loss=LOSSES["default"], micro_batch_tokens=10_000, chunk=1000, dtype="float64",
-              singly=False, denominator=None):  # fmt: skip
+              singly=False, denominator=None, packing="rows"):  # fmt: skip
     """The gradient of one optimizer step by parameter name, its loss sum, and its metrics.
 
     `singly` runs every sample in a forward pass of its own.
     """
+    pack = PACKERS[packing]
     model = loaded(folder, dtype)
     metrics = MetricSums()
     step = GradientPass(model=model, loss=loss, denominator=denominator or num_trained(samples), chunk=chunk,
                         autocast=nullcontext, metrics=metrics)  # fmt: skip
     keep_whole = loss.level != "token"
     batches = [[s] for s in samples] if singly else [samples]
-    packed = [m for b in batches for m in pack_rows(b, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole)]
+    packed = [m for b in batches for m in pack(b, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole)]
     total = step.run(packed)
     assert step.num_trained == num_trained(samples)
     found = {name: p.grad for name, p in model.model.named_parameters()}

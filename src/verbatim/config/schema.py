@@ -277,8 +277,9 @@ class TrainerConfig(Section):
     """Optimizer and schedule."""
     loss: ComponentConfig = ComponentConfig()
     """What is minimised."""
-    packing: Literal["auto", "rows"] = "auto"
-    """How samples are laid out in memory."""
+    packing: Literal["auto", "rows", "tree"] = "auto"
+    """How samples are laid out in memory: one after the other, or what they have in common once. "auto" takes the tree
+    where that saves tokens."""
     micro_batch_tokens: PositiveInt | None = None
     """Most tokens of one forward pass; a longer sample is one by itself. By default 16,384; on a CPU 4,096, where more
     leave its caches; never cut so for losses that see a trajectory whole."""

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from verbatim.types import Float32, Int32, MicroBatch, Targets, TrainingSample
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Row:
-    """A sample and where it stands in its trajectory."""
-
-    sample: TrainingSample
-    """What is laid out."""
-    offset: int
-    """Tokens of the trajectory's samples before this one."""
-    trajectory_length: int
-    """Tokens of all the trajectory's samples."""
+from verbatim.packing.layout import Row, rows_of, targets_of
+from verbatim.types import MicroBatch, TrainingSample
 
 
 def pack_rows(
@@ -39,42 +27,29 @@ def pack_rows(
         micro_batch_tokens: Most tokens of a micro-batch; a longer sample is alone in its own.
         keep_whole: Keep all samples of a trajectory in one micro-batch, where together they fit.
     """
-    items = _items(_rows(samples), micro_batch_tokens, keep_whole)
+    items = _items(rows_of(samples), micro_batch_tokens, keep_whole)
     return [_micro_batch(rows) for rows in _first_fit_decreasing(items, micro_batch_tokens)]
 
 
-def _rows(samples: Sequence[TrainingSample]) -> list[_Row]:
-    lengths: dict[str, int] = {}
-    offsets = []
-    for sample in samples:
-        offsets.append(lengths.get(sample.trajectory_id, 0))
-        lengths[sample.trajectory_id] = offsets[-1] + len(sample)
-    return [
-        _Row(sample=sample, offset=offset, trajectory_length=lengths[sample.trajectory_id])
-        for sample, offset in zip(samples, offsets, strict=True)
-        if sample.num_trained_tokens
-    ]
-
-
-def _num_tokens(rows: list[_Row]) -> int:
+def _num_tokens(rows: list[Row]) -> int:
     return sum(len(row.sample) for row in rows)
 
 
-def _items(rows: list[_Row], budget: int, keep_whole: bool) -> list[list[_Row]]:
+def _items(rows: list[Row], budget: int, keep_whole: bool) -> list[list[Row]]:
     """What is placed as one: a trajectory's rows where they are to stay together and can, single rows otherwise."""
     if not keep_whole:
         return [[row] for row in rows]
-    by_trajectory: dict[str, list[_Row]] = {}
+    by_trajectory: dict[str, list[Row]] = {}
     for row in rows:
         by_trajectory.setdefault(row.sample.trajectory_id, []).append(row)
-    items: list[list[_Row]] = []
+    items: list[list[Row]] = []
     for together in by_trajectory.values():
         items.extend([together] if _num_tokens(together) <= budget else [[row] for row in together])
     return items
 
 
-def _first_fit_decreasing(items: list[list[_Row]], budget: int) -> list[list[_Row]]:
-    bins: list[list[_Row]] = []
+def _first_fit_decreasing(items: list[list[Row]], budget: int) -> list[list[Row]]:
+    bins: list[list[Row]] = []
     free: list[int] = []
     for item in sorted(items, key=_num_tokens, reverse=True):  # stable: equal sizes keep their order
         size = _num_tokens(item)
@@ -88,42 +63,19 @@ def _first_fit_decreasing(items: list[list[_Row]], budget: int) -> list[list[_Ro
     return bins
 
 
-def _micro_batch(rows: list[_Row]) -> MicroBatch:
+def _micro_batch(rows: list[Row]) -> MicroBatch:
     lengths = np.array([len(row.sample) for row in rows], dtype=np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     index = np.arange(ends[-1], dtype=np.int32)
     whole = {row.sample.trajectory_id: row.trajectory_length for row in rows}
+    starts = (ends - lengths).tolist()
+    sources = [start + np.flatnonzero(row.sample.loss_mask) - 1 for row, start in zip(rows, starts, strict=True)]
     return MicroBatch(
         input_ids=np.concatenate([row.sample.token_ids for row in rows]),
         position_ids=index - np.repeat(ends - lengths, lengths),
         starts=index,
         ends=np.repeat(ends, lengths),
-        targets=_targets(rows, starts=ends - lengths, trajectory_ids=tuple(whole)),
+        targets=targets_of(rows, sources=sources, trajectory_ids=tuple(whole)),
         trajectory_ids=tuple(whole),
         trajectory_lengths=np.array(list(whole.values()), dtype=np.int32),
-    )
-
-
-def _targets(rows: list[_Row], *, starts: Int32, trajectory_ids: tuple[str, ...]) -> Targets:
-    number = {trajectory_id: i for i, trajectory_id in enumerate(trajectory_ids)}
-    places = [np.flatnonzero(row.sample.loss_mask).astype(np.int32) for row in rows]
-
-    def trained(name: str) -> list[Float32]:
-        return [getattr(row.sample, name)[at] for row, at in zip(rows, places, strict=True)]
-
-    with_teacher = {row.sample.teacher_logprobs is not None for row in rows}
-    assert len(with_teacher) == 1, "either all samples of a batch have teacher logprobs or none has"
-    return Targets(
-        source_positions=np.concatenate([start + at - 1 for start, at in zip(starts, places, strict=True)]),
-        target_ids=np.concatenate(trained("token_ids")),
-        temperatures=np.concatenate(trained("temperatures")),
-        inference_logprobs=np.concatenate(trained("logprobs")),
-        advantages=np.concatenate(trained("advantages")),
-        chunk_ids=np.concatenate(trained("chunk_ids")),
-        trajectories=np.repeat(
-            np.array([number[row.sample.trajectory_id] for row in rows], dtype=np.int32),
-            [len(at) for at in places],
-        ),
-        offsets=np.concatenate([row.offset + at for row, at in zip(rows, places, strict=True)]),
-        teacher_logprobs=np.concatenate(trained("teacher_logprobs")) if with_teacher == {True} else None,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from verbatim.trainer.places import Places
 
 BUCKET_FILL = 0.9
 """A row joins a bucket of longer rows where it is at least this share of their length."""
@@ -27,24 +28,15 @@ class RowsPlan:
 
     def __init__(self, row_lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         """Plan for rows of these lengths, all above 0, laid one after the other."""
-        tokens, places, self.shapes, num_places = [], [], [], 0
+        tokens, real, self.shapes = [], [], []
         for rows in _buckets(row_lengths):
             longest = rows[0][1]
             starts, lengths = torch.tensor(rows).T[:, :, None]
             within = torch.arange(longest)
             tokens.append((starts + torch.minimum(within, lengths - 1)).flatten())
-            places.append((within < lengths).flatten().nonzero()[:, 0] + num_places)
+            real.append((within < lengths).flatten())
             self.shapes.append((len(rows), longest))
-            num_places += len(rows) * longest
-        token_of_place, real = torch.cat(tokens), torch.cat(places)
-        place_of_token = torch.empty_like(real)
-        place_of_token[token_of_place[real]] = real
-        self.token_of_place_P = token_of_place.to(device)
-        """The token that each place shows; padding shows its row's last one: int64."""
-        self.place_of_token_U = place_of_token.to(device)
-        """Where each token is shown, padding aside: int64."""
-        self.as_is = torch.equal(token_of_place, torch.arange(sum(row_lengths)))
-        """Whether the buckets are the tokens as they lie."""
+        self._places = Places(torch.cat(tokens), torch.cat(real), device)
 
     def attend(
         self,
@@ -66,23 +58,16 @@ class RowsPlan:
             scale: Multiplies the scores.
             sliding_window: Tokens a query sees, itself included; None = all before it.
         """
-        assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(self.place_of_token_U)
-        queries, keys, values = (self._split(x[0].transpose(0, 1)) for x in (query_BHTD, key_BKTD, value_BKTD))
-        outs = [_causal(*qkv, scale, sliding_window) for qkv in zip(queries, keys, values, strict=True)]
-        out_PHD = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
-        if not self.as_is:
-            out_PHD = _Collect.apply(out_PHD, self.place_of_token_U)  # type: ignore[no-untyped-call]
-        return out_PHD[None]
-
-    def _split(self, x_UHD: Tensor) -> list[Tensor]:
-        """[U, H, D] to one [B, H, L, D] per bucket."""
-        x_PHD = x_UHD
-        if not self.as_is:
-            x_PHD = _Spread.apply(x_UHD, self.token_of_place_P, self.place_of_token_U)  # type: ignore[no-untyped-call]
-        parts = torch.split_with_sizes(x_PHD, [rows * longest for rows, longest in self.shapes])
-        return [
-            part.view(*shape, *part.shape[1:]).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True)
+        assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(self._places)
+        queries, keys, values = (
+            self._places.spread(x[0].transpose(0, 1), self.shapes) for x in (query_BHTD, key_BKTD, value_BKTD)
+        )
+        outs = [
+            _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, sliding_window)
+            for query, key, value in zip(queries, keys, values, strict=True)
         ]
+        out_PHD = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
+        return self._places.collect(out_PHD)[None]
 
 
 def _buckets(row_lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -121,37 +106,3 @@ def _causal(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, scale: flo
             )
         )  # fmt: skip
     return torch.cat(outs, dim=2)
-
-
-# Autograd's own backward of a gather adds up into zeros, token by token. Here no token has two places with a
-# gradient, so the backward is a gather or a copy: faster, and the same bits on every device.
-
-
-class _Spread(torch.autograd.Function):
-    """Tokens to places: the gradient of padding is 0 and is left out."""
-
-    @staticmethod
-    def forward(ctx: Any, x_UHD: Tensor, token_of_place_P: Tensor, place_of_token_U: Tensor) -> Tensor:
-        ctx.save_for_backward(place_of_token_U)
-        return x_UHD.index_select(0, token_of_place_P)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (place_of_token_U,) = ctx.saved_tensors
-        return grads[0].index_select(0, place_of_token_U), None, None
-
-
-class _Collect(torch.autograd.Function):
-    """Places to tokens: padding gets a gradient of 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x_PHD: Tensor, place_of_token_U: Tensor) -> Tensor:
-        ctx.save_for_backward(place_of_token_U)
-        ctx.num_places = len(x_PHD)
-        return x_PHD.index_select(0, place_of_token_U)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].new_zeros((ctx.num_places, *grads[0].shape[1:]))
-        (place_of_token_U,) = ctx.saved_tensors
-        return grad.index_copy_(0, place_of_token_U, grads[0]), None

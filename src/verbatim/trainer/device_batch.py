@@ -12,6 +12,7 @@ from torch import Tensor
 from verbatim.losses import LossInputs
 from verbatim.models.attention import AttentionPlan
 from verbatim.trainer.attention_rows import RowsPlan
+from verbatim.trainer.attention_tree import TreePlan
 from verbatim.trainer.linear import ROW_MULTIPLE
 from verbatim.types import MicroBatch
 
@@ -47,16 +48,21 @@ class DeviceBatch:
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
-        """Move a micro-batch of rows to a device.
+        """Move a micro-batch to a device.
 
         On a CPU a row of padding makes the tokens a multiple of `ROW_MULTIPLE`. Nothing is predicted from it and no
         other row sees it, so its gradient is 0.
         """
-        assert micro_batch.is_rows, "there is no attention plan for trees yet"
         targets = micro_batch.targets
         num_padding = -micro_batch.num_tokens % ROW_MULTIPLE if device.type == "cpu" else 0
         padding = np.arange(num_padding, dtype=np.int32)
-        row_lengths = [*micro_batch.row_lengths.tolist(), *([num_padding] if num_padding else [])]
+        position_ids = np.concatenate([micro_batch.position_ids, padding])
+        plan: AttentionPlan
+        if micro_batch.is_rows:
+            plan = RowsPlan([*micro_batch.row_lengths.tolist(), *([num_padding] if num_padding else [])], device)
+        else:
+            end = micro_batch.num_tokens + num_padding
+            plan = TreePlan(position_ids, np.append(micro_batch.ends, np.full(num_padding, end)), device)
 
         def ids(array: np.ndarray) -> Tensor:
             return torch.tensor(array, dtype=torch.int64, device=device)
@@ -67,8 +73,8 @@ class DeviceBatch:
         teacher = targets.teacher_logprobs
         return cls(
             input_ids_U=ids(np.concatenate([micro_batch.input_ids, np.zeros_like(padding)])),
-            position_ids_U=ids(np.concatenate([micro_batch.position_ids, padding])),
-            plan=RowsPlan(row_lengths, device),
+            position_ids_U=ids(position_ids),
+            plan=plan,
             source_positions_M=ids(targets.source_positions),
             target_ids_M=ids(targets.target_ids),
             temperatures_M=floats(targets.temperatures),

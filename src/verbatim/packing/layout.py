@@ -1,0 +1,68 @@
+"""What every packer lays out: samples with their place in the trajectory, and the targets that they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verbatim.types import Float32, Int32, Targets, TrainingSample
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """A sample and where it stands in its trajectory."""
+
+    sample: TrainingSample
+    """What is laid out."""
+    offset: int
+    """Tokens of the trajectory's samples before this one."""
+    trajectory_length: int
+    """Tokens of all the trajectory's samples."""
+
+
+def rows_of(samples: Sequence[TrainingSample]) -> list[Row]:
+    """Each sample that has a trained token; all of them count in the offsets."""
+    lengths: dict[str, int] = {}
+    offsets = []
+    for sample in samples:
+        offsets.append(lengths.get(sample.trajectory_id, 0))
+        lengths[sample.trajectory_id] = offsets[-1] + len(sample)
+    return [
+        Row(sample=sample, offset=offset, trajectory_length=lengths[sample.trajectory_id])
+        for sample, offset in zip(samples, offsets, strict=True)
+        if sample.num_trained_tokens
+    ]
+
+
+def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids: tuple[str, ...]) -> Targets:
+    """The trained tokens of all rows.
+
+    Args:
+        rows: What is laid out.
+        sources: For each row, the index into the micro-batch of the token before each trained one.
+        trajectory_ids: In the order of their numbers.
+    """
+    number = {trajectory_id: i for i, trajectory_id in enumerate(trajectory_ids)}
+    places = [np.flatnonzero(row.sample.loss_mask).astype(np.int32) for row in rows]
+
+    def trained(name: str) -> list[Float32]:
+        return [getattr(row.sample, name)[at] for row, at in zip(rows, places, strict=True)]
+
+    with_teacher = {row.sample.teacher_logprobs is not None for row in rows}
+    assert len(with_teacher) == 1, "either all samples of a batch have teacher logprobs or none has"
+    return Targets(
+        source_positions=np.concatenate(list(sources)).astype(np.int32),
+        target_ids=np.concatenate(trained("token_ids")),
+        temperatures=np.concatenate(trained("temperatures")),
+        inference_logprobs=np.concatenate(trained("logprobs")),
+        advantages=np.concatenate(trained("advantages")),
+        chunk_ids=np.concatenate(trained("chunk_ids")),
+        trajectories=np.repeat(
+            np.array([number[row.sample.trajectory_id] for row in rows], dtype=np.int32),
+            [len(at) for at in places],
+        ),
+        offsets=np.concatenate([row.offset + at for row, at in zip(rows, places, strict=True)]),
+        teacher_logprobs=np.concatenate(trained("teacher_logprobs")) if with_teacher == {True} else None,
+    )
