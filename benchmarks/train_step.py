@@ -48,6 +48,8 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "guess_number.toml"
 OPTIM = OptimConfig(lr=1e-4, max_grad_norm=1.0)
 BUDGETS = (1024, 2048, 4096, 8192, 16_384)
 """Tokens, padding included, of the opponent's micro-batches that are tried."""
+PACKINGS = ("rows", "auto")
+"""Rows compute every token, as the opponent does; "auto" computes shared prefixes once where that saves tokens."""
 MEMORY_TARGETS, MEMORY_VOCAB, MEMORY_WIDTH = 8192, 151_936, 64
 
 
@@ -189,8 +191,12 @@ def step_ratio(case: Callable[[Path], list[TrainingSample]], args: argparse.Name
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         samples = case(folder)
-        config = TrainerConfig(optim=OPTIM, device=args.device, dtype=args.dtype)
-        trainer = Trainer(folder, config, loss=LOSSES["default"], total_optimizer_steps=10_000)
+        trainers = {
+            packing: Trainer(folder, TrainerConfig(optim=OPTIM, device=args.device, dtype=args.dtype, packing=packing),
+                             loss=LOSSES["default"], total_optimizer_steps=10_000)
+            for packing in PACKINGS
+        }  # fmt: skip
+        trainer = trainers["rows"]
         plain = Plain(folder, args.device)
     samples = as_sampled(trainer, samples)
     layouts = [Layout("padded", budget) for budget in BUDGETS] + [Layout("packed", budget) for budget in BUDGETS[:2]]
@@ -199,17 +205,22 @@ def step_ratio(case: Callable[[Path], list[TrainingSample]], args: argparse.Name
     plain.step(samples, layouts[0])  # warms up
     trial = {layout: seconds(lambda at=layout: plain.step(samples, at), args.device) for layout in layouts}
     best = min(trial, key=trial.__getitem__)
-    trainer.train_batch(samples)
-    ours, theirs = [], []
+    computed = {packing: int(t.train_batch(samples)["num_tokens"]) for packing, t in trainers.items()}
+    ours: dict[str, list[float]] = {packing: [] for packing in PACKINGS}
+    theirs = []
     for _ in range(args.repeats):
-        ours.append(seconds(lambda: trainer.train_batch(samples), args.device))
+        for packing, t in trainers.items():
+            ours[packing].append(seconds(lambda t=t: t.train_batch(samples), args.device))
         theirs.append(seconds(lambda: plain.step(samples, best), args.device))
     num_tokens = sum(map(len, samples))
+    medians = {packing: statistics.median(found) for packing, found in ours.items()}
     return {
-        "ratio": round(statistics.median(ours) / statistics.median(theirs), 3),
-        "verbatim_seconds": round(statistics.median(ours), 4),
+        "ratio": round(medians["rows"] / statistics.median(theirs), 3),
+        "ratio_auto_packing": round(medians["auto"] / statistics.median(theirs), 3),
+        "verbatim_seconds": {packing: round(found, 4) for packing, found in medians.items()},
         "plain_seconds": round(statistics.median(theirs), 4),
-        "verbatim_tokens_per_second": round(num_tokens / statistics.median(ours)),
+        "computed_tokens": computed,
+        "verbatim_tokens_per_second": round(num_tokens / medians["rows"]),
         "plain_layout": f"{best.kind}, {best.budget} tokens",
         "rows": len(samples),
         "tokens": num_tokens,

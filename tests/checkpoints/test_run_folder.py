@@ -156,3 +156,76 @@ def test_a_read_only_folder_is_refused_early(tmp_path: Path, monkeypatch):
     config = config_of(tmp_path, "--run-dir", str(tmp_path / "run"))
     with pytest.raises(UsageError, match=r"cannot be written to: Permission denied .*another one with --run-dir"):
         RunFolder.create(config, name="guess", now=NOON)
+
+
+# ---- the two processes of a run
+
+
+def joined(config: RunConfig, role: str) -> RunFolder:
+    return RunFolder.join(config, role=role)
+
+
+def test_both_processes_of_a_run_join_the_folder_that_the_first_one_makes(tmp_path: Path):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    with joined(config, "trainer") as trainer, joined(config, "orchestrator") as orchestrator:
+        assert trainer.path == orchestrator.path == tmp_path / "mine"
+        assert load_config(trainer.path / "config.toml") == config
+    assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == ["config.toml", "orchestrator.lock", "trainer.lock"]
+
+
+def test_another_configuration_than_that_of_the_other_process_is_refused_naming_every_key(tmp_path: Path):
+    mine = ("--run-dir", str(tmp_path / "mine"))
+    joined(config_of(tmp_path, *mine), "trainer").close()
+    other = config_of(tmp_path, *mine, "--max-steps", "7", "--trainer.optim.lr", "0.5")
+    with pytest.raises(UsageError, match=r"stored -> given: max_steps: 100 -> 7; trainer\.optim\.lr: 1e-06 -> 0\.5\."):
+        joined(other, "orchestrator")
+    joined(config_of(tmp_path, *mine), "orchestrator").close()  # and the lock of the refused one is free
+
+
+def test_two_processes_of_a_resumed_run_agree_wherever_they_are_told_it_is(tmp_path: Path):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    with joined(config, "trainer") as run:
+        theirs = (run.path / "config.toml").read_text()
+        run.agree(config_of(tmp_path), theirs)  # --resume FOLDER has no run_dir
+    changed = config_of(tmp_path, "--seed", "3")
+    with RunFolder.resume(changed, name="x", folder=tmp_path / "mine") as run:
+        assert load_config(run.path / "config.toml") == changed
+        with pytest.raises(UsageError, match=r"the other process of the run .* seed: 0 -> 3"):
+            run.agree(changed, theirs)
+    assert (tmp_path / "mine" / "config.toml").read_text() == theirs  # what was refused is no part of the run
+
+
+def test_processes_that_are_started_one_by_one_need_a_folder(tmp_path: Path):
+    with pytest.raises(UsageError, match="give it: --run-dir FOLDER, the same for `verbatim orchestrator` and"):
+        joined(config_of(tmp_path), "trainer")
+
+
+def test_a_run_that_has_checkpoints_is_not_joined_as_a_new_one(tmp_path: Path):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    with joined(config, "trainer") as run:
+        (run.checkpoints / "step_000000").mkdir(parents=True)
+    with pytest.raises(UsageError, match="already holds a run; add --resume to continue it"):
+        joined(config, "orchestrator")
+
+
+def test_a_trainer_waits_for_the_one_before_to_end(tmp_path: Path, monkeypatch):
+    """That of a killed run notices only after a moment that it is alone."""
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    leaving = joined(config, "trainer")
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            leaving.close()
+
+    monkeypatch.setattr("verbatim.checkpoints.lock.time.sleep", sleep)
+    joined(config, "trainer").close()
+    assert len(looks) == 3
+
+
+def test_a_second_orchestrator_is_refused_at_once(tmp_path: Path, monkeypatch):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    monkeypatch.setattr("verbatim.checkpoints.lock.time.sleep", lambda seconds: pytest.fail("it waits"))
+    with joined(config, "orchestrator"), pytest.raises(UsageError, match=r"mine is in use by process \d+; wait"):
+        joined(config, "orchestrator")

@@ -87,7 +87,8 @@ def test_demonstrations_talk_well_and_play_badly():
         assert 1 <= len(guesses) <= 4
         assert all(g["name"] == "guess" and 1 <= g["arguments"]["number"] <= 15 for g in guesses)
         won += demonstration.messages[-1]["content"] == "correct"
-    assert 0.45 < won / len(shown) < 0.55
+    # By hand, over states (numbers left, guesses left), with a repeated guess in a fifth of the later turns: 0.562.
+    assert 0.53 < won / len(shown) < 0.59
     assert {g["arguments"]["number"] for d in shown for m in d.messages if m["role"] == "assistant"
             for g in [m["tool_calls"][0]["function"]]} == set(range(1, 16))  # fmt: skip
 

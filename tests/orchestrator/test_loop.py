@@ -1,131 +1,15 @@
 """The loop: every batch from whole groups, versions as the staleness rule says, nothing lost over a stop."""
 
 import asyncio
-import json
-import random
 from collections import Counter
 
 import pytest
+from loop_runs import GROUP, GROUPS, Coins, FakeTrainer, make, versions
 
-from byte_renderer import VOCAB_SIZE, ByteRenderer, say
-from verbatim import Example
 from verbatim.credit.default import default_advantage
-from verbatim.curriculum import ExampleSchedule
-from verbatim.environments.base import Episode
 from verbatim.errors import RunStopped
 from verbatim.filters.zero_advantage import ZeroAdvantage
-from verbatim.inference import SamplingParams
-from verbatim.inference.scripted import ScriptedSampler
 from verbatim.orchestrator.assemble import Rules, assemble_group
-from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.loop import Orchestrator, Plan
-from verbatim.rollouts import EpisodeLimits, RolloutSetup
-from verbatim.trajectories import Ledger
-from verbatim.transport import StepReport
-
-GROUP, GROUPS = 2, 3
-
-
-class Coin(Episode):
-    """Says one thing; earns 0 or 1 by its seed."""
-
-    messages = ({"role": "user", "content": "flip"},)
-
-    def __init__(self, seed, fails):
-        self.reward, self.fails = float(random.Random(seed).random() < 0.5), fails
-
-    async def score(self, trajectory):
-        if self.fails:
-            raise RuntimeError("no score")
-        return self.reward
-
-
-class Coins:
-    def __init__(self, fails=lambda example, seed: False):
-        self.fails = fails
-
-    def examples(self, split):
-        return [Example(id=f"e{i}") for i in range(7)]
-
-    async def start(self, example, seed):
-        return Coin(seed, self.fails(example, seed))
-
-
-class FakeTrainer:
-    """Counts what it is given; can be slow, and can lose tokens."""
-
-    def __init__(self, tmp_path, delay=0.0, loses=0):
-        self.tmp_path, self.delay, self.loses, self.batches = tmp_path, delay, loses, []
-
-    async def train(self, samples, version, *, checkpoint=False):
-        await asyncio.sleep(self.delay)
-        self.batches.append(samples)
-        trained = sum(s.num_trained_tokens for s in samples) - self.loses
-        state = self.tmp_path if checkpoint else None
-        return StepReport(
-            version=version, weights=self.tmp_path, num_trained_tokens=trained, metrics={"loss": 0.0}, state=state
-        )
-
-    async def save(self, folder, version):
-        pass
-
-    async def watch(self):
-        await asyncio.Event().wait()
-
-    async def close(self):
-        pass
-
-
-class Notes:
-    def __init__(self):
-        self.steps, self.evals, self.saved = [], [], {}
-
-    def on_step(self, step, metrics, groups):
-        self.steps.append((step, dict(metrics), list(groups)))
-
-    def on_eval(self, step, evaluation):
-        self.evals.append((step, evaluation))
-
-    async def save(self, step, trainer, state, trainer_state=None):
-        self.saved[step] = json.loads(json.dumps(state))
-
-
-def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=None, filters=None, evaluate=False,
-         token_seconds=0.0, interval=100, max_off_policy_steps=8):  # fmt: skip
-    environment = environment or Coins()
-    sampler = ScriptedSampler(
-        script=lambda r: say("x" * (1 + r.seed % 5)), vocab_size=VOCAB_SIZE, context_length=100,
-        seconds_per_token=token_seconds,
-    )
-    ledger = Ledger()
-    setup = RolloutSetup(
-        env="coins", environment=environment, sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(),
-        limits=EpisodeLimits(), slots=asyncio.Semaphore(64),
-    )  # fmt: skip
-    dispatcher = Dispatcher(
-        schedule=ExampleSchedule({"coins": environment.examples("train")}, {"coins": 1.0}, seed=0),
-        setups={"coins": setup}, ledger=ledger, group_size=GROUP, groups_per_batch=GROUPS, max_async_level=level,
-        oversampling_factor=1.0, run_seed=5, num_batches=steps,
-    )  # fmt: skip
-    rules = Rules(
-        advantage=default_advantage, filters=filters or {}, strategy="interleaved", max_length=100,
-        max_off_policy_steps=max_off_policy_steps,
-    )  # fmt: skip
-    notes = notes or Notes()
-    plan = Plan(
-        max_steps=steps, eval_setups=[setup] if evaluate else [], eval_interval=2, eval_episodes=10, eval_seed=1,
-        checkpoint_interval=interval,
-    )  # fmt: skip
-    orchestrator = Orchestrator(
-        plan=plan, sampler=sampler, trainer=trainer or FakeTrainer(tmp_path), dispatcher=dispatcher, ledger=ledger,
-        rules={"coins": rules}, environments={"coins": environment}, observer=notes, checkpointer=notes,
-    )  # fmt: skip
-    orchestrator.ledger_for_tests = ledger
-    return orchestrator, notes, sampler
-
-
-def versions(groups):
-    return {int(v) for g in groups for t in g.trajectories for turn in t.turns for v in turn.policy_versions}
 
 
 async def test_a_synchronous_run_samples_every_batch_with_the_newest_weights(tmp_path):

@@ -33,3 +33,23 @@ def test_a_version_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="no space"):
         WeightFolders(tmp_path).publish(1, full)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_has_its_name_only_when_it_is_whole(tmp_path):
+    class Killed(BaseException):
+        pass
+
+    def looked_at(folder):
+        write(folder)
+        assert [p.name for p in tmp_path.glob("v*")] == ["v000001"]
+        raise Killed
+
+    folders = WeightFolders(tmp_path)
+    folders.publish(1, write)
+    with pytest.raises(Killed):
+        folders.publish(2, looked_at)
+    assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
+    (tmp_path / ".v000002.partial").mkdir()  # as a process leaves it that cannot clean up any more
+    (tmp_path / ".v000002.partial" / "half").write_text("x")
+    published = folders.publish(2, write)
+    assert [p.name for p in published.iterdir()] == ["model.safetensors"]

@@ -169,8 +169,11 @@ class RunFolder:
         self.close()
 
     def _write_config(self, config: RunConfig) -> None:
-        temporary = self.path / f".{CONFIG}.tmp"
-        temporary.write_text(dump_config(config), encoding="utf-8")
+        self._store(dump_config(config))
+
+    def _store(self, toml: str) -> None:
+        temporary = self.path / f".{CONFIG}.{os.getpid()}.tmp"  # both processes of a run may do it
+        temporary.write_text(toml, encoding="utf-8")
         sync(temporary)
         os.replace(temporary, self.path / CONFIG)
 
@@ -184,15 +187,27 @@ class RunFolder:
         try:
             os.link(temporary, self.path / CONFIG)
         except FileExistsError:
-            if changes := self._changes(config):
-                raise UsageError(f"the other process of the run in {self.path} has another configuration; stored -> "
-                                 f"given: {'; '.join(changes)}. Give both the same file and options, or choose another "
-                                 "folder with --run-dir FOLDER") from None  # fmt: skip
+            self.agree(config, self._stored())
         finally:
             temporary.unlink()
 
-    def _changes(self, config: RunConfig) -> list[str]:
-        stored = _flatten(tomllib.loads((self.path / CONFIG).read_text(encoding="utf-8")))
+    def agree(self, config: RunConfig, other: str) -> None:
+        """Refuse another configuration than that of the run's other process, which stays the stored one.
+
+        Raises:
+            UsageError: names every key that differs.
+        """
+        if changes := self._changes(config, other):
+            self._store(other)
+            raise UsageError(f"the other process of the run in {self.path} has another configuration; stored -> "
+                             f"given: {'; '.join(changes)}. Give both the same file and options, or choose another "
+                             "folder with --run-dir FOLDER") from None  # fmt: skip
+
+    def _stored(self) -> str:
+        return (self.path / CONFIG).read_text(encoding="utf-8")
+
+    def _changes(self, config: RunConfig, toml: str) -> list[str]:
+        stored = _flatten(tomllib.loads(toml))
         current = _flatten(tomllib.loads(dump_config(config)))
         return [
             f"{key}: {stored.get(key, 'not set')!r} -> {current.get(key, 'not set')!r}"
@@ -201,7 +216,7 @@ class RunFolder:
         ]
 
     def _compare_config(self, config: RunConfig) -> None:
-        changes = self._changes(config)
+        changes = self._changes(config, self._stored())
         if of_model := [change for change in changes if change.startswith("model.")]:
             raise CheckpointError(f"the run in {self.path} trained another model ({'; '.join(of_model)}); restore "
                                   "[model], or start a new run without --resume")  # fmt: skip

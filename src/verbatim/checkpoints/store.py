@@ -89,7 +89,9 @@ class CheckpointStore:
 
     def refused(self, step: int, error: Exception) -> CheckpointError:
         """The error that says that the checkpoint of this step could not be written."""
-        why = f"{error.strerror or error} ({error.filename or self.folder})" if isinstance(error, OSError) else error
+        why = str(error).partition("\n")[0]  # the rest is what somebody's log says
+        if isinstance(error, OSError):
+            why = f"{error.strerror or error} ({error.filename or self.folder})"
         return CheckpointError(f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
                                "checkpoints before it are untouched")  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +16,10 @@ from verbatim.errors import VerbatimError
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
-def log_to_console(console: Console) -> None:
-    """Warnings and notes of ours; of libraries only what is worth a look."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
-    )
+def log_to_console(console: Console, level: int = logging.INFO) -> None:
+    """Warnings and notes of ours, from this level on; of libraries only what is worth a look."""
+    handler = RichHandler(level, console=console, show_path=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     _quieten()
 
 
@@ -28,9 +28,12 @@ def _quieten() -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+_STARTED = "started (process "
+
+
 @contextlib.contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
-    """The same into a file, and whatever ends the block with an exception: the other process quotes it."""
+    """The same into a file, and what ended the block if it was an exception: the other process quotes it."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
@@ -38,10 +41,11 @@ def log_to_file(path: Path) -> Iterator[None]:
     root.setLevel(logging.INFO)
     _quieten()
     logger = logging.getLogger(__name__)
+    _write(handler, logger, f"{_STARTED}{os.getpid()})", level=logging.INFO)
     try:
         yield
     except (VerbatimError, OSError) as error:
-        _write(handler, logger, f"ended: {error}")
+        _write(handler, logger, f"ended: {first_line(error)}")  # more lines would be what the other log says
         raise
     except KeyboardInterrupt:
         _write(handler, logger, "ended by Ctrl-C")
@@ -54,7 +58,27 @@ def log_to_file(path: Path) -> Iterator[None]:
         handler.close()
 
 
-def _write(handler: logging.Handler, logger: logging.Logger, message: str, error: Exception | None = None) -> None:
+def last_lines(log: Path, count: int = 8) -> str:
+    """What the process that wrote this log last said at its end, as further lines of an error message."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    started = max((number for number, line in enumerate(lines, start=1) if _STARTED in line), default=0)
+    if started == len(lines):
+        return f"\nits log {log} says nothing more"
+    return "\n".join([f"\nthe last lines of {log}:", *(f"    {line}" for line in lines[started:][-count:])])
+
+
+def first_line(error: Exception) -> str:
+    """What is wrong, without what is quoted."""
+    return str(error).partition("\n")[0]
+
+
+def _write(
+    handler: logging.Handler, logger: logging.Logger, message: str, error: Exception | None = None, *,
+    level: int = logging.ERROR,
+) -> None:  # fmt: skip
     """Into the file alone: the console hears of it from the command's shell."""
     info = (type(error), error, error.__traceback__) if error is not None else None
-    handler.emit(logger.makeRecord(logger.name, logging.ERROR, "", 0, message, (), info))
+    handler.emit(logger.makeRecord(logger.name, level, "", 0, message, (), info))

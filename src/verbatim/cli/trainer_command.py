@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -13,13 +14,14 @@ from rich.console import Console
 
 from verbatim.checkpoints import ORCHESTRATOR, TRAINER, RunFolder
 from verbatim.cli import exit_status
-from verbatim.cli.logs import log_to_console, log_to_file
+from verbatim.cli.logs import last_lines, log_to_console, log_to_file
 from verbatim.cli.session import check_environments, make_environments
 from verbatim.cli.tables import component_tables
-from verbatim.config import load_config
+from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped
 from verbatim.transport.exchange import Exchange
+from verbatim.transport.files import publish_bytes
 from verbatim.transport.presence import Heartbeat, PeerWatch
 
 
@@ -27,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, --resume and --session."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
     parser.add_argument("--resume", nargs="?", const="", metavar="FOLDER", help="continue the run in FOLDER")
-    parser.add_argument("--session", help=argparse.SUPPRESS)  # `verbatim rl` starts this process, and watches it
+    # `verbatim rl` starts this process, and watches it:
+    parser.add_argument("--session", help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
     config = config.model_copy(update={"name": config.name or args.file.stem})
     console = Console(highlight=False)
     supervised = args.session is not None
-    if not supervised:
-        log_to_console(console)
+    log_to_console(console, logging.WARNING if supervised else logging.INFO)
     if args.resume is None:
         folder = RunFolder.join(config, role=TRAINER)
     else:
@@ -45,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         folder = RunFolder.resume(config, name=str(config.name), folder=where, role=TRAINER)
     with folder, log_to_file(folder.log(TRAINER)):
         exchange = Exchange.open(folder.exchange, args.session)
-        on_beat = _end_with(os.getppid()) if supervised else None
+        publish_bytes(exchange.config, dump_config(config).encode())
+        on_beat = _end_with(args.parent) if supervised else None
         with Heartbeat(exchange.trainer_beat, on_beat=on_beat) as heartbeat:
             stopped = _serve(config, folder, exchange, heartbeat, console, supervised=supervised)
     return exit_status.INTERRUPTED if stopped else 0
@@ -81,7 +85,7 @@ def _serve(
 
     console.print(f"ready after {ready.version} batches; the other process:  verbatim orchestrator FILE "
                   f"--run-dir {folder.path}", soft_wrap=True)  # fmt: skip
-    with _ctrl_c(heartbeat, console) as stopped:
+    with _ctrl_c(exchange, heartbeat, console) as stopped:
         serve(worker, exchange, heartbeat, look=_look(exchange, config, folder), on_step=show)
     return stopped()
 
@@ -101,8 +105,6 @@ def _end_with(parent: int) -> Callable[[], None]:
 
 def _look(exchange: Exchange, config: RunConfig, folder: RunFolder) -> Callable[[], None]:
     """Raises when the orchestrator that was there is gone; waits for one that was not there yet."""
-    from verbatim.cli.trainer_process import last_lines
-
     watch: PeerWatch | None = None
 
     def look() -> None:
@@ -123,12 +125,15 @@ def _look(exchange: Exchange, config: RunConfig, folder: RunFolder) -> Callable[
 
 
 @contextlib.contextmanager
-def _ctrl_c(heartbeat: Heartbeat, console: Console) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C asks the orchestrator to end the run with a checkpoint; the second one ends this process."""
+def _ctrl_c(exchange: Exchange, heartbeat: Heartbeat, console: Console) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C asks the orchestrator, if there is one, to end the run with a checkpoint; the second one ends
+    this process."""
     asked = False
 
     def ask(number: int, frame: object) -> None:
         nonlocal asked
+        if not exchange.is_attached:
+            raise KeyboardInterrupt
         asked = True
         heartbeat.ask_to_stop()
         console.print("asking the orchestrator to end the run, with a checkpoint; Ctrl-C again ends at once",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import secrets
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from verbatim.checkpoints import TRAINER, RunFolder
 from verbatim.cli import exit_status
+from verbatim.cli.logs import last_lines
 from verbatim.cli.session import Environments
 from verbatim.cli.trainer_setup import open_trainer, threads_of
 from verbatim.config.schema import RunConfig
@@ -29,6 +31,8 @@ from verbatim.transport.remote_trainer import RemoteTrainer
 _POLL = 0.02
 _PATIENCE = 20.0
 """Seconds that a trainer which was told to end may take."""
+_LITTLE_PATIENCE = 2.0
+"""The same where the run has failed: nobody needs any more what it is at."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +69,7 @@ def trainer_child(config: RunConfig, folder: RunFolder) -> Iterator[TrainerSide]
         # A session of its own: Ctrl-C in the terminal is for this process, which then lets the trainer finish its step.
         process = subprocess.Popen(
             [sys.executable, "-m", "verbatim.cli", "trainer", str(folder.path / "config.toml"), "--resume",
-             str(folder.path), "--session", session],
+             str(folder.path), "--session", session, "--parent", str(os.getpid())],
             stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )  # fmt: skip
 
@@ -81,12 +85,12 @@ def trainer_child(config: RunConfig, folder: RunFolder) -> Iterator[TrainerSide]
             yield side(ready)
         patience = _PATIENCE
     except RunStopped as error:
-        patience = _PATIENCE
+        patience = _LITTLE_PATIENCE
         if process.poll() == exit_status.USAGE:
             raise UsageError(str(error)) from error
         raise
     except Exception:
-        patience = _PATIENCE
+        patience = _LITTLE_PATIENCE
         raise
     finally:
         _end(process, patience)
@@ -97,6 +101,7 @@ def trainer_elsewhere(config: RunConfig, folder: RunFolder, console: Console) ->
     """In a process that somebody starts with `verbatim trainer`."""
     log = folder.log(TRAINER)
     exchange = _find_session(folder.exchange, console, folder.path)
+    folder.agree(config, exchange.config.read_text(encoding="utf-8"))
     ready = _wait_until_ready(exchange, config, lambda: None, log)
     if not exchange.attach():
         raise RunStopped(f"the trainer of {folder.path} serves another orchestrator; end it, and start it again")
@@ -118,12 +123,16 @@ def _heartbeats(
         seen = watch.fault()
         return None if seen is None else f"{seen}{last_lines(log)}"
 
+    def wants_to_stop() -> bool:
+        watch.fault()  # looks anew, also where nobody waits for the trainer
+        return watch.wants_to_stop
+
     with Heartbeat(exchange.orchestrator_beat) as heartbeat:
         yield lambda ready: TrainerSide(
             ready=ready,
             link=RemoteTrainer(exchange, fault=fault),
             progress=heartbeat.progress,
-            wants_to_stop=lambda: watch.wants_to_stop,
+            wants_to_stop=wants_to_stop,
         )
 
 
@@ -178,17 +187,6 @@ def _end(process: subprocess.Popen[bytes], patience: float) -> None:
         return
     process.kill()
     process.wait()
-
-
-def last_lines(log: Path, count: int = 8) -> str:
-    """The end of a log, for an error message."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
-    except OSError:
-        return ""
-    if not lines:
-        return f"; its log {log} is empty"
-    return "\n".join([f"; the last lines of {log}:", *(f"    {line}" for line in lines)])
 
 
 def _how(status: int) -> str:

@@ -11,8 +11,8 @@ from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool, ToolResult
 from verbatim.types import Example, Message, Trajectory
 
-CREEPS = 0.3
-"""How often the demonstrated player tries one end of what is still possible instead of any number in it."""
+FORGETS = 0.2
+"""How often the demonstrated player repeats an earlier guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class GuessNumber:
         return Game(self, int(example.payload["secret"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Games of a player who talks well and heeds every reply, but wins only half of the time: it tries an end of
-        what is still possible, or any number in it, and rarely the middle."""
+        """Games of a player who talks well but wins only half of the time: it forgets what it has tried, and what it
+        tries lies somewhere between two numbers that it picks at random from what is still possible."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 
@@ -61,8 +61,13 @@ class GuessNumber:
     def _demonstration(self, rng: random.Random) -> Demonstration:
         game = Game(self, rng.randint(self.low, self.high))
         messages = list(game.messages)
+        tried: list[int] = []
         for turn in range(self.max_guesses):
-            number = rng.choice(game.possible) if rng.random() < CREEPS else rng.randint(*game.possible)
+            if tried and rng.random() < FORGETS:
+                number = rng.choice(tried)
+            else:
+                number = (rng.randint(*game.possible) + rng.randint(*game.possible) + rng.randint(0, 1)) // 2
+            tried.append(number)
             call_id = f"call_{turn}"
             messages.append(
                 {"role": "assistant", "content": "", "tool_calls": [

@@ -113,7 +113,7 @@ def load_weights(model: Any, folder: Path) -> None:
     for file in files:
         try:
             incoming.update(load_file(file))
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
     own = dict(model.named_parameters(remove_duplicate=False))
     own.update({k: v for k, v in model.named_buffers() if k in model.state_dict()})

@@ -150,6 +150,7 @@ class Orchestrator:
         self._stopping = asyncio.Event()
         self._submitted: deque[_Submitted] = deque()
         self._more = asyncio.Event()
+        self._syncing = asyncio.Lock()
         self._saved = -1
         self._sampled_before = ledger.sampled
         self._stats_before = (0, 0.0)
@@ -228,10 +229,13 @@ class Orchestrator:
             batch = await asyncio.to_thread(self._assemble, groups, number)
             samples = [sample for group in batch for sample in group.samples]
             due = (number + 1) % self._plan.checkpoint_interval == 0 and number + 1 < self._plan.max_steps
-            report = asyncio.create_task(
-                self._trainer.train(samples, version=number + 1, checkpoint=due), name=f"batch-{number}"
-            )
-            self._submitted.append(_Submitted(number=number, batch=batch, report=report, wait_for_batch=waited))
+            async with self._syncing:  # its last tokens may be by weights that the canary has not seen yet
+                if self._stopping.is_set():
+                    return
+                report = asyncio.create_task(
+                    self._trainer.train(samples, version=number + 1, checkpoint=due), name=f"batch-{number}"
+                )
+                self._submitted.append(_Submitted(number=number, batch=batch, report=report, wait_for_batch=waited))
             self._more.set()
 
     def _assemble(self, groups: Sequence[tuple[int, Group]], number: int) -> list[AssembledGroup]:
@@ -288,10 +292,15 @@ class Orchestrator:
     async def _sync_weights(self, report: StepReport, before: Probes | None) -> float:
         """The new version samples from here on. Returns the seconds that it took."""
         began = time.perf_counter()
-        await self._sampler.update_weights(report.weights, report.version)
-        assert report.version == self.step == self._sampler.policy_version
-        if report.probes is not None:
-            await self._check_canary(report.probes, before=before)
+        async with self._syncing:
+            try:
+                await self._sampler.update_weights(report.weights, report.version)
+                assert report.version == self.step == self._sampler.policy_version
+                if report.probes is not None:
+                    await self._check_canary(report.probes, before=before)
+            except BaseException:
+                self._stopping.set()  # before anything else is handed over
+                raise
         return time.perf_counter() - began
 
     async def _record(

@@ -30,6 +30,8 @@ class Exchange:
         self.states = folder / "states"
         self.trainer_beat = folder / "trainer.json"
         self.orchestrator_beat = folder / "orchestrator.json"
+        self.config = folder / "config.toml"
+        self._attached = folder / "attached"
 
     # ---- the trainer's side
 
@@ -88,10 +90,15 @@ class Exchange:
         value = read_published_json(self.trainer_beat)
         return None if value is None else int(value["beats"])
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether an orchestrator is, or was, served."""
+        return self._attached.exists()
+
     def attach(self) -> bool:
         """Become the orchestrator of this session; False if another process was before."""
         try:
-            os.close(os.open(self.folder / "attached", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self._attached, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         return True

@@ -2,6 +2,7 @@
 
 ```
 exchange/{session}/
+    config.toml              the trainer's configuration, which has to be the orchestrator's
     ready.json               the trainer: where it stands; then orders may come
     attached                 the orchestrator that is served, the only one of this session
     trainer.json  orchestrator.json          heartbeats

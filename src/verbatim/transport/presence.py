@@ -18,6 +18,9 @@ from verbatim.transport.files import publish_json, read_published_json
 BEAT_SECONDS = 0.5
 """Between two beats."""
 
+_ATTENTION = 1.0
+"""Seconds between two looks at the other side, of which no more count as its silence."""
+
 
 class Heartbeat:
     """Publishes that this process lives, and what it does, on a thread of its own, until it is closed.
@@ -100,6 +103,7 @@ class PeerWatch:
         self._heartbeat_timeout, self._stall_timeout = heartbeat_timeout, stall_timeout
         self._beats = self._progress = -1
         self._beat_seen = self._progress_seen = clock()
+        self._asked = clock()
         self._who, self._doing = name, "starting"
         self.wants_to_stop = False
         """Whether somebody asked the other side to end."""
@@ -107,6 +111,9 @@ class PeerWatch:
     def fault(self) -> str | None:
         """What is wrong with the other side; None if nothing is. To be asked every now and then."""
         now = self._clock()
+        blind, self._asked = max(0.0, now - self._asked - _ATTENTION), now
+        self._beat_seen += blind  # this process stood still, and perhaps both did: a frozen container, a debugger
+        self._progress_seen += blind
         seen = read_published_json(self._path)
         if seen is not None:
             self._who = f"{self._name} (process {seen['pid']})"

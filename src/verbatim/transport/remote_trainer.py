@@ -73,6 +73,11 @@ class RemoteTrainer:
     async def _send(self, order: Order) -> int:
         async with self._sending:  # first come, first served: the trainer gets batches in the order of the calls
             number = self._sent + 1
-            await asyncio.to_thread(self._exchange.order, number, order)
-            self._sent = number
+            writing = asyncio.ensure_future(asyncio.to_thread(self._exchange.order, number, order))
+            try:
+                await asyncio.shield(writing)
+            finally:  # cancelled or not, the number is taken once the order is there
+                await asyncio.wait({writing})
+                if writing.exception() is None:
+                    self._sent = number
             return number

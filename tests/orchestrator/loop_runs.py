@@ -1,0 +1,247 @@
+"""A run without a model: a coin for an environment, a script for a sampler, a trainer that counts."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import random
+from collections import Counter
+
+import numpy as np
+
+from byte_renderer import VOCAB_SIZE, ByteRenderer, say
+from verbatim import Example
+from verbatim.credit.default import default_advantage
+from verbatim.curriculum import ExampleSchedule
+from verbatim.environments.base import Episode
+from verbatim.errors import RunStopped
+from verbatim.inference import Completion, SamplingParams
+from verbatim.inference.scripted import ScriptedSampler, default_logprob
+from verbatim.orchestrator.assemble import Rules
+from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.orchestrator.loop import Orchestrator, Plan
+from verbatim.rollouts import EpisodeLimits, RolloutSetup
+from verbatim.trajectories import Ledger
+from verbatim.transport import StepReport
+from verbatim.types import StopReason
+
+GROUP, GROUPS = 2, 3
+
+
+class Coin(Episode):
+    """Says one thing; earns 0 or 1 by its seed."""
+
+    messages = ({"role": "user", "content": "flip"},)
+
+    def __init__(self, seed, fails):
+        self.reward, self.fails = float(random.Random(seed).random() < 0.5), fails
+
+    async def score(self, trajectory):
+        if self.fails:
+            raise RuntimeError("no score")
+        return self.reward
+
+
+class Coins:
+    def __init__(self, fails=lambda example, seed: False):
+        self.fails = fails
+
+    def examples(self, split):
+        return [Example(id=f"e{i}") for i in range(7)]
+
+    async def start(self, example, seed):
+        return Coin(seed, self.fails(example, seed))
+
+
+class FakeTrainer:
+    """Counts what it is given; can be slow, and can lose tokens."""
+
+    def __init__(self, tmp_path, delay=0.0, loses=0):
+        self.tmp_path, self.delay, self.loses, self.batches = tmp_path, delay, loses, []
+
+    async def train(self, samples, version, *, checkpoint=False):
+        await asyncio.sleep(self.delay)
+        return self.report(samples, version, checkpoint)
+
+    def report(self, samples, version, checkpoint):
+        self.batches.append(samples)
+        trained = sum(s.num_trained_tokens for s in samples) - self.loses
+        state = self.tmp_path if checkpoint else None
+        return StepReport(
+            version=version, weights=self.tmp_path, num_trained_tokens=trained, metrics={"loss": 0.0}, state=state
+        )
+
+    async def save(self, folder, version):
+        pass
+
+    async def watch(self):
+        await asyncio.Event().wait()
+
+    async def close(self):
+        pass
+
+
+class GatedTrainer(FakeTrainer):
+    """Trains one batch, in order, for each `let(1)`; `events` is what happened to which version."""
+
+    def __init__(self, tmp_path, gates=0):
+        super().__init__(tmp_path)
+        self.gates, self.turn, self.events = asyncio.Semaphore(gates), asyncio.Lock(), []
+
+    @property
+    def held(self):
+        """Versions handed over and not reported."""
+        reported = {version for what, version in self.events if what == "reported"}
+        return [version for what, version in self.events if what == "handed" and version not in reported]
+
+    def let(self, count):
+        for _ in range(count):
+            self.gates.release()
+
+    async def train(self, samples, version, *, checkpoint=False):
+        self.events.append(("handed", version))
+        async with self.turn:  # first come, first served
+            await self.gates.acquire()
+            report = self.report(samples, version, checkpoint)
+            self.events.append(("reported", version))
+            return report
+
+
+class FailingTrainer(FakeTrainer):
+    """As the real one: after a batch that fails, those that were handed over after it fail too."""
+
+    def __init__(self, tmp_path, *, at, delay=0.0, can_save=True):
+        super().__init__(tmp_path, delay)
+        self.at, self.can_save, self.turn, self.handed = at, can_save, asyncio.Lock(), []
+
+    async def train(self, samples, version, *, checkpoint=False):
+        self.handed.append(version)
+        async with self.turn:
+            await asyncio.sleep(self.delay)
+            if version >= self.at:
+                raise RunStopped(f"the trainer: no finite loss for version {version}")
+            return self.report(samples, version, checkpoint)
+
+    async def save(self, folder, version):
+        if not self.can_save:
+            raise RunStopped("the state is gone")
+
+
+class HeldInTheMiddle(ScriptedSampler):
+    """From request `first` on, every completion ("x", "y", "z", end) waits after its second token for `go_on`."""
+
+    def __init__(self, first):
+        super().__init__(script=lambda request: say("xyz"), vocab_size=VOCAB_SIZE, context_length=100)
+        self.first, self.go_on = first, asyncio.Event()
+
+    async def generate(self, request):
+        if len(self.requests) < self.first:
+            return await super().generate(request)
+        self.requests.append(request)
+        self.num_in_flight += 1
+        try:
+            versions = [self.policy_version] * 2
+            await self.go_on.wait()
+            versions += [self.policy_version] * 2
+        finally:
+            self.num_in_flight -= 1
+        ids = np.array(say("xyz"), dtype=np.int32)
+        logprobs = np.array([default_logprob(i) for i in say("xyz")], dtype=np.float32)
+        return Completion(ids=ids, logprobs=logprobs, policy_versions=np.array(versions, dtype=np.int32),
+                          stop_reason=StopReason.STOP)  # fmt: skip
+
+
+class Notes:
+    def __init__(self):
+        self.steps, self.evals, self.saved = [], [], {}
+
+    def on_step(self, step, metrics, groups):
+        self.steps.append((step, dict(metrics), list(groups)))
+
+    def on_eval(self, step, evaluation):
+        self.evals.append((step, evaluation))
+
+    async def save(self, step, trainer, state, trainer_state=None):
+        if trainer_state is None:
+            await trainer.save(None, step)
+        self.saved[step] = json.loads(json.dumps(state))
+
+
+def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=None, filters=None, evaluate=False,
+         token_seconds=0.0, interval=100, max_off_policy_steps=8, oversampling=1.0, sampler=None, probes=None,
+         ):  # fmt: skip
+    environment = environment or Coins()
+    sampler = sampler or ScriptedSampler(
+        script=lambda r: say("x" * (1 + r.seed % 5)), vocab_size=VOCAB_SIZE, context_length=100,
+        seconds_per_token=token_seconds,
+    )
+    ledger = Ledger()
+    setup = RolloutSetup(
+        env="coins", environment=environment, sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(),
+        limits=EpisodeLimits(), slots=asyncio.Semaphore(64),
+    )  # fmt: skip
+    dispatcher = Dispatcher(
+        schedule=ExampleSchedule({"coins": environment.examples("train")}, {"coins": 1.0}, seed=0),
+        setups={"coins": setup}, ledger=ledger, group_size=GROUP, groups_per_batch=GROUPS, max_async_level=level,
+        oversampling_factor=oversampling, run_seed=5, num_batches=steps,
+    )  # fmt: skip
+    rules = Rules(
+        advantage=default_advantage, filters=filters or {}, strategy="interleaved", max_length=100,
+        max_off_policy_steps=max_off_policy_steps,
+    )  # fmt: skip
+    notes = notes or Notes()
+    plan = Plan(
+        max_steps=steps, eval_setups=[setup] if evaluate else [], eval_interval=2, eval_episodes=10, eval_seed=1,
+        checkpoint_interval=interval,
+    )  # fmt: skip
+    orchestrator = Orchestrator(
+        plan=plan, sampler=sampler, trainer=trainer or FakeTrainer(tmp_path), dispatcher=dispatcher, ledger=ledger,
+        rules={"coins": rules}, environments={"coins": environment}, observer=notes, checkpointer=notes,
+        probes=probes,
+    )  # fmt: skip
+    orchestrator.ledger_for_tests = ledger
+    return orchestrator, notes, sampler
+
+
+def versions(groups):
+    return {int(v) for g in groups for t in g.trajectories for turn in t.turns for v in turn.policy_versions}
+
+
+async def until(condition, seconds=5.0):
+    """Let everybody else work until this holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  (the loop itself is under test)
+            await asyncio.sleep(0.0005)
+
+
+@contextlib.asynccontextmanager
+async def nothing_left_behind():
+    """No task outlives the block, and no exception of one goes unread."""
+    loop, complaints = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+    yield
+    for _ in range(3):  # what was cancelled ends
+        await asyncio.sleep(0)
+    gc.collect()
+    left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert (left, complaints) == ([], [])
+
+
+async def go_on_and_check(notes, tmp_path, *, step=None, level=0, steps=6):
+    """Resume from a checkpoint, the newest by default: every step comes once, no group is trained twice, and every
+    sampled token is trained or dropped."""
+    step = max(notes.saved) if step is None else step
+    notes.steps = [entry for entry in notes.steps if entry[0] <= step]  # as the metrics of a resumed run
+    assert [entry[0] for entry in notes.steps] == list(range(1, step + 1))
+    second, notes, sampler = make(tmp_path, level=level, steps=steps, notes=notes)
+    second.load_state_dict(notes.saved[step])
+    await sampler.update_weights(tmp_path, second.step)
+    assert await second.run()
+    assert [entry[0] for entry in notes.steps] == list(range(1, steps + 1))
+    trained = Counter(group.group_id for _, _, groups in notes.steps for group in groups)
+    assert trained == {f"train-{index}": 1 for index in range(steps * GROUPS)}  # nothing twice, nothing skipped
+    ledger = second.ledger_for_tests
+    ledger.check(pending=0)
+    in_steps = sum(t.num_sampled_tokens for _, _, groups in notes.steps for g in groups for t in g.trajectories)
+    assert ledger.trained == in_steps
+    assert ledger.sampled == in_steps + ledger.dropped["cancelled"]

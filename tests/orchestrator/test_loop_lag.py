@@ -1,0 +1,47 @@
+"""Whoever holds up the event loop is named, and how long everybody waited is measured."""
+
+import asyncio
+import logging
+import time
+
+from verbatim.orchestrator.loop_lag import INTERVAL, LoopLag
+
+
+def think_hard(seconds):
+    time.sleep(seconds)  # an environment that computes where it should await
+
+
+async def test_code_that_blocks_the_event_loop_is_named_with_its_line(caplog):
+    lag = LoopLag(blocked_after=0.1)
+    with caplog.at_level(logging.WARNING):
+        await asyncio.sleep(0.06)
+        think_hard(0.4)
+        await asyncio.sleep(0)
+    lag.close()
+    (record,) = [r for r in caplog.records if "event loop has stood still" in r.message]  # once for one block
+    assert "test_loop_lag.py" in record.message
+    assert "think_hard(0.4)" in record.message
+    assert "await asyncio.to_thread(...)" in record.message
+
+
+async def test_the_time_that_everybody_waited_is_measured_even_before_the_loop_ticks_again():
+    lag = LoopLag()
+    await asyncio.sleep(2.5 * INTERVAL)
+    lag.read()
+    think_hard(0.4)
+    assert lag.read().longest >= 0.3
+    await asyncio.sleep(2.5 * INTERVAL)
+    seen = lag.read()
+    assert seen.longest >= 0.3  # its own measurement, which came late
+    assert 0 < seen.mean < seen.longest
+    assert lag.read().longest < 0.3  # of the time since the last look there is nothing to tell
+    lag.close()
+
+
+async def test_a_loop_that_turns_is_accused_of_nothing(caplog):
+    lag = LoopLag(blocked_after=0.5)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(14):
+            await asyncio.sleep(0.05)
+    lag.close()
+    assert caplog.records == []

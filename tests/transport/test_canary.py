@@ -1,0 +1,180 @@
+"""A sampler that does not hold the weights that were published is found out."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.trainer_helpers import VOCAB, make_batch, write_model
+from verbatim.config.schema import InferenceConfig, OptimConfig, TrainerConfig
+from verbatim.inference import torch_engine
+from verbatim.inference.torch_engine import TorchSampler
+from verbatim.losses import LOSSES
+from verbatim.trainer.trainer import Trainer
+from verbatim.trainer.worker import TrainerWorker
+from verbatim.transport import WeightFolders
+from verbatim.transport.canary import Probes, find_mismatch, probe_sequences, tolerance_of
+
+
+def probes(*rows):
+    """Probes with these logprobs; nobody looks at their ids here."""
+    logprobs = tuple(np.array(row, dtype=np.float32) for row in rows)
+    return Probes(token_ids=tuple(np.zeros(len(row) + 1, np.int32) for row in rows), logprobs=logprobs)
+
+
+def found(*rows):
+    return [np.array(row, dtype=np.float32) for row in rows]
+
+
+# ---- by hand
+
+
+def test_the_mean_is_over_all_tokens_of_all_probes():
+    """|0| + |0.5| + |1| + |0.5| over four tokens: 0.5."""
+    fault = find_mismatch(probes([-1, -2, -3], [-4]), found([-1, -2.5, -2], [-4.5]), before=None, tolerance=0.49)
+    assert fault == "its logprobs differ by 0.5 on average, more than 0.49"
+
+
+def test_a_difference_up_to_the_tolerance_is_none_and_beyond_it_is_one():
+    published, seen = probes([-1.0, -2.0]), found([-1.0, -2.5])
+    assert find_mismatch(published, seen, before=None, tolerance=0.25) is None
+    assert "differ by 0.25" in find_mismatch(published, seen, before=None, tolerance=0.2499)
+
+
+@pytest.mark.parametrize("odd", [np.nan, -np.inf])
+def test_a_logprob_that_is_no_number_is_a_mismatch(odd):
+    assert find_mismatch(probes([-1, -2]), found([-1, odd]), before=None, tolerance=1e6) is not None
+    assert find_mismatch(probes([odd, -2]), found([-1, -2]), before=None, tolerance=1e6) is not None
+
+
+def test_logprobs_twice_as_near_to_the_old_weights_pass_and_nearer_ones_do_not():
+    """New -1, old -4. At -3 the differences are 2 and 1: twice. At -3.5 they are 2.5 and 0.5: five times."""
+    new, old = probes([-1.0]), probes([-4.0])
+    assert find_mismatch(new, found([-3.0]), before=old, tolerance=10) is None
+    assert find_mismatch(new, found([-3.5]), before=old, tolerance=10) == (
+        "its logprobs differ by 2.5 on average from those of the new weights, and by only 0.5 from those of the "
+        "weights before"
+    )
+
+
+def test_weights_that_did_not_change_are_no_mismatch():
+    """A step at learning rate 0: rounding is as far from the old as from the new."""
+    same = probes([-1.0, -2.0])
+    assert find_mismatch(same, found([-1.00001, -2.0]), before=same, tolerance=1e-4) is None
+    assert find_mismatch(same, found([-1.0, -2.0]), before=same, tolerance=1e-4) is None
+
+
+def test_the_less_precise_side_sets_the_tolerance():
+    assert tolerance_of("float32", "float32") == 1e-4
+    assert tolerance_of("float32", "bfloat16") == tolerance_of("bfloat16", "float32") == 0.1
+
+
+@pytest.mark.parametrize(("vocab", "context", "length"), [(61, 2048, 32), (151_936, 20, 20), (2, 1, 2)])
+def test_probes_are_the_same_for_both_sides_fit_the_context_and_the_vocabulary(vocab, context, length):
+    ours, theirs = probe_sequences(vocab, context), probe_sequences(vocab, context)
+    assert [p.tobytes() for p in ours] == [p.tobytes() for p in theirs]
+    assert [len(p) for p in ours] == [length] * 4
+    assert all(0 <= p.min() <= p.max() < vocab for p in ours)
+
+
+# ---- with a real trainer and a real sampler
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Two layers and a tied head."""
+    return write_model(tmp_path_factory.mktemp("canary"))
+
+
+ORDINARY, TINY = 1e-3, 1e-6
+"""Learning rates: after a step of the first one any stale tensor shows; after one of the second, none by itself."""
+
+
+@functools.cache
+def trained(model, tmp_path, lr):
+    """What the trainer published before its first step, and after it."""
+    trainer = Trainer(
+        model, TrainerConfig(optim=OptimConfig(lr=lr)), loss=LOSSES["default"], total_optimizer_steps=1
+    )
+    worker = TrainerWorker(
+        trainer, version=0, weights=WeightFolders(tmp_path / f"weights-{lr}"), states=tmp_path, probe_length=32
+    )
+    return worker.probe(), worker.train(make_batch(), 1)
+
+
+async def verdict(model, tmp_path, lr):
+    """What the canary says of a sampler that was told to load the step's weights."""
+    before, report = trained(model, tmp_path.parent, lr)
+    sampler = TorchSampler(model, config=InferenceConfig(max_batch_size=2), context_length=64, num_threads=1)
+    try:
+        at_first = [(await sampler.prompt_logprobs(ids))[1:] for ids in before.token_ids]
+        assert find_mismatch(before, at_first, before=None, tolerance=tolerance_of("float32")) is None
+        await sampler.update_weights(report.weights, 1)
+        assert sampler.policy_version == 1  # whatever it holds, this is what it says
+        now = [(await sampler.prompt_logprobs(ids))[1:] for ids in report.probes.token_ids]
+    finally:
+        await sampler.close()
+    return find_mismatch(report.probes, now, before=before, tolerance=tolerance_of("float32"))
+
+
+def keeps(monkeypatch, name):
+    """Samplers of which the tensors whose names begin so are not refreshed."""
+    load = torch_engine.load_weights
+
+    def stale(model, folder):
+        kept = {key: value.clone() for key, value in model.state_dict().items() if key.startswith(name)}
+        assert kept
+        load(model, folder)
+        with torch.no_grad():
+            for key, value in kept.items():
+                model.get_parameter(key).copy_(value)
+
+    monkeypatch.setattr(torch_engine, "load_weights", stale)
+
+
+@pytest.mark.parametrize("lr", [ORDINARY, TINY])
+async def test_a_sampler_that_loaded_the_weights_passes(model, tmp_path, lr):
+    assert await verdict(model, tmp_path, lr) is None
+
+
+@pytest.mark.parametrize("layer", ["model.layers.0.", "model.layers.1."])
+async def test_a_sampler_that_keeps_one_stale_layer_is_refused(model, tmp_path, monkeypatch, layer):
+    keeps(monkeypatch, layer)
+    assert "differ by" in await verdict(model, tmp_path, ORDINARY)
+
+
+async def test_a_sampler_that_keeps_a_stale_tied_head_is_refused(model, tmp_path, monkeypatch):
+    """An engine with its own copy of the embeddings as output head, which a reload forgets."""
+    load = torch_engine.load_weights
+
+    def stale(lm, folder):
+        head = lm.lm_head.weight.detach().clone()
+        load(lm, folder)
+        assert not torch.equal(lm.lm_head.weight, head)  # tied: the file's embeddings are the head
+        lm.lm_head.weight = torch.nn.Parameter(head)
+
+    monkeypatch.setattr(torch_engine, "load_weights", stale)
+    assert "differ by" in await verdict(model, tmp_path, ORDINARY)
+
+
+async def test_a_sampler_that_keeps_all_old_weights_is_refused_also_after_a_tiny_step(model, tmp_path, monkeypatch):
+    """The step changes logprobs by less than the tolerance: only what they are nearer to gives it away."""
+    monkeypatch.setattr(torch_engine, "load_weights", lambda model, folder: None)
+    before, report = trained(model, tmp_path.parent, TINY)
+    assert find_mismatch(report.probes, before.logprobs, before=None, tolerance=tolerance_of("float32")) is None
+    assert "from those of the weights before" in await verdict(model, tmp_path, TINY)
+
+
+def test_the_vocabulary_of_the_probes_is_the_models(model, tmp_path):
+    before, _ = trained(model, tmp_path.parent, ORDINARY)
+    assert {int(ids.max()) < VOCAB for ids in before.token_ids} == {True}
+    assert all(len(ids) == len(logprobs) + 1 for ids, logprobs in zip(before.token_ids, before.logprobs, strict=True))

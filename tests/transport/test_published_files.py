@@ -1,0 +1,86 @@
+"""A reader sees all of a file, or the one before, or none."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from verbatim.transport.files import publish_bytes, publish_json, read_published_json
+
+
+class Killed(BaseException):
+    """The process ends here: nothing after it is executed."""
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Half of the bytes are written, then the disk is full."""
+    write = Path.write_bytes
+
+    def half(self, data):
+        write(self, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+
+
+def test_a_value_that_was_not_published_yet_is_none(tmp_path):
+    assert read_published_json(tmp_path / "a.json") is None
+    publish_json(tmp_path / "a.json", {"x": 1})
+    assert read_published_json(tmp_path / "a.json") == {"x": 1}
+
+
+def test_a_disk_that_fills_up_in_the_middle_leaves_no_file(tmp_path, full_disk):
+    with pytest.raises(OSError, match="No space left"):
+        publish_bytes(tmp_path / "order", b"12345678")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_in_the_middle_leaves_the_file_before(tmp_path, request):
+    publish_bytes(tmp_path / "order", b"before")
+    request.getfixturevalue("full_disk")
+    with pytest.raises(OSError, match="No space left"):
+        publish_bytes(tmp_path / "order", b"12345678")
+    assert [p.name for p in tmp_path.iterdir()] == ["order"]
+    assert (tmp_path / "order").read_bytes() == b"before"
+
+
+@pytest.mark.parametrize("before", [None, {"x": 1}])
+def test_a_process_killed_between_writing_and_naming_changes_nothing_for_readers(tmp_path, monkeypatch, before):
+    if before is not None:
+        publish_json(tmp_path / "a.json", before)
+
+    def die(source, target):
+        raise Killed
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(Killed):
+        publish_json(tmp_path / "a.json", {"x": 2})
+    assert read_published_json(tmp_path / "a.json") == before
+    monkeypatch.undo()
+    publish_json(tmp_path / "a.json", {"x": 3})  # what it left is in nobody's way
+    assert read_published_json(tmp_path / "a.json") == {"x": 3}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_reader_never_sees_a_mixture_of_two_versions(tmp_path):
+    size, path, ended = 1 << 18, tmp_path / "weights", threading.Event()
+    publish_bytes(path, bytes(size))
+
+    def publish():
+        number = 0
+        while not ended.is_set():
+            number = (number + 1) % 256
+            publish_bytes(path, bytes([number]) * size)
+
+    writer = threading.Thread(target=publish)
+    writer.start()
+    try:
+        seen = [path.read_bytes() for _ in range(100)]
+    finally:
+        ended.set()
+        writer.join()
+    assert all(data == data[:1] * size for data in seen)
+    assert len({data[0] for data in seen}) > 1  # the writer was at work

@@ -1,0 +1,40 @@
+"""Training samples with every bit pattern that must survive a trip."""
+
+import numpy as np
+
+from verbatim.types import TrainingSample
+
+NAN_WITH_A_MESSAGE = np.array([0x7FC0BEEF], dtype=np.uint32).view(np.float32)[0]
+
+
+def make_sample(length, *, name="t", teacher=False, seed=0):
+    """Every field differs from its default; logprobs hold NaNs of two kinds, -0.0 and a denormal."""
+    rng = np.random.default_rng([seed, length])
+    mask = rng.random(length) < 0.5
+    mask[:1] = False
+    logprobs = np.where(mask, -rng.random(length) * 5, np.nan).astype(np.float32)
+    odd = np.array([np.nan, NAN_WITH_A_MESSAGE, -0.0, -1e-45, -np.inf], dtype=np.float32)[:length]
+    logprobs[: len(odd)] = odd
+    return TrainingSample(
+        token_ids=rng.integers(0, 2**31 - 1, length, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=logprobs,
+        advantages=rng.standard_normal(length).astype(np.float32),
+        chunk_ids=rng.integers(-1, 5, length).astype(np.int32),
+        policy_versions=rng.integers(-1, 100, length).astype(np.int32),
+        temperatures=(0.1 + rng.random(length)).astype(np.float32),
+        teacher_logprobs=-rng.random(length).astype(np.float32) if teacher else None,
+        trajectory_id=f"{name}-{length}",
+        group_id=f"group-{name}",
+        env=f"env-{name}",
+    )
+
+
+def assert_same_sample(found, sent):
+    """The same bits, dtypes and texts."""
+    for name, expected in vars(sent).items():
+        value = getattr(found, name)
+        if isinstance(expected, np.ndarray):
+            assert (value.dtype, value.tobytes()) == (expected.dtype, expected.tobytes()), name
+        else:
+            assert value == expected, name
