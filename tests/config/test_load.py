@@ -122,8 +122,10 @@ def test_a_plain_table_where_a_list_belongs_is_told_its_notation(file: Path):
 
 def test_a_wrong_choice_lists_the_choices_and_the_nearest(file: Path):
     message = error_of(file, "--trainer.packing", "row")
-    assert message == ('--trainer.packing row: trainer.packing: found "row" (a string), expected \'auto\', \'rows\' or \'tree\'; '
-                       'did you mean "rows"?')  # fmt: skip
+    assert message == (
+        "--trainer.packing row: trainer.packing: found \"row\" (a string), expected 'auto', 'rows' or 'tree'; "
+        'did you mean "rows"?'
+    )
 
 
 def test_a_missing_table_is_described(file: Path):

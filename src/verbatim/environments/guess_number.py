@@ -11,7 +11,7 @@ from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool, ToolResult
 from verbatim.types import Example, Message, Trajectory
 
-FORGETS = 0.2
+FORGETS = 0.25
 """How often the demonstrated player repeats an earlier guess."""
 
 
@@ -50,7 +50,7 @@ class GuessNumber:
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Games of a player who talks well but wins only half of the time: it forgets what it has tried, and what it
-        tries lies somewhere between two numbers that it picks at random from what is still possible."""
+        tries is the average of three numbers that it picks at random from what is still possible."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 
@@ -66,7 +66,8 @@ class GuessNumber:
             if tried and rng.random() < FORGETS:
                 number = rng.choice(tried)
             else:
-                number = (rng.randint(*game.possible) + rng.randint(*game.possible) + rng.randint(0, 1)) // 2
+                picks = [rng.randint(*game.possible) for _ in range(3)]
+                number = (sum(picks) + rng.randrange(3)) // 3  # rounded up as often as down
             tried.append(number)
             call_id = f"call_{turn}"
             messages.append(
