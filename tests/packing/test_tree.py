@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_helpers import make_sample
 
+from trainer.trainer_helpers import make_sample
 from verbatim.packing import PACKERS, pack_tree, unique_tokens
 
 
