@@ -47,7 +47,7 @@ def test_the_minimal_loop_trains(capsys):
     steps = STEP_LINE.findall(capsys.readouterr().out)
     assert [int(number) for number, *_ in steps] == [1, 2]
     assert 0 <= reward <= 1
-    assert float(steps[-1][1]) == pytest.approx(reward, abs=5e-4)
+    assert steps[-1][1] == f"{reward:.3f}"
     assert any(int(trained) > 0 and float(norm) > 0 for _, _, trained, norm in steps)
 
 
