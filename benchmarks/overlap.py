@@ -25,6 +25,7 @@ from pathlib import Path
 from demo_runs import NO_LEARNING, finish, run_options, seconds_per_step, train_metrics, verbatim, warm_started_model
 from verbatim.transport import StepReport, TrainerReady
 from verbatim.transport.exchange import Exchange
+from verbatim.transport.files import publish_bytes
 from verbatim.transport.orders import Order, order_to_bytes, report_to_json
 from verbatim.transport.presence import Heartbeat
 
@@ -36,7 +37,7 @@ def sampler_alone(folder: Path, options: list[str], core: int, other: int) -> fl
     """Seconds per step of the orchestrator; the batches stay in `folder/orders`."""
     run = folder / "sampler"
     process = multiprocessing.get_context("spawn").Process(
-        target=answer_at_once, args=(run, folder / "orders", folder / "sft" / "warm_start", other)
+        target=answer_at_once, args=(run, folder / "orders", folder / "sft" / "warm_start", other), daemon=True
     )
     process.start()
     finish(verbatim("orchestrator", *options, "--run-dir", str(run), cores=[core], cwd=folder, **ONE_THREAD))
@@ -49,6 +50,9 @@ def answer_at_once(run: Path, orders: Path, model: Path, core: int) -> None:
     os.sched_setaffinity(0, {core})
     orders.mkdir()
     exchange = Exchange.open(run / "exchange")
+    while not (run / "config.toml").exists():  # both sides must have the same; this one has whatever the other has
+        time.sleep(0.01)
+    publish_bytes(exchange.config, (run / "config.toml").read_bytes())
     with Heartbeat(exchange.trainer_beat) as heartbeat:
         exchange.ready(TrainerReady(version=0, weights=str(model), checkpoint=None))
         for number in itertools.count(1):
