@@ -64,7 +64,7 @@ class RunFolder:
         else:
             path = _make_stamped(root / name, now)
         folder = cls(path, _lock(path, ORCHESTRATOR))
-        folder._write_config(config)
+        folder._store(dump_config(config))
         folder._stamped = config.run_dir is None
         return folder
 
@@ -89,7 +89,7 @@ class RunFolder:
         found = cls(path, _lock(path, role))
         try:
             found._compare_config(config)
-            found._write_config(config)
+            found._store(dump_config(config))
         except BaseException:
             found.close()
             raise
@@ -167,9 +167,6 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _write_config(self, config: RunConfig) -> None:
-        self._store(dump_config(config))
 
     def _store(self, toml: str) -> None:
         temporary = self.path / f".{CONFIG}.{os.getpid()}.tmp"  # both processes of a run may do it

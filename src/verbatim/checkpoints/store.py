@@ -95,10 +95,6 @@ class CheckpointStore:
         return CheckpointError(f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
                                "checkpoints before it are untouched")  # fmt: skip
 
-    def at(self, step: int) -> Checkpoint:
-        """The checkpoint of this step, unverified."""
-        return Checkpoint(step=step, folder=self.folder / f"step_{step:06d}")
-
     def steps(self) -> list[int]:
         """Steps of all checkpoints, damaged ones included, oldest first."""
         if not self.folder.is_dir():

@@ -15,7 +15,7 @@ from rich.console import Console
 from verbatim.checkpoints import ORCHESTRATOR, TRAINER, RunFolder
 from verbatim.cli import exit_status
 from verbatim.cli.logs import last_lines, log_to_console, log_to_file
-from verbatim.cli.session import check_environments, make_environments
+from verbatim.cli.session import Environments, check_environments, make_environments
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
@@ -26,7 +26,7 @@ from verbatim.transport.presence import Heartbeat, PeerWatch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, --resume and --session."""
+    """Declare FILE and --resume."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
     parser.add_argument("--resume", nargs="?", const="", metavar="FOLDER", help="continue the run in FOLDER")
     # `verbatim rl` starts this process, and watches it:
@@ -65,7 +65,7 @@ def _serve(
     from verbatim.trainer.local import set_num_threads
     from verbatim.trainer.serve import serve
 
-    def environments():  # type: ignore[no-untyped-def]
+    def environments() -> Environments:
         made = make_environments(config)
         check_environments(config, made)
         return made

@@ -83,9 +83,9 @@ class Checkpointer(Protocol):
 
         Args:
             step: Batches trained and settled.
-            trainer: Asked for its state, unless
-            trainer_state: it left that here, to be moved away.
-            state: The loop's own.
+            trainer: Asked for its part, where `trainer_state` is None.
+            state: The loop's own part.
+            trainer_state: Where the trainer left its part already, to be moved away.
         """
 
 
@@ -396,8 +396,8 @@ class Orchestrator:
         }
 
     async def _evaluate(self) -> None:
-        """Measure the policy in use; the weights stay as they are until it is done. Cut short by a stop, save the last
-        one."""
+        """Measure the policy in use; the weights stay as they are until it is done. A stop cuts it short,
+        unless it is the last one."""
         for setup in self._plan.eval_setups:
             running = asyncio.ensure_future(
                 evaluate(setup, episodes=self._plan.eval_episodes, seed=self._plan.eval_seed)
