@@ -1,4 +1,4 @@
-"""Any chat template: its own ids, no bridge, and calls where its form is known."""
+"""Any chat template: its own ids, its own way to write calls, and clear errors for templates that are none."""
 
 import json
 
@@ -10,6 +10,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.renderers import create_renderer
 from verbatim.renderers.template import TemplateRenderer
 
 PLAIN = (
@@ -56,12 +57,6 @@ def test_arguments_given_as_json_text_are_not_quoted_twice(template):
     assert template.render_ids([ASK, as_text, SEES]).tolist() == template.render_ids([ASK, CALL, SEES]).tolist()
 
 
-def test_it_never_bridges(template, tokenizer):
-    prompt = template.render_ids([ASK])
-    completion = np.asarray(tokenizer.encode("20<|im_end|>"), dtype=np.int32)
-    assert template.bridge_to_next_turn(prompt, completion, [ASK]) is None
-
-
 def test_a_turn_ends_with_the_templates_own_close_too(plain):
     assert [plain.decode([i]) for i in plain.stop_token_ids] == ["<eos>", "<eot>"]
 
@@ -91,16 +86,25 @@ def test_messages_that_the_template_refuses_are_the_environments_fault(plain):
         plain.render_ids([ASK, SEES])
 
 
-def test_calls_in_plain_text_are_read_where_the_tokenizer_has_no_tokens_for_them(plain):
+def test_calls_are_read_where_the_template_writes_them_as_text():
+    renderer = TemplateRenderer(byte_tokenizer(PLAIN.replace("{# <tool_call> #}", "").replace("<eot>", (
+        "{% for c in m.tool_calls or [] %}\n<tool_call>\n{\"name\": \"{{ c.function.name }}\", \"arguments\": "
+        "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<eot>"
+    ))))  # fmt: skip
     good = '<tool_call>\n{"name": "look", "arguments": {"place": "Bonn"}}\n</tool_call>'
     text = f"<think>so</think>Well.\n{good}\n<tool_call>[1]</tool_call><tool_call>{{"
-    completion = np.asarray(plain._tokenizer.encode(text), dtype=np.int32)
-    parsed = plain.parse_response(completion)
+    parsed = renderer.parse_response(np.asarray(renderer._tokenizer.encode(text), dtype=np.int32))
     assert parsed.content == "Well."
     assert parsed.reasoning_content == "so"
     assert [(c.name, c.status) for c in parsed.tool_calls] == [
         ("look", "ok"), (None, "malformed_structure"), (None, "unclosed_block"),
     ]  # fmt: skip
+
+
+def test_no_calls_are_read_where_the_template_writes_none(plain):
+    text = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    parsed = plain.parse_response(np.asarray(plain._tokenizer.encode(text), dtype=np.int32))
+    assert (parsed.content, parsed.tool_calls) == (text, ())
 
 
 def test_calls_in_tokens_are_read_by_token(template, tokenizer):
@@ -114,3 +118,30 @@ def test_calls_in_tokens_are_read_by_token(template, tokenizer):
 def test_an_answer_is_read_without_its_close(template, tokenizer):
     parsed = template.parse_response(np.asarray(tokenizer.encode(ANSWER["content"] + "<|im_end|>")))
     assert (parsed.content, parsed.reasoning_content, parsed.tool_calls) == (ANSWER["content"], None, ())
+
+
+ROUNDS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        (ROUNDS + PLAIN, "does not come to an end"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}" + PLAIN, "RecursionError"),
+        ("{% for m in messages %}{{ m.content }}", r"not valid Jinja \(line 1"),
+        ("{{ messages.append(messages[0]) }}" + PLAIN, "SecurityError"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}" + PLAIN, "SecurityError"),
+        ("{{ raise_exception('not today') }}" + PLAIN, "not today"),
+        ("{% include '/etc/passwd' %}" + PLAIN, "cannot render one question"),
+        ("", "chat_template.jinja"),
+    ],
+    ids=["endless", "recursive", "syntax", "changes what it is given", "reaches outside", "raises", "includes", "none"],
+)
+def test_a_template_that_cannot_be_used_is_refused(template, complaint):
+    with pytest.raises(ModelError, match=complaint):
+        create_renderer("template", byte_tokenizer(template))
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    with pytest.raises(ModelError, match=r"no chat template; put a chat_template\.jinja"):
+        create_renderer("template", byte_tokenizer(None))

@@ -56,12 +56,18 @@ def check_guarded(renderer: Renderer, tokenizer: GuardedTokenizer) -> None:
             except EnvironmentFault:
                 break  # refused is guarded
             if dialogue is _spoken and text not in tokenizer.decode(ids):
-                raise ModelError(f'renderer "{renderer.name}" changes the text of a user with this tokenizer; use '
-                                 'renderer = "template"')  # fmt: skip
+                raise ModelError(f'renderer "{renderer.name}" changes the text of a user with this tokenizer; '
+                                 f"{_instead(renderer)}")  # fmt: skip
             counts.append(Counter(i for i in ids if i in control))
         if len(counts) == 2 and counts[0] != counts[1]:
             raise ModelError(f'renderer "{renderer.name}" lets the text of users and tools become control tokens of '
-                             'this tokenizer; use renderer = "template"')  # fmt: skip
+                             f"this tokenizer; {_instead(renderer)}")  # fmt: skip
+
+
+def _instead(renderer: Renderer) -> str:
+    if getattr(renderer, "renders_by_template", False):
+        return "its chat template has to write the content of messages as it is, where that is text"
+    return 'use renderer = "template"'
 
 
 def _ids(

@@ -1,4 +1,4 @@
-"""Any model with a chat template, rendered through it: correct for every model, and never bridged."""
+"""Any model with a chat template, rendered through it, and continued wherever that is proven right."""
 
 from __future__ import annotations
 
@@ -10,46 +10,50 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from renderers.base import create_renderer as create_family
-from renderers.configs import DefaultRendererConfig
 
 from verbatim.errors import EnvironmentFault, ModelError
 from verbatim.renderers.base import ParsedResponse
+from verbatim.renderers.bridge import TemplateBridge
 from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.responses import parse_hermes_call, read_response, unreadable
-from verbatim.types import Int32, Message, ToolCall
+from verbatim.renderers.tool_syntax import derive, hide, shown
+from verbatim.renderers.trial import check_ends
+from verbatim.types import Int32, Message
+
+_OPEN, _CLOSE = "<think>", "</think>"
 
 
 class TemplateRenderer:
     """The tokenizer's own chat template.
 
-    Nothing is known about what the template does to earlier turns, so no turn is ever bridged: each is rendered anew
-    and, where its prompt does not happen to extend the one before, starts a training sample of its own. That is
-    correct, only dearer; a family renderer saves the cost.
+    A turn is bridged where `bridge` proves that the template itself would have come to the same text. Where it would
+    not (most templates that drop the thinking of earlier turns do so when the user speaks), the next prompt is rendered
+    anew and, if it does not happen to extend the one before, starts a training sample of its own.
 
-    Thinking is read between `<think>` and `</think>`. Tool calls are read in the JSON form, `<tool_call>{"name": ...,
-    "arguments": {...}}</tool_call>`, or the `<function=...>` form, whichever the template mentions; from a model of
-    another form no calls are read.
+    Thinking is read between `<think>` and `</think>`; tool calls in the syntax that the template itself writes
+    (`tool_syntax`). From a model of another syntax no calls are read.
 
     Raises:
-        ModelError: no chat template, or no token that ends a turn.
+        ModelError: no chat template, one that does not end, or no token that ends a turn.
     """
+
+    renders_by_template = True
+    """There is no format of its own that could differ from the template's."""
 
     def __init__(self, tokenizer: Any, name: str = "template") -> None:
         self.name = name
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
-        template = self._tokenizer.chat_template
-        if not template:
+        if not self._tokenizer.chat_template:
             raise ModelError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
-        text = template if isinstance(template, str) else json.dumps(template)
-        parser = "qwen3.5" if "<function=" in text else "qwen3" if "<tool_call>" in text else None
-        has_tokens = {"<tool_call>", "</tool_call>"} <= set(self._tokenizer.get_added_vocab())
-        self._calls_as_text = parser == "qwen3" and not has_tokens
-        self._family = create_family(
-            self._tokenizer,
-            DefaultRendererConfig(tool_parser=parser if has_tokens else None, reasoning_parser="think"),
-        )
+        for dialogue in ([_ASK], [_ASK, _ANSWER], [_ASK, _CALL, _RESULT]):
+            check_ends(self._source(), dialogue, None, self._tokenizer.special_tokens_map)
         self.stop_token_ids: tuple[int, ...] = self._find_stop_tokens()
+        stops = [self._tokenizer.decode([i]) for i in self.stop_token_ids]
+        self._syntax = derive(lambda messages, prompt: self._render(messages, None, prompt), stops)
+        self._preamble = self._find_preamble()
+        names = sorted(self._tokenizer.control_tokens, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._token_of = {i: token for token, i in self._tokenizer.control_tokens.items()}
+        self._bridges: dict[str, TemplateBridge] = {}
 
     def render_ids(
         self,
@@ -63,9 +67,12 @@ class TemplateRenderer:
             EnvironmentFault: the template refuses these messages (two user turns in a row, for example).
         """
         guard = self._tokenizer.guard
-        text = self._render([_with_parsed_arguments(m) for m in guard.messages(messages)], guard.tools(tools),
-                            add_generation_prompt)  # fmt: skip
-        return np.asarray(self._tokenizer.encode(text), dtype=np.int32)
+        marked, shown_tools = [with_parsed_arguments(m) for m in guard.messages(messages)], guard.tools(tools)
+        text = self._render(marked, shown_tools, add_generation_prompt)
+        ids = np.asarray(self._tokenizer.encode(text), dtype=np.int32)
+        if add_generation_prompt:
+            self._bridge(shown_tools).note(ids, marked, shown_tools)
+        return ids
 
     def parse_response(
         self,
@@ -74,11 +81,20 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> ParsedResponse:
         """Read a completion; never raises on what a model may sample."""
-        parsed = read_response(self._family, self._tokenizer, completion_ids, prompt_ids, self.stop_token_ids)
-        if self._calls_as_text and not parsed.tool_calls:
-            content, calls = _split_calls(parsed.content)
-            parsed = ParsedResponse(content=content, reasoning_content=parsed.reasoning_content, tool_calls=calls)
-        return parsed
+        ids = completion_ids.tolist()
+        end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
+        text = self._sampled_text(ids[:end])
+        thinking = prompt_ids is not None and self._sampled_text(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
+        if not thinking and text.lstrip().startswith(_OPEN):
+            thinking, text = True, text.lstrip().removeprefix(_OPEN)
+        reasoning = None
+        if thinking:
+            reasoning, _, text = text.partition(_CLOSE)
+            reasoning, text = shown(reasoning.strip("\n")), text.lstrip("\n")
+        content, calls = self._syntax.read(text, tools or ()) if self._syntax is not None else (text, ())
+        content = content if calls else content.removeprefix(self._preamble)
+        content = shown(self._control.sub("", content))
+        return ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=calls)
 
     def bridge_to_next_turn(
         self,
@@ -87,19 +103,53 @@ class TemplateRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Int32 | None:
-        """Always None: see the class."""
-        return None
+        """The previous turn's ids verbatim, plus the new messages and the generation prompt.
+
+        None where that is not proven right, or where the prompt is not one that this renderer made.
+        """
+        shown_tools = self._tokenizer.guard.tools(tools)
+        parsed = self.parse_response(prev_completion_ids, prev_prompt_ids, tools)
+        return self._bridge(shown_tools).extend(prev_prompt_ids, prev_completion_ids, parsed, new_messages, shown_tools)
 
     def decode(self, ids: Int32) -> str:
         """Text for people, special tokens included."""
         return self._tokenizer.decode(ids)
+
+    def _source(self, tools: Any = None) -> str:
+        """The template that is used with such tools; a tokenizer may have several, by name."""
+        source: str = self._tokenizer.get_chat_template(tools=tools)
+        return source
+
+    def _bridge(self, tools: Any) -> TemplateBridge:
+        source = self._source(tools)
+        if source not in self._bridges:
+            self._bridges[source] = TemplateBridge(
+                self._tokenizer,
+                source,
+                lambda messages, shown_tools: self._render(messages, shown_tools, True),
+                self.stop_token_ids,
+            )
+        return self._bridges[source]
+
+    def _sampled_text(self, ids: Sequence[int]) -> str:
+        """Text of sampled ids, in which only control tokens are found as such."""
+        text, ordinary = "", list[int]()
+        for i in [*ids, None]:
+            if i is not None and i not in self._token_of:
+                ordinary.append(i)
+                continue
+            if ordinary:
+                text += hide(self._tokenizer.decode(ordinary), self._control)
+            text += "" if i is None else self._token_of[i]
+            ordinary = []
+        return text
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise EnvironmentFault(
                 f"the model's chat template refuses these messages ({type(error).__name__}: {error}); their roles are "
@@ -110,21 +160,61 @@ class TemplateRenderer:
     def _find_stop_tokens(self) -> tuple[int, ...]:
         """The end of sequence, whatever the folder's generation_config.json adds, and the template's end of a turn."""
         found = [self._tokenizer.eos_token_id, *_generation_stops(self._tokenizer.name_or_path)]
-        answer = "zq answer zq"
         try:
-            text = self._render(
-                [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}], None, False
-            )
+            found += self._answer_ends()
         except EnvironmentFault as error:
             raise ModelError(f"the chat template cannot render one question and its answer: {error}") from error
-        ids = self._tokenizer.encode(text.rpartition(answer)[2])
-        control = set(self._tokenizer.get_added_vocab().values())
-        found += [i for i in ids if i in control][:1]
         stops = tuple(dict.fromkeys(int(i) for i in found if i is not None))
         if not stops:
             raise ModelError("neither the tokenizer nor its chat template has a token that ends a turn; set eos_token "
                              "in tokenizer_config.json")  # fmt: skip
         return stops
+
+    def _find_preamble(self) -> str:
+        """What the model writes before the text of an answer, thinking aside: to whom it speaks, in some formats."""
+        start = self._render([_ASK], None, True)
+        whole = self._render([_ASK, _ANSWER], None, False)
+        preamble = whole.removeprefix(start).partition(_ANSWER["content"])[0] if whole.startswith(start) else ""
+        return preamble if preamble.strip() and _OPEN not in preamble else ""
+
+    def _answer_ends(self) -> list[int]:
+        """What ends an answer: the first control token after it, if need be the one that begins the next message; and
+        what ends a turn that calls a tool."""
+        answered = self._controls([_ASK, _ANSWER], after=_ANSWER["content"])
+        if not answered:
+            try:
+                answered = self._controls([_ASK, _ANSWER, _ASK], after=_ANSWER["content"])
+            except EnvironmentFault:
+                answered = []
+        return [*answered[:1], *self._call_ends()]
+
+    def _call_ends(self) -> list[int]:
+        try:
+            called, twice = ([_ASK, {**_CALL, "tool_calls": _CALL["tool_calls"] * number}] for number in (1, 2))
+            one, next_turn = self._controls(called), self._controls([*called, _RESULT])
+        except EnvironmentFault:
+            return []
+        try:
+            both = self._controls(twice)
+        except EnvironmentFault:
+            both = one
+        # What is written twice for two calls ends a call, not the turn.
+        if not one or one == self._controls([_ASK]) or next_turn[: len(one)] != one:
+            return []
+        return one[-1:] if both.count(one[-1]) == one.count(one[-1]) else next_turn[len(one) :][:1]
+
+    def _controls(self, messages: list[dict[str, Any]], after: str = "") -> list[int]:
+        """The control tokens of a rendering."""
+        text = self._render(messages, None, False)
+        control = set(self._tokenizer.control_tokens.values())
+        return [i for i in self._tokenizer.encode(text.rpartition(after)[2] if after else text) if i in control]
+
+
+_ASK: dict[str, Any] = {"role": "user", "content": "zq question zq"}
+_ANSWER: dict[str, Any] = {"role": "assistant", "content": "zq answer zq"}
+_CALL: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [
+    {"id": "zqcall000", "type": "function", "function": {"name": "zq", "arguments": {"zq": "zq"}}}]}  # fmt: skip
+_RESULT: dict[str, Any] = {"role": "tool", "content": "zq", "tool_call_id": "zqcall000", "name": "zq"}
 
 
 def _generation_stops(folder: str) -> list[int]:
@@ -137,7 +227,7 @@ def _generation_stops(folder: str) -> list[int]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Templates write arguments as JSON: a string that already is JSON would be quoted a second time."""
     if not message.get("tool_calls"):
         return message
@@ -152,13 +242,3 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
             arguments = value if isinstance(value, dict) else arguments
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
-
-
-def _split_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text before the first `<tool_call>`, and each call."""
-    content, *blocks = text.split("<tool_call>")
-    calls = []
-    for block in blocks:
-        body, closed, _ = block.partition("</tool_call>")
-        calls.append(parse_hermes_call(body) if closed else unreadable(body.strip(), "unclosed_block"))
-    return (re.sub(r"\s+\Z", "", content) if calls else text), tuple(calls)

@@ -1,0 +1,198 @@
+"""What the next prompts of a dialogue of 128 turns cost: bridged from the ids before, or rendered anew each time.
+
+The dialogue is a user's question, then a call and its answer again and again, some 120 tokens a turn. All its prompts
+are made in four ways, one after the other, several times over:
+
+- `bridge`: our renderer's bridge from the prompt and completion before;
+- `rerender`: our renderer from all messages;
+- `transformers`: the tokenizer's `apply_chat_template` of all messages, with a fast tokenizer;
+- `transformers_text`: the same without tokenising, so rendering alone.
+
+A template is proven once in a process, at the first bridge of each kind; the first repeat pays for it and is reported
+by itself (`first_seconds`), the ratios are medians of the others. Every bridged prompt is compared with the one that is
+rendered anew, id for id. `characters` is the text that was rendered and tokenised for a bridge. Templates are those of
+published models, the tokenizer's merges are learnt here from the dialogue. Prints one JSON line for each template.
+
+    python benchmarks/bridge.py [--turns 128] [--repeats 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+TESTS = Path(__file__).parents[1] / "tests" / "renderers"
+sys.path.insert(0, str(TESTS))
+
+from random_dialogues import SPECIAL  # noqa: E402
+
+from verbatim.renderers import create_renderer  # noqa: E402
+
+TEMPLATES = ("qwen2_5", "qwen3_instruct_2507", "llama3_1", "qwen3_training")
+TEXT = "the report of a search in old files found that nine ships left for Bonn with salt and iron on a cold day"
+QUESTION = {"role": "user", "content": "Which ships left for Bonn?"}
+TOOLS = [{"type": "function", "function": {
+    "name": "search", "description": "Search the archive.",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+}}]  # fmt: skip
+
+
+def exchanges(number: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """(what the model says, what the tool answers)."""
+    pick = random.Random(0)
+
+    def words(count: int) -> str:
+        return " ".join(pick.choices(TEXT.split(), k=count))
+
+    made = []
+    for i in range(number):
+        call = {"id": f"call{i:05d}", "type": "function",
+                "function": {"name": "search", "arguments": {"query": words(6)}}}  # fmt: skip
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        made.append((said, [{"role": "tool", "name": "search", "tool_call_id": call["id"], "content": words(80)}]))
+    return made
+
+
+def tokenizer_for(template: str, text: str) -> PreTrainedTokenizerFast:
+    """Byte-level merges learnt from the text, and the template's special tokens."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([text], trainer)
+    tokens = ["<bos>", "<eos>", *sorted(set(SPECIAL.findall(template)))]
+    backend.add_special_tokens([AddedToken(token, special=True) for token in tokens])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", chat_template=template
+    )  # fmt: skip
+
+
+class Meter:
+    """Counts the characters that a renderer renders and tokenises."""
+
+    def __init__(self, renderer: Any) -> None:
+        self.characters = 0
+        renderer._render = self._counted(renderer._render, len)
+        renderer._tokenizer.encode = self._counted(renderer._tokenizer.encode, lambda _: 0)
+
+    def _counted(self, function: Callable[..., Any], length: Callable[[Any], int]) -> Callable[..., Any]:
+        def call(first: Any, *rest: Any) -> Any:
+            result = function(first, *rest)
+            self.characters += len(first) if isinstance(first, str) else length(result)
+            return result
+
+        return call
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the dialogue, and what follows it."""
+
+    completion: Any
+    answers: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    """All there are at the next prompt."""
+
+
+def written(tokenizer: Any, dialogue: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> list[Turn]:
+    """The turns as the template itself writes them."""
+    stop = "<|eot_id|>" if "<|eot_id|>" in tokenizer.chat_template else "<|im_end|>"
+    messages, made = [QUESTION], []
+    for said, answers in dialogue:
+        start = len(text(tokenizer, messages))
+        messages = [*messages, said, *answers]
+        turn = text(tokenizer, messages)[start:].partition(stop)[0] + stop
+        made.append(Turn(np.asarray(tokenizer.encode(turn), dtype=np.int32), answers, messages))
+    return made
+
+
+def bridged(renderer: Any, dialogue: Sequence[Turn]) -> list[Any]:
+    """Every prompt after the first, from the one before."""
+    prompts = [renderer.render_ids([QUESTION], TOOLS)]
+    for turn in dialogue:
+        prompts.append(renderer.bridge_to_next_turn(prompts[-1], turn.completion, turn.answers, TOOLS))
+    return prompts[1:]
+
+
+def text(tokenizer: Any, messages: Sequence[Any], **how: Any) -> Any:
+    """What `transformers` makes of messages."""
+    how = {"tokenize": False, **how}
+    return tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False, **how)
+
+
+def measure(name: str, turns: int, repeats: int) -> dict[str, Any]:
+    """One template's figures."""
+    template = (TESTS / "data" / "trl_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    dialogue = exchanges(turns)
+    tokenizer = tokenizer_for(template, json.dumps(dialogue))
+    played = written(tokenizer, dialogue)
+    seconds: list[dict[str, float]] = []
+    for _ in range(repeats):
+        renderer = create_renderer("template", tokenizer)
+        ways: dict[str, Callable[[], list[Any]]] = {
+            "bridge": partial(bridged, renderer, played),
+            "rerender": lambda r=renderer: [r.render_ids(turn.messages, TOOLS) for turn in played],
+            "transformers": lambda: [text(tokenizer, turn.messages, tokenize=True) for turn in played],
+            "transformers_text": lambda: [text(tokenizer, turn.messages) for turn in played],
+        }
+        made: dict[str, list[Any]] = {}
+        took: dict[str, float] = {}
+        for way, make in ways.items():
+            started = time.perf_counter()
+            made[way] = make()
+            took[way] = time.perf_counter() - started
+        for number, prompts in enumerate(zip(made["bridge"], made["rerender"], made["transformers"], strict=True)):
+            ours, anew, theirs = prompts
+            assert ours is not None, f"{name}: the prompt after turn {number + 1} is not bridged"
+            assert ours.tolist() == anew.tolist() == theirs, f"{name}: the prompt after turn {number + 1} differs"
+        seconds.append(took)
+    first, *others = seconds
+    return {
+        "benchmark": "bridge", "template": name, "turns": turns, "tokens": len(made["bridge"][-1]),
+        "characters_at_turn_8_and_last": characters(tokenizer, played), "first_seconds": round(first["bridge"], 3),
+        "bridge_seconds": round(statistics.median(took["bridge"] for took in others), 3),
+        **{f"{way}_over_bridge": round(statistics.median(took[way] / took["bridge"] for took in others), 1)
+           for way in ways if way != "bridge"},
+    }  # fmt: skip
+
+
+def characters(tokenizer: Any, played: Sequence[Turn]) -> list[int]:
+    """What is rendered and tokenised for two of the bridges."""
+    renderer = create_renderer("template", tokenizer)
+    prompts = [renderer.render_ids([QUESTION], TOOLS), *bridged(renderer, played)]
+    meter, counts = Meter(renderer), []
+    for number in (7, len(played) - 1):
+        meter.characters = 0
+        turn = played[number]
+        renderer.bridge_to_next_turn(prompts[number], turn.completion, turn.answers, TOOLS)
+        counts.append(meter.characters)
+    return counts
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--turns", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=4)
+    arguments = parser.parse_args()
+    for name in TEMPLATES:
+        print(json.dumps(measure(name, arguments.turns, arguments.repeats)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
