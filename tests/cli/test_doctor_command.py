@@ -261,3 +261,43 @@ def test_neither_torch_nor_transformers_is_imported_without_a_tokenizer(tmp_path
         [sys.executable, "-c", script, str(log)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (1, "[]\n")
+
+
+TEMPLATES = Path(__file__).parents[1] / "renderers" / "data" / "trl_templates"
+
+
+def test_the_proof_table_of_a_template_names_the_line_and_the_condition(capsys: pytest.CaptureFixture[str]) -> None:
+    file = TEMPLATES / "qwen3.jinja"
+    assert main(["doctor", "--template", str(file), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["tables"]["default"]
+    assert [(row["kind"], row["outcome"]) for row in rows] == [("tool", "condition"), ("user", "condition")]
+    user = rows[1]
+    assert "nothing has been thought" in user["conditions"]
+    assert any("'<tool_response>'" in condition for condition in user["conditions"])
+    assert user["text"] == file.read_text(encoding="utf-8").splitlines()[user["line"] - 1].strip()
+    assert user["text"] == "{%- if loop.index0 > ns.last_query_index %}"
+
+
+def test_a_refused_kind_of_message_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--template", str(TEMPLATES / "gptoss.jinja")]) == 1
+    shown = capsys.readouterr().out
+    assert "refused" in shown
+    assert "line 278" in shown
+
+
+def test_the_table_of_a_model_says_which_renderer_it_has(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--template", str(model)]) in (0, 1)
+    assert "The renderer of this model: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"), [(None, "there is no model folder"), ("{% for m in", "not valid Jinja (line 1")]
+)
+def test_a_template_that_is_none_is_a_clear_error(
+    text: str | None, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat_template.jinja"
+    if text is not None:
+        file.write_text(text)
+    assert main(["doctor", "--template", str(file)]) == 2
+    assert complaint in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""`verbatim doctor FILE.jsonl`: each place where a prompt does not extend what was sampled, why, and what it cost."""
+"""`verbatim doctor FILE.jsonl`: each place where a prompt does not extend what was sampled, why, and what it cost.
+
+With `--template` instead of a file: what a chat template lets a renderer promise.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +24,42 @@ from verbatim.errors import UsageError
 
 _SHOWN = 10
 """Breaks that people are shown in full."""
-_EPILOG = "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read"
+_EPILOG = (
+    "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read; "
+    "with --template: 0 every kind of message may be appended, 1 some may not"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, --model, --json and --limit."""
+    """Declare FILE, --template, --model, --json and --limit."""
     parser.epilog = _EPILOG
-    parser.add_argument("file", type=Path, metavar="FILE", help="a log of trajectories: ours, vLLM's or verifiers'")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "file", type=Path, nargs="?", metavar="FILE", help="a log of trajectories: ours, vLLM's or verifiers'"
+    )
+    what.add_argument(
+        "--template", metavar="MODEL_OR_FILE", help="print instead what is proven about a model's chat template"
+    )
     parser.add_argument("--model", metavar="FOLDER_OR_ID", help="whose tokenizer reads the ids; found beside our logs")
     parser.add_argument("--json", action="store_true", help="one JSON object, with every break")
     parser.add_argument("--limit", type=int, metavar="N", help="breaks that are shown in full (10; with --json all)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine the file and report.
+    """Examine the file, or the template, and report.
 
     Raises:
         UsageError: no such file, no log, or a tokenizer that cannot be the log's.
         ModelError: `--model` cannot be loaded, or has no chat template.
     """
     if args.overrides:
-        raise UsageError(f"verbatim doctor has no option {args.overrides[0]}; there are --model, --json and --limit")
+        raise UsageError(
+            f"verbatim doctor has no option {args.overrides[0]}; there are --template, --model, --json and --limit"
+        )
+    if args.template is not None:
+        from verbatim.cli.doctor_template import report as report_template
+
+        return int(not report_template(args.template, as_json=args.json))
     if args.limit is not None and args.limit < 0:
         raise UsageError(f"--limit {args.limit}: expected how many breaks to show, 0 or more")
     file = LogFile(args.file)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any, Literal
 
+import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from verbatim.errors import ModelError
 from verbatim.renderers.proof.claims import Prover
 from verbatim.renderers.proof.side_by_side import Refusal
 from verbatim.renderers.proof.situation import Situation
@@ -38,16 +40,25 @@ def proof_table(template: Any, variables: Sequence[str] = ("bos_token", "eos_tok
     """A row for each kind of message; of a template's text, or of a tokenizer that has one.
 
     "always" is for every history and turn; a bridge also looks whether the turn is one that the template would write.
+
+    Raises:
+        ModelError: the template is no Jinja.
     """
     source = template
     if not isinstance(source, str):
         source, variables = template.get_chat_template(), tuple(template.special_tokens_map)
-    prover = Prover(_compile_jinja_template(source).environment.parse(source), variables)
+    try:
+        parsed = _compile_jinja_template(source).environment.parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(f"the chat template is not valid Jinja (line {error.lineno}: {error.message}); mend the "
+                         "model's chat_template.jinja") from error  # fmt: skip
+    prover = Prover(parsed, variables)
     return [_row(prover, kind) for kind in KINDS]
 
 
+_PLAIN = "no message holds {markers}"
 _CONDITIONS: Mapping[str, Mapping[str, Any]] = {
-    "no message holds a marker of the template": {"plain": True},
+    _PLAIN: {"plain": True},
     "tools' answers carry their names": {"named": True},
     "nothing has been thought": {"thoughts": ((False, False),)},
     "the last message is a user's": {"lasts": ("user",)},
@@ -66,7 +77,9 @@ def _row(prover: Prover, kind: str) -> Row:
         if refusal is None:
             outcome: Literal["always", "condition"] = "condition" if conditions else "always"
             line, reason = (first.line, first.reason) if first else (None, "")
-            return Row(kind=kind, outcome=outcome, conditions=conditions, line=line, reason=reason)
+            sought = " or ".join(sorted(map(repr, prover.markers)))
+            said = tuple(condition.format(markers=sought) for condition in conditions)
+            return Row(kind=kind, outcome=outcome, conditions=said, line=line, reason=reason)
         first = first or refusal
     assert first is not None
     return Row(kind=kind, outcome="refused", conditions=(), line=first.line, reason=first.reason)
