@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from verbatim.errors import EnvironmentFault
-from verbatim.renderers.template import TemplateRenderer, with_parsed_arguments
+from verbatim.renderers.template import TemplateRenderer, with_arguments
 
 SPECIAL = re.compile(
     r'<\|[\w/"]+\|?>|<\w+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_\w+>|</?s>|\[gMASK\]|<sop>|\[/?INST\]|</?think>'
@@ -149,8 +149,8 @@ def check(renderer: TemplateRenderer, tokenizer: Any, tally: Tally, seed: int, h
             if prompt is None:
                 prompt = renderer.render_ids(messages, tools)
                 theirs = tokenizer.apply_chat_template(
-                    [with_parsed_arguments(m) for m in messages], tools=tools, add_generation_prompt=True,
-                    return_dict=False,
+                    [with_arguments(m, as_text=renderer._arguments_as_text) for m in messages], tools=tools,
+                    add_generation_prompt=True, return_dict=False,
                 )  # fmt: skip
                 tally.differs += not _hostile(messages, tools) and prompt.tolist() != theirs
             start = _text(renderer, messages, tools, True)
@@ -227,7 +227,9 @@ def _turn(renderer: TemplateRenderer, before: str, whole: str) -> tuple[str, str
 
 def _text(renderer: TemplateRenderer, messages: Sequence[Any], tools: Any, prompt: bool) -> str:
     guard = renderer._tokenizer.guard
-    return renderer._render([with_parsed_arguments(m) for m in guard.messages(messages)], guard.tools(tools), prompt)
+    return renderer._render(
+        [with_arguments(m, as_text=False) for m in guard.messages(messages)], guard.tools(tools), prompt
+    )
 
 
 def _hostile(messages: Sequence[Any], tools: Any) -> bool:

@@ -145,3 +145,15 @@ def test_a_template_that_cannot_be_used_is_refused(template, complaint):
 def test_a_tokenizer_without_a_template_is_refused():
     with pytest.raises(ModelError, match=r"no chat template; put a chat_template\.jinja"):
         create_renderer("template", byte_tokenizer(None))
+
+
+@pytest.mark.parametrize("arguments", ["c.function.arguments", "c.function.arguments | tojson"])
+def test_arguments_are_given_as_the_template_wants_them(arguments):
+    # The first joins them to other text, and fails on a mapping; the second would quote a text.
+    call = "{{ '<call>' + c.function.name + ' ' + (" + arguments + ") + '</call>' }}"
+    loop = "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}"
+    renderer = TemplateRenderer(byte_tokenizer(PLAIN.replace("<eot>", loop + "<eot>")))
+    for given in ({"place": "Bonn"}, '{"place": "Bonn"}'):
+        said = {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "look", "arguments": given}}]}  # fmt: skip
+        assert '<call>look {"place": "Bonn"}</call>' in renderer.decode(renderer.render_ids([ASK, said]))

@@ -20,6 +20,8 @@ from verbatim.renderers.trial import check_ends
 from verbatim.types import Int32, Message
 
 _OPEN, _CLOSE = "<think>", "</think>"
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError, RecursionError)
+"""How templates say that they cannot render something."""
 
 
 class TemplateRenderer:
@@ -46,6 +48,7 @@ class TemplateRenderer:
             raise ModelError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
         for dialogue in ([_ASK], [_ASK, _ANSWER], [_ASK, _CALL, _RESULT]):
             check_ends(self._source(), dialogue, None, self._tokenizer.special_tokens_map)
+        self._arguments_as_text = not self._renders(_CALL) and self._renders(with_arguments(_CALL, as_text=True))
         self.stop_token_ids: tuple[int, ...] = self._find_stop_tokens()
         stops = [self._tokenizer.decode([i]) for i in self.stop_token_ids]
         self._syntax = derive(lambda messages, prompt: self._render(messages, None, prompt), stops)
@@ -67,7 +70,7 @@ class TemplateRenderer:
             EnvironmentFault: the template refuses these messages (two user turns in a row, for example).
         """
         guard = self._tokenizer.guard
-        marked, shown_tools = [with_parsed_arguments(m) for m in guard.messages(messages)], guard.tools(tools)
+        marked, shown_tools = [with_arguments(m, as_text=False) for m in guard.messages(messages)], guard.tools(tools)
         text = self._render(marked, shown_tools, add_generation_prompt)
         ids = np.asarray(self._tokenizer.encode(text), dtype=np.int32)
         if add_generation_prompt:
@@ -144,12 +147,20 @@ class TemplateRenderer:
             ordinary = []
         return text
 
+    def _renders(self, message: dict[str, Any]) -> bool:
+        try:
+            self._tokenizer.apply_chat_template([_ASK, message], tokenize=False)
+        except _REFUSALS:
+            return False
+        return True
+
     def _render(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+        given = [with_arguments(message, as_text=self._arguments_as_text) for message in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                given, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+        except _REFUSALS as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise EnvironmentFault(
                 f"the model's chat template refuses these messages ({type(error).__name__}: {error}); their roles are "
@@ -227,14 +238,20 @@ def _generation_stops(folder: str) -> list[int]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates write arguments as JSON: a string that already is JSON would be quoted a second time."""
+def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """A message whose calls have their arguments as the template wants them: a mapping, or JSON text.
+
+    Most templates write a mapping as JSON, and would quote a text that already is JSON a second time; some join the
+    arguments to what they write, and take a text only.
+    """
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
         arguments = call["function"].get("arguments")
-        if isinstance(arguments, str):
+        if as_text and isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
             try:
                 value = json.loads(arguments)
             except (ValueError, RecursionError):
