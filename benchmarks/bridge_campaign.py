@@ -5,6 +5,9 @@ the bridge is compared with the template's rendering of the whole, token for tok
 for a kind of message if appending it changes what was there before. One JSON line per template.
 
     python benchmarks/bridge_campaign.py [FOLDER] [--dialogues 10000] [--first-seed 0] [--only NAME ...]
+    python benchmarks/bridge_campaign.py --document RESULTS.jsonl ...
+
+The second form adds up what earlier runs printed, and puts it with the proofs into docs/renderers.md.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests" / "renderers"
@@ -22,6 +27,11 @@ from random_dialogues import Tally, byte_tokenizer, check  # noqa: E402
 
 from verbatim.errors import ModelError  # noqa: E402
 from verbatim.renderers import create_renderer  # noqa: E402
+from verbatim.renderers.proof import Row, proof_table  # noqa: E402
+
+PAGE = Path(__file__).parents[1] / "docs" / "renderers.md"
+BEGIN, END = "<!-- benchmarks/bridge_campaign.py: begin -->", "<!-- benchmarks/bridge_campaign.py: end -->"
+COUNTS = ("turns", "refuted", "bridged")
 
 
 def campaign(name: str, template: str, seeds: range) -> Tally:
@@ -34,6 +44,58 @@ def campaign(name: str, template: str, seeds: range) -> Tally:
     return tally
 
 
+def document(folder: Path, results: Sequence[Path]) -> str:
+    """The proofs and the campaigns' figures, one row for each template."""
+    total: dict[str, dict[str, Counter[str]]] = {}
+    dialogues, wrong, textless = Counter[str](), 0, set[str]()
+    for line in (line for file in results for line in file.read_text(encoding="utf-8").splitlines()):
+        found = json.loads(line)
+        name = found["template"]
+        if "error" in found:
+            textless.add(name)
+            continue
+        dialogues[name] += found["dialogues"]
+        wrong += found["wrong"]
+        counts = total.setdefault(name, {count: Counter() for count in COUNTS})
+        for count in COUNTS:
+            counts[count].update(found[count])
+    lines, held = [], {kind: {True: [0, 0], False: [0, 0]} for kind in ("tool", "user")}
+    for file in sorted(folder.glob("*.jinja")):
+        name = file.stem
+        cells = [f"`{name}`"]
+        for row in proof_table(file.read_text(encoding="utf-8")):
+            counts = total.get(name, {count: Counter[str]() for count in COUNTS})
+            cells += [said(row), f"{counts['bridged'][row.kind]:,} of {counts['turns'][row.kind]:,}"
+                      f" ({counts['refuted'][row.kind]:,})"]  # fmt: skip
+            if name in total and not counts["refuted"][row.kind]:
+                tally = held[row.kind][name.endswith("_training")]
+                tally[0] += row.outcome != "refused"
+                tally[1] += 1
+        lines.append("| " + " | ".join(cells if name in total else [*cells[:2], "no text", cells[3], "no text"]) + " |")
+    shares = "; ".join(
+        f"{KINDS[kind]}: {held[kind][False][0]} of {held[kind][False][1]} originals and {held[kind][True][0]} of "
+        f"{held[kind][True][1]} patched" for kind in held
+    )  # fmt: skip
+    return (
+        f"{sum(dialogues.values()):,} random dialogues, at least {min(dialogues.values()):,} for each of the "
+        f"{len(dialogues)} templates that write text; {sum(c['bridged'].total() for c in total.values()):,} bridges, "
+        f"**{wrong} wrong**. Of the templates that no dialogue refutes, proven for {shares}.\n\n"
+        f"| template | {KINDS['tool']} | bridged of turns (refuted) | {KINDS['user']} | bridged of turns (refuted) |\n"
+        "|---|---|---|---|---|\n" + "\n".join(lines)
+    )
+
+
+KINDS = {"tool": "tools' answers", "user": "a user's message"}
+
+
+def said(row: Row) -> str:
+    """What is proven, in a few words."""
+    if row.outcome == "condition":
+        words = " and ".join("no marker" if " holds " in c else c for c in row.conditions)
+        return f"if {words} (line {row.line})"
+    return "always" if row.outcome == "always" else f"refused, line {row.line}"
+
+
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser()
@@ -41,7 +103,15 @@ def main() -> None:
     parser.add_argument("--dialogues", type=int, default=10_000)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--document", type=Path, nargs="+", metavar="RESULTS")
     arguments = parser.parse_args()
+    if arguments.document:
+        before, mark, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        _, end, after = rest.partition(END)
+        assert mark and end, f"{PAGE} lacks the marks {BEGIN} and {END}"
+        table = document(arguments.folder, arguments.document)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
+        return
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.dialogues)
     for file in sorted(arguments.folder.glob("*.jinja")):
         if arguments.only and file.stem not in arguments.only:

@@ -16,6 +16,7 @@ import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from e2e.tiny_runs import FILTERS, LOTS, TOML, build_tiny_model, train_lines, trajectory_lines, workplace
+from rollouts.chat_server import add_numbers, chat_server
 from verbatim import Trajectory
 from verbatim.cli.main import main
 from verbatim.cli.session import make_loss
@@ -230,6 +231,47 @@ def test_a_loss_that_names_its_level_and_an_advantage_for_each_turn_train(place:
         *others, last = trajectory["turns"]
         assert trajectory["advantage"] is None and last["advantage"] is not None
         assert all(turn["advantage"] == 0 for turn in others)
+
+
+# ---- renderers and rollout engines
+
+
+def run_snippet(page: str, word: str, **replaced: str) -> dict[str, object]:
+    """What is left behind by the snippet of a page that holds a word, with names of the world outside replaced."""
+    (snippet,) = [s for s in snippets("python", ROOT / "docs" / page) if word in s.text]
+    text = snippet.text
+    for what, by in replaced.items():
+        (name,) = re.findall(rf'"({re.escape(what.replace("__", "/"))}[^"]*)"', text)
+        text = text.replace(name, by)
+    names: dict[str, object] = {}
+    exec(compile(text, page, "exec"), names)
+    return names
+
+
+def test_the_renderers_snippet_bridges(tmp_path: Path):
+    model = build_tiny_model(tmp_path / "model")
+    names = run_snippet("renderers.md", "bridge_to_next_turn", Qwen=str(model))
+    assert names["message"] == {"role": "assistant", "content": "Wait a moment."}
+    prompt, completion, bridged = (names[name].tolist() for name in ("prompt", "completion", "next_prompt"))
+    assert bridged[: len(prompt) + len(completion)] == prompt + completion
+    assert names["renderer"].decode(bridged[len(prompt) + len(completion) :]) == (
+        "\n<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_snippet_of_rollouts_over_a_server_runs(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def model(body: dict) -> dict:
+        asked, *later = body["messages"]
+        return add_numbers({"messages": [{**asked, "content": " ".join(re.findall(r"\d", asked["content"]))}, *later]})
+
+    with chat_server(model) as server:
+        names = run_snippet("rollouts.md", "APIMultiTurnRollout", http=server.url)
+    (result,) = names["results"]
+    assert (result["stop_reason"], result["turns"], result.error) == ("stop", 2, None)
+    assert result["messages"][-1]["content"] == "7"
+    assert len(list((tmp_path / "api_traces").iterdir())) == 1
 
 
 # ---- the algorithms
