@@ -4,3 +4,17 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+from collections.abc import Iterator
+
+import pytest
+
+from token_identity import watched
+
+
+@pytest.fixture(autouse=True)
+def every_episode_is_token_exact() -> Iterator[None]:
+    """Whatever episode a test plays, it is held against what its sampler returned."""
+    with watched() as watch:
+        yield
+    assert watch.wrong == []

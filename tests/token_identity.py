@@ -1,0 +1,165 @@
+"""Every episode that any test plays is held against what its sampler returned: ids, logprobs, versions, samples.
+
+While installed, each turn that an `AgentLoop` takes is written down where the sampler hands it over. Then
+
+- the turn is read once more from the ids that were recorded: the same message, the same calls;
+- its prompt is made once more, bridged from recorded ids or rendered: the same ids;
+- when the episode ends, its turns are the sampler's own stream, and so are its training samples: each recorded token
+  trained in one of them, with its logprob and version, behind the very ids of its prompt; where every prompt extends
+  the turn before, in a single sample that is the stream.
+
+What does not hold is collected, since an episode keeps whatever is raised inside of it to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from verbatim import Trajectory, build_samples
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.turn_loop import AgentLoop
+
+
+@dataclasses.dataclass
+class Told:
+    """One turn as the sampler was asked for it and answered."""
+
+    prompt: list[int]
+    completion: list[int]
+    logprobs: list[float] | None
+    versions: list[int] | None
+
+
+@dataclasses.dataclass
+class Watch:
+    """What was seen."""
+
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    num_turns: int = 0
+    num_episodes: int = 0
+
+    def expect(self, holds: bool, what: str) -> None:
+        """Remember what does not hold."""
+        if not holds:
+            self.wrong.append(what)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Watch]:
+    """Watch all episodes for as long as the block lasts."""
+    watch = Watch()
+    streams: dict[Recorder, list[Told]] = {}
+    take_turn, make_prompt, close = AgentLoop._take_turn, AgentLoop._prompt, Recorder.close
+
+    def prompt_again(loop: AgentLoop, messages: Any, schemas: Any, names: Any, agent: str) -> Any:
+        before = loop._threads.get(agent)
+        prompt_ids, extends = make_prompt(loop, messages, schemas, names, agent)
+        if extends is None:
+            again = loop._renderer.render_ids(messages, schemas or None, add_generation_prompt=True)
+        else:
+            turn = loop._recorder.turns[before.turn]
+            new = messages[len(before.messages) :]
+            again = loop._renderer.bridge_to_next_turn(turn.prompt_ids, turn.completion_ids, new, schemas or None)
+        same = again is not None and np.array_equal(again, prompt_ids)
+        watch.expect(same, f"{agent}: the prompt, made again from what was recorded, has other ids")
+        return prompt_ids, extends
+
+    async def turn_again(loop: AgentLoop, prompt_ids: Any, params: Any, schemas: Any, **how: Any) -> Any:
+        index, completion, parsed = await take_turn(loop, prompt_ids, params, schemas, **how)
+        trained = how.get("trained", True)
+        stream = streams.setdefault(loop._recorder, [])
+        stream.append(Told(
+            prompt=np.asarray(prompt_ids).tolist(),
+            completion=np.asarray(completion.ids).tolist(),
+            logprobs=_listed(completion.logprobs) if trained else None,
+            versions=_listed(completion.policy_versions),
+        ))  # fmt: skip
+        watch.num_turns += 1
+        turn = loop._recorder.turns[index]
+        again = loop._renderer.parse_response(turn.completion_ids, turn.prompt_ids, schemas or None)
+        unnamed = [_without_id(call) for call in again.tool_calls]
+        watch.expect(
+            (again.content, again.reasoning_content) == (parsed.content, parsed.reasoning_content)
+            and unnamed == [_without_id(call) for call in parsed.tool_calls],
+            f"turn {index}, read again from the recorded ids, says {again}; it said {parsed}",
+        )
+        return index, completion, parsed
+
+    def check_and_close(recorder: Recorder) -> None:
+        close(recorder)
+        if recorder in streams:
+            watch.num_episodes += 1
+            _compare(watch, recorder, streams.pop(recorder))
+
+    with (
+        mock.patch.object(AgentLoop, "_take_turn", turn_again),
+        mock.patch.object(AgentLoop, "_prompt", prompt_again),
+        mock.patch.object(Recorder, "close", check_and_close),
+    ):
+        yield watch
+
+
+def _compare(watch: Watch, recorder: Recorder, stream: list[Told]) -> None:
+    """The turns of an episode and their samples, against what the sampler returned.
+
+    Turns that were under way side by side are recorded as they end, which is the order of the stream too.
+    """
+    turns = recorder.turns
+    where = recorder._trajectory_id or "an episode"
+    watch.expect(len(turns) == len(stream), f"{where}: {len(turns)} turns recorded, {len(stream)} sampled")
+    for index, (turn, told) in enumerate(zip(turns, stream, strict=False)):
+        recorded = (turn.prompt_ids.tolist(), turn.completion_ids.tolist(), _listed(turn.logprobs))
+        watch.expect(recorded[:2] == (told.prompt, told.completion), f"{where}, turn {index}: other ids")
+        watch.expect(_same(recorded[2], told.logprobs), f"{where}, turn {index}: other logprobs")
+    samples = build_samples(Trajectory(example_id="x", turns=tuple(turns)))
+    found: dict[int, tuple[list[int], list[int], list[float], list[int]]] = {}
+    for sample in samples:
+        for index in np.unique(sample.chunk_ids[sample.loss_mask]).tolist():
+            places = np.flatnonzero(sample.chunk_ids == index)
+            watch.expect(index not in found, f"{where}: turn {index} is trained in two samples")
+            found[index] = (
+                sample.token_ids[: places[0]].tolist(), sample.token_ids[places].tolist(),
+                sample.logprobs[places].tolist(), sample.policy_versions[places].tolist(),
+            )  # fmt: skip
+    for index, told in enumerate(stream):
+        trained = found.pop(index, None)
+        if told.logprobs is None or not told.completion or not told.prompt:
+            watch.expect(trained is None, f"{where}: turn {index} is trained without logprobs")
+            continue
+        expected = (told.prompt, told.completion, told.logprobs)
+        watch.expect(
+            trained is not None and trained[:2] == expected[:2] and _same(trained[2], expected[2])
+            and (told.versions is None or trained[3] == told.versions),
+            f"{where}: turn {index} is not trained as it was sampled",
+        )  # fmt: skip
+    watch.expect(not found, f"{where}: trained tokens that nobody sampled, of turns {sorted(found)}")
+    extends = all(_begins(b.prompt, [*a.prompt, *a.completion]) for a, b in pairwise(stream))
+    if extends and len({turn.agent for turn in turns}) == 1 and any(told.logprobs is not None for told in stream):
+        whole = [*stream[-1].prompt, *stream[-1].completion]
+        ids = [sample.token_ids.tolist() for sample in samples]
+        watch.expect(len(ids) == 1 and _begins(whole, ids[0]), f"{where}: unbroken, but not one sample of its stream")
+
+
+def _listed(values: Any) -> list[Any] | None:
+    return None if values is None else np.asarray(values).tolist()
+
+
+def _same(a: list[float] | None, b: list[float] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return np.array_equal(np.asarray(a, dtype=np.float32), np.asarray(b, dtype=np.float32), equal_nan=True)
+
+
+def _begins(whole: list[int], start: list[int]) -> bool:
+    return whole[: len(start)] == start
+
+
+def _without_id(call: Any) -> Any:
+    return dataclasses.replace(call, id="")
