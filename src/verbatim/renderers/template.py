@@ -14,8 +14,9 @@ import numpy as np
 from verbatim.errors import EnvironmentFault, ModelError
 from verbatim.renderers.base import ParsedResponse
 from verbatim.renderers.bridge import TemplateBridge
+from verbatim.renderers.derived_syntax import derive
 from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.tool_syntax import derive, hide, shown
+from verbatim.renderers.tool_syntax import hide, shown
 from verbatim.renderers.trial import check_ends
 from verbatim.types import Int32, Message
 
@@ -32,7 +33,7 @@ class TemplateRenderer:
     anew and, if it does not happen to extend the one before, starts a training sample of its own.
 
     Thinking is read between `<think>` and `</think>`; tool calls in the syntax that the template itself writes
-    (`tool_syntax`). From a model of another syntax no calls are read.
+    (`derived_syntax`). From a model of another syntax no calls are read.
 
     Raises:
         ModelError: no chat template, one that does not end, or no token that ends a turn.
