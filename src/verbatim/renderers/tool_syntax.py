@@ -1,6 +1,7 @@
 """How a model writes tool calls, and how they are read; which syntax a model has is never guessed from its output.
 
-`derived_syntax` finds it in the chat template. Four forms are known, which cover Hermes, Mistral and Llama JSON, DeepSeek, the XML of Qwen, GLM and others, and LFM:
+`derived_syntax` finds it in the chat template. Four forms are known, which cover Hermes, Mistral and Llama JSON,
+DeepSeek, the XML of Qwen, GLM and others, and LFM:
 
 - `whole`: one JSON object with the name in it: `<tool_call>{"name": "look", "arguments": {"at": "Bonn"}}</tool_call>`
 - `named`: the name, then the arguments as a JSON object: `<|begin|>look<|sep|>{"at": "Bonn"}<|end|>`
