@@ -11,7 +11,7 @@ help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
 	@echo "make demo      train an agent to play guess-the-number, on a CPU"
 	@echo "make test      lint, types and all tests that need no extras"
-	@echo "make test-all  the extras (MCP, datasets) installed, and all tests"
+	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers) installed, and all tests"
 	@echo "make check     the fast part of it"
 	@echo "make clean     remove $(VENV) and caches; runs/ stays"
 
@@ -28,7 +28,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,serve,dev]'
 	@touch $@
 
 demo: install
@@ -38,7 +38,7 @@ test: lint types
 	$(BIN)/pytest -m "not extras"
 
 test-all: install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,mcp,data,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,serve,mcp,data,ray,verifiers,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest

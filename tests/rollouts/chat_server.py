@@ -98,7 +98,7 @@ class ChatServer:
         key = json.dumps(body["messages"], sort_keys=True)
         with self.lock:
             self.requests.append(body)
-            self.headers.append(dict(headers))
+            self.headers.append({name.lower(): value for name, value in headers.items()})
             self.asked.set()
             tries = self.tries[key]
             self.tries[key] += 1

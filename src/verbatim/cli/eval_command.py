@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from verbatim.cli.session import check_environments, make_environments, make_sampler, make_setups
+from verbatim.cli.session import check_environments, make_environments, make_sampler, make_setups, open_player
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.config.schema import EvalConfig, RunConfig
@@ -60,15 +60,17 @@ async def _evaluate(config: RunConfig, model: str, out: Path | None) -> dict[str
     log = TrajectoryLog(out) if out is not None else None
     sampler = make_sampler(config, model)
     slots = asyncio.Semaphore(orchestrator.max_concurrent)
-    setups = make_setups(orchestrator, environments.eval or environments.train, sampler, renderer, slots)
+    made = environments.eval or environments.train
     results: dict[str, dict[str, Any]] = {}
     try:
-        for env, setup in setups.items():
-            found = await evaluate(setup, episodes=settings.episodes, seed=settings.seed)
-            results[env] = {**found.metrics, "episodes": found.num_episodes, "failed": found.num_failed}
-            if log is not None:
-                for trajectory in found.trajectories:
-                    log.write(0, trajectory)
+        async with open_player(orchestrator, {"eval": made}, sampler, renderer) as player:
+            setups = make_setups(orchestrator, made, sampler, renderer, slots, player=player)
+            for env, setup in setups.items():
+                found = await evaluate(setup, episodes=settings.episodes, seed=settings.seed)
+                results[env] = {**found.metrics, "episodes": found.num_episodes, "failed": found.num_failed}
+                if log is not None:
+                    for trajectory in found.trajectories:
+                        log.write(0, trajectory)
     finally:
         await sampler.close()
         if log is not None:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,14 @@ from verbatim.cli.session import (
     make_rules,
     make_sampler,
     make_setups,
+    open_player,
 )
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
+from verbatim.inference.base import Sampler
 from verbatim.inference.openai import Connection, OpenAI
+from verbatim.rollouts import RolloutSetup
 
 if TYPE_CHECKING:
     from verbatim.cli.trainer_process import TrainerSide
@@ -176,34 +179,51 @@ class Program:
     async def _train(self, side: TrainerSide, state: dict[str, Any], log: RunLog) -> bool:
         teacher = self._config.orchestrator.teacher
         if teacher is None or self._config.orchestrator.training_mode != "sft":
-            return await self._train_with(side, state, log, player=None)
+            return await self._train_with(side, state, log, speaker=None)
         assert teacher.base_url is not None  # the configuration sees to it
         api = OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)
-        async with api.connect() as player:
-            return await self._train_with(side, state, log, player=player)
+        async with api.connect() as speaker:
+            return await self._train_with(side, state, log, speaker=speaker)
 
     async def _train_with(
-        self, side: TrainerSide, state: dict[str, Any], log: RunLog, *, player: Connection | None
+        self, side: TrainerSide, state: dict[str, Any], log: RunLog, *, speaker: Connection | None
     ) -> bool:
         from verbatim.cli.trainer_setup import threads_of
-        from verbatim.inference.teacher import Teacher, make_teacher
         from verbatim.models.loading import load_tokenizer
-        from verbatim.orchestrator.loop import Orchestrator, Plan
         from verbatim.renderers import create_renderer
-        from verbatim.trajectories import Ledger
-        from verbatim.transport.canary import tolerance_of
 
-        config, orchestrator_config, ready = self._config, self._config.orchestrator, side.ready
-        renderer = create_renderer(orchestrator_config.renderer.name, load_tokenizer(ready.weights))
+        config, ready = self._config, side.ready
+        renderer = create_renderer(config.orchestrator.renderer.name, load_tokenizer(ready.weights))
         sampler = make_sampler(
             config, ready.weights, policy_version=ready.version,
             num_threads=threads_of(config, config.inference.num_threads),
         )  # fmt: skip
-        slots = asyncio.Semaphore(orchestrator_config.max_concurrent)
+        made = {"train": self._environments.train, "eval": self._environments.eval}
+        api = speaker.api if speaker is not None else None
+        try:
+            async with open_player(config.orchestrator, made, sampler, renderer, api) as player:
+                slots = asyncio.Semaphore(config.orchestrator.max_concurrent)
+                setups, eval_setups = (
+                    make_setups(config.orchestrator, made[purpose], sampler, renderer, slots, teacher, player)
+                    for purpose, teacher in (("train", speaker), ("eval", None))
+                )
+                return await self._train_on(side, state, log, sampler, setups, eval_setups)
+        finally:
+            await sampler.close()
+            await side.link.close()
+
+    async def _train_on(
+        self, side: TrainerSide, state: dict[str, Any], log: RunLog, sampler: Sampler,
+        setups: Mapping[str, RolloutSetup], eval_setups: Mapping[str, RolloutSetup],
+    ) -> bool:  # fmt: skip
+        from verbatim.inference.teacher import Teacher, make_teacher
+        from verbatim.orchestrator.loop import Orchestrator, Plan
+        from verbatim.trajectories import Ledger
+        from verbatim.transport.canary import tolerance_of
+
+        config, orchestrator_config, ready = self._config, self._config.orchestrator, side.ready
         ledger = Ledger()
-        setups = make_setups(orchestrator_config, self._environments.train, sampler, renderer, slots, teacher=player)
         evaluation = orchestrator_config.eval
-        eval_setups = make_setups(orchestrator_config, self._environments.eval, sampler, renderer, slots)
         tolerance = config.inference.canary_tolerance
         teacher: Teacher | None = None
         if orchestrator_config.teacher is not None and orchestrator_config.training_mode != "sft":
@@ -241,8 +261,6 @@ class Program:
             signs_of_life.cancel()
             if teacher is not None:
                 await teacher.close()
-            await sampler.close()
-            await side.link.close()
         return finished
 
     def _keep_final(self, weights: Path) -> None:

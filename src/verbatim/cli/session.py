@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from verbatim.environments.resolve import create_environment, demonstrations_of
 from verbatim.errors import ComponentError, ConfigError
 from verbatim.inference import SAMPLERS
 from verbatim.inference.base import Sampler, SamplingParams
-from verbatim.inference.openai import Connection
+from verbatim.inference.openai import Connection, OpenAI
 from verbatim.orchestrator.assemble import Rules
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.renderers.base import Renderer
-from verbatim.rollouts import EpisodeLimits, RolloutSetup, derive_seed
+from verbatim.rollouts import EpisodeLimits, LocalPlayer, Player, RolloutSetup, derive_seed
 from verbatim.trajectories import Ledger
 
 logger = logging.getLogger(__name__)
@@ -103,8 +104,10 @@ def make_setups(
     renderer: Renderer,
     slots: asyncio.Semaphore,
     teacher: Connection | None = None,
+    player: Player | None = None,
 ) -> dict[str, RolloutSetup]:
-    """How each environment's episodes are run; a `teacher` plays instead of the sampler."""
+    """How each environment's episodes are run; a `teacher` speaks instead of the sampler, a `player` runs them
+    elsewhere."""
     return {
         label: RolloutSetup(
             env=label,
@@ -112,18 +115,69 @@ def make_setups(
             sampler=sampler,
             renderer=renderer,
             params=sampling_params(env.sampling or orchestrator.sampling),
-            limits=EpisodeLimits(
-                max_turns=env.max_turns,
-                max_context=orchestrator.seq_len,
-                timeout=orchestrator.episode_timeout,
-                tool_timeout=orchestrator.tool_timeout,
-                tool_output_limit=orchestrator.tool_output_limit,
-            ),
+            limits=_limits(orchestrator, env),
             slots=slots,
             teacher=teacher,
+            player=player or LocalPlayer(),
         )
         for label, (env, environment) in environments.items()
     }
+
+
+def _limits(orchestrator: OrchestratorConfig, env: EnvConfig) -> EpisodeLimits:
+    return EpisodeLimits(
+        max_turns=env.max_turns,
+        max_context=orchestrator.seq_len,
+        timeout=orchestrator.episode_timeout,
+        tool_timeout=orchestrator.tool_timeout,
+        tool_output_limit=orchestrator.tool_output_limit,
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_player(
+    orchestrator: OrchestratorConfig,
+    environments: Mapping[str, Mapping[str, tuple[EnvConfig, Environment]]],
+    sampler: Sampler,
+    renderer: Renderer,
+    teacher: OpenAI | None = None,
+) -> AsyncIterator[Player]:
+    """Who plays the episodes, for as long as the block lasts.
+
+    Args:
+        orchestrator: Says whether they are played here.
+        environments: By purpose ("train", "eval") and label.
+        sampler: Whose tokens.
+        renderer: Of its model.
+        teacher: Who speaks instead of the sampler in training.
+
+    Raises:
+        UsageError: Ray or its actors cannot be started.
+    """
+    rollout = orchestrator.rollout
+    if rollout.backend == "local":
+        yield LocalPlayer()
+        return
+    from verbatim.rollouts.remote_actor import RemoteSetup
+    from verbatim.rollouts.remote_pool import ray_player
+
+    setups = {
+        (purpose, label): RemoteSetup(
+            env=label,
+            name=env.id or str(env.import_path),
+            args=env.args,
+            params=sampling_params(env.sampling or orchestrator.sampling),
+            limits=_limits(orchestrator, env),
+            teacher=teacher if purpose == "train" else None,
+        )
+        for purpose, made in environments.items()
+        for label, (env, _) in made.items()
+    }
+    async with ray_player(
+        setups, sampler, renderer, workers=rollout.workers, cpus_per_worker=rollout.cpus_per_worker,
+        address=rollout.address, host=rollout.host, port=rollout.port,
+    ) as player:  # fmt: skip
+        yield player
 
 
 _OFF = {"opd": ("zero_advantage",), "sft": ("zero_advantage", "gibberish")}

@@ -302,6 +302,24 @@ class BufferConfig(Section):
         return self
 
 
+class RolloutConfig(Section):
+    """Where episodes are played. All but `backend` is for "ray"."""
+
+    backend: Literal["local", "ray"] = "local"
+    """In the orchestrator's own process, or in Ray actors, on any number of hosts."""
+    workers: PositiveInt = 2
+    """Actors."""
+    cpus_per_worker: NonNegativeFloat = 1.0
+    """CPUs that an actor reserves on its host."""
+    address: str | None = None
+    """The Ray cluster: "auto" for the one that this machine belongs to, or "10.0.0.1:6379"; by default one is started
+    here, and stopped at the end."""
+    host: str = "127.0.0.1"
+    """This machine's address, as the actors' hosts know it: the sampler is served there."""
+    port: NonNegativeInt = 0
+    """The sampler's port; 0 takes a free one."""
+
+
 class OrchestratorConfig(Section):
     """Rollouts, scoring, and what becomes a batch."""
 
@@ -350,6 +368,8 @@ class OrchestratorConfig(Section):
     """How tokens are drawn."""
     renderer: RendererConfig = RendererConfig()
     """How messages become ids."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Where episodes are played."""
     buffer: BufferConfig = BufferConfig()
     """Difficulty pools, and online difficulty filtering."""
     advantage: ComponentConfig = ComponentConfig()

@@ -170,6 +170,7 @@ class Dispatcher:
                 size=self._group_size,
                 run_seed=self._run_seed,
                 on_sampled=self._ledger.sampled_tokens,
+                on_lost=lambda num_tokens: self._ledger.drop({"lost_actor": num_tokens}),
             )
             task = asyncio.create_task(run.run(), name=run.group_id)
             self._running[task] = (run, drawn)
@@ -213,8 +214,9 @@ class Dispatcher:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Difficulty pools, since this was last asked."""
-        return self._schedule.pools.metrics()
+        """Difficulty pools, since this was last asked; and what the players of the episodes say."""
+        played = {name: value for setup in self._setups.values() for name, value in setup.player.metrics().items()}
+        return {**self._schedule.pools.metrics(), **played}
 
     def take_filtered(self) -> list[tuple[Flatness, Group]]:
         """The groups that online difficulty filtering dropped since this was last asked."""

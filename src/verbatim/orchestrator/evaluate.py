@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from dataclasses import dataclass
 
 from verbatim.environments.base import succeeded
 from verbatim.orchestrator.assemble import episode_metrics
 from verbatim.rollouts import GroupRun, RolloutSetup
+from verbatim.rollouts.group import run_together
 from verbatim.types import Trajectory
 
 
@@ -41,9 +41,8 @@ async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluati
         GroupRun(setup, example, index=i, size=size, run_seed=seed, purpose="eval")
         for i, example in enumerate(examples)
     ]
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(group.run()) for group in groups]
-    trajectories = tuple(t for task in running for t in task.result().trajectories)
+    ended = await run_together(group.run() for group in groups)
+    trajectories = tuple(t for group in ended for t in group.trajectories)
     verdicts = {t.trajectory_id: succeeded(setup.environment, t) for t in trajectories}
     completed = [t for t in trajectories if t.error is None]
     metrics = episode_metrics(completed, verdicts)

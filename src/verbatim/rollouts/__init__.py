@@ -4,8 +4,9 @@ from verbatim.rollouts.api_multi_turn import APIMultiTurnRollout
 from verbatim.rollouts.base import Rollout
 from verbatim.rollouts.demonstrations import trajectory_from_messages
 from verbatim.rollouts.episode import run_episode
-from verbatim.rollouts.group import GroupRun, RolloutSetup
+from verbatim.rollouts.group import GroupRun
 from verbatim.rollouts.multi_turn import MultiTurnRollout
+from verbatim.rollouts.player import EpisodeTask, LocalPlayer, Player, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.traces import TraceFolder
@@ -16,8 +17,11 @@ __all__ = [
     "AgentLoop",
     "EpisodeLimits",
     "EpisodeOver",
+    "EpisodeTask",
     "GroupRun",
+    "LocalPlayer",
     "MultiTurnRollout",
+    "Player",
     "Recorder",
     "Rollout",
     "RolloutSetup",

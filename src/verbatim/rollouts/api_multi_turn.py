@@ -75,6 +75,20 @@ class APIMultiTurnRollout:
     progress: bool | None = None
     """Whether a bar is drawn; None = where standard error is a terminal."""
 
+    @classmethod
+    def remote(cls, **settings: Any) -> Any:
+        """The handle of a Ray actor that holds such a rollout, for `ray.get(actor.__call__.remote(trajectories))`.
+
+        Where Ray is not running it is started on this machine. The environment variable of the key has to be set on the
+        actor's host.
+
+        Raises:
+            UsageError: Ray is not installed, there is no such setting, or one of them cannot travel to an actor.
+        """
+        from verbatim.rollouts.remote import start_rollout
+
+        return start_rollout(cls, settings)
+
     def __post_init__(self) -> None:
         managers = self.tool_manager if isinstance(self.tool_manager, Sequence) else [self.tool_manager]
         wrong = next((m for m in managers if m is not None and not isinstance(m, ToolManager)), None)

@@ -76,6 +76,7 @@ async def run_episode(
                 stop_reason = over.stop_reason
             messages = messages if run is None else list(loop.messages())
             loop.finish()
+            info.update(getattr(episode, "info", {}))
             draft = Trajectory(
                 example_id=example.id, turns=tuple(recorder.turns), messages=tuple(messages), stop_reason=stop_reason,
                 truncated=stop_reason.truncated, info=info, **identity,

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
-from verbatim.environments.base import Environment
 from verbatim.errors import RecordError
-from verbatim.inference.base import Sampler, SamplingParams
-from verbatim.inference.openai import Connection
-from verbatim.renderers.base import Renderer
-from verbatim.rollouts.episode import run_episode
+from verbatim.rollouts.player import EpisodeTask, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.teacher_loop import TeacherLoop
-from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits
 from verbatim.types import Example, Group, Trajectory
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RolloutSetup:
-    """What all episodes of one environment share."""
-
-    env: str
-    """The environment's label."""
-    environment: Environment
-    sampler: Sampler
-    renderer: Renderer
-    params: SamplingParams
-    limits: EpisodeLimits
-    slots: asyncio.Semaphore
-    """Bounds the episodes in flight, over all environments."""
-    teacher: Connection | None = None
-    """Who plays instead of the sampler; None = the sampler does."""
+T = TypeVar("T")
 
 
 class GroupRun:
@@ -50,14 +29,17 @@ class GroupRun:
         run_seed: int,
         purpose: str = "train",
         on_sampled: Callable[[int], None] | None = None,
+        on_lost: Callable[[int], None] | None = None,
     ) -> None:
         self.index = index
         self.example = example
         self.setup = setup
         self.group_id = f"{purpose}-{index}"
+        self._purpose = purpose
         self._seed = derive_seed(run_seed, purpose, setup.env, example.id, index)
         self._recorders = [
-            Recorder(setup.sampler.vocab_size, on_sampled, trajectory_id=f"{self.group_id}-{i}") for i in range(size)
+            Recorder(setup.sampler.vocab_size, on_sampled, on_lost, trajectory_id=f"{self.group_id}-{i}")
+            for i in range(size)
         ]
 
     @property
@@ -66,11 +48,14 @@ class GroupRun:
         return sum(recorder.num_sampled_tokens for recorder in self._recorders)
 
     async def run(self) -> Group:
-        """Run all episodes to their end. A failing episode fails alone."""
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._episode(i, recorder)) for i, recorder in enumerate(self._recorders)]
+        """Run all episodes to their end. A failing episode fails alone.
+
+        Raises:
+            RunStopped: nobody is left to play them.
+        """
+        ended = await run_together(self._episode(i, recorder) for i, recorder in enumerate(self._recorders))
         trajectories = [
-            _set_aside(task.result(), recorder.late) for task, recorder in zip(running, self._recorders, strict=True)
+            _set_aside(trajectory, recorder.late) for trajectory, recorder in zip(ended, self._recorders, strict=True)
         ]
         score_group = getattr(self.setup.environment, "score_group", None)
         if score_group is not None:
@@ -82,26 +67,25 @@ class GroupRun:
     async def _episode(self, sample_index: int, recorder: Recorder) -> Trajectory:
         setup = self.setup
         seed = derive_seed(self._seed, sample_index)
-        loop: AgentLoop | TeacherLoop
-        if setup.teacher is None:
-            loop = AgentLoop(
-                sampler=setup.sampler, renderer=setup.renderer, params=setup.params, limits=setup.limits,
-                recorder=recorder, seed=seed,
-            )  # fmt: skip
-        else:
-            loop = TeacherLoop(
-                connection=setup.teacher, renderer=setup.renderer, params=setup.params, limits=setup.limits,
-                recorder=recorder, seed=seed,
-            )  # fmt: skip
+        task = EpisodeTask(
+            purpose=self._purpose, example=self.example, seed=seed, session=str(seed),
+            identity={
+                "trajectory_id": f"{self.group_id}-{sample_index}", "group_id": self.group_id,
+                "sample_index": sample_index, "env": setup.env, "seed": seed,
+            },
+        )  # fmt: skip
         async with setup.slots:
-            return await run_episode(
-                environment=setup.environment, example=self.example, seed=seed, loop=loop, recorder=recorder,
-                limits=setup.limits,
-                identity={
-                    "trajectory_id": f"{self.group_id}-{sample_index}", "group_id": self.group_id,
-                    "sample_index": sample_index, "env": setup.env, "seed": seed,
-                },
-            )  # fmt: skip
+            return await setup.player.play(setup, task, recorder)
+
+
+async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return, in order. The first that raises cancels the others; what it raised is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]
 
 
 def _set_aside(trajectory: Trajectory, late: RecordError | None) -> Trajectory:

@@ -81,6 +81,20 @@ class MultiTurnRollout:
     """Whether its file is called `ok-` or `fail-`; None = whether it ended of itself, without an error."""
     _calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
+    @classmethod
+    def remote(cls, **settings: Any) -> Any:
+        """The handle of a Ray actor that holds such a rollout, for `ray.get(actor.__call__.remote(trajectories))`.
+
+        Where Ray is not running it is started on this machine. `sampler` and `template` may be functions without
+        arguments, which are called in the actor.
+
+        Raises:
+            UsageError: Ray is not installed, there is no such setting, or one of them cannot travel to an actor.
+        """
+        from verbatim.rollouts.remote import start_rollout
+
+        return start_rollout(cls, settings)
+
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_trajectory_tokens", "concurrency", "trajectory_timeout", "tool_timeout",
                      "tool_output_limit"):  # fmt: skip

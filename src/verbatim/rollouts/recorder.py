@@ -20,13 +20,20 @@ class Recorder:
     Args:
         vocab_size: Ids must be below this.
         on_sampled: Called with the number of tokens of each completion (the ledger listens).
+        on_lost: Called with the number of tokens that `lose` gives up (the ledger drops them).
         trajectory_id: For messages.
     """
 
     def __init__(
-        self, vocab_size: int, on_sampled: Callable[[int], None] | None = None, *, trajectory_id: str = ""
+        self,
+        vocab_size: int,
+        on_sampled: Callable[[int], None] | None = None,
+        on_lost: Callable[[int], None] | None = None,
+        *,
+        trajectory_id: str = "",
     ) -> None:
         self._on_sampled = on_sampled
+        self._on_lost = on_lost
         self._trajectory_id = trajectory_id
         self._tree = TokenTree(vocab_size)
         self._closed = False
@@ -70,6 +77,13 @@ class Recorder:
         self.num_sampled_tokens += num_tokens
         if self._on_sampled is not None:
             self._on_sampled(num_tokens)
+
+    def lose(self, num_tokens: int) -> None:
+        """So many of the counted tokens went down with the process that they were sampled for."""
+        assert 0 <= num_tokens <= self.num_sampled_tokens
+        self.num_sampled_tokens -= num_tokens
+        if self._on_lost is not None:
+            self._on_lost(num_tokens)
 
     def amend(self, index: int, **changes: object) -> None:
         """Add what became known after the completion: tool results, timing, reward. Never ids or logprobs."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verbatim.errors import VerbatimError
-from verbatim.inference.base import Sampler, SampleRequest, SamplingParams
-from verbatim.renderers.base import Renderer
+from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams
+from verbatim.renderers.base import ParsedResponse, Renderer
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.tools.base import Tool
@@ -77,6 +77,7 @@ class AgentLoop:
         limits: EpisodeLimits,
         recorder: Recorder,
         seed: int,
+        session: str | None = None,
     ) -> None:
         self._sampler = sampler
         self._renderer = renderer
@@ -86,12 +87,34 @@ class AgentLoop:
         self._limits = limits
         self._recorder = recorder
         self._seed = seed
+        self._session = str(seed) if session is None else session
         self._threads: dict[str, _Thread] = {}
+        self._told: tuple[Message, ...] = ()
         self._num_calls = 0
         self._num_started = 0
         self._num_turns_of: dict[str, int] = {}
         self.stop_reason: StopReason | None = None
         """Set once a limit was reached: nothing more is sampled."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """Who speaks."""
+        return self._sampler
+
+    @property
+    def renderer(self) -> Renderer:
+        """How it speaks."""
+        return self._renderer
+
+    @property
+    def params(self) -> SamplingParams:
+        """How its tokens are drawn."""
+        return self._params
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Everything that was recorded, in order."""
+        return tuple(self._recorder.turns)
 
     @property
     def last_turn(self) -> Turn:
@@ -117,46 +140,12 @@ class AgentLoop:
             RecordError: the sampler returned what cannot be, or the episode has ended.
             SamplerFault: the engine failed for good.
         """
-        self._recorder.refuse_if_closed()
-        if self.stop_reason is not None:
-            raise EpisodeOver(self.stop_reason)
-        if self.turns_left <= 0:
-            self._end(StopReason.MAX_TURNS)
+        self._refuse_if_over()
         schemas = [dict(tool.schema) for tool in tools]
         names = tuple(map(str, schemas))
         prompt_ids, extends = self._prompt(messages, schemas, names, agent)
-        room = min(self._limits.max_context, self._sampler.context_length) - len(prompt_ids)
-        if room <= 0:
-            self._end(StopReason.LENGTH)
-        self._num_started += 1
-        number = self._num_turns_of.get(agent, 0)
-        self._num_turns_of[agent] = number + 1
-        params = self._params if self._params.max_tokens <= room else dataclasses.replace(self._params, max_tokens=room)
-        completion = await self._sampler.generate(
-            SampleRequest(
-                prompt_ids=prompt_ids,
-                params=params,
-                seed=derive_seed(self._seed, agent, number),
-                session=f"{self._seed}/{agent}",
-            )
-        )
-        self._recorder.count(len(completion.ids))
-        parsed = self._renderer.parse_response(completion.ids, prompt_ids, schemas or None)
-        calls = tuple(self._identify(call) for call in parsed.tool_calls)
-        parsed = dataclasses.replace(parsed, tool_calls=calls)
-        index = self._recorder.record(
-            prompt_ids=prompt_ids,
-            completion_ids=completion.ids,
-            extends=extends,
-            logprobs=completion.logprobs,
-            policy_versions=completion.policy_versions,
-            stop_reason=completion.stop_reason,
-            temperature=params.temperature,
-            state_key=state_key,
-            agent=agent,
-            parse_status=next((call.status for call in calls if call.status != "ok"), "ok"),
-            tool_calls=calls,
-            timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
+        index, completion, parsed = await self._take_turn(
+            prompt_ids, self._params, schemas, extends=extends, agent=agent, state_key=state_key
         )
         message = parsed.message()
         self._threads[agent] = _Thread(
@@ -171,10 +160,30 @@ class AgentLoop:
             raise EpisodeOver(completion.stop_reason, message)
         return message
 
+    async def complete(
+        self, prompt_ids: Int32, params: SamplingParams, agent: str = "main", *, trained: bool = True
+    ) -> Completion:
+        """Record one turn of exact ids, for an environment that renders by itself, and return the completion.
+
+        One that was cut off is returned too. With `trained=False` its logprobs are not recorded: it is context only.
+
+        Raises:
+            EpisodeOver: no turn or token is left.
+            RecordError: the sampler returned what cannot be, or the episode has ended.
+            SamplerFault: the engine failed for good.
+        """
+        self._refuse_if_over()
+        _, completion, _ = await self._take_turn(prompt_ids, params, [], agent=agent, trained=trained)
+        return completion
+
+    def tell(self, messages: Sequence[Message]) -> None:
+        """What was said in the turns of `complete`, for people: nothing else knows their messages."""
+        self._told = tuple(messages)
+
     def messages(self, agent: str = "main") -> tuple[Message, ...]:
         """Everything the agent has been given and has said, up to its last turn."""
         thread = self._threads.get(agent)
-        return thread.messages if thread is not None else ()
+        return thread.messages if thread is not None else self._told
 
     def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
         """Add what became known after the completion: what the answer was worth and took, and whether the calls
@@ -189,6 +198,53 @@ class AgentLoop:
 
     def finish(self) -> None:
         """The conversation is over; every turn is recorded already."""
+
+    def _refuse_if_over(self) -> None:
+        self._recorder.refuse_if_closed()
+        if self.stop_reason is not None:
+            raise EpisodeOver(self.stop_reason)
+        if self.turns_left <= 0:
+            self._end(StopReason.MAX_TURNS)
+
+    async def _take_turn(
+        self, prompt_ids: Int32, params: SamplingParams, schemas: Sequence[Mapping[str, Any]], *, agent: str,
+        extends: int | None = None, state_key: str | None = None, trained: bool = True,
+    ) -> tuple[int, Completion, ParsedResponse]:  # fmt: skip
+        """Sample and record one turn; its index, what was sampled, and what it says."""
+        room = min(self._limits.max_context, self._sampler.context_length) - len(prompt_ids)
+        if room <= 0:
+            self._end(StopReason.LENGTH)
+        self._num_started += 1
+        number = self._num_turns_of.get(agent, 0)
+        self._num_turns_of[agent] = number + 1
+        params = params if params.max_tokens <= room else dataclasses.replace(params, max_tokens=room)
+        completion = await self._sampler.generate(
+            SampleRequest(
+                prompt_ids=prompt_ids,
+                params=params,
+                seed=derive_seed(self._seed, agent, number),
+                session=f"{self._session}/{agent}",
+            )
+        )
+        self._recorder.count(len(completion.ids))
+        parsed = self._renderer.parse_response(completion.ids, prompt_ids, schemas or None)
+        calls = tuple(self._identify(call) for call in parsed.tool_calls)
+        parsed = dataclasses.replace(parsed, tool_calls=calls)
+        index = self._recorder.record(
+            prompt_ids=prompt_ids,
+            completion_ids=completion.ids,
+            extends=extends,
+            logprobs=completion.logprobs if trained else None,
+            policy_versions=completion.policy_versions,
+            stop_reason=completion.stop_reason,
+            temperature=params.temperature,
+            state_key=state_key,
+            agent=agent,
+            parse_status=next((call.status for call in calls if call.status != "ok"), "ok"),
+            tool_calls=calls,
+            timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
+        )
+        return index, completion, parsed
 
     def _end(self, reason: StopReason) -> None:
         self.stop_reason = reason

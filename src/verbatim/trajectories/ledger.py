@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-REASONS = ("difficulty", "stale", "error", "missing_logprobs", "over_length", "cancelled", "unused_at_end")
+REASONS = ("difficulty", "stale", "error", "missing_logprobs", "over_length", "cancelled", "lost_actor",
+           "unused_at_end")  # fmt: skip
 """Why a token is not trained; filters add `filter:{name}`."""
 
 

@@ -1,0 +1,116 @@
+"""`verbatim serve MODEL`: a model behind HTTP, for rollouts, evaluation and data collection by whoever can reach it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from verbatim.cli.logs import log_to_console
+from verbatim.config.schema import InferenceConfig
+from verbatim.errors import UsageError
+
+_CONTEXT = 4096
+"""Tokens of the context where none are asked for and the model has as many positions."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare MODEL, where to listen, and how to sample."""
+    parser.epilog = "Ctrl-C ends it; clients of OpenAI's API want the address with /v1 behind"
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder in Hugging Face format, or a hub id")
+    add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, help="(8000); 0 takes a free one")
+    add("--name", help="the model's name in requests (the folder's name)")
+    add("--renderer", default="auto", metavar="NAME", help='chat format (auto); "none" serves token ids only')
+    add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
+    add("--context-length", type=int, metavar="N", help=f"most tokens of a sequence (the model's, up to {_CONTEXT})")
+    add("--max-batch-size", type=int, default=64, metavar="N", help="sequences decoded together (64)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(float32)")
+    add("--device", default="auto", help="(auto: CUDA where there is one)")
+    add("--deterministic", action="store_true", help="same request and seed: same bits, whatever else is in the batch")
+    add("--threads", type=int, metavar="N", help="of matrix products on a CPU")
+    add("--seed", type=int, metavar="N", help="makes the seeds of requests that bring none")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, serve until Ctrl-C or SIGTERM, and let go of everything.
+
+    Raises:
+        UsageError: an option that is none, a variable without a key, or an address that is taken.
+        ModelError: a model that cannot be loaded.
+    """
+    if args.overrides:
+        raise UsageError(f"verbatim serve has no option {args.overrides[0]}; see verbatim serve --help")
+    api_key = None
+    if args.api_key_env is not None:
+        api_key = os.environ.get(args.api_key_env)
+        if not api_key:
+            raise UsageError(f"--api-key-env {args.api_key_env}: that variable is empty; put the key into it")
+    for name in ("context_length", "max_batch_size", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+    console = Console(highlight=False)
+    log_to_console(Console(stderr=True, highlight=False), logging.WARNING)
+    asyncio.run(_serve(args, api_key, console))
+    return 0
+
+
+async def _serve(args: argparse.Namespace, api_key: str | None, console: Console) -> None:
+    from verbatim.inference.server import serve_sampler
+
+    stop = asyncio.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
+    renderer = _make_renderer(args)
+    sampler = _make_sampler(args)
+    try:
+        async with serve_sampler(
+            sampler, host=args.host, port=args.port, renderer=renderer, model=args.name or Path(args.model).name,
+            api_key=api_key, seed=args.seed,
+        ) as server:  # fmt: skip
+            console.print(f"{server.model} at {server.url} (chat completions: {server.url}/v1)" if renderer is not None
+                          else f"{server.model} at {server.url} (token ids only)", soft_wrap=True)  # fmt: skip
+            await stop.wait()
+            console.print("stopping")
+    finally:
+        await sampler.close()
+
+
+def _make_renderer(args: argparse.Namespace) -> Any:
+    if args.renderer == "none":
+        return None
+    from verbatim.models.loading import load_tokenizer
+    from verbatim.renderers import create_renderer
+
+    return create_renderer(args.renderer, load_tokenizer(args.model))
+
+
+def _make_sampler(args: argparse.Namespace) -> Any:
+    from verbatim.inference.torch_engine import TorchSampler
+
+    config = InferenceConfig(max_batch_size=args.max_batch_size, dtype=args.dtype, device=args.device,
+                             deterministic=args.deterministic, num_threads=args.threads)  # fmt: skip
+    context = args.context_length or min(_CONTEXT, _positions(args.model))
+    return TorchSampler(args.model, config=config, context_length=context, num_threads=args.threads)
+
+
+def _positions(model: str) -> int:
+    """How many positions the model's configuration gives it; all that anybody asks for where it does not say.
+
+    Whether the model can be loaded at all is for the engine to say.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        return _CONTEXT
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or _CONTEXT)

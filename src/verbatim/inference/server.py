@@ -1,0 +1,114 @@
+"""A sampler behind HTTP, for as long as a block lasts: token ids in, token ids out, to whoever may ask.
+
+It runs in the event loop that it is started in, beside whatever else uses the sampler there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verbatim.errors import UsageError
+from verbatim.inference.base import Sampler
+
+if TYPE_CHECKING:
+    from verbatim.renderers.base import Renderer
+
+KEEP_ALIVE = 75
+"""Seconds that an idle connection is kept: longer than clients do, so that none is closed as a request arrives."""
+_BACKLOG = 2048
+"""Connections that may wait to be accepted: all episodes of a batch may begin at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerServer:
+    """A server that is up."""
+
+    url: str
+    """Where: "http://127.0.0.1:40123"; OpenAI's clients want it with "/v1" behind."""
+    model: str
+    """The model's name in requests."""
+
+
+@contextlib.asynccontextmanager
+async def serve_sampler(
+    sampler: Sampler,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    renderer: Renderer | None = None,
+    model: str = "policy",
+    api_key: str | None = None,
+    seed: int | None = None,
+    max_body: int = 64 * 2**20,
+) -> AsyncIterator[SamplerServer]:
+    """Serve a sampler while the block lasts; then what is in flight is cancelled and answered with 503.
+
+    Args:
+        sampler: Whose tokens. It is not closed.
+        host: Loopback, unless another address is asked for. Whoever reaches it may sample.
+        port: 0 takes a free one.
+        renderer: The model's chat format: with it there is /v1/chat/completions, and completions end at its stop ids.
+        model: The name that requests use.
+        api_key: Asked for as a bearer token; None asks for none.
+        seed: Of the seeds of requests that bring none; None takes other ones each time.
+        max_body: Most bytes of a request.
+
+    Raises:
+        UsageError: the extra `serve` is not installed, or the address is taken or not ours.
+    """
+    try:
+        import uvicorn
+
+        from verbatim.inference.server_app import SamplerApp
+    except ImportError as error:
+        raise UsageError(f"serving a sampler needs {error.name}: pip install 'verbatim-rl[serve]'") from None
+    app = SamplerApp(sampler, renderer=renderer, model=model, api_key=api_key, seed=seed, max_body=max_body)
+    listening = _listen(host, port)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False,
+                            timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=5)  # fmt: skip
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            up.set()
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Take none: Ctrl-C belongs to whoever owns the event loop."""
+            yield
+
+    up = asyncio.Event()
+    server = Server(config)
+    running = asyncio.create_task(server.serve(sockets=[listening]), name="sampler-server")
+    try:
+        starting = asyncio.create_task(up.wait())
+        await asyncio.wait([running, starting], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            starting.cancel()
+            running.result()
+        yield SamplerServer(url=_url(host, listening), model=model)
+    finally:
+        app.stop()
+        server.should_exit = True
+        await asyncio.shield(running)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror or error}; give another port, or 0 "
+                         "for any that is free") from None  # fmt: skip
+    # Head and body of an answer are two packets; the second would wait 40 ms for the first to be acknowledged.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+def _url(host: str, listening: socket.socket) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"

@@ -1,0 +1,116 @@
+"""What a client asks of a sampler's server: read in full, or refused by name; nothing is passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from verbatim.errors import UsageError
+from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.inference.wire import OURS, LogprobStyle, read_ids
+
+_ABOUT_TEXT = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize",
+               "routed_experts_prompt_start"}  # fmt: skip
+"""Settings of what is left out here: they change no token, whatever they say."""
+NEUTRAL: Mapping[str, Collection[Any]] = {
+    "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
+    "min_tokens": (0,), "stop": ([], ""), "bad_words": ([],), "logit_bias": ({},), "prompt_logprobs": (),
+}  # fmt: skip
+"""The values with which a setting that is not ours to honour asks for nothing."""
+_KINDS: Mapping[str, type] = {"temperature": float, "top_p": float, "min_p": float, "max_tokens": int, "top_k": int}
+_IN_REQUEST = {"token_ids", "sampling_params", "model", "request_id", "cache_salt", OURS}
+_NEUTRAL_IN_REQUEST = {"stream": (False,), "priority": (0,)}
+_IN_PARAMS = {*_KINDS, *_ABOUT_TEXT, "stop_token_ids", "seed", "logprobs", "ignore_eos"}
+
+
+def read_request(
+    body: Mapping[str, Any], *, seed: int, room: int, end_ids: Sequence[int], session: str = ""
+) -> tuple[SampleRequest, LogprobStyle]:
+    """The request in a body, and how logprobs are asked for.
+
+    Args:
+        body: As any client of vLLM's endpoint writes it.
+        seed: Taken where the request has none.
+        room: Tokens of the context; the default of `max_tokens` is what the prompt leaves of it.
+        end_ids: The model's own ends, which stop a completion too unless `ignore_eos` is true.
+        session: Taken where the request has none.
+
+    Raises:
+        UsageError: something is asked for that cannot be honoured; names it.
+        RecordError: what should be token ids is not; names the position.
+    """
+    refuse_others(body, _IN_REQUEST, _NEUTRAL_IN_REQUEST, where="request")
+    given = body.get("sampling_params", {})
+    if not isinstance(given, dict):
+        raise UsageError(f"sampling_params: expected an object, found {given!r:.80}")
+    refuse_others(given, _IN_PARAMS, NEUTRAL, where="sampling_params")
+    ids = read_ids(body.get("token_ids"), "token_ids")
+    logprobs = given.get("logprobs")
+    if logprobs not in (None, 0, 1):
+        raise UsageError(f"sampling_params.logprobs = {logprobs!r:.80}; only those of the sampled tokens are told: 1")
+    if not end_ids and given.get("ignore_eos") is False:
+        raise UsageError("sampling_params.ignore_eos = false, but this server knows no end-of-text id; give the ids "
+                         "as stop_token_ids")  # fmt: skip
+    ends = () if given.get("ignore_eos") else end_ids
+    extras = body.get(OURS)
+    ours: Mapping[str, Any] = extras if isinstance(extras, dict) else {}
+    request = SampleRequest(
+        prompt_ids=ids,
+        params=read_params(given, max_tokens=max(1, room - len(ids)), end_ids=ends),
+        seed=read_seed(given, seed),
+        session=str(ours.get("session") or session),
+    )
+    return request, None if logprobs is None else "plain" if ours.get("plain_logprobs") else "objects"
+
+
+def read_params(given: Mapping[str, Any], *, max_tokens: int, end_ids: Sequence[int] = ()) -> SamplingParams:
+    """Sampling parameters among other keys; `max_tokens` where there are none.
+
+    Raises:
+        UsageError: a value that cannot be.
+    """
+    defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "max_tokens": max_tokens}
+    values = {name: _read_number(given, name, kind, defaults[name]) for name, kind in _KINDS.items()}
+    stop = given.get("stop_token_ids") or []
+    if not isinstance(stop, list) or not all(type(i) is int for i in stop):
+        raise UsageError(f"stop_token_ids: expected a list of token ids, found {stop!r:.80}")
+    if values["top_k"] == -1:
+        values["top_k"] = 0  # vLLM's other way to say "off"
+    try:
+        return SamplingParams(**values, stop_token_ids=tuple(dict.fromkeys((*stop, *end_ids))))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def read_seed(given: Mapping[str, Any], default: int) -> int:
+    """The seed among other keys.
+
+    Raises:
+        UsageError: a value that cannot be.
+    """
+    seed: int = _read_number(given, "seed", int, default)
+    if not -(2**63) <= seed < 2**63:
+        raise UsageError(f"seed = {seed}; expected an integer of at most 64 bits")
+    return seed
+
+
+def refuse_others(
+    given: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, Collection[Any]], *, where: str
+) -> None:
+    """Refuse what would change the tokens and cannot be honoured; null asks for nothing."""
+    for name, value in given.items():
+        if name in known or value is None or any(value == ok for ok in neutral.get(name, ())):
+            continue
+        ok = neutral.get(name)
+        hint = f"; only {' or '.join(repr(v) for v in ok)} is taken" if ok else ""
+        raise UsageError(f"{where}: {name} = {value!r:.80} cannot be honoured here{hint}")
+
+
+def _read_number(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = given.get(name)
+    if value is None:
+        return default
+    accepted = (int, float) if kind is float else int
+    if isinstance(value, bool) or not isinstance(value, accepted):
+        raise UsageError(f"{name} = {value!r:.80}; expected {'a number' if kind is float else 'an integer'}")
+    return kind(value)

@@ -1,0 +1,197 @@
+"""How a request and its completion are written as JSON: vLLM's token endpoint, and beside it what it has no place for.
+
+A float32 stands in JSON as the shortest decimal of the double that it equals, so logprobs come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from verbatim.errors import EnvironmentFault, ModelError, RecordError, SamplerFault, UsageError, VerbatimError
+from verbatim.inference.base import Completion, SampleRequest
+from verbatim.types import Float32, Int32, StopReason
+
+GENERATE = "/inference/v1/generate"
+"""Token ids in, token ids out, as vLLM has it."""
+PROMPT_LOGPROBS = "/verbatim/v1/prompt_logprobs"
+"""`{"token_ids": [...], "temperature": 1.0}` to `{"logprobs": [null, -0.5, ...]}`."""
+SAMPLER = "/verbatim/v1/sampler"
+"""What the sampler is: `{"model": ..., "context_length": ..., "vocab_size": ..., "policy_version": ...}`."""
+WEIGHTS = "/verbatim/v1/weights"
+"""`{"path": ..., "version": ...}`: other weights, from a folder that the server can read."""
+OURS = "verbatim"
+"""The key of what we add to vLLM's format; servers that do not know it pass over it."""
+
+LogprobStyle: TypeAlias = Literal["objects", "plain"] | None
+"""Logprobs as vLLM writes them, an object for each token; or as a list of ours, a quarter of the size; or none."""
+
+_FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}
+_STOP_REASONS = {finish: reason for reason, finish in _FINISH.items()}
+
+
+def request_body(request: SampleRequest, model: str | None) -> dict[str, Any]:
+    """A request for one completion, everything that has a default said out loud: servers have defaults of their own.
+
+    `ignore_eos`, because a completion ends at the stop ids that are given, and at no other.
+    """
+    params = request.params
+    body: dict[str, Any] = {
+        "token_ids": request.prompt_ids.tolist(),
+        "sampling_params": {
+            "temperature": params.temperature, "max_tokens": params.max_tokens, "top_p": params.top_p,
+            "top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_token_ids),
+            "seed": request.seed, "logprobs": 1, "ignore_eos": True, "skip_special_tokens": False,
+        },
+        OURS: {"session": request.session, "plain_logprobs": True},
+    }  # fmt: skip
+    return body if model is None else {**body, "model": model}
+
+
+def read_ids(value: object, what: str) -> Int32:
+    """Token ids in JSON: int32 [L]. Whether they are in the vocabulary is for the sampler to say.
+
+    Raises:
+        RecordError: no list, or something in it that is no id; names the position.
+    """
+    if not isinstance(value, list):
+        raise RecordError(f"{what}: expected a list of token ids, found {value!r:.80}")
+    for position, token in enumerate(value):
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise RecordError(f"{what}: expected token ids, found {token!r:.80} at position {position}")
+    return np.array(value, dtype=np.int32)
+
+
+def completion_body(
+    completion: Completion, *, request_id: str, model: str, seed: int, num_prompt_tokens: int, policy_version: int,
+    logprobs: LogprobStyle,
+) -> dict[str, Any]:  # fmt: skip
+    """A completion as vLLM answers it, and beside it the versions and seconds.
+
+    Raises:
+        SamplerFault: the engine's logprobs or versions cannot be those of the ids.
+    """
+    ids: list[int] = completion.ids.tolist()
+    choice: dict[str, Any] = {"index": 0, "token_ids": ids, "logprobs": None,
+                              "finish_reason": _FINISH[completion.stop_reason]}  # fmt: skip
+    values, versions = completion.logprobs, completion.policy_versions
+    if values is not None:
+        _check_logprobs(values, len(ids))
+        if logprobs == "objects":
+            content = [
+                {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                for token, logprob in zip(ids, values.tolist(), strict=True)
+            ]
+            choice["logprobs"] = {"content": content}
+    if versions is not None and len(versions) != len(ids):
+        raise SamplerFault(f"the engine returned {len(versions)} policy versions for {len(ids)} ids")
+    return {
+        "id": request_id, "request_id": request_id, "model": model, "choices": [choice],
+        "usage": usage(num_prompt_tokens, len(ids)), "prompt_logprobs": None, "kv_transfer_params": None,
+        OURS: {
+            "logprobs": values.tolist() if values is not None and logprobs == "plain" else None,
+            "policy_versions": None if versions is None else versions.tolist(), "policy_version": policy_version,
+            "seed": seed, "queued_seconds": completion.queued_seconds,
+            "generated_seconds": completion.generated_seconds,
+        },
+    }  # fmt: skip
+
+
+def _check_logprobs(values: Float32, count: int) -> None:
+    if len(values) != count:
+        raise SamplerFault(f"the engine returned {len(values)} logprobs for {count} ids")
+    finite = np.isfinite(values)
+    if not finite.all():
+        position = int(np.flatnonzero(~finite)[0])
+        raise SamplerFault(f"the engine returned {values[position]} as the logprob at position {position}")
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    """Token counts, in OpenAI's words."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def read_completion(body: object) -> tuple[Completion, Mapping[str, Any] | None]:
+    """A completion in an answer, and what one of our servers adds; None = it is another server.
+
+    Raises:
+        ValueError: it is no such answer; says why.
+    """
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise ValueError(f"expected an answer with one choice, found {body!r:.200}")
+    assert isinstance(body, dict)
+    (choice,) = choices
+    finish, ours = choice.get("finish_reason"), body.get(OURS)
+    if finish not in _STOP_REASONS:
+        raise ValueError(f"finish_reason {finish!r:.80}; expected one of {', '.join(_STOP_REASONS)}")
+    ids = read_ids(choice.get("token_ids"), "token_ids")
+    extras = ours if isinstance(ours, dict) else {}
+    versions, plain = extras.get("policy_versions"), extras.get("logprobs")
+    logprobs = _read_logprobs(choice.get("logprobs"), ids) if plain is None else _read_plain(plain, len(ids))
+    return Completion(
+        ids=ids,
+        logprobs=logprobs,
+        policy_versions=None if versions is None else np.array(versions, dtype=np.int32),
+        stop_reason=_STOP_REASONS[finish],
+        queued_seconds=float(extras.get("queued_seconds", 0.0)),
+        generated_seconds=float(extras.get("generated_seconds", 0.0)),
+    ), (ours if isinstance(ours, dict) else None)
+
+
+def _read_plain(values: object, count: int) -> Float32:
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"expected {count} logprobs, found {values!r:.80}")
+    return np.array([_finite(value) for value in values], dtype=np.float32)
+
+
+def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
+    """Of exactly these ids: vLLM names the token beside each."""
+    if value is None:
+        return None
+    content = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(content, list) or len(content) != len(ids):
+        raise ValueError(f"expected a logprob for each of {len(ids)} ids, found {value!r:.80}")
+    for position, (entry, token) in enumerate(zip(content, ids.tolist(), strict=True)):
+        if not isinstance(entry, dict) or entry.get("token") != f"token_id:{token}":
+            raise ValueError(f"logprobs: expected that of id {token} at position {position}, found {entry!r:.80}")
+    return np.array([_finite(entry["logprob"]) for entry in content], dtype=np.float32)
+
+
+def _finite(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"expected a finite logprob, found {value!r:.80}")
+    return float(value)
+
+
+_STATUS: Sequence[tuple[type[VerbatimError], int, str]] = (
+    (RecordError, 400, "record_error"),
+    (ModelError, 400, "model_error"),
+    (UsageError, 400, "invalid_request_error"),
+    (EnvironmentFault, 400, "invalid_request_error"),
+    (SamplerFault, 500, "sampler_fault"),
+    (VerbatimError, 500, "error"),
+)
+"""Our errors as status and type, the most special first. Messages that no template can render are an
+`EnvironmentFault`."""
+
+
+def error_body(error: VerbatimError) -> tuple[int, dict[str, Any]]:
+    """An error as OpenAI's servers write it, with its status.
+
+    >>> error_body(SamplerFault("it burns"))
+    (500, {'error': {'message': 'it burns', 'type': 'sampler_fault', 'code': 500}})
+    """
+    status, kind = next((status, kind) for cls, status, kind in _STATUS if isinstance(error, cls))
+    return status, {"error": {"message": str(error), "type": kind, "code": status}}
+
+
+def read_error(body: object) -> VerbatimError | None:
+    """The error that one of our servers raised; None = none of ours."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        return None
+    return next((cls(str(error.get("message"))) for cls, _, kind in _STATUS if error.get("type") == kind), None)

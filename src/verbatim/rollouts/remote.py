@@ -1,0 +1,163 @@
+"""Ray, found or started quietly, and a rollout engine as one of its actors."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from verbatim.errors import UsageError
+from verbatim.rollouts.base import Conversation
+from verbatim.rollouts.remote_place import Place
+from verbatim.rollouts.remote_renderer import RendererRecipe, describe_renderer
+from verbatim.types import Trajectory
+
+OBJECT_STORE_BYTES = 80 * 2**20
+"""Of a Ray that is started here: the smallest that it takes, as trajectories travel inside of messages."""
+
+
+def import_ray() -> Any:
+    """The package, which only those need who use it.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("rollouts on actors need Ray: pip install 'verbatim-rl[ray]'") from None
+    return ray
+
+
+@contextlib.contextmanager
+def ray_running(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[Any]:
+    """Ray for as long as the block lasts. One that this process is connected to already is taken, and left running.
+
+    Args:
+        address: Of a cluster: "auto" for the one that this host belongs to, or "10.0.0.1:6379"; None starts one here.
+        num_cpus: Of one that is started here; by default as many as there are.
+
+    Raises:
+        UsageError: Ray is not installed, or there is no cluster at this address.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    connect(ray, address, num_cpus=num_cpus)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None) -> None:
+    """Connect this process to a cluster, or to one that is started for it, without a word on the terminal."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by the processes that Ray starts
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
+        quiet |= {"num_cpus": num_cpus, "num_gpus": 0, "include_dashboard": False,
+                  "object_store_memory": OBJECT_STORE_BYTES}  # fmt: skip
+    try:
+        if address not in (None, "auto"):
+            _knock(str(address))
+        ray.init(address or "local", **quiet)
+    except Exception as error:  # Ray raises bare ones, too
+        where = f'at address = "{address}"' if address else "on this machine"
+        raise UsageError(
+            f"no Ray {where}: {error}. Start one with `ray start --head` (and `ray start --address=...` on the other "
+            "hosts), or give no address to have one started here"
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """Ray tries a cluster that is not there for minutes."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise ValueError('expected "auto", or an address such as "10.0.0.1:6379"')
+    socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def start_rollout(kind: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+    """The handle of an actor that holds one rollout engine; see `MultiTurnRollout.remote`.
+
+    Raises:
+        UsageError: Ray is not installed, the engine has no such setting, or a setting cannot travel to the actor.
+    """
+    ray = import_ray()
+    try:
+        inspect.signature(kind).bind(**settings)
+    except TypeError as error:
+        raise UsageError(f"{getattr(kind, '__name__', kind)}.remote: {error}") from None
+    packed = {name: _pack(ray, name, value) for name, value in {"kind": kind, **settings}.items()}
+    if not ray.is_initialized():
+        connect(ray)
+    return ray.remote(RolloutActor).remote(Place.here(), packed)
+
+
+def _pack(ray: Any, name: str, value: Any) -> bytes:
+    kind = type(value).__name__
+    if name == "sampler" and _has_thread(value):
+        raise UsageError(
+            f"{name}: a {kind} lives in this process, with its model and its thread, and cannot move to an actor. "
+            "Serve it (`async with serve_sampler(sampler) as server`) and give HttpSampler(server.url); or have the "
+            f"actor make one of its own: {name}=lambda: {kind}(...)"
+        )
+    try:
+        packed: bytes = ray.cloudpickle.dumps(describe_renderer(value) if name == "template" else value)
+    except Exception as error:  # objects raise whatever they like here
+        mend = f"have the actor make it: {name}=lambda: ..." if name in _MADE_THERE else "change what it holds"
+        raise UsageError(f"{name}: a {kind} cannot travel to an actor ({type(error).__name__}: {error}); "
+                         f"{mend}") from error  # fmt: skip
+    return packed
+
+
+def _has_thread(value: object) -> bool:
+    return any(isinstance(part, threading.Thread) for part in getattr(value, "__dict__", {}).values())
+
+
+_MADE_THERE = {"sampler": "generate", "template": "render_ids"}
+"""The settings that may be a function which makes them; and a method that tells the thing itself from the function.
+Looked up on the type: a sampler over HTTP asks its server for some of what an `isinstance` would touch."""
+
+
+class RolloutActor:
+    """A rollout engine in a process of Ray's. Calls run side by side on its event loop."""
+
+    def __init__(self, place: Place, packed: Mapping[str, bytes]) -> None:
+        place.go()
+        self._packed = packed
+        self._rollout: Any = None
+
+    async def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
+        """What the engine returns for these."""
+        if self._rollout is None:  # made here, not in __init__: what it is made of may want the running event loop
+            settings = {name: _unpack(name, value) for name, value in self._packed.items()}
+            self._rollout = settings.pop("kind")(**settings)
+        result: list[Trajectory] = await self._rollout.run(trajectories, **overrides)
+        return result
+
+    async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
+        """The same."""
+        return await self(trajectories, **overrides)
+
+
+def _unpack(name: str, packed: bytes) -> Any:
+    from ray import cloudpickle
+
+    value = cloudpickle.loads(packed)
+    if isinstance(value, RendererRecipe):
+        return value.make()
+    method = _MADE_THERE.get(name)
+    if method is None or hasattr(type(value), method) or not callable(value):
+        return value
+    made = value()
+    if not hasattr(type(made), method):
+        raise UsageError(f"{name}: the function returned a {type(made).__name__}, which has no `{method}`")
+    return made

@@ -1,0 +1,47 @@
+"""How a renderer travels: as its name and its tokenizer, and is made again where it arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.errors import UsageError
+from verbatim.renderers import create_renderer
+from verbatim.renderers.base import Renderer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RendererRecipe:
+    """What one of our renderers is made of."""
+
+    name: str
+    """Its family."""
+    tokenizer: Any
+    """The model's own, without the guard that renderers put around it."""
+    stop_token_ids: tuple[int, ...]
+    """What it has to come out with."""
+
+    def make(self) -> Renderer:
+        """The same renderer.
+
+        Raises:
+            UsageError: it ends turns differently here: a part of them is read from the model's folder.
+        """
+        renderer = create_renderer(self.name, self.tokenizer)
+        if renderer.stop_token_ids != self.stop_token_ids:
+            raise UsageError(
+                f'renderer "{self.name}" ends turns with the ids {renderer.stop_token_ids} on this host, and with '
+                f"{self.stop_token_ids} on the one that sent it; put the model's folder where that host has it: "
+                f"{self.tokenizer.name_or_path}"
+            )
+        return renderer
+
+
+def describe_renderer(renderer: Any) -> Any:
+    """The recipe of a renderer over a guarded tokenizer, whose caches and proofs stay behind; all else as it is."""
+    guarded: Any = getattr(renderer, "_tokenizer", None)
+    if type(guarded).__name__ != "GuardedTokenizer":  # by name: its module is heavy, and loaded only where it is used
+        return renderer
+    return RendererRecipe(
+        name=renderer.name, tokenizer=guarded._tokenizer, stop_token_ids=tuple(renderer.stop_token_ids)
+    )

@@ -1,0 +1,161 @@
+"""Whole runs whose episodes are played by Ray actors: the same trajectories, and every token accounted for."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from byte_renderer import ByteRenderer
+from e2e.tiny_runs import LOTS, TOML, build_tiny_model, num_sampled, train_lines, trajectory_lines, workplace
+from orchestrator.loop_runs import Coins, HeldInTheMiddle, go_on_and_check, make, nothing_left_behind
+from rollouts.ray_session import Doublings, SecondTurnsWait, local_ray, scripted, two_turns
+from rollouts.waiting import until
+from verbatim.cli.main import main
+from verbatim.errors import RunStopped
+from verbatim.inference import SamplingParams
+from verbatim.rollouts import EpisodeLimits
+from verbatim.rollouts.remote_actor import RemoteSetup
+from verbatim.rollouts.remote_pool import ray_player
+
+pytestmark = pytest.mark.extras
+__all__ = ["local_ray"]
+
+RAY = ["--orchestrator.rollout.backend", "ray", "--orchestrator.rollout.workers", "2"]
+
+
+FLIPS = "orchestrator.test_ray_runs.Flips"
+
+
+class Flips(Coins):
+    """Coins that a file keeps from being made again."""
+
+    def __init__(self, folder: str):
+        super().__init__()
+        if (Path(folder) / "refuse").exists():
+            raise RuntimeError("the bank is closed")
+
+
+@contextlib.asynccontextmanager
+async def on_actors(orchestrator, sampler, name, **args):
+    """The orchestrator of `loop_runs.make`, its episodes on two actors."""
+    remote = RemoteSetup(env="coins", name=name, args=args, params=SamplingParams(), limits=EpisodeLimits())
+    async with ray_player({("train", "coins"): remote}, sampler, ByteRenderer(), workers=2) as player:
+        dispatcher = orchestrator._dispatcher
+        dispatcher._setups = {
+            label: dataclasses.replace(setup, player=player) for label, setup in dispatcher._setups.items()
+        }
+        yield player
+
+
+def trajectories(notes):
+    return [t for _, _, groups in notes.steps for g in groups for t in g.trajectories]
+
+
+async def test_a_run_on_actors_trains_the_trajectories_of_a_local_one_also_when_an_actor_dies(local_ray, tmp_path):
+    """From the second batch on the second turns wait; then an actor dies in the middle of them."""
+    local, expected, _ = make(tmp_path, sampler=scripted(), environment=Doublings(), max_length=500)
+    assert await local.run()
+    sampler = SecondTurnsWait(first=12)
+    orchestrator, notes, _ = make(tmp_path, sampler=sampler, environment=Doublings(), max_length=500)
+    ledger = orchestrator.ledger_for_tests
+    async with (
+        nothing_left_behind(),
+        on_actors(orchestrator, sampler, "rollouts.ray_session.Doublings") as player,
+    ):
+        running = asyncio.create_task(orchestrator.run())
+        await until(lambda: len(sampler.requests) == 12 + 6)
+        os.kill(player.pids[0], signal.SIGKILL)
+        await until(lambda: ledger.dropped["lost_actor"])
+        ledger.check(orchestrator._dispatcher.num_pending_tokens)
+        sampler.go_on.set()
+        assert await running
+    assert sorted(map(said, trajectories(notes))) == sorted(map(said, trajectories(expected)))
+    ledger.check(pending=0)
+    trained = sum(t.num_sampled_tokens for t in trajectories(notes))
+    assert ledger.sampled == sum(len(two_turns(request)) for request in sampler.requests)  # as the engine saw it
+    assert ledger.dropped == {"lost_actor": ledger.sampled - trained}
+    last = notes.steps[-1][1]
+    assert (last["rollout/actors_lost"], last["rollout/episodes_played_again"]) == (1, 3)
+    assert last["ledger/dropped/lost_actor"] == ledger.sampled - trained > 0
+
+
+def said(trajectory):
+    return trajectory.trajectory_id, trajectory.reward, [t.completion_ids.tolist() for t in trajectory.turns]
+
+
+async def test_a_run_whose_actors_are_all_gone_stops_and_can_be_resumed(local_ray, tmp_path):
+    sampler = HeldInTheMiddle(8)
+    orchestrator, notes, _ = make(tmp_path, sampler=sampler, steps=6)
+    async with nothing_left_behind(), on_actors(orchestrator, sampler, FLIPS, folder=str(tmp_path)) as player:
+        running = asyncio.create_task(orchestrator.run())
+        await until(lambda: sampler.num_in_flight >= 4)
+        (tmp_path / "refuse").touch()
+        for pid in player.pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RunStopped, match=r"no Ray actor is left .*the bank is closed"):
+            await running
+    assert orchestrator.step >= 1
+    await go_on_and_check(notes, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_tiny_model(tmp_path_factory.mktemp("ray") / "model")
+
+
+def what_was_sampled(run):
+    return sorted(
+        (t["trajectory_id"], t["reward"], [(turn["completion_ids"], turn["logprobs"]) for turn in t["turns"]])
+        for t in trajectory_lines(run)
+    )
+
+
+def test_verbatim_rl_on_actors_writes_what_a_local_run_writes(local_ray, model, tmp_path):
+    with workplace(tmp_path / "work", {"lots": LOTS}) as folder:
+        text = TOML.replace("[inference]\n", "[inference]\ndeterministic = true\n").format(model=model)
+        (folder / "run.toml").write_text(
+            text + 'import_path = "lots.Lots"\n[orchestrator.eval]\nepisodes = 5\ninterval = 2\n'
+        )
+        for name, options in (("local", []), ("ray", RAY)):
+            with contextlib.redirect_stdout(None):
+                assert main(["rl", "run.toml", "--run-dir", name, *options]) == 0
+        assert what_was_sampled(folder / "ray") == what_was_sampled(folder / "local")
+        last = train_lines(folder / "ray")[-1]["metrics"]
+        assert (last["rollout/actors"], last["rollout/actors_lost"]) == (2, 0)
+        assert last["ledger/sampled"] == sum(map(num_sampled, trajectory_lines(folder / "ray"))) > 0
+        assert "rollout/actors" not in train_lines(folder / "local")[-1]["metrics"]
+        config = (folder / "ray" / "config.toml").read_text()
+        assert "[orchestrator.rollout]" in config and 'backend = "ray"' in config
+    assert local_ray.is_initialized()  # it was there before
+
+
+def test_a_ray_that_a_run_started_ends_with_it(model, tmp_path):
+    """Every process that the run started inherits a mark in its environment."""
+    mark = f"VERBATIM_TEST_MARK={uuid.uuid4()}"
+    (tmp_path / "lots.py").write_text(LOTS)
+    (tmp_path / "run.toml").write_text(TOML.format(model=model) + 'import_path = "lots.Lots"\n')
+    name, _, value = mark.partition("=")
+    done = subprocess.run(
+        [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "out", *RAY], cwd=tmp_path,
+        env={**os.environ, name: value}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ray" not in (done.stdout + done.stderr).lower()  # not a word of its own
+    assert len(train_lines(tmp_path / "out")) == 2
+    assert marked(mark) == []
+
+
+def marked(mark):
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+    return found

@@ -1,0 +1,53 @@
+"""A program of its own, as one process has one Ray: a cluster of two hosts for actors; one is lost, and replaced.
+
+Prints one JSON line: what a group came to on it, and what is left of the actors afterwards.
+"""
+
+import asyncio
+import json
+
+import ray
+from ray.cluster_utils import Cluster
+
+from byte_renderer import ByteRenderer
+from rollouts.ray_session import Players, SecondTurnsWait, contents
+from rollouts.waiting import until
+from verbatim.rollouts.remote import OBJECT_STORE_BYTES, connect
+from verbatim.rollouts.remote_pool import ray_player
+
+
+async def play(cluster, nodes, add_node):
+    players = Players(SecondTurnsWait())
+    actors = ray_player(players.remote(), players.sampler, ByteRenderer(), workers=2, address=cluster.address)
+    async with actors as pool:
+        running = asyncio.create_task(players.group(pool, size=6).run())
+        await until(lambda: len(players.sampler.requests) == 6)
+        await asyncio.to_thread(cluster.remove_node, nodes[0])
+        await until(lambda: pool.num_lost == 1)
+        players.sampler.go_on.set()
+        group = await running
+        add_node()
+        await until(lambda: len(pool.pids) == 2)
+    here = await players.here(size=6)
+    same = [contents(a) == contents(b) for a, b in zip(group.trajectories, here.trajectories, strict=True)]
+    return {"same": same, "lost": pool.num_lost, "again": pool.num_played_again, "left": ray.is_initialized()}
+
+
+def main():
+    quiet = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **quiet})
+    try:
+        def add_node():
+            return cluster.add_node(num_cpus=1, **quiet)
+
+        found = asyncio.run(play(cluster, [add_node(), add_node()], add_node))
+        connect(ray, cluster.address)  # it is still there, and nobody has anything of it
+        found["free"] = ray.available_resources().get("CPU")
+        print(json.dumps(found))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

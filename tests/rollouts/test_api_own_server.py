@@ -1,0 +1,276 @@
+"""Rollouts over a real server process, `verbatim serve` and, where it is installed, vLLM's: all of it trainable."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from e2e.tiny_runs import SIZES
+from verbatim import Trajectory, build_samples
+from verbatim.inference import SamplingParams
+from verbatim.inference.http_sampler import HttpSampler
+from verbatim.inference.openai import OpenAI
+from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout, trajectory_from_messages
+from verbatim.tools import ToolManager
+
+PAIRS = [(a, b) for a in range(1, 4) for b in range(1, 4)]
+CONVERSATIONS = [{"id": f"{a}+{b}", "messages": [{"role": "user", "content": f"{a} {b}"}]} for a, b in PAIRS]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+TOOLS = ToolManager([add])
+
+
+def shown(a: int, b: int) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
+    return [{"role": "user", "content": f"{a} {b}"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "name": "add", "content": str(a + b)},
+            {"role": "assistant", "content": str(a + b)}]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of some ten thousand weights that has learnt to call `add` and to say what it answers."""
+    from verbatim.config.schema import TrainerConfig
+    from verbatim.losses import LOSSES
+    from verbatim.models.build import build_model, chat_text
+    from verbatim.models.loading import load_tokenizer
+    from verbatim.renderers import create_renderer
+    from verbatim.trainer.trainer import Trainer
+    from verbatim.trainer.warm_start import warm_start
+    from verbatim.trajectories import build
+
+    folder = tmp_path_factory.mktemp("adds") / "model"
+    talks = [shown(a, b) for a, b in PAIRS]
+    build_model(folder, SIZES, [chat_text(talk, TOOLS.schemas) for talk in talks], seed=0)
+    tokenizer = load_tokenizer(folder)
+    renderer = create_renderer("auto", tokenizer)
+    samples = [
+        build(trajectory_from_messages(renderer, talk, TOOLS.schemas, trajectory_id=str(k), env="adds"),
+              max_length=384, needs_logprobs=False).samples for k, talk in enumerate(talks)
+    ]  # fmt: skip
+    config = TrainerConfig.model_validate({"optim": {"lr": 1e-2}})
+    trainer = Trainer(folder, config, loss=LOSSES["sft"], total_optimizer_steps=60, tokenizer=tokenizer)
+    warm_start(trainer, samples, steps=60, batch_size=9, seed=0)
+    trainer.save_weights(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def process(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of ours that has ended when the block does."""
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield started
+    finally:
+        started.terminate()
+        try:
+            started.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.communicate()
+
+
+@contextlib.contextmanager
+def verbatim_serve(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`verbatim serve` on a free port of this machine, and its address."""
+    with process(sys.executable, "-m", "verbatim.cli", "serve", str(model), "--port", "0", "--name", "adds",
+                 "--deterministic", "--device", "cpu", "--seed", "0") as started:  # fmt: skip
+        assert started.stdout is not None
+        said = started.stdout.readline()
+        found = re.search(r"adds at (http://\S+)", said)
+        assert found, said
+        yield started, found[1]
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
+    with verbatim_serve(model) as (_, url):
+        yield url
+
+
+def over(url: str, name: str = "adds", **settings: Any) -> APIMultiTurnRollout:
+    api = OpenAI(model=name, base_url=f"{url}/v1", api_key="none", processed_logprobs=True, max_retries=1)
+    return APIMultiTurnRollout(
+        api=api, extra_body={"return_token_ids": True}, progress=False,
+        **{"concurrency": 9, "seed": 3, "tool_manager": TOOLS,
+           "sampling_params": SamplingParams(temperature=0.8, max_tokens=64), **settings},
+    )  # fmt: skip
+
+
+async def assert_logprobs_are_the_models(sampler: Any, trajectories: list[Trajectory], atol: float) -> None:
+    """Of each sampled token, given exactly the ids that stood before it."""
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            assert turn.logprobs is not None
+            whole = np.concatenate([turn.prompt_ids, turn.completion_ids])
+            expected = await sampler.prompt_logprobs(whole, turn.temperature)
+            np.testing.assert_allclose(turn.logprobs, expected[turn.num_prompt_tokens :], atol=atol)
+
+
+def test_trajectories_over_a_server_process_are_whole_and_trainable(url: str):
+    results = over(url)(CONVERSATIONS)
+    assert [r["error"] for r in results] == [None] * len(results)
+    answered = [r for r, (a, b) in zip(results, PAIRS, strict=True) if r["messages"][-1]["content"] == str(a + b)]
+    assert len(answered) >= 5, [r["messages"] for r in results]  # it has learnt its task, calls and all
+    for result in results:
+        samples = build_samples(result)
+        assert sum(s.num_trained_tokens for s in samples) == result.num_sampled_tokens > 0
+    for result in answered:
+        assert [m["role"] for m in result["messages"]] == ["user", "assistant", "tool", "assistant"]
+        assert result.info["usage"]["completion_tokens"] == result.num_sampled_tokens
+
+
+def test_breaks_are_those_of_the_ids(url: str):
+    """The server renders each conversation anew: where that is not what was sampled, a break says so."""
+    results = over(url, sampling_params=SamplingParams(temperature=1.5, max_tokens=48))(CONVERSATIONS * 2)
+    for result in results:
+        pairs = [([*one.prompt_ids, *one.completion_ids], other.prompt_ids) for one, other in pairwise(result.turns)]
+        assert result.num_breaks == sum(list(prompt[: len(before)]) != before for before, prompt in pairs)
+        assert len(build_samples(result)) == result.num_breaks + bool(result.turns)
+    assert sum(len(result.turns) > 1 for result in results) > 3
+
+
+def test_what_was_sampled_comes_again_from_its_seed(url: str):
+    first, again, other = (over(url, seed=seed)(CONVERSATIONS[:4]) for seed in (3, 3, 4))
+    assert [r["input_ids"] for r in first] == [r["input_ids"] for r in again]
+    assert [r["input_ids"] for r in first] != [r["input_ids"] for r in other]
+
+
+async def test_recorded_logprobs_are_those_of_the_local_model(url: str, model: Path):
+    from verbatim.config.schema import InferenceConfig
+    from verbatim.inference.torch_engine import TorchSampler
+
+    results = await over(url).run(CONVERSATIONS)
+    local = TorchSampler(model, config=InferenceConfig(device="cpu"), context_length=384, num_threads=1)
+    try:
+        await assert_logprobs_are_the_models(local, results, atol=2e-5)
+    finally:
+        await local.close()
+
+
+async def test_token_in_token_out_over_the_process_equals_the_local_rollout(url: str, model: Path):
+    from verbatim.config.schema import InferenceConfig
+    from verbatim.inference.torch_engine import TorchSampler
+    from verbatim.models.loading import load_tokenizer
+    from verbatim.renderers import create_renderer
+
+    renderer = create_renderer("auto", load_tokenizer(model))
+    local = TorchSampler(model, config=InferenceConfig(device="cpu", deterministic=True), context_length=384,
+                         num_threads=1)  # fmt: skip
+    remote = await HttpSampler.connect(url)
+    found = []
+    for sampler in (local, remote):
+        rollout = MultiTurnRollout(sampler=sampler, template=renderer, tool_manager=TOOLS, seed=5,
+                                   sampling_params=SamplingParams(max_tokens=48))  # fmt: skip
+        found.append(await rollout.run(CONVERSATIONS))
+        await sampler.close()
+    for one, other in zip(*found, strict=True):
+        assert one["messages"] == other["messages"]
+        assert len(one.turns) == len(other.turns) > 0
+        for mine, its in zip(one.turns, other.turns, strict=True):
+            assert mine.completion_ids.tolist() == its.completion_ids.tolist()
+            assert mine.logprobs.tobytes() == its.logprobs.tobytes()
+            assert mine.policy_versions.tolist() == its.policy_versions.tolist()
+
+
+def test_a_server_that_dies_in_the_middle_fails_trajectories_and_loses_none(model: Path):
+    with verbatim_serve(model) as (started, url):
+        calls = []
+
+        def add(a: int, b: int) -> int:
+            """Add two numbers."""
+            calls.append((a, b))
+            if len(calls) == 3:
+                started.kill()
+                started.wait(timeout=10)
+            return a + b
+
+        results = over(url, tool_manager=ToolManager([add]), concurrency=2)(CONVERSATIONS)
+    assert [r.example_id for r in results] == [c["id"] for c in CONVERSATIONS]
+    failed = [r for r in results if r["stop_reason"] == "api_error"]
+    assert len(failed) >= len(CONVERSATIONS) - 4  # two were under way, and few had ended before
+    assert all(r["error"].startswith("api: ") and r.info["request_errors"]["connection"] == 2 for r in failed)
+    assert any(r.turns for r in failed)  # what had been sampled is kept
+
+
+def test_ctrl_c_ends_the_server_cleanly(model: Path):
+    with verbatim_serve(model) as (started, url):
+        started.send_signal(signal.SIGINT)
+        assert started.wait(timeout=20) == 0
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+
+
+# ---- vLLM's own server
+
+
+@pytest.fixture(scope="module")
+def vllm_url(model: Path) -> Iterator[str]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed; it brings a torch of its own, so no extra of ours names it")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with process(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+                 "--served-model-name", "adds", "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32",
+                 "--max-model-len", "384", "--enforce-eager", "--logprobs-mode", "processed_logprobs",
+                 "--enable-auto-tool-choice", "--tool-call-parser", "hermes") as started:  # fmt: skip
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 300
+        while not _is_up(url):
+            assert started.poll() is None, "vLLM's server ended"
+            assert time.monotonic() < deadline, "vLLM's server does not come up"
+            time.sleep(1)
+        yield url
+
+
+def _is_up(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.extras
+async def test_trajectories_over_vllm_have_the_local_models_logprobs(vllm_url: str, model: Path):
+    from verbatim.config.schema import InferenceConfig
+    from verbatim.inference.torch_engine import TorchSampler
+
+    results = await over(vllm_url).run(CONVERSATIONS)
+    assert [r["error"] for r in results] == [None] * len(results)
+    remote = await HttpSampler.connect(vllm_url, vocab_size=SIZES.vocab_size, policy_version=2, processed_logprobs=True)
+    local = TorchSampler(model, config=InferenceConfig(device="cpu"), context_length=384, num_threads=1)
+    try:
+        await assert_logprobs_are_the_models(local, results, atol=1e-3)
+        from verbatim.models.loading import load_tokenizer
+        from verbatim.renderers import create_renderer
+
+        rollout = MultiTurnRollout(sampler=remote, template=create_renderer("auto", load_tokenizer(model)),
+                                   tool_manager=TOOLS, sampling_params=SamplingParams(max_tokens=48))  # fmt: skip
+        exact = await rollout.run(CONVERSATIONS)
+        await assert_logprobs_are_the_models(local, exact, atol=1e-3)
+        assert {int(v) for r in exact for turn in r.turns for v in turn.policy_versions} == {2}
+    finally:
+        await asyncio.gather(local.close(), remote.close())

@@ -1,0 +1,93 @@
+"""Turns of exact ids, for environments that render by themselves: recorded like any other, limits and all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
+from verbatim.errors import RecordError
+from verbatim.inference import SamplingParams
+from verbatim.inference.scripted import ScriptedSampler, default_logprob
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits, EpisodeOver
+from verbatim.types import StopReason
+
+PARAMS = SamplingParams(max_tokens=50, temperature=0.5, stop_token_ids=(END,))
+
+
+def loop_over(*script: list[int], limits: EpisodeLimits | None = None, **fields: Any) -> AgentLoop:
+    sampler = ScriptedSampler(script=script, vocab_size=VOCAB_SIZE, context_length=100, **fields)
+    return AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), seed=3,
+                     limits=limits or EpisodeLimits(max_context=100), recorder=Recorder(VOCAB_SIZE))  # fmt: skip
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+async def test_a_turn_of_exact_ids_is_recorded_as_it_was_sampled():
+    loop = loop_over(call("add", a=1), policy_version=4)
+    completion = await loop.complete(ids(1, 2, 3), PARAMS, "solver")
+    (turn,) = loop.turns
+    assert turn.prompt_ids.tolist() == [1, 2, 3]
+    assert turn.completion_ids.tolist() == completion.ids.tolist() == call("add", a=1)
+    assert turn.logprobs.tolist() == [float(np.float32(default_logprob(i))) for i in call("add", a=1)]
+    assert set(turn.policy_versions.tolist()) == {4}
+    assert (turn.temperature, turn.agent, turn.tool_calls[0].name) == (0.5, "solver", "add")
+
+
+async def test_one_that_is_not_trained_has_no_logprobs_and_is_counted_all_the_same():
+    loop = loop_over(say("no"))
+    completion = await loop.complete(ids(1), PARAMS, trained=False)
+    assert completion.logprobs is not None  # whoever asked is told
+    assert loop.last_turn.logprobs is None
+    assert len(loop.last_turn.completion_ids) == 3
+
+
+async def test_a_completion_that_was_cut_off_is_returned_and_the_next_may_follow():
+    loop = loop_over(text("abcdef"), say("x"))
+    first = await loop.complete(ids(1), SamplingParams(max_tokens=2, stop_token_ids=(END,)))
+    assert (first.stop_reason, len(first.ids)) == (StopReason.LENGTH, 2)
+    await loop.complete(ids(1, 2), PARAMS)
+    assert len(loop.turns) == 2
+
+
+async def test_the_room_that_is_left_bounds_a_completion_and_none_ends_the_episode():
+    loop = loop_over(text("a" * 90), say("x"), limits=EpisodeLimits(max_context=10))
+    assert len((await loop.complete(ids(*[1] * 8), PARAMS)).ids) == 2
+    with pytest.raises(EpisodeOver) as over:
+        await loop.complete(ids(*[1] * 10), PARAMS)
+    assert over.value.stop_reason is StopReason.LENGTH
+
+
+async def test_turns_of_exact_ids_count_against_max_turns():
+    loop = loop_over(say("a"), say("b"), limits=EpisodeLimits(max_turns=1, max_context=100))
+    await loop.complete(ids(1), PARAMS)
+    with pytest.raises(EpisodeOver) as over:
+        await loop.complete(ids(1), PARAMS)
+    assert over.value.stop_reason is StopReason.MAX_TURNS
+
+
+async def test_each_turn_of_an_agent_draws_with_a_seed_of_its_own():
+    loop = loop_over(say("a"), say("b"), say("c"))
+    await loop.complete(ids(1), PARAMS)
+    await loop.complete(ids(1), PARAMS)
+    await loop.complete(ids(1), PARAMS, "other")
+    assert len({request.seed for request in loop.sampler.requests}) == 3
+
+
+async def test_what_the_sampler_returned_is_checked_here_too():
+    loop = loop_over(say("ab"), trouble={0: "wrong_length"})
+    with pytest.raises(RecordError):
+        await loop.complete(ids(1), PARAMS)
+
+
+async def test_messages_are_those_that_were_told():
+    loop = loop_over(say("a"))
+    await loop.complete(ids(1), PARAMS)
+    assert loop.messages() == ()
+    loop.tell([{"role": "user", "content": "hi"}])
+    assert loop.messages() == ({"role": "user", "content": "hi"},)

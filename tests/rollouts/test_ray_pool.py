@@ -1,0 +1,220 @@
+"""Episodes on Ray actors are the episodes of this process, whatever happens to the actors."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from byte_renderer import ByteRenderer
+from rollouts.chat_server import chat_server
+from rollouts.ray_session import Players, SecondTurnsWait, contents, local_ray, scripted
+from rollouts.waiting import until
+from verbatim import Example
+from verbatim.errors import RunStopped, UsageError
+from verbatim.inference import SamplingParams
+from verbatim.inference.openai import OpenAI
+from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, RolloutSetup, remote_pool
+from verbatim.rollouts.remote import connect
+from verbatim.rollouts.remote_actor import RemoteSetup
+from verbatim.rollouts.remote_pool import ray_player
+
+pytestmark = pytest.mark.extras
+__all__ = ["local_ray"]
+
+
+def same(found, expected):
+    assert [contents(t) for t in found.trajectories] == [contents(t) for t in expected.trajectories]
+
+
+async def test_groups_on_actors_are_groups_of_this_process(local_ray):
+    players = Players()
+    async with players.pool() as pool:
+        counts = []
+        run = players.group(pool, size=6, on_sampled=counts.append)
+        found = await run.run()
+        assert len(pool.pids) == 2 and os.getpid() not in pool.pids
+    same(found, await players.here(size=6))
+    assert sum(counts) == run.num_sampled_tokens == sum(t.num_sampled_tokens for t in found.trajectories) > 0
+    assert [t.reward_parts["digit"] for t in found.trajectories] == [t.seed % 10 for t in found.trajectories]
+    assert dict(pool.metrics()) == {"rollout/actors": 0, "rollout/actors_lost": 0, "rollout/episodes_played_again": 0}
+
+
+async def test_episodes_go_to_the_actor_that_plays_the_fewest(local_ray):
+    players = Players(SecondTurnsWait())
+    async with players.pool() as pool:
+        running = asyncio.create_task(players.group(pool, size=6).run())
+        await until(lambda: len(players.sampler.requests) == 6)
+        assert [actor.num_playing for actor in pool._actors] == [3, 3]
+        players.sampler.go_on.set()
+        await running
+        assert [actor.num_playing for actor in pool._actors] == [0, 0]
+
+
+async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(local_ray, tmp_path):
+    players = Players(timeout=0.5, trouble={"3": "score", "4": "wait"}, folder=str(tmp_path))
+    async with players.pool() as pool:
+        found = [await players.group(pool, example).run() for example in ("3", "4", "2")]
+        assert pool.num_lost == 0
+    for group, example in zip(found, ("3", "4", "2"), strict=True):
+        same(group, await players.here(example))
+    errors = [{t.error for t in group.trajectories} for group in found]
+    assert errors == [
+        {"environment: score raised RuntimeError: no score"}, {"timeout: the episode took more than 0.5 s"}, {None}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("death", ["SIGKILL", "ray.kill"])
+async def test_episodes_of_a_lost_actor_are_played_again_and_its_tokens_are_counted(local_ray, death):
+    """The first turns of the six are drawn, the second ones held, then one of the two actors dies."""
+    players = Players(SecondTurnsWait())
+    sampled, lost = [], []
+    async with players.pool() as pool:
+        run = players.group(pool, size=6, on_sampled=sampled.append, on_lost=lost.append)
+        running = asyncio.create_task(run.run())
+        await until(lambda: len(sampled) == 6)
+        before = sum(sampled)
+        victim = pool._actors[0]
+        if death == "ray.kill":
+            local_ray.kill(victim.handle)
+        else:
+            os.kill(victim.pid, signal.SIGKILL)
+        await until(lambda: len(lost) == 3)
+        assert run.num_sampled_tokens == sum(sampled) - sum(lost)
+        players.sampler.go_on.set()
+        found = await running
+        await until(lambda: len(pool.pids) == 2)  # another one took its place
+        assert victim.pid not in pool.pids
+        again = await players.group(pool, index=1, size=6).run()
+        assert (pool.num_lost, pool.num_played_again) == (1, 3)
+        assert pool.metrics()["rollout/episodes_played_again"] == 3
+    same(found, await players.here(size=6))
+    same(again, await players.here(index=1, size=6))
+    firsts = [len(t.turns[0].completion_ids) for t in found.trajectories]
+    assert before == sum(firsts)
+    assert sum(lost) in {sum(firsts[i] for i in (0, 2, 4)), sum(firsts[i] for i in (1, 3, 5))}
+    assert sum(sampled) - sum(lost) == sum(t.num_sampled_tokens for t in found.trajectories)
+
+
+async def test_an_episode_that_kills_its_actors_fails_and_the_others_do_not(local_ray):
+    players = Players(trouble={"4": "exit"})
+    sampled, lost = [], []
+    async with players.pool() as pool:
+        deadly = await players.group(pool, "4", size=1, on_sampled=sampled.append, on_lost=lost.append).run()
+        good = await players.group(pool, "3", size=4).run()
+        assert (pool.num_lost, pool.num_played_again) == (3, 2)
+    (failed,) = deadly.trajectories
+    assert failed.error.startswith("actor: 3 actors were lost while they played it; the last one: ")
+    assert (failed.stop_reason, failed.truncated, failed.turns) == ("api_error", True, ())
+    assert (failed.trajectory_id, failed.env, failed.example_id) == ("train-0-0", "doubles", "4")
+    assert sum(sampled) == sum(lost) > 0
+    same(good, await players.here("3", size=4))
+
+
+async def test_an_actor_that_is_stuck_is_taken_for_lost(local_ray, monkeypatch):
+    monkeypatch.setattr(remote_pool, "GRACE", 0.5)
+    monkeypatch.setattr(remote_pool, "MOST_TRIES", 1)
+    players = Players(timeout=0.5, trouble={"4": "block"})
+    async with players.pool(workers=1) as pool:
+        (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
+        assert "did not end an episode within 0.5 s of its deadline" in failed.error
+        good = await players.group(pool, "3").run()
+    assert [t.error for t in good.trajectories] == [None] * 4
+
+
+async def test_with_no_actor_left_and_none_to_start_the_run_stops(local_ray, tmp_path):
+    players = Players(trouble={"4": "wait"}, folder=str(tmp_path))
+    async with players.pool() as pool:
+        running = asyncio.create_task(players.group(pool, "4", size=4).run())
+        await until(lambda: len(list(tmp_path.glob("waits-*"))) == 2)
+        (tmp_path / "refuse").touch()
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RunStopped, match=r"no Ray actor is left .*the game server is down"):
+            await running
+        with pytest.raises(RunStopped, match="no Ray actor is left"):
+            await players.group(pool, "3").run()
+        assert (pool.pids, pool.num_lost) == ([], 2)
+
+
+async def test_cancelling_reaches_the_engine_and_the_episode(local_ray, tmp_path):
+    """Four episodes are cancelled while they are sampled, then four while their environment waits."""
+    players = Players(SecondTurnsWait(), trouble={"4": "wait"}, folder=str(tmp_path))
+    sampled, lost = [], []
+    async with players.pool(workers=1) as pool:
+        for example, all_wait in (("3", lambda: len(sampled) == 4), ("4", lambda: list(tmp_path.glob("waits-*")))):
+            run = players.group(pool, example, on_sampled=sampled.append, on_lost=lost.append)
+            running = asyncio.create_task(run.run())
+            await until(all_wait)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            closed = f"closed-{example}-*"
+            await until(lambda closed=closed: len(list(tmp_path.glob(closed))) == 4)
+            players.sampler.go_on.set()
+        assert (players.sampler.num_in_flight, lost, pool.num_lost) == (0, [], 0)
+        assert len((await players.group(pool, index=2).run()).completed) == 4
+
+
+def test_a_lost_host_is_a_lost_actor_and_a_cluster_that_was_there_stays():
+    done = subprocess.run(
+        [sys.executable, "-m", "rollouts.ray_cluster_program"], cwd=Path(__file__).parents[1], capture_output=True,
+        text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"same": [True] * 6, "lost": 1, "again": 3, "left": False, "free": 2.0}
+
+
+async def test_what_hinders_the_actors_is_said_before_anything_is_played(local_ray, monkeypatch):
+    players = Players()
+    with pytest.raises(UsageError, match=r"on a Ray actor: .*no_such_module"):
+        async with players.pool(name="no_such_module.Environment"):
+            pass
+    monkeypatch.setattr(remote_pool, "START_TIMEOUT", 2.0)
+    with pytest.raises(UsageError, match=r"a Ray actor did not start within 2 s; .*rollout\.workers"):
+        async with players.pool(workers=3):
+            pass
+    monkeypatch.undo()
+    async with players.pool() as pool:  # nothing of theirs is left in the way
+        assert len(pool.pids) == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [("127.0.0.1:1", r'at address = "127.0.0.1:1": .*refused.*ray start --head'),
+     ("ray://10.0.0.1", r"expected \"auto\", or an address such as")],
+)  # fmt: skip
+def test_a_cluster_that_is_not_there_is_named_at_once(local_ray, address, message):
+    with pytest.raises(UsageError, match=message):
+        connect(local_ray, address)
+
+
+async def test_a_teacher_plays_on_actors_too(local_ray):
+    from rollouts.test_teacher_loop import Sums
+
+    sampler, params, limits = scripted(), SamplingParams(), EpisodeLimits()
+    found, counts = [], []
+    with chat_server() as server:
+        api = OpenAI(model="teacher", base_url=server.url)
+        remote = RemoteSetup(env="sums", name="rollouts.test_teacher_loop.Sums", args={}, params=params, limits=limits,
+                             teacher=api)  # fmt: skip
+        pool = ray_player({("train", "sums"): remote}, sampler, ByteRenderer(), workers=1)
+        async with pool as player, api.connect() as teacher:
+            for who in (player, LocalPlayer()):
+                setup = RolloutSetup(
+                    env="sums", environment=Sums(), sampler=sampler, renderer=ByteRenderer(), params=params,
+                    limits=limits, slots=asyncio.Semaphore(8), teacher=teacher, player=who,
+                )  # fmt: skip
+                listener = []
+                run = GroupRun(setup, Example(id="x"), index=0, size=2, run_seed=0, on_sampled=listener.append)
+                found.append(await run.run())
+                counts.append(sum(listener))
+    same(*found)
+    assert counts[0] == counts[1] == sum(t.num_sampled_tokens for t in found[0].trajectories)
+    assert [t.messages[-1]["content"] for t in found[0].trajectories] == ["12", "12"]
+    assert sampler.requests == []
