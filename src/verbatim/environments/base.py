@@ -45,6 +45,8 @@ class Episode:
     """The opening messages."""
     tools: Sequence[Tool] = ()
     """Its own tools, bound to its own state."""
+    info: Mapping[str, Any] = {}
+    """What else is known of it once it has ended (JSON values): kept in the trajectory's `info`."""
     turn_rewards_sum_to_reward: bool = False
     """Whether the turns' own rewards add up to what `score` says: credit per turn then counts them once."""
 
