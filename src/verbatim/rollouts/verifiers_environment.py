@@ -1,0 +1,184 @@
+"""Environments of the package `verifiers` as ours: their tasks, programs and rewards, our sampler and our records."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verbatim.environments.base import Episode, Score
+from verbatim.errors import ComponentError, EnvironmentFault, UsageError
+from verbatim.rollouts import verifiers_trace
+from verbatim.rollouts.turn_loop import AgentLoop, EpisodeOver
+from verbatim.rollouts.verifiers_serving import MODEL, Serving
+from verbatim.types import Example, StopReason, Trajectory
+
+HARNESS = "verbatim-chat"
+"""The chat loop that needs no network (`verifiers_harnesses/verbatim_chat.py`)."""
+_NO_KEY = "VERBATIM_NO_KEY"
+"""A variable that nobody sets: our server asks for no key here, and verifiers is to send none of its own."""
+
+
+class VerifiersEnvironment:
+    """A taskset of verifiers (0.4), played by its agents' programs.
+
+    verifiers renders the conversations itself, with the package `renderers`, and asks our server for exact ids. Every
+    turn is recorded where it is sampled; at the end verifiers' own trace has to hold the same ids and logprobs.
+
+    Args:
+        taskset: Its id: the module that exports it.
+        tokenizer: The model's folder or hub id: verifiers loads the tokenizer by it.
+        renderer: A family of the package `renderers`; None takes the run's.
+        harness: The program that plays, where `config` says nothing else.
+        env: verifiers' environment around the taskset; "" takes the taskset's own.
+        train: Which tasks to train on, as verifiers' `select` has it: `{"limit": 100}`. By default all.
+        eval: Which tasks to evaluate on.
+        config: The rest of verifiers' `[env]` table.
+
+    Raises:
+        UsageError: the extra `verifiers` is not installed, or verifiers refuses the configuration.
+    """
+
+    def __init__(
+        self,
+        taskset: str,
+        tokenizer: str,
+        renderer: str | None = None,
+        harness: str = HARNESS,
+        env: str = "",
+        train: Mapping[str, Any] | None = None,
+        eval: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._config = _read_config(taskset, env, harness, dict(config or {}))
+        self._selected = {"train": _tasks(self._config, train), "eval": _tasks(self._config, eval)}
+        self._tasks = {_example_id(task): task for tasks in self._selected.values() for task in tasks}
+        self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Serving] = weakref.WeakKeyDictionary()
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The tasks that were selected for "train" or "eval"."""
+        if split not in self._selected:
+            raise UsageError(f'verifiers: there is no split {split!r}; there are "train" and "eval"')
+        return [Example(id=_example_id(task), payload={"key": task.key}) for task in self._selected[split]]
+
+    async def start(self, example: Example, seed: int) -> VerifiersEpisode:
+        """An episode about the example's task. The seed reaches the sampling only: verifiers knows none."""
+        return VerifiersEpisode(self, self._tasks[example.id])
+
+    def serving(self) -> Serving:
+        """The servers of the running event loop."""
+        from verifiers.v1.utils.loaders import load_environment
+
+        loop = asyncio.get_running_loop()
+        if loop not in self._serving:
+            self._serving[loop] = Serving(load_environment(self._config))
+        return self._serving[loop]
+
+    def context(self, url: str, loop: AgentLoop) -> Any:
+        """Where verifiers' agents ask, and how they sample."""
+        from renderers.configs import config_from_name
+        from verifiers.v1.clients import ModelContext, TrainClientConfig
+        from verifiers.v1.types import SamplingConfig
+
+        name = self._renderer or loop.renderer.name
+        if name == "template":
+            raise EnvironmentFault('verifiers cannot render by the run\'s chat template; give one of its families: '
+                                   'args.renderer = "qwen3", for example')  # fmt: skip
+        params = loop.params
+        return ModelContext(
+            model=MODEL,
+            client=TrainClientConfig(base_url=f"{url}/v1", api_key_var=_NO_KEY, renderer=config_from_name(name),
+                                     renderer_model_name=self._tokenizer),
+            sampling=SamplingConfig.model_validate({
+                "temperature": params.temperature, "max_tokens": params.max_tokens, "top_p": params.top_p,
+                "top_k": params.top_k, "min_p": params.min_p,
+            }),
+        )  # fmt: skip
+
+
+class VerifiersEpisode(Episode):
+    """One task, from verifiers' first program to its last reward."""
+
+    def __init__(self, environment: VerifiersEnvironment, task: Any) -> None:
+        self._environment = environment
+        self._task = task
+        self._rewards: dict[str, float] = {}
+
+    async def run(self, agent: Any) -> None:
+        """Have verifiers play and score it, and hold its trace against what was served.
+
+        Raises:
+            EnvironmentFault: verifiers failed, or its trace is not what was sampled.
+            EpisodeOver: it was cut off.
+        """
+        if not isinstance(agent, AgentLoop):
+            raise EnvironmentFault("verifiers' environments are played by the run's sampler only, not by a teacher")
+        serving = self._environment.serving()
+        async with serving.use(agent.sampler) as (url, switchboard):
+            try:
+                episode = await serving.env.run_episode(
+                    self._task, self._environment.context(url, agent),
+                    on_trace=lambda trace: switchboard.connect(trace, agent),
+                )  # fmt: skip
+            finally:
+                switchboard.disconnect(agent)
+        agent.tell(verifiers_trace.messages_of(episode))
+        problem = verifiers_trace.errors_of(episode)
+        if problem is not None:
+            raise EnvironmentFault(f"verifiers: {problem}")
+        verifiers_trace.check_served(episode.traces, agent.turns)
+        self._rewards = verifiers_trace.rewards_of(episode)
+        self.info = {"verifiers": verifiers_trace.metrics_of(episode)}
+        reason = verifiers_trace.stop_reason_of(episode)
+        if reason is not StopReason.STOP:
+            raise EpisodeOver(reason)
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """verifiers' rewards, weighted, by name; its metrics are in `info`."""
+        return self._rewards or None
+
+
+def _read_config(taskset: str, env: str, harness: str, config: dict[str, Any]) -> Any:
+    """verifiers' configuration, its agents played on this machine by our harness unless it says otherwise."""
+    try:
+        from pydantic import ValidationError
+        from verifiers.v1 import harnesses
+        from verifiers.v1.configs.agent import agent_config_fields
+        from verifiers.v1.utils.loaders import env_config_type, resolve_env_config
+    except ImportError as error:
+        raise UsageError(f"verifiers' environments need {error.name}: pip install 'verbatim-rl[verifiers]'") from None
+    from verbatim.rollouts import verifiers_harnesses
+
+    folder = next(iter(verifiers_harnesses.__path__))
+    if folder not in harnesses.__path__:
+        harnesses.__path__.append(folder)
+    try:
+        raw: dict[str, Any] = {**config, "id": env, "taskset": {**config.get("taskset", {}), "id": taskset}}
+        for role in agent_config_fields(env_config_type(taskset, env).model_construct()):
+            given = config.get(role, {})
+            raw[role] = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}, **given}
+        return resolve_env_config(raw)
+    except (ValidationError, ValueError, TypeError, AttributeError, ImportError) as error:
+        raise ComponentError(f"verifiers refuses taskset {taskset!r} or its configuration: {error}") from error
+
+
+def _tasks(config: Any, select: Mapping[str, Any] | None) -> list[Any]:
+    from pydantic import ValidationError
+    from verifiers.v1.configs.select import SelectConfig
+    from verifiers.v1.utils.loaders import load_taskset
+
+    try:
+        chosen = load_taskset(config.taskset).select(SelectConfig.model_validate(dict(select or {})))
+    except ValidationError as error:
+        raise ComponentError(f"verifiers refuses the selection {dict(select or {})}: {error}") from error
+    if not chosen.bounded:
+        raise ComponentError(f"verifiers' taskset {config.taskset.id!r} has no end; give args.train and args.eval a "
+                             "limit: train = { limit = 1000 }")  # fmt: skip
+    return list(chosen)
+
+
+def _example_id(task: Any) -> str:
+    return f"task-{task.data.idx}"

@@ -1,0 +1,129 @@
+"""What verifiers recorded against what our sampler served: each sampled token in both, in one context, or an error.
+
+verifiers keeps a rollout as a graph of messages, each with the ids that it adds. The ids on the way to a sampled
+message are its prompt; the ids of its own that are masked as sampled are the completion.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from verbatim.errors import EnvironmentFault
+from verbatim.types import Message, StopReason, Turn
+
+_STOPS = {
+    "max_turns": StopReason.MAX_TURNS,
+    "context_length": StopReason.LENGTH,
+    "max_input_tokens": StopReason.LENGTH,
+    "max_output_tokens": StopReason.LENGTH,
+    "max_total_tokens": StopReason.LENGTH,
+}
+
+Served = tuple[bytes, bytes, bytes]
+"""Prompt, completion and logprobs, as int32, int32 and float32."""
+
+
+def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
+    """Whether the traces hold exactly what was served.
+
+    Raises:
+        EnvironmentFault: a sampled message that nobody served, or a served one that no trace holds.
+    """
+    recorded = Counter(_served(node) for trace in traces for node in _sampled(trace))
+    served = Counter(
+        (turn.prompt_ids.tobytes(), turn.completion_ids.tobytes(), b"" if turn.logprobs is None
+         else turn.logprobs.tobytes())
+        for turn in turns
+    )  # fmt: skip
+    context = {key[:2] for key in served if not key[2]}  # of who is not trained no logprobs are kept
+    recorded = Counter({(*key[:2], b"") if key[:2] in context else key: n for key, n in recorded.items()})
+    if recorded == served:
+        return
+    strange, missing = recorded - served, served - recorded
+    raise EnvironmentFault(
+        f"verifiers' trace and what was sampled differ: {strange.total()} sampled messages of the trace were not "
+        f"served like this, {missing.total()} of {served.total()} served completions are in no trace; "
+        + _told(next(iter([*strange, *missing])))
+    )
+
+
+def _told(key: Served) -> str:
+    prompt, completion = (np.frombuffer(part, np.int32) for part in key[:2])
+    return f"one has {len(prompt)} prompt ids, the completion {completion[:8].tolist()}{'...' * (len(completion) > 8)}"
+
+
+def _sampled(trace: Any) -> Iterator[tuple[list[int], list[int], list[float]]]:
+    """Prompt, completion and logprobs of each sampled message."""
+    for node in trace.nodes:
+        if not node.sampled:
+            continue
+        count = sum(node.mask)
+        if node.mask != [False] * (len(node.mask) - count) + [True] * count or len(node.logprobs) != count:
+            raise EnvironmentFault(f"verifiers' trace has a message with {count} sampled ids that are not at its end, "
+                                   f"or not with one logprob each ({len(node.logprobs)})")  # fmt: skip
+        before: list[list[int]] = []
+        parent = node.parent
+        while parent is not None:
+            before.append(trace.nodes[parent].token_ids)
+            parent = trace.nodes[parent].parent
+        split = len(node.token_ids) - count
+        prompt = [token for ids in reversed(before) for token in ids] + node.token_ids[:split]
+        yield prompt, node.token_ids[split:], node.logprobs
+
+
+def _served(message: tuple[list[int], list[int], list[float]]) -> Served:
+    prompt, completion, logprobs = message
+    return (np.array(prompt, np.int32).tobytes(), np.array(completion, np.int32).tobytes(),
+            np.array(logprobs, np.float32).tobytes())  # fmt: skip
+
+
+def errors_of(episode: Any) -> str | None:
+    """What went wrong, in verifiers' words; None = nothing."""
+    found = [*episode.errors, *(error for trace in episode.traces for error in trace.errors if not trace.ok)]
+    return "; ".join(f"{error.type}: {error.message}" for error in found[:3]) or None
+
+
+def rewards_of(episode: Any) -> dict[str, float]:
+    """The weighted rewards of those who are trained, by name; those of one name are added up."""
+    parts: dict[str, float] = {}
+    for trace in episode.traces:
+        if trace.agent is not None and not trace.agent.trainable:
+            continue
+        for name, reward in trace.rewards.items():
+            if reward is not None:
+                parts[name] = parts.get(name, 0.0) + float(reward.value)
+    return parts
+
+
+def metrics_of(episode: Any) -> dict[str, float]:
+    """What was measured beside the rewards; of several agents with the agent's name in front."""
+    return {
+        f"{trace.agent.name}/{name}" if len(episode.traces) > 1 and trace.agent is not None else name: float(value)
+        for trace in episode.traces for name, value in trace.metrics.items() if value is not None
+    }  # fmt: skip
+
+
+def stop_reason_of(episode: Any) -> StopReason:
+    """Why it ended, from the traces' own stop conditions."""
+    for trace in episode.traces:
+        if trace.stop_condition in _STOPS:
+            return _STOPS[trace.stop_condition]
+        if trace.is_truncated:
+            return StopReason.LENGTH
+    return StopReason.STOP
+
+
+def messages_of(episode: Any) -> list[Message]:
+    """The last branch of the first trace, as OpenAI's format has it."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    found: list[Message] = []
+    for message in episode.traces[0].messages if episode.traces else ():
+        wire = message_to_wire(message)
+        wire["content"] = wire.get("content") or ""
+        found.append(wire)
+    return found
