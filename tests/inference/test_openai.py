@@ -113,6 +113,15 @@ def test_an_answer_is_read_with_its_ids():
     assert answer.usage == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
 
 
+def test_our_own_servers_say_which_weights_sampled_each_token():
+    body = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop", "token_ids": [52, 7]}],
+            "prompt_token_ids": [50], "verbatim": {"policy_versions": [3, 4]}}  # fmt: skip
+    assert read_answer(json.dumps(body)).policy_versions == [3, 4]
+    for versions in ([3], [3, -1], [3, 4.5], "34", 3):
+        with pytest.raises(BadAnswer, match="policy version"):
+            read_answer(json.dumps({**body, "verbatim": {"policy_versions": versions}}))
+
+
 def test_the_least_that_a_server_may_say_is_read():
     answer = read_answer('{"choices": [{"message": {}, "finish_reason": "stop"}]}')
     assert (answer.content, answer.reasoning, answer.tool_calls, answer.usage) == ("", None, (), {})

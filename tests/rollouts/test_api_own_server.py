@@ -136,6 +136,7 @@ def test_trajectories_over_a_server_process_are_whole_and_trainable(url: str):
     for result in results:
         samples = build_samples(result)
         assert sum(s.num_trained_tokens for s in samples) == result.num_sampled_tokens > 0
+        assert {int(v) for turn in result.turns for v in turn.policy_versions} == {0}  # the served model's
     for result in answered:
         assert [m["role"] for m in result["messages"]] == ["user", "assistant", "tool", "assistant"]
         assert result.info["usage"]["completion_tokens"] == result.num_sampled_tokens

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.inference.wire import OURS
 from verbatim.types import ParseStatus, StopReason, ToolCall
 
 _STOP_REASONS = {
@@ -45,6 +46,8 @@ class ChatAnswer:
     """The ids that were sampled; None = it does not say."""
     logprobs: Sequence[float] | None
     """One for each of `completion_ids`; None = it does not say."""
+    policy_versions: Sequence[int] | None = None
+    """The weights that sampled each of them; only our own servers say."""
 
 
 def read_answer(text: str) -> ChatAnswer:
@@ -86,6 +89,7 @@ def read_answer(text: str) -> ChatAnswer:
         prompt_ids=body.get("prompt_token_ids") or choice.get("prompt_token_ids"),
         completion_ids=choice.get("token_ids"),
         logprobs=_read_logprobs(choice.get("logprobs")),
+        policy_versions=_read_versions(body.get(OURS), choice.get("token_ids")),
     )
 
 
@@ -129,6 +133,17 @@ def _read_logprobs(logprobs: object) -> list[float] | None:
         return [float(token["logprob"]) for token in content]
     except (KeyError, TypeError, ValueError):
         raise BadAnswer("expected a logprob for each token of logprobs.content") from None
+
+
+def _read_versions(ours: object, ids: object) -> list[int] | None:
+    versions = ours.get("policy_versions") if isinstance(ours, dict) else None
+    if versions is None or ids is None:
+        return None
+    if not isinstance(versions, list) or not isinstance(ids, list) or len(versions) != len(ids):
+        raise BadAnswer(f"expected a policy version for each token id, found {versions!r:.80}")
+    if not all(type(version) is int and version >= 0 for version in versions):
+        raise BadAnswer(f"expected policy versions, found {versions!r:.80}")
+    return versions
 
 
 def _unicode(text: str) -> str:

@@ -69,8 +69,10 @@ async def serve_sampler(
         raise UsageError(f"serving a sampler needs {error.name}: pip install 'verbatim-rl[serve]'") from None
     app = SamplerApp(sampler, renderer=renderer, model=model, api_key=api_key, seed=seed, max_body=max_body)
     listening = _listen(host, port)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False,
-                            timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=5)  # fmt: skip
+    config = uvicorn.Config(
+        app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=5,
+    )  # fmt: skip
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:

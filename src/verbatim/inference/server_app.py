@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -169,7 +169,7 @@ class SamplerApp:
                     raise _Refused(503, _STOPPING)
                 self._check_key(request)
                 return JSONResponse(await endpoint(request))
-            except _ClientGone:
+            except (_ClientGone, ClientDisconnect):
                 return Response(status_code=499)  # nobody reads it
             except _Refused as error:
                 return _refusal(error.status, str(error))

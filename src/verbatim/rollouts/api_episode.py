@@ -165,7 +165,8 @@ class ChatEpisode:
         known = self._connection.api.processed_logprobs or samples_as_modelled(body)
         self._recorder.record(
             prompt_ids=answer.prompt_ids, completion_ids=answer.completion_ids,
-            logprobs=answer.logprobs if known else None, stop_reason=answer.stop_reason,
+            logprobs=answer.logprobs if known else None, policy_versions=answer.policy_versions,
+            stop_reason=answer.stop_reason,
             temperature=body.get("temperature", 1.0), tool_calls=calls,
             parse_status=next((call.status for call in calls if call.status != "ok"), "ok"),
             timing=TurnTiming(generated=seconds),
