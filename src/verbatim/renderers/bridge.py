@@ -96,7 +96,8 @@ class TemplateBridge:
         key = (repr(window), shown)
         try:
             after = self._render([*window, *rest], tools)
-            if not after.startswith(self._windows.get(key, "\0")):  # also where the template writes a date
+            known = self._windows.get(key)
+            if known is None or not after.startswith(known):  # the second where the template writes a date
                 self._windows[key] = self._render(window, tools)
         except EnvironmentFault:
             return None

@@ -29,9 +29,13 @@ from jinja2 import nodes
 
 from verbatim.renderers.proof.side_by_side import Differs, Program, Refusal, SideBySide, last_line
 from verbatim.renderers.proof.situation import Situation
-from verbatim.renderers.proof.symbolic import Impossible, Term, TooManyPaths, explore
+from verbatim.renderers.proof.symbolic import ALLOWED, Impossible, Term, TooManyPaths, Work, explore
 from verbatim.renderers.proof.values import NotUnderstood
 from verbatim.renderers.proof.world import World
+
+MOST_STEPS = 1_000_000
+"""Expressions that one proof may evaluate. Of the templates in the tests none needs a third of it."""
+TOO_MANY = "too many different ways through the template"
 
 
 class Prover:
@@ -46,6 +50,7 @@ class Prover:
     def _refusal(self, situation: Situation) -> Refusal | None:
         """Why not; None: proven."""
         cuts: set[int] = set()
+        ALLOWED.set(Work(MOST_STEPS))
         try:
             explore(partial(_Kept.check, self._program, situation, cuts, {}, True), {})
             if not cuts:
@@ -57,7 +62,7 @@ class Prover:
         except NotUnderstood as error:
             return Refusal(error.line, f"{error.what}, which the proof does not cover")
         except (TooManyPaths, RecursionError):
-            return Refusal(1, "too many different ways through the template")
+            return Refusal(1, TOO_MANY)
         return None
 
 

@@ -27,6 +27,7 @@ from verbatim.renderers.proof.values import (
     Raises,
     Routine,
     Space,
+    is_lazy,
 )
 
 GLOBALS = ("range", "namespace", "raise_exception", "strftime_now", "dict", "cycler", "joiner", "lipsum")
@@ -35,6 +36,12 @@ _LONG = 64
 _STATEFUL = frozenset({"cycler", "joiner", "lipsum", "random"})
 _PURE = frozenset({"strip", "lstrip", "rstrip", "lower", "upper", "title", "capitalize", "startswith", "endswith",
                    "split", "replace", "removeprefix", "removesuffix", "join"})  # fmt: skip
+_LAZY = frozenset(
+    {"map", "select", "reject", "selectattr", "rejectattr", "unique", "slice", "batch", "reverse", "items"}
+)
+"""Filters whose result can be gone through once."""
+_PYTHON: dict[type, type] = {Entry: dict, str: str, int: int, bool: bool, float: float, tuple: list}
+_NO_TEXTS = (int, float, Linear, tuple, Entry, Messages, Positions, Space, Loop, Routine)
 _TO_TEXT = frozenset({"tojson", "string", "join", "upper", "lower", "replace", "capitalize", "trim", "title"})
 
 
@@ -63,6 +70,8 @@ class Expressions(Questions):
         rule = getattr(self, f"_of_{type(node).__name__.lower()}", None)
         if rule is None:
             raise NotUnderstood(node.lineno, f"a {type(node).__name__} expression")
+        self.line = node.lineno
+        self.oracle.work.step()
         return rule(node)
 
     def _of_const(self, node: nodes.Const) -> Any:
@@ -77,12 +86,13 @@ class Expressions(Questions):
         return self._lookup(node.name)
 
     def _of_list(self, node: nodes.List) -> Any:
-        return tuple(self.value(item) for item in node.items)
+        return tuple(self._kept(self.value(item)) for item in node.items)
 
     _of_tuple = _of_list
 
     def _of_dict(self, node: nodes.Dict) -> Any:
-        return Term("dict", tuple((self.value(pair.key), self.value(pair.value)) for pair in node.items))
+        pairs = ((self.value(pair.key), self._kept(self.value(pair.value))) for pair in node.items)
+        return self.term("dict", *pairs)
 
     def _of_condexpr(self, node: nodes.CondExpr) -> Any:
         if self._test(node.test):
@@ -102,7 +112,7 @@ class Expressions(Questions):
 
     def _of_neg(self, node: nodes.Neg) -> Any:
         value = self.value(node.node)
-        return minus(0, value) if isinstance(value, (int, Linear)) else Term("neg", (value,))
+        return minus(0, value) if isinstance(value, (int, Linear)) else self.term("neg", value)
 
     def _of_compare(self, node: nodes.Compare) -> Any:
         left = self.value(node.expr)
@@ -122,19 +132,17 @@ class Expressions(Questions):
             return minus(a, minus(0, b))
         if isinstance(a, tuple) and isinstance(b, tuple):
             return a + b
-        if any(x is None or x is UNDEFINED or isinstance(x, (int, Linear, tuple)) for x in (a, b)) and any(
-            is_text(x) for x in (a, b)
-        ):
+        if any(x is None or x is UNDEFINED or isinstance(x, _NO_TEXTS) for x in (a, b)) and any(map(is_text, (a, b))):
             raise Raises
         if is_text(a) or is_text(b):
             return cat((a, b))
-        return Term("add", (a, b))
+        return self.term("add", a, b)
 
     def _of_sub(self, node: nodes.Sub) -> Any:
         a, b = self.value(node.left), self.value(node.right)
         if isinstance(a, (int, Linear)) and isinstance(b, (int, Linear)):
             return minus(a, b)
-        return Term("sub", (a, b))
+        return self.term("sub", a, b)
 
     def _of_mod(self, node: nodes.Mod) -> Any:
         a, b = self.value(node.left), self.value(node.right)
@@ -143,10 +151,10 @@ class Expressions(Questions):
         if isinstance(a, Linear) and b == 2:
             odd = sum(self.oracle.decide(Term("odd", (symbol,))) for symbol, times in a.parts if times % 2)
             return (a.constant + odd) % 2
-        return Term("mod", (a, b))
+        return self.term("mod", a, b)
 
     def _of_mul(self, node: nodes.BinExpr) -> Any:
-        return Term(type(node).__name__, (self._closed(self.value(node.left)), self._closed(self.value(node.right))))
+        return self.term(type(node).__name__, self.value(node.left), self.value(node.right))
 
     _of_div = _of_floordiv = _of_pow = _of_mul
 
@@ -154,7 +162,11 @@ class Expressions(Questions):
         return self.attribute(self._lookup(node.name), node.attr)
 
     def _of_getattr(self, node: nodes.Getattr) -> Any:
-        return self.attribute(self.value(node.node), node.attr)
+        whole = self.value(node.node)
+        if hasattr(_PYTHON.get(type(whole), object), node.attr):
+            # Jinja's `whole.attr` is an attribute of Python's before it is an item.
+            raise NotUnderstood(node.lineno, f"the method {node.attr} as a value")
+        return self.attribute(whole, node.attr)
 
     def _of_getitem(self, node: nodes.Getitem) -> Any:
         whole = self.value(node.node)
@@ -164,6 +176,8 @@ class Expressions(Questions):
         key = self.value(node.arg)
         if isinstance(whole, Messages):
             return self._message_at(whole, key)
+        if isinstance(whole, Space) and not isinstance(node.arg, nodes.Const):
+            raise NotUnderstood(node.lineno, "an attribute of a namespace whose name is computed")
         return self.attribute(whole, key)
 
     def _slice(self, whole: Any, bounds: list[Any]) -> Any:
@@ -175,7 +189,7 @@ class Expressions(Questions):
                 return replace(whole, reverse=True)
         if isinstance(whole, (str, tuple)) and all(part is None or isinstance(part, int) for part in bounds):
             return whole[start:stop:step]
-        return Term("string" if is_text(whole) else "slice", (self._closed(whole), *bounds))
+        return self.term("string" if is_text(whole) else "slice", whole, *bounds)
 
     def attribute(self, whole: Any, key: Any) -> Any:
         """`whole.key` or `whole[key]`."""
@@ -192,15 +206,15 @@ class Expressions(Questions):
         if isinstance(whole, tuple) and isinstance(key, int):
             return whole[key] if -len(whole) <= key < len(whole) else UNDEFINED
         if whole is None or isinstance(whole, (bool, int, str)):
-            return Term("get", (whole, key)) if isinstance(whole, str) else UNDEFINED
-        return Term("get", (self._closed(whole), key))
+            return self.term("get", whole, key) if isinstance(whole, str) else UNDEFINED
+        return self.term("get", whole, key)
 
     def _message_at(self, whole: Messages, key: Any) -> Any:
         """The message at an index, where that is the current one or a neighbour."""
         if isinstance(key, int) and key < 0:
             return Entry(f"last{self._own(key)}", ())
         if not isinstance(key, (int, Linear)) or whole.reverse:
-            return Term("get", (self._own(whole), key))
+            return self.term("get", whole, key)
         index = minus(key, -whole.start)
         if self.here is not None and self.compare("lt", key, 0):
             return Entry(f"last{self._own(key)}", ())
@@ -226,14 +240,16 @@ class Expressions(Questions):
             return self._method(whole, node.node.attr, arguments, self._keywords(node.kwargs))
         arguments = [self.value(argument) for argument in node.args]
         keywords = self._keywords(node.kwargs)
-        name = node.node.name if isinstance(node.node, nodes.Name) else None
         called = self.value(node.node)
         if isinstance(called, Routine):
-            return self._call(called, arguments, dict(keywords))
-        if called is UNDEFINED or name == "raise_exception":
+            return self._call(called, [self._kept(argument, Space) for argument in arguments], dict(keywords))
+        if called is UNDEFINED:
             raise Raises
-        if not (isinstance(called, Term) and called.op == "global") or name is None:
-            return Term("call", (self._closed(called), *map(self._closed, arguments), keywords))
+        if not (isinstance(called, Term) and called.op == "global"):
+            return self.term("call", called, *arguments, keywords)
+        (name,) = called.args
+        if name == "raise_exception":
+            raise Raises
         if name == "namespace":
             self.num_spaces += 1
             for key, value in keywords:
@@ -243,20 +259,20 @@ class Expressions(Questions):
             return self._range(arguments)
         if name in _STATEFUL:
             raise NotUnderstood(node.lineno, f"{name}(), which is different every time")
-        return Term("call", (name, *map(self._closed, arguments), keywords))
+        return self.term("call", name, *arguments, keywords)
 
     def _keywords(self, pairs: Sequence[Any]) -> tuple[tuple[str, Any], ...]:
-        return tuple((pair.key, self._closed(self.value(pair.value))) for pair in pairs)
+        return tuple((pair.key, self._closed(self._kept(self.value(pair.value)))) for pair in pairs)
 
     def _range(self, arguments: list[Any]) -> Any:
         if all(isinstance(argument, int) for argument in arguments):
             numbers = range(*arguments)
-            return tuple(numbers) if len(numbers) < _LONG else Term("range", tuple(arguments))
+            return tuple(numbers) if len(numbers) < _LONG else self.term("range", *arguments)
         if len(arguments) == 1 and isinstance(arguments[0], Linear):
             start = minus(self.length, arguments[0])
             if isinstance(start, int) and start >= 0:
                 return Positions(start)
-        return Term("range", tuple(arguments))
+        return self.term("range", *arguments)
 
     def _call(self, routine: Routine, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         node = routine.node
@@ -264,23 +280,23 @@ class Expressions(Questions):
             raise NotUnderstood(node.lineno, "a macro with caller, varargs or kwargs")
         if self.depth > 8:
             part = uses([node])
-            did = Term("string", ("macro", node.name, *map(self._closed, arguments), self._read(part.names)))
+            did = self.term("string", "macro", node.name, *arguments, tuple(keywords.items()), self._read(part.names))
             for place in self.places(part):
                 self._assign(place, Term("macroset", (place, did)))
             return did
         names = [argument.name for argument in node.args]
         defaults = dict(zip(names[len(names) - len(node.defaults) :], node.defaults, strict=True))
         local: dict[str, Any] = {}
-        for number, name in enumerate(names):
-            if number < len(arguments):
-                local[name] = arguments[number]
-            elif name in keywords:
-                local[name] = keywords[name]
-            else:
-                local[name] = self.value(defaults[name]) if name in defaults else UNDEFINED
         before, self.scopes = self.scopes, [self.scopes[0], local]
         self.depth += 1
         try:
+            for number, name in enumerate(names):
+                if number < len(arguments):
+                    local[name] = arguments[number]
+                elif name in keywords:
+                    local[name] = keywords[name]
+                else:
+                    local[name] = self._kept(self.value(defaults[name])) if name in defaults else UNDEFINED
             return self._captured(node.body)
         finally:
             self.scopes = before
@@ -293,7 +309,7 @@ class Expressions(Questions):
             value = whole.read(arguments[0])
             if value is UNDEFINED:
                 return arguments[1] if len(arguments) > 1 else None
-            return Term("get", (value, *arguments[1:])) if may_lack(value) else value
+            return self.term("get", value, *arguments[1:]) if may_lack(value) else value
         marker = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], str) else None
         if is_text(whole) and not keywords:
             if isinstance(whole, str) and name in _PURE and all(isinstance(a, (str, int)) for a in arguments):
@@ -301,15 +317,15 @@ class Expressions(Questions):
                 return tuple(found) if isinstance(found, list) else found
             if name == "split" and marker:
                 parts = split(whole, marker) if marker in self.markers else None
-                return Term("split", (whole, marker)) if parts is None else parts
+                return self.term("split", whole, marker) if parts is None else parts
             if name in ("startswith", "endswith") and marker is not None:
                 answer = starts(whole, marker, marker in self.markers, at_end=name == "endswith")
                 return self.oracle.decide(Term(name, (whole, marker))) if answer is None else answer
             if name in ("strip", "lstrip", "rstrip"):
-                return _stripped(whole, name, tuple(arguments))
+                return _stripped(whole, name, tuple(map(self._closed, arguments)))
             if name in ("lower", "upper", "capitalize", "title", "replace", "removeprefix", "removesuffix"):
-                return Term("string", (name, whole, *arguments))
-        return Term("call", (self._closed(whole), name, *map(self._closed, arguments), keywords))
+                return self.term("string", name, whole, *arguments)
+        return self.term("call", whole, name, *arguments, keywords)
 
     def _of_filter(self, node: nodes.Filter) -> Any:
         if node.node is None:
@@ -330,8 +346,8 @@ class Expressions(Questions):
             return value
         if node.name in ("lower", "upper") and isinstance(value, str):
             return getattr(value, node.name)()
-        op = "string" if node.name in _TO_TEXT else "filter"
-        return Term(op, (node.name, self._closed(value), *map(self._closed, arguments), keywords))
+        op = "string" if node.name in _TO_TEXT else "lazy" if node.name in _LAZY else "filter"
+        return self.term(op, node.name, value, *arguments, keywords)
 
     def _count(self, value: Any) -> Any:
         if isinstance(value, Messages):
@@ -340,7 +356,7 @@ class Expressions(Questions):
             return len(value)
         if value is UNDEFINED:
             return 0
-        return Term("length", (self._closed(value),))
+        return self.term("length", value)
 
     def _of_test(self, node: nodes.Test) -> Any:
         return self.is_a(node.name, self.value(node.node), [self.value(argument) for argument in node.args])
@@ -368,7 +384,22 @@ class Expressions(Questions):
                 found[name] = value = self._lookup(name)
                 if isinstance(value, Routine):
                     waiting += uses([value.node]).names
-        return tuple((name, self._closed(value)) for name, value in sorted(found.items()))
+        return tuple((name, self._behind(value)) for name, value in sorted(found.items()))
+
+    def _behind(self, value: Any) -> Any:
+        if isinstance(value, Space):
+            return self._state(value)
+        return value.node.name if isinstance(value, Routine) else self._closed(value)
+
+    def _kept(self, value: Any, *allowed: type) -> Any:
+        """A value that is kept under another name, or in a list.
+
+        Raises:
+            NotUnderstood: it changes with time: a namespace, a loop, what can be gone through once; or is a macro.
+        """
+        if is_lazy(value) or (isinstance(value, (Space, Loop, Routine)) and not isinstance(value, allowed)):
+            raise NotUnderstood(self.line, "a namespace, a macro, `loop` or a generator under another name")
+        return value
 
     def places(self, part: Uses) -> set[Place]:
         """Every namespace attribute that a piece of the template may assign: (namespace, attribute)."""
@@ -379,7 +410,9 @@ class Expressions(Questions):
             part = waiting.pop()
             for name, attribute in part.attributes:
                 space = self._lookup(name)
-                if isinstance(space, Space):
+                if name == "*":
+                    found |= {place for place in self.spaces if place[1] == attribute}
+                elif isinstance(space, Space):
                     found.add((space.number, attribute))
             for name in part.names - called:
                 called.add(name)
@@ -419,7 +452,7 @@ class Expressions(Questions):
             raise NotUnderstood(target.lineno, "an assignment")
 
     def _assign(self, place: Place, value: Any) -> None:
-        self.spaces[place] = value
+        self.spaces[place] = self._kept(value)
         self.assigned.add(place)
 
 

@@ -16,7 +16,7 @@ class Uses:
     names: frozenset[str] = frozenset()
     """Read, or called."""
     attributes: frozenset[tuple[str, str]] = frozenset()
-    """(namespace, attribute) that are assigned."""
+    """(namespace, attribute) that are assigned; "*" where the namespace goes by a name of the piece's own."""
     read: frozenset[str] = frozenset()
     """Attributes that are read, of whatever."""
 
@@ -73,7 +73,9 @@ def _uses(node: nodes.Node, known: frozenset[str]) -> Uses:
     if isinstance(node, nodes.Name):
         return Uses(frozenset() if node.ctx == "store" else frozenset({node.name}) - known)
     if isinstance(node, nodes.NSRef):
-        return Uses() if node.name in known else Uses(frozenset({node.name}), frozenset({(node.name, node.attr)}))
+        if node.name in known:
+            return Uses(attributes=frozenset({("*", node.attr)}))
+        return Uses(frozenset({node.name}), frozenset({(node.name, node.attr)}))
     if isinstance(node, nodes.If):
         branches = [node.body, node.else_, *(part.body for part in node.elif_)]
         return _all([node.test, *(part.test for part in node.elif_)], known) | _union(uses(b, known) for b in branches)

@@ -21,12 +21,14 @@ from verbatim.renderers.proof.values import (
     Entry,
     Loop,
     Messages,
+    NotUnderstood,
     Perhaps,
     Place,
     Positions,
     Raises,
     Routine,
     Space,
+    is_lazy,
 )
 
 
@@ -46,6 +48,16 @@ class Questions:
     """What plain texts do not hold."""
     spaces: dict[Place, Any] = field(default_factory=dict, kw_only=True)
     """Every namespace attribute."""
+    line: int = field(default=1, kw_only=True)
+    """Of the template, where the run is."""
+
+    def term(self, op: str, *values: Any) -> Term:
+        """What comes of values of which nothing more is known than that it follows from them.
+
+        Raises:
+            NotUnderstood: it may follow from more than is in them.
+        """
+        return Term(op, tuple(map(self._closed, values)))
 
     def is_a(self, name: str, value: Any, arguments: list[Any]) -> bool:
         opposite = {"undefined": "defined"}.get(name)
@@ -58,7 +70,7 @@ class Questions:
             return name in known
         if name in ("true", "false") and (known is not None or isinstance(value, bool)):
             return value is (name == "true")
-        return self.oracle.decide(Term("is", (name, self._closed(value), *arguments)))
+        return self.oracle.decide(self.term("is", name, value, *arguments))
 
     def _string(self, value: Any) -> Any:
         if is_text(value):
@@ -67,7 +79,7 @@ class Questions:
             return ""
         if value is None or isinstance(value, (bool, int, float)):
             return str(value)
-        return Term("string", ("of", self._closed(value)))
+        return self.term("string", "of", value)
 
     def truth(self, value: Any) -> bool:
         """Whether a value counts as true."""
@@ -84,7 +96,7 @@ class Questions:
                 return self.truth(value.args[0])
             if value.op in ("some", "word"):
                 return True
-            return self.oracle.decide(Term("true", (value,)))
+            return self.oracle.decide(self.term("true", value))
         return bool(value) if isinstance(value, (str, int, float, tuple, type(None))) else True
 
     def compare(self, op: str, a: Any, b: Any) -> bool:
@@ -103,9 +115,9 @@ class Questions:
             return not self.compare("lt" if op == "gteq" else "gt", a, b)
         if op == "gt":
             a, b = b, a
-        if not isinstance(a, (Term, Linear)) and not isinstance(b, (Term, Linear)):
-            raise Raises
-        return self.oracle.decide(Term("lt", (a, b)))
+        if all(isinstance(value, (int, float)) for value in (a, b)) or all(isinstance(value, str) for value in (a, b)):
+            return bool(a < b)
+        return self.oracle.decide(self.term("lt", a, b))
 
     def _ordered(self, op: str, difference: Linear | int) -> bool:
         if op in ("gt", "gteq"):
@@ -131,19 +143,20 @@ class Questions:
         return self.oracle.decide(Term(op, (difference,)))
 
     def _equal(self, a: Any, b: Any) -> bool:
+        if isinstance(a, _PLAINLY_KNOWN) and isinstance(b, _PLAINLY_KNOWN):
+            return bool(a == b)
         if isinstance(a, Term) and a.op == "cat" and b == "":
             return not self.truth(a)
-        if isinstance(a, (Term, Entry)) or isinstance(b, (Term, Entry)):
-            if a == b:
-                return True
-            kinds = [_kinds(value) for value in (a, b)]
-            if None not in kinds and kinds[0] != kinds[1]:
-                return False
-            if is_text(a) and b == "":
-                return not self.truth(a)
-            first, second = sorted((a, b), key=repr)
-            return self.oracle.decide(Term("eq", (first, second)))
-        return bool(a == b)
+        if isinstance(a, (Term, Entry)) and a == b and not is_lazy(a):
+            return True
+        kinds = [_kinds(value) for value in (a, b)]
+        numbers = any(isinstance(value, (int, float, Linear)) for value in (a, b))
+        if None not in kinds and kinds[0] != kinds[1] and not numbers:
+            return False
+        if is_text(a) and b == "":
+            return not self.truth(a)
+        first, second = sorted(map(self._closed, (a, b)), key=repr)
+        return self.oracle.decide(Term("eq", (first, second)))
 
     def _in(self, item: Any, whole: Any) -> bool:
         if whole is UNDEFINED:
@@ -156,12 +169,12 @@ class Questions:
             value = whole.read(item)
             if value is UNDEFINED:
                 return False
-            return self.oracle.decide(Term("has", (value,))) if may_lack(value) else True
+            return self.oracle.decide(self.term("has", value)) if may_lack(value) else True
         if isinstance(item, str) and is_text(whole):
             answer = contains(whole, item, item in self.markers)
             if answer is not None:
                 return answer
-        return self.oracle.decide(Term("in", (item, self._closed(whole))))
+        return self.oracle.decide(self.term("in", item, whole))
 
     def settle(self, places: set[Place]) -> None:
         """Ask now whether these attributes were assigned."""
@@ -177,15 +190,28 @@ class Questions:
         return Term("messages", (self.tag, self.length, value))
 
     def _closed(self, value: Any) -> Any:
-        if isinstance(value, Space):
-            return tuple(sorted(((a, v) for (n, a), v in self.spaces.items() if n == value.number), key=lambda x: x[0]))
+        """The value with everything in it that a result may follow from."""
         if isinstance(value, (Messages, Positions)):
             return self._own(value)
-        if isinstance(value, Routine):
-            return value.node.name
+        if isinstance(value, tuple):
+            return tuple(map(self._closed, value))
+        if isinstance(value, (Space, Loop, Routine)):
+            what = {Space: "a namespace", Loop: "`loop`", Routine: "a macro"}[type(value)]
+            raise NotUnderstood(self.line, f"{what} as a value")
         return value
 
+    def _state(self, space: Space) -> tuple[tuple[str, Any], ...]:
+        """Everything in a namespace."""
+        names = sorted(name for number, name in self.spaces if number == space.number)
+        return tuple((name, self._held(self.spaces[space.number, name])) for name in names)
 
+    def _held(self, value: Any) -> Any:
+        if isinstance(value, Perhaps):
+            return Perhaps(value.question, self._held(value.assigned), self._held(value.before))
+        return self._closed(value)
+
+
+_PLAINLY_KNOWN = (str, int, float, type(None))
 _KINDS = frozenset({"defined", "none", "string", "mapping", "iterable", "sequence", "number", "boolean", "integer"})
 
 

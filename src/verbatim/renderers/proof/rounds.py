@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from verbatim.renderers.proof.symbolic import UNDEFINED, Linear, Oracle, Symbol, Term, explore, linear
-from verbatim.renderers.proof.values import Break, Perhaps, Place
+from verbatim.renderers.proof.values import Break, NotUnderstood, Perhaps, Place
 from verbatim.renderers.proof.world import World
 
 Case = tuple[str, Callable[[World], None]]
@@ -136,13 +136,19 @@ def _round(
     for world in worlds:
         changes.before(world)
 
+    ended: set[int] = set()
+
     def step(world: World) -> None:
         try:
             act(world)
         except Break:
-            changes.broke = True
+            ended.add(world.number)
 
     together(worlds, step)
+    if ended:
+        changes.broke = True
+        if len(ended) < len(worlds):
+            raise NotUnderstood(worlds[0].line, "a loop over messages that may end earlier in one case")
     fresh = not any(answer for question, answer in oracle.answers.items() if question.op == "assigned")
     changes.record(worlds, role, fresh)
     left[0] = _both(left[0], changes.without(worlds))

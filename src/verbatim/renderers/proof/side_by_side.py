@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -25,6 +25,7 @@ from verbatim.renderers.proof.symbolic import (
     explore,
     linear,
     minus,
+    smallest,
 )
 from verbatim.renderers.proof.values import (
     Break,
@@ -228,20 +229,32 @@ class SideBySide:
     def _loop(self, node: nodes.For, found: list[Any]) -> None:
         if node.test is not None or node.else_:
             raise NotUnderstood(node.lineno, "a loop over messages with a filter or an else")
+        if any(self._may_begin_late(world, found[world.number].start) for world in self._worlds):
+            raise NotUnderstood(node.lineno, "a loop that may leave out the sampled turn")
         if _backwards(found[0]) != _backwards(found[1]) or (self._in_step() and found[0] != found[1]):
             raise Differs(node.lineno, self.reason)
         if _backwards(found[0]):
-            self._future(node, found)
+            self._future(node, found, (0, 1))
             self._past(node, found)
-        elif not self._past(node, found) or not self._oracle.decide(Term("broke", (id(node),))):
-            self._future(node, found)
+        else:
+            broke = self._past(node, found)
+            self._future(node, found, [number for number in (0, 1) if not self._ended(node, number, broke[number])])
         self._past_cut = self._past_cut or id(node) in self._cuts
 
-    def _past(self, node: nodes.For, found: list[Any]) -> bool:
-        """The rounds for the history's messages; whether one of them may end the loop."""
+    def _may_begin_late(self, world: World, start: int) -> bool:
+        """Whether a loop from there on may begin behind the sampled turn."""
+        least = smallest(minus(world.scopes[0]["messages:known"], start), world.bounds)
+        return least is None or least < 0
+
+    def _ended(self, node: nodes.For, number: int, broke: bool) -> bool:
+        """Whether a round of the history ended the loop; of the same history, in both runs or in none."""
+        return broke and self._oracle.decide(Term("broke", (id(node), 0 if self._in_step() else number)))
+
+    def _past(self, node: nodes.For, found: list[Any]) -> list[bool]:
+        """The rounds for the history's messages; whether one of them may end the loop, in each run."""
         end_apart = not self._in_step() and not _backwards(found[0])
         certain = "user" in self._situation.roles and not (end_apart and self._situation.last == "user")
-        broke = False
+        broke = [False, False]
         for numbers in [[0, 1]] if self._in_step() else [[0], [1]]:
             worlds = [self._worlds[number] for number in numbers]
             for world in worlds:
@@ -251,7 +264,8 @@ class SideBySide:
                 raise Differs(node.lineno, self.reason)
             for world in worlds:
                 changes.after(world, certain, (0, minus(world.scopes[0]["messages:known"], 1)))
-            broke = broke or changes.broke
+            for number in numbers:
+                broke[number] = changes.broke
             if end_apart and _has_round(worlds[0], found, end=True):
                 # What the last message leaves behind is known better than what any number of them do.
                 end = partial(self._past_round, node, found, self._situation.last, True, False)
@@ -295,12 +309,11 @@ class SideBySide:
         here = Here(index, before, self._situation.past(f"h{world.tag}", role), after)
         _round(node, found[world.number], world, here, first, ends)
 
-    def _future(self, node: nodes.For, found: list[Any]) -> None:
+    def _future(self, node: nodes.For, found: list[Any], going_on: Sequence[int]) -> None:
         """The rounds for the sampled turn and for what is appended."""
-        numbers = [number for number in (0, 1) if self._continued(number)]
+        numbers = [number for number in going_on if self._continued(number)]
         if not numbers:
             return
-        worlds = [self._worlds[number] for number in numbers]
         next_role = _choose(self._oracle, "first appended", self._situation.appended)
         wrote = [False]
 
@@ -308,20 +321,30 @@ class SideBySide:
             index, items = world.scopes[0]["messages:known"], found[world.number]
             before = self._situation.past(f"h{world.tag}", self._situation.last)
             here = Here(index, before, self._situation.reply(), self._situation.new("new", next_role))
-            with suppress(Break):
-                _round(node, items, world, here, world.compare("eq", minus(index, items.start), 0), False)
+            first = world.compare("eq", minus(index, items.start), 0)
+            with _no_break(node):
+                _round(node, items, world, here, first, False)
             wrote[0] = wrote[0] or bool(world.out)
 
-        ways = self._ways([(worlds, {})], reply, self._oracle.answers, in_future=True)
-        self._go_on(ways, ("reply", id(node)))
+        def sampled() -> None:
+            worlds = [self._worlds[number] for number in numbers]
+            self._go_on(self._ways([(worlds, {})], reply, self._oracle.answers, in_future=True), ("reply", id(node)))
+
+        backwards = _backwards(found[0])
+        if not backwards:
+            sampled()
         changes = self._all_new_rounds(node, found, [self._worlds[number] for number in numbers])
-        if len(numbers) == 1 and (wrote[0] or changes.wrote):
-            if _backwards(found[0]):
-                raise Differs(node.lineno, "writes the last messages first")
+        if len(numbers) == 1 and not backwards and (wrote[0] or changes.wrote):
+            if not self._in_step():
+                raise Differs(node.lineno, self.reason)
             self._cuts.add(id(node))
             raise _Cut
         for number in numbers:
             changes.after(self._worlds[number], False, (0, minus(linear(0, {Symbol("f"): 1}), 2)))
+        if backwards:
+            sampled()
+            if len(numbers) == 1 and (wrote[0] or changes.wrote):
+                raise Differs(node.lineno, "writes the last messages first")
 
     def _all_new_rounds(self, node: nodes.For, found: list[Any], worlds: Sequence[World]) -> Changes:
         told = {question: answer for question, answer in self._oracle.answers.items() if question.op in _LASTING}
@@ -355,9 +378,9 @@ class SideBySide:
             current=situation.new("new", _choose(oracle, "appended", roles)),
             after=UNDEFINED if last else situation.new("later", _choose(oracle, "later", roles)),
         )
-        if first:
+        if last if _backwards(found[0]) else first:  # the round that is run before all others of them
             world.spaces |= {place: entering[world.number].get(place, UNDEFINED) for place in changes.together}
-        with suppress(Break):
+        with _no_break(node):
             _round(node, found[world.number], world, here, False, last)
 
 
@@ -389,6 +412,15 @@ def _round(node: nodes.For, items: Any, world: World, here: Here, first: bool, l
             fields += zip(("previtem", "nextitem"), neighbours, strict=True)
     loop = Loop((("index0", at), ("index", minus(at, -1)), *fields))
     world.iterate(node, here.current if isinstance(items, Messages) else at, loop, here)
+
+
+@contextmanager
+def _no_break(node: nodes.For) -> Iterator[None]:
+    """A round that must not end the loop: the rounds after it are run in any case."""
+    try:
+        yield
+    except Break:
+        raise NotUnderstood(node.lineno, "a loop that may end at the sampled turn or behind it") from None
 
 
 def _has_round(world: World, found: list[Any], end: bool) -> bool:

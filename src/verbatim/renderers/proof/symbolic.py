@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -185,12 +186,38 @@ def _may_straddle(text: Any, marker: str) -> bool:
     return False
 
 
+class TooManyPaths(Exception):
+    """There are more ways through the template than would be looked at."""
+
+
+class Work:
+    """How much one proof may do; counted, not timed, so that the same template always has the same proof."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def step(self) -> None:
+        """Do a little: evaluate an expression.
+
+        Raises:
+            TooManyPaths: it is enough.
+        """
+        self.left -= 1
+        if self.left < 0:
+            raise TooManyPaths
+
+
+ALLOWED: ContextVar[Work] = ContextVar("ALLOWED")
+"""Of the proof that is being made."""
+
+
 class Oracle:
     """Answers the questions of one run: as told, and "yes" where nothing was told."""
 
     def __init__(self, told: Mapping[Term, bool]) -> None:
         self.answers = dict(told)
         self.asked: list[Term] = []
+        self.work = ALLOWED.get()
 
     def decide(self, question: Term) -> bool:
         """The answer; the same question always gets the same one."""
@@ -198,10 +225,6 @@ class Oracle:
             self.answers[question] = True
             self.asked.append(question)
         return self.answers[question]
-
-
-class TooManyPaths(Exception):
-    """There are more ways through the template than would be looked at."""
 
 
 class Impossible(Exception):

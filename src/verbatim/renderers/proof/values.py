@@ -87,6 +87,11 @@ class NotUnderstood(Exception):
         self.what = what
 
 
+def is_lazy(value: object) -> bool:
+    """Whether a value can be gone through only once: what filters such as `map` give."""
+    return isinstance(value, Term) and value.op == "lazy"
+
+
 class Break(Exception):
     """The loop ends here."""
 

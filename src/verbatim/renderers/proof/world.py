@@ -19,6 +19,7 @@ from verbatim.renderers.proof.values import (
     NotUnderstood,
     Raises,
     Routine,
+    Space,
 )
 
 
@@ -76,7 +77,9 @@ class World(Expressions):
         self.run(node.else_)
 
     def _do_assign(self, node: nodes.Assign) -> None:
-        self._bind(node.target, self.value(node.node))
+        value = self.value(node.node)
+        fresh = isinstance(node.node, nodes.Call)
+        self._bind(node.target, self._kept(value, Space) if fresh else self._kept(value))
 
     def _do_assignblock(self, node: nodes.AssignBlock) -> None:
         if node.filter is not None:
@@ -127,7 +130,8 @@ class World(Expressions):
 
     def _opaque_loop(self, node: nodes.For, items: Any) -> None:
         """What the loop reads decides what it does; nothing else is known."""
-        part = uses(node.body, stored(node.target) | {"loop"}) | uses(node.else_)
+        tested = [] if node.test is None else [node.test]
+        part = uses([*tested, *node.body], stored(node.target) | {"loop"}) | uses(node.else_)
         did = Term("loop", (id(node), self._closed(items), self._read(part.names)))
         for number, place in enumerate(sorted(self.places(part))):
             self._assign(place, Term("loopset", (number, place[1], did)))

@@ -1,0 +1,57 @@
+"""Templates that look at the whole conversation in roundabout ways: a bridge is what they write, or there is none."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_dialogues import byte_tokenizer
+
+from verbatim.renderers import create_renderer
+
+FOLDER = Path(__file__).parent / "data" / "hostile_templates"
+TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))}
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SYSTEM, USER, REPLY = (
+    {"role": role, "content": text} for role, text in (("system", "s"), ("user", "u"), ("assistant", "yo"))
+)
+HISTORIES = [
+    [USER], [SYSTEM, USER], [USER] * 2, [USER] * 3, [USER, REPLY, USER], [SYSTEM, USER, REPLY, USER],
+    [USER, REPLY, USER, REPLY, USER],
+]  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]
+
+
+def bridges(template):
+    """(number made, those that are not what the template writes)"""
+    renderer = create_renderer("template", byte_tokenizer(template))
+    completion = np.asarray(renderer._tokenizer.encode("yo<|im_end|>"), dtype=np.int32)
+    tools = TOOLS if "tools" in template else None
+    made, wrong = 0, []
+    for history in HISTORIES:
+        for new in ([USER], [SYSTEM], [USER, USER]):
+            prompt = renderer.render_ids(history, tools)
+            bridge = renderer.bridge_to_next_turn(prompt, completion, new, tools)
+            if bridge is not None:
+                made += 1
+                whole = renderer.render_ids([*history, REPLY, *new], tools)
+                if bridge.tolist() != whole.tolist():
+                    wrong.append([message["role"] for message in (*history, *new)])
+    return made, wrong
+
+
+def test_a_template_that_only_looks_at_each_message_is_bridged_every_time():
+    assert bridges(PLAIN) == (len(HISTORIES) * 3, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_bridge_is_wrong(name):
+    assert bridges(TEMPLATES[name])[1] == []
+
+
+@pytest.mark.parametrize("name", ["the_loop_counted", "generator_is_used_up", "break_in_one_history_only"])
+def test_no_bridge_is_wrong_in_short(name):
+    assert bridges(TEMPLATES[name])[1] == []
