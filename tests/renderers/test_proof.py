@@ -141,3 +141,12 @@ def test_what_is_counted_over_the_whole_history_is_known_only_where_nothing_was_
 )
 def test_what_reads_all_messages_at_once_is_refused(text):
     assert outcomes(text) == {"tool": "refused", "user": "refused"}
+
+
+def test_a_template_with_too_many_ways_through_is_refused_and_not_waited_for():
+    tests = "".join(f"{{% if 'w{i}' in messages[0].content %}}{{% set x{i} = 1 %}}{{% endif %}}" for i in range(14))
+    text = template(before=tests, after="".join(f"{{{{ x{i} }}}}" for i in range(14)) + PROMPT)
+    rows = proof_table(text)
+    assert [(row.outcome, row.reason) for row in rows] == [
+        ("refused", "too many different ways through the template")
+    ] * 2

@@ -11,7 +11,7 @@ import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from verbatim.errors import ModelError
-from verbatim.renderers.proof.claims import Prover
+from verbatim.renderers.proof.claims import TOO_MANY, Prover
 from verbatim.renderers.proof.side_by_side import Refusal
 from verbatim.renderers.proof.situation import Situation
 
@@ -81,6 +81,8 @@ def _row(prover: Prover, kind: str) -> Row:
             said = tuple(condition.format(markers=sought) for condition in conditions)
             return Row(kind=kind, outcome=outcome, conditions=said, line=line, reason=reason)
         first = first or refusal
+        if refusal.reason == TOO_MANY:  # knowing more would hardly help, and take as long again
+            break
     assert first is not None
     return Row(kind=kind, outcome="refused", conditions=(), line=first.line, reason=first.reason)
 
