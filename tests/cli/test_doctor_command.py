@@ -291,7 +291,13 @@ def test_the_table_of_a_model_says_which_renderer_it_has(model: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"), [(None, "there is no model folder"), ("{% for m in", "not valid Jinja (line 1")]
+    ("text", "complaint"),
+    [
+        (None, "there is no model folder"),
+        ("{% for m in", "not valid Jinja (line 1"),
+        ("", "the chat template is empty"),
+        ("{% if 1 %}" * 200 + "{% endif %}" * 200, "cannot be compiled"),
+    ],
 )
 def test_a_template_that_is_none_is_a_clear_error(
     text: str | None, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -301,3 +307,24 @@ def test_a_template_that_is_none_is_a_clear_error(
         file.write_text(text)
     assert main(["doctor", "--template", str(file)]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_lines_of_a_template_are_counted_as_jinja_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "chat_template.jinja"
+    file.write_bytes("{# \u2028 \x0b \x0c \x85 #}\r\n{{ messages | length }}\n{{ messages }}".encode())
+    assert main(["doctor", "--template", str(file), "--json"]) == 1
+    (found, _) = json.loads(capsys.readouterr().out)["tables"]["default"]
+    assert (found["line"], found["text"]) == (2, "{{ messages | length }}")
+
+
+@pytest.mark.parametrize("options", [["--limit", "3"], ["--model", "x"], ["--model", "x", "--limit", "0"]])
+def test_options_of_logs_are_refused_with_a_template(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--template", str(TEMPLATES / "qwen3.jinja"), *options]) == 2
+    assert f"{options[-2]} cannot be used with --template" in capsys.readouterr().err
+
+
+def test_one_json_value_over_many_lines_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.json"
+    log.write_text(json.dumps([{"id": "x", "prompt_token_ids": [1]}], indent=1))
+    assert main(["doctor", str(log)]) == 2
+    assert "one JSON value over many lines; expected JSON lines" in capsys.readouterr().err

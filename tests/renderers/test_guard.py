@@ -120,12 +120,56 @@ def test_offsets_count_in_the_marked_text(guarded):
     assert [a for a, _ in spans] == sorted(a for a, _ in spans)
 
 
-def test_ordinary_words_are_not_marked():
+def test_only_the_ends_of_control_tokens_are_marked():
     guard = Guard(["<|im_end|>", "<think>"])
-    for text in ("object", "function", "a < b", "x > y", "<p>html</p>", "{}", ""):
+    for text in ("object", "function", "a b", "|im_end|", "{}", ""):
         assert guard.text(text) == text
-    assert guard.text("a <|") == f"a <{BREAK}|"
-    assert guard.text("end|> b") == "end|> b".replace("end", f"{BREAK}end", 1)
+    assert guard.text("a < b") == f"a <{BREAK} b"
+    assert guard.text("<|") == f"<{BREAK}|"
+    assert guard.text("end|> b") == f"end|{BREAK}> b"
+
+
+def test_of_a_token_of_letters_only_its_first_and_last_pair_are_marked():
+    guard = Guard(["EOS"])
+    assert guard.text("an EOS here") == f"an E{BREAK}O{BREAK}S here"
+    assert guard.text("sE") == f"sE{BREAK}"
+    assert guard.text("OS S Es") == f"O{BREAK}S {BREAK}S Es"
+
+
+@given(text=TRICKY, removed=st.sampled_from(["\n", " ", "XX", "</think>", "|"]))
+@settings(max_examples=100, deadline=None)
+def test_what_is_taken_out_of_text_completes_no_control_token(guarded, tokenizer, text, removed):
+    for token in CONTROL:
+        hostile = text + token[:1] + removed + token[1:-1] + removed + token[-1:] + text
+        taken = guarded.guard.text(hostile).replace(removed, "")
+        assert not control_ids(tokenizer, guarded.encode(taken))
+        assert guarded.decode(guarded.encode(taken)).replace(removed, "") == hostile.replace(removed, "")
+
+
+@given(text=st.lists(st.sampled_from(["<", ">", "|", "</p>", "<p>", " ", "\n", "a", "x -> y", "é"])).map("".join))
+@settings(max_examples=100, deadline=None)
+def test_markup_that_holds_no_control_token_has_the_ids_and_places_it_always_had(guarded, tokenizer, text):
+    marked = f"<|im_start|>{guarded.guard.text(text)}<|im_end|>"
+    plain = tokenizer(f"<|im_start|>{text}<|im_end|>", add_special_tokens=False, return_offsets_mapping=True)
+    assert guarded.encode(marked) == plain["input_ids"]
+    for (a, b), (x, y) in zip(guarded(marked)["offset_mapping"], plain["offset_mapping"], strict=True):
+        assert marked[a:b].replace(BREAK, "") == f"<|im_start|>{text}<|im_end|>"[x:y]
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    [
+        ('{"a":  [1, "b"]}', '{"a":  [1, "b"]}'),
+        ('{"a": "<b"}', f'{{"a": "<{BREAK}b"}}'),
+        ('{"a": "\\u003cb"}', f'{{"a": "<{BREAK}b"}}'),
+        ('{"a": "\\u00e9"}', '{"a": "\\u00e9"}'),
+        ("[no <json", f"[{BREAK}no <{BREAK}json"),
+    ],
+)
+def test_arguments_given_as_json_are_marked_in_their_strings_and_stay_json(text, marked):
+    call = {"type": "function", "function": {"name": "f", "arguments": text}}
+    (message,) = Guard(["<end>", "[EOS]"]).messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == marked
 
 
 def test_roles_and_shapes_stay_readable_for_templates():

@@ -1,6 +1,7 @@
 """Any chat template: its own ids, its own way to write calls, and clear errors for templates that are none."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -134,12 +135,144 @@ ROUNDS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% e
         ("{{ raise_exception('not today') }}" + PLAIN, "not today"),
         ("{% include '/etc/passwd' %}" + PLAIN, "cannot render one question"),
         ("", "chat_template.jinja"),
+        ("{{ " + "(" * 300 + "1" + ")" * 300 + " }}" + PLAIN, "cannot be compiled"),
+        ("{% if 1 %}" * 200 + "{% endif %}" * 200 + PLAIN, "cannot be compiled"),
+        ("{% for x in [1] %}" * 30 + "{% endfor %}" * 30 + PLAIN, "cannot be compiled"),
+        ("{{ 10 ** 5000 }}" + PLAIN, "cannot be compiled"),
+        ("\ud800" + PLAIN, "cannot be compiled"),
+        ("{{ '\\ud800' }}" + PLAIN, "cannot render one question"),
+        ("{{ 1 // 0 }}" + PLAIN, "ZeroDivisionError"),
+        ("{% if add_generation_prompt %}{{ '{}{}'.format(1) }}{% endif %}" + PLAIN, "IndexError"),
     ],
-    ids=["endless", "recursive", "syntax", "changes what it is given", "reaches outside", "raises", "includes", "none"],
-)
+    ids=["endless", "recursive", "syntax", "changes what it is given", "reaches outside", "raises", "includes", "none",
+         "deep brackets", "deep conditions", "deep loops", "a huge number", "half a character",
+         "half a character that is written", "a division by zero", "fails in the prompt only"],
+)  # fmt: skip
 def test_a_template_that_cannot_be_used_is_refused(template, complaint):
     with pytest.raises(ModelError, match=complaint):
         create_renderer("template", byte_tokenizer(template))
+
+
+DOUBLING = "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        DOUBLING + "{{ f(40) }}",
+        DOUBLING + "{% if tools %}{{ f(40) }}{% endif %}",
+        "{% if tools %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}",
+        "{% for i in range(2000) %}{% set x = range(99999) | map('string') | sort | list %}{% endfor %}",
+        "{% set r = range(9999) %}{% for i in range(9999) %}{% set x = r | list %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(31) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(31) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(9) %}{% set ns.x = ns.x * 99 %}{% endfor %}",
+        "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    ],
+)
+def test_a_template_that_would_take_for_ever_is_refused_at_once(source):
+    with pytest.raises(ModelError, match="does not come to an end"):
+        create_renderer("template", byte_tokenizer(source + PLAIN))
+
+
+@pytest.mark.parametrize(
+    "late",
+    ["1 // 0", "'{}{}'.format(1)", "'x'.encode('foo')", "1 is divisibleby(0)", "cycler()", "'x' * 99999999999999",
+     "[1, 'x'] | sort", "messages.x.y", "'\\ud800'"],
+)  # fmt: skip
+def test_whatever_a_template_raises_is_a_refusal(late):
+    source = "{% if messages | length > 3 %}{{ " + late + " }}{% endif %}" + PLAIN
+    renderer = create_renderer("template", byte_tokenizer(source))
+    with pytest.raises(EnvironmentFault, match="chat template refuses these messages"):
+        renderer.render_ids([ASK, ANSWER] * 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[1]", '{"eos_token_id": "x"}', '{"eos_token_id": {}}', '{"eos_token_id": -1}', '{"eos_token_id": true}',
+     '{"eos_token_id": [1, null]}', '{"eos_token_id": 1.5}', '{"eos_token_id": 99999999999}', "[" * 99999],
+)  # fmt: skip
+def test_a_broken_generation_config_is_said_to_be(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    fast = byte_tokenizer(PLAIN)
+    fast.name_or_path = str(tmp_path)
+    with pytest.raises(ModelError, match=r'generation_config\.json .*"eos_token_id", an id or a list of ids'):
+        TemplateRenderer(fast)
+
+
+def nested(depth):
+    value = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
+
+
+def calling(call):
+    return {"role": "assistant", "content": "", "tool_calls": call}
+
+
+def with_call_arguments(arguments):
+    return calling([{"type": "function", "function": {"name": "look", "arguments": arguments}}])
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ("hi", 'is of type str; expected a mapping, {"role"'),
+        (None, "is of type NoneType"),
+        ({"content": "hi"}, 'has no role; expected "role"'),
+        ({"role": ["user"], "content": "hi"}, "has a role of type list"),
+        (calling("look"), 'has "tool_calls" that are none; expected a list'),
+        (calling(["look"]), 'has "tool_calls" that are none'),
+        (calling([{"id": "1"}]), 'has "tool_calls" that are none'),
+        (calling([{"function": None}]), 'has "tool_calls" that are none'),
+        (calling([{"name": "look", "arguments": {}}]), 'has "tool_calls" that are none'),
+        (with_call_arguments(nested(5000)), "is nested deeper than 64 levels"),
+        (with_call_arguments({"a": ENDLESS}), "is nested deeper than 64 levels, or holds itself"),
+        (with_call_arguments('{"a": ' + "[" * 500 + "]" * 500 + "}"), "has arguments whose JSON text is nested deeper"),
+        (with_call_arguments("[" * 99999), "has arguments whose JSON text is nested deeper"),
+        (with_call_arguments({(1, 2): 3}), "holds a key of type tuple"),
+    ],
+)
+def test_messages_that_are_none_are_the_environments_fault(plain, message, complaint):
+    with pytest.raises(EnvironmentFault, match=re.escape(f"message 1 {complaint}"[:60])):
+        plain.render_ids([ASK, message])
+    prompt = plain.render_ids([ASK])
+    completion = np.asarray(plain._tokenizer.encode("yes<eot>"), dtype=np.int32)
+    with pytest.raises(EnvironmentFault, match=r"message 1 "):
+        plain.bridge_to_next_turn(prompt, completion, [ASK, message])
+
+
+@pytest.mark.parametrize("messages", ["hi", ASK, None])
+def test_messages_that_are_no_list_are_the_environments_fault(plain, messages):
+    with pytest.raises(EnvironmentFault, match="expected a list of messages"):
+        plain.render_ids(messages)
+
+
+def test_arguments_that_are_text_but_no_json_stay_text():
+    renderer = TemplateRenderer(byte_tokenizer(PLAIN.replace("<eot>", "{{ m.tool_calls }}<eot>")))
+    ids = renderer.render_ids([ASK, with_call_arguments("{[[" + "{" * 99 + "x")])
+    assert "'arguments': '{[[{" in renderer.decode(ids)
+
+
+def test_a_tokenizer_without_a_default_template_is_refused():
+    fast = byte_tokenizer(PLAIN)
+    fast.chat_template = {"tool_use": PLAIN, "rag": PLAIN}
+    with pytest.raises(ModelError, match="none of them is named default"):
+        create_renderer("template", fast)
+
+
+class SlowTokenizer:
+    chat_template = PLAIN
+
+
+def test_a_slow_tokenizer_is_refused():
+    with pytest.raises(ModelError, match=r"SlowTokenizer is a slow tokenizer.*tokenizer\.json"):
+        create_renderer("template", SlowTokenizer())
 
 
 def test_a_tokenizer_without_a_template_is_refused():

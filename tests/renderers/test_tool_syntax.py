@@ -1,9 +1,12 @@
 """How models write tool calls, read off what their chat templates write; expectations are written by hand."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_dialogues import byte_tokenizer
 
 from verbatim.renderers.template import TemplateRenderer
@@ -111,3 +114,141 @@ def test_bare_json_is_a_call_only_where_it_is_the_whole_answer():
     made = renderer("llama3_1")
     for text in ('The answer: {"name": "look", "parameters": {}}', '{"place": "Bonn"}', "[1]", "{"):
         assert (read(made, text).content, read(made, text).tool_calls) == (text, ())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Ann", "age": 3}', '{"name": "look", "parameters": [1]}', '{"name": ["look"], "parameters": {}}',
+        '{"name": "Bonn is nice', '{"name": "look", "arguments": {"at": 1}}',
+    ],
+)  # fmt: skip
+def test_bare_json_without_a_name_and_arguments_is_an_answer(text):
+    parsed = read(renderer("llama3_1"), text)
+    assert (parsed.content, parsed.tool_calls) == (text, ())
+
+
+def test_a_bare_call_that_is_cut_off_is_an_attempt():
+    (call,) = read(renderer("llama3_1"), '{"name": "look", "parameters": {"at": ').tool_calls
+    assert (call.name, call.status) == (None, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["{[1]}", "{{}}", "{1, 2}", 'b"x"', "1j", "1 + 2", "...", "set()", "-x", "{1: 2}", "{[]: 2}", "{**{}}",
+     '{"a": 1, "a": 2}', 'f"{x}"'],
+)  # fmt: skip
+def test_what_is_python_but_not_json_is_no_argument(value):
+    text = f"<|tool_call_start|>[look(at={value})]<|tool_call_end|>"
+    (call,) = read(renderer("lfm2_v2"), text).tool_calls
+    assert (call.name, call.arguments, call.status) == (None, None, "malformed_structure")
+
+
+@pytest.mark.parametrize("keywords", ["**{'at': 1}", "at=1, at=2", "at=1, **{'at': 1}"])
+def test_arguments_without_a_name_of_their_own_are_malformed(keywords):
+    (call,) = read(renderer("lfm2_v2"), f"<|tool_call_start|>[look({keywords})]<|tool_call_end|>").tool_calls
+    assert call.status == "malformed_structure"
+
+
+def test_python_is_read_as_the_json_that_it_means():
+    text = '<|tool_call_start|>[look(a=-1.5, b=None, c=null, d=(1, True), e={"f": [false]})]<|tool_call_end|>'
+    (call,) = read(renderer("lfm2_v2"), text).tool_calls
+    assert call.arguments == {"a": -1.5, "b": None, "c": None, "d": [1, True], "e": {"f": [False]}}
+
+
+def look(schema):
+    parameters = {"type": "object", "properties": {"at": schema}}
+    return [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "glm4moe"])
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "[1]", [1]),
+        ({}, "True", "True"),
+    ],
+)  # fmt: skip
+def test_a_bare_argument_has_a_type_that_its_schema_declares(name, schema, text, value):
+    (call,) = read(renderer(name), argument(name, text), look(schema)).tool_calls
+    assert (json.dumps(call.arguments), call.status) == (json.dumps({"at": value}), "ok")
+
+
+def test_a_bare_argument_of_none_of_the_declared_types_is_invalid():
+    (call,) = read(renderer("glm4moe"), argument("glm4moe", "two"), look({"type": "integer"})).tool_calls
+    assert (call.name, call.arguments, call.status) == ("look", None, "invalid_json")
+
+
+def argument(name, text):
+    """A call of look with one argument."""
+    _, _, rest = TAGGED[name].partition("00123")
+    end = rest.rpartition("2")[2]
+    return TAGGED[name].partition("00123")[0].replace("zip", "at") + text + end
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        "look", ["look"], [None], {"a": 1}, [{"function": None}], [{"function": {"name": "look", "parameters": "x"}}],
+        [{"function": {"name": "look", "parameters": {"properties": ["zip"]}}}],
+        [{"function": {"name": "look", "parameters": {"properties": {"zip": "b", "days": {"type": {"a": 1}}}}}}],
+        [{"function": {"name": "look", "parameters": {"properties": {"zip": {"anyOf": 3}, "days": {"type": [[]]}}}}}],
+    ],
+)  # fmt: skip
+def test_a_malformed_schema_says_nothing_of_types(tools):
+    (call,) = read(renderer("glm4moe"), TAGGED["glm4moe"].replace("00123", "Bonn"), tools).tool_calls
+    assert (call.arguments, call.status) == ({"zip": "Bonn", "days": 2}, "ok")
+
+
+PROSE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}I will call "
+    "{{ c.function.name }} with {{ c.function.arguments | tojson }}.{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", ["I think so.", "I will see.", "API will call back."])
+def test_prose_is_no_call_where_calls_begin_with_prose(text):
+    parsed = read(TemplateRenderer(byte_tokenizer(PROSE)), text)
+    assert (parsed.content, parsed.tool_calls) == (text, ())
+
+
+def test_a_call_that_begins_with_prose_is_read():
+    parsed = read(TemplateRenderer(byte_tokenizer(PROSE)), 'I see. I will call look with {"at": "x"}.')
+    assert (parsed.content, [(c.name, c.arguments) for c in parsed.tool_calls]) == ("I see.", [("look", {"at": "x"})])
+
+
+def test_a_format_without_an_end_of_values_is_not_read():
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
+    source = PROSE.replace("{% for c in m.tool_calls or [] %}I will call ", calls + "<k>{{ k }}</k>{{ v }}{% endfor %}"
+                           "</call>{% endfor %}{% for c in [] %}")  # fmt: skip
+    text = "<call>look<k>at</k>Bonn</call>"
+    assert read(TemplateRenderer(byte_tokenizer(source)), text).content == text
+
+
+PIECES = [
+    "<tool_call>", "</tool_call>", "<function=look>", "<parameter=at>", "</parameter>", "</function>", "look", "at",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_start|>", "<|tool_call_end|>", "[", "]", "{",
+    "}", "(", ")", '"', ":", ",", "=", "name", "arguments", "{[1]}", "None", "5", "\n", "<think>", "</think>", "**",
+    "[TOOL_CALLS]", '{"name": "look", "arguments": {}}', "\ufdd5", "0x" + "f" * 4000,
+]  # fmt: skip
+SYNTAXES = ["qwen2_5", "llama3_1", "mistral", "qwen3_5_think", "glm4moe", "lfm2_v2"]
+
+
+@settings(deadline=None)  # the first example of each makes its renderer
+@given(st.sampled_from(SYNTAXES), st.lists(st.sampled_from(PIECES), max_size=20))
+def test_whatever_is_sampled_is_read_and_its_arguments_are_json(name, pieces):
+    if name not in made:
+        made[name] = renderer(name)
+    for call in read(made[name], "".join(pieces), look({"type": ["integer", "null"]})).tool_calls:
+        assert json.loads(json.dumps(call.arguments, allow_nan=False)) == call.arguments
+        assert (call.arguments is not None) == (call.status == "ok")
+
+
+made: dict[str, TemplateRenderer] = {}

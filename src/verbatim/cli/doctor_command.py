@@ -6,6 +6,7 @@ With `--template` instead of a file: what a chat template lets a renderer promis
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tomllib
 from collections.abc import Callable
@@ -18,12 +19,15 @@ from verbatim.cli import exit_status
 from verbatim.doctor import BreakClass, Doctor, LogFile, known_formats, recognise
 from verbatim.doctor.as_json import JsonReport
 from verbatim.doctor.diagnosis import TemplateLine
+from verbatim.doctor.logs import Format
 from verbatim.doctor.show import ConsoleReport
 from verbatim.doctor.text import TokenText
 from verbatim.errors import UsageError
 
 _SHOWN = 10
 """Breaks that people are shown in full."""
+_LARGEST = 2**26
+"""Bytes of a file that is looked at as a whole."""
 _EPILOG = (
     "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read; "
     "with --template: 0 every kind of message may be appended, 1 some may not"
@@ -49,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Examine the file, or the template, and report.
 
     Raises:
-        UsageError: no such file, no log, or a tokenizer that cannot be the log's.
+        UsageError: no such file, no log, a tokenizer that cannot be the log's, or options that exclude each other.
         ModelError: `--model` cannot be loaded, or has no chat template.
     """
     if args.overrides:
@@ -57,13 +61,17 @@ def run(args: argparse.Namespace) -> int:
             f"verbatim doctor has no option {args.overrides[0]}; there are --template, --model, --json and --limit"
         )
     if args.template is not None:
+        given = [option for option, value in (("--model", args.model), ("--limit", args.limit)) if value is not None]
+        if given:
+            raise UsageError(f"{' and '.join(given)} cannot be used with --template, which reads no log; "
+                             f"type verbatim doctor --template {args.template}")  # fmt: skip
         from verbatim.cli.doctor_template import report as report_template
 
         return int(not report_template(args.template, as_json=args.json))
     if args.limit is not None and args.limit < 0:
         raise UsageError(f"--limit {args.limit}: expected how many breaks to show, 0 or more")
     file = LogFile(args.file)
-    known = recognise(file, known_formats())
+    known = _recognised(file)
     model, note = _find_model(args.model, args.file)
     text = None
     if model is not None:
@@ -85,6 +93,30 @@ def run(args: argparse.Namespace) -> int:
     if file.problems.count:
         return exit_status.USAGE
     return int(doctor.summary.breaks > doctor.summary.by_design)
+
+
+def _recognised(file: LogFile) -> Format:
+    try:
+        return recognise(file, known_formats())
+    except UsageError:
+        if _is_one_value(file.path):
+            raise UsageError(
+                f"{file.path} is one JSON value over many lines; expected JSON lines, one object each: "
+                f"type jq -c '.[]' {file.path} > log.jsonl for a list, jq -c . {file.path} > log.jsonl for an object"
+            ) from None
+        raise
+
+
+def _is_one_value(path: Path) -> bool:
+    """Whether a file is JSON as a whole, and longer than a line."""
+    if not path.is_file() or path.stat().st_size > _LARGEST:
+        return False
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return "\n" in text
 
 
 def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,11 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from verbatim.errors import ModelError
+from verbatim.renderers.chat_template import parse_template
 from verbatim.renderers.proof import Row, proof_table
 
 _APPENDED = {"tool": "tools' answers", "user": "a user's message"}
 _LONGEST = 160
 """Characters of a line that are shown: some templates are one line."""
+_NEWLINE = re.compile(r"\r\n|\r|\n")
+"""What Jinja counts lines by, unlike `splitlines`."""
 _OUTCOMES = {"always": "proven", "condition": "proven under a condition", "refused": "refused"}
 
 
@@ -28,7 +32,10 @@ def report(asked: str, *, as_json: bool) -> bool:
     Raises:
         ModelError: no such model or file, no chat template, or one that is no Jinja.
     """
-    tables = {name: (source, proof_table(source, variables)) for name, source, variables in _templates(asked)}
+    templates = _templates(asked)
+    for _, source, _ in templates:  # proofs take seconds: one that is no template is named before them
+        parse_template(source)
+    tables = {name: (source, proof_table(source, variables)) for name, source, variables in templates}
     if as_json:
         print(json.dumps({"template": asked, "tables": {
             name: [{**asdict(row), "text": _line(source, row)} for row in rows]
@@ -48,8 +55,8 @@ def _templates(asked: str) -> list[tuple[str, str, Sequence[str]]]:
     if file.is_file():
         try:
             return [("default", file.read_text(encoding="utf-8"), ("bos_token", "eos_token", "pad_token"))]
-        except ValueError as error:
-            raise ModelError(f"{asked} is no text ({error}); expected a chat_template.jinja") from error
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{asked} cannot be read as text ({error}); expected a chat_template.jinja") from error
     tokenizer = _tokenizer(asked)
     given = tokenizer.chat_template
     named = given if isinstance(given, dict) else {"default": given}
@@ -86,5 +93,5 @@ def _shown(title: str, source: str, rows: Sequence[Row]) -> Table:
 def _line(source: str, row: Row) -> str | None:
     if row.line is None:
         return None
-    text = source.splitlines()[row.line - 1].strip()
+    text = _NEWLINE.split(source)[row.line - 1].strip()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -30,10 +30,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from verbatim.errors import EnvironmentFault
 from verbatim.renderers.base import ParsedResponse
+from verbatim.renderers.chat_template import parse_template
 from verbatim.renderers.guard import BREAK, ESCAPE, LITERAL, GuardedTokenizer
 from verbatim.renderers.history import History, Notes, digest
 from verbatim.renderers.proof import Prover
@@ -142,7 +142,7 @@ class TemplateBridge:
 def prover(source: str, variables: tuple[str, ...]) -> Prover:
     """The proofs about a template, shared by all its renderers; `variables` are the special tokens that it is given."""
     # The environment that renders, so that both read the template alike.
-    return Prover(_compile_jinja_template(source).environment.parse(source), variables)
+    return Prover(parse_template(source)[1], variables)
 
 
 def _window(history: History) -> list[dict[str, Any]]:

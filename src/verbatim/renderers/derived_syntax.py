@@ -108,6 +108,8 @@ def _derive_tagged(single: str, double: str) -> ToolSyntax | None:
     if not key.startswith("<"):
         return None
     value, ends = single[marks[0] + len(_KEYS[0]) : marks[1]].strip(), rest.removesuffix(key).strip()
+    if not (value and ends):  # nothing would tell where a key or a value stops
+        return None
     end = double.find(ends, double.find(_VALUES[1])) + len(ends)
     second = double.rfind(_NAMES[1], end, double.find(_KEYS[0], end)) if double else -1
     around = _around(

@@ -2,13 +2,17 @@
 
 Two halves that know nothing of each other's context, so that any renderer may cut and join text between them:
 
-- `Guard.text` marks untrusted text: a break goes between the first two characters of whatever could begin a control
-  token, also where the next piece of text could complete it.
+- `Guard.text` marks untrusted text: a break goes behind every character that a control token begins with, and before
+  every one that a control token ends with. So no piece of text begins or ends a control token, whatever a template
+  takes out of it, puts beside it, or changes the case of.
 - `GuardedTokenizer` encodes. A control token's string without a break inside was written by the template, and is
   encoded as that token. Breaks are then removed, and everything else is plain text.
 
-So ids decode to exactly the text that was given, and the control tokens in them are the template's own. Text without
-a break takes the tokenizer's ordinary path, with the ids it always had.
+So ids decode to exactly the text that was given, and the control tokens in them are the template's own. Text that
+holds no control token without its breaks takes the tokenizer's ordinary path, with the ids it always had.
+
+What marks cannot help against, `recognise.check_guarded` refuses: a template that writes both ends of a control token
+around a text, or undoes an escape in it.
 
 A control token is any added token of the tokenizer, special or not, unless it is only spaces or only letters and
 digits: those are vocabulary. A break is U+FDD0 U+FDD1, two noncharacters; a literal U+FDD0 is written U+FDD0 U+FDD2, so
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -37,6 +42,8 @@ BREAK = ESCAPE + "\ufdd1"
 """Keeps what is before it from forming a control token with what comes after it."""
 LITERAL = ESCAPE + "\ufdd2"
 """U+FDD0 itself."""
+_ASCII = "\\ufdd"  # how marks begin in JSON that is written in ASCII; never so in marked text
+_ASCII_BREAK, _ASCII_LITERAL, _ASCII_ESCAPE = (json.dumps(mark)[1:-1] for mark in (BREAK, LITERAL, ESCAPE))
 _OPEN, _CLOSE = "\ufdd3", "\ufdd4"  # around control tokens, for the second tokenizer
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -44,6 +51,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 _ATTACHMENTS = ("image", "images", "audio", "audios", "video", "videos", "attachments")
 
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CACHED_CHARACTERS = 256
 
@@ -52,12 +60,15 @@ class Guard:
     """Marks untrusted text for one tokenizer's control tokens."""
 
     def __init__(self, control_tokens: Sequence[str]) -> None:
-        first_two = sorted({re.escape(token[:2]) for token in control_tokens})
-        # A lookahead: in "<<|" the second "<" must be seen too.
-        self._begins = re.compile(f"(?=({'|'.join(first_two)}))") if first_two else None
-        self._first = frozenset(token[0] for token in control_tokens)
-        self._endings = frozenset(token[i:] for token in control_tokens for i in range(1, len(token)))
-        self._longest = max(map(len, control_tokens), default=0)
+        # Templates strip and add spaces: the ends of a token are what is between them.
+        bare = [token.strip() for token in control_tokens]
+        # Letters and digits are in every word: of those, only the pairs that begin and end a token are broken, also
+        # where the next or the last piece of text could have the other half.
+        self._first = sorted({token[0] for token in bare if not token[0].isalnum()})
+        self._last = sorted({token[-1] for token in bare if not token[-1].isalnum()})
+        begins = {rf"(?<={t[0]})(?=[{re.escape(t[1:2])}\s]|\Z)" for t in bare if t[0].isalnum()}
+        ends = {rf"(?:(?<=[{re.escape(t[-2:-1])}\s])|\A)(?={t[-1]})" for t in bare if t[-1].isalnum()}
+        self._pairs = re.compile("|".join(sorted(begins | ends))) if begins | ends else None
         # The words of schemas and replies come again every turn.
         self._mark_short: Callable[[str], str] = lru_cache(maxsize=4096)(self._mark)
 
@@ -76,11 +87,30 @@ class Guard:
                 f"a message holds the lone surrogate U+{ord(found[0]):04X} at position {found.start()}, which is not "
                 'text; decode bytes with errors="replace"'
             )
-        breaks = self._break_positions(text)
-        if not breaks and ESCAPE not in text:
-            return text
-        pieces = [text[a:b] for a, b in zip([0, *breaks], [*breaks, len(text)], strict=True)]
-        return BREAK.join(piece.replace(ESCAPE, LITERAL) for piece in pieces)
+        text = text.replace(ESCAPE, LITERAL).replace(_ASCII, _ASCII[0] + BREAK + _ASCII[1:])
+        if self._pairs is not None:
+            text = self._pairs.sub(BREAK, text)
+        for character in self._first:
+            text = text.replace(character, character + BREAK)
+        for character in self._last:
+            text = text.replace(character, BREAK + character)
+        return text
+
+    def json_text(self, text: str) -> str:
+        """Text that a renderer may read as JSON, marked so that what it then reads is marked as well.
+
+        Text of other kinds is marked as it is.
+        """
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return self.text(text)
+        # Brackets of JSON itself stay as they are; in a string, an escape could stand for what has to be marked.
+        marked, wanted = _JSON_STRING.sub(lambda found: self.text(found[0]), text), self.value(value)
+        try:
+            return marked if json.loads(marked) == wanted else json.dumps(wanted, ensure_ascii=False)
+        except (ValueError, RecursionError):
+            return json.dumps(wanted, ensure_ascii=False)
 
     def value(self, value: Any) -> Any:
         """A JSON value with every string in it marked, keys too."""
@@ -107,24 +137,23 @@ class Guard:
             _refuse_attachments(message, number)
             fields = dict(_reasoning_apart(message))
             role = fields.pop("role")
-            marked.append({"role": role if role in ROLES else self.value(role), **self.value(fields)})
+            calls = fields.get("tool_calls")
+            written = {"role": role if role in ROLES else self.value(role), **self.value(fields)}
+            if isinstance(calls, (list, tuple)):
+                written["tool_calls"] = [self._call(call) for call in calls]
+            marked.append(written)
         return marked
 
     def tools(self, tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
         """Tool schemas with every string marked; None if there are none."""
         return [self.value(tool) for tool in tools] if tools else None
 
-    def _break_positions(self, text: str) -> list[int]:
-        places = {m.start() + 1 for m in self._begins.finditer(text)} if self._begins else set()
-        # The next piece of text could complete what this one begins; a template may strip the space in between.
-        places |= {end for end in (len(text), len(text.rstrip())) if end and text[end - 1] in self._first}
-        # This piece could complete what the one before began.
-        start = len(text) - len(text.lstrip())
-        places |= {begin for begin in (0, start) if self._ends(text[begin : begin + self._longest])}
-        return sorted(places)
-
-    def _ends(self, text: str) -> bool:
-        return any(text[:n] in self._endings for n in range(1, len(text) + 1))
+    def _call(self, call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        marked = self.value(call)
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            marked[self.text("function")][self.text("arguments")] = self.json_text(function["arguments"])
+        return marked
 
 
 class GuardedTokenizer:
@@ -136,7 +165,10 @@ class GuardedTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        backend: Tokenizer = tokenizer.backend_tokenizer
+        backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ModelError(f"a {type(tokenizer).__name__} is a slow tokenizer, whose control tokens cannot be kept "
+                             "out of plain text; a tokenizer.json is needed")  # fmt: skip
         # Own copies: padding and truncation are state of the tokenizer, which others may set.
         self._ordinary = Tokenizer.from_str(backend.to_str())
         self._ordinary.no_padding()
@@ -154,7 +186,9 @@ class GuardedTokenizer:
         alone = {t.content for t in added.values() if t.single_word}
         longest_first = sorted(self.control_tokens, key=len, reverse=True)
         patterns = [rf"(?<!\w){re.escape(t)}(?!\w)" if t in alone else re.escape(t) for t in longest_first]
-        self._scan = re.compile("|".join([BREAK, LITERAL, _OPEN, *patterns]))
+        self._scan = re.compile(
+            "|".join([BREAK, LITERAL, re.escape(_ASCII_BREAK), re.escape(_ASCII_LITERAL), _OPEN, *patterns])
+        )
         self._marked, self._ids = _with_bracketed_tokens(self._ordinary, self.control_tokens)
         self._encode_short: Callable[[str], _Encoded] = lru_cache(maxsize=4096)(self._encode)
         self.guard = Guard(list(self.control_tokens))
@@ -191,9 +225,16 @@ class GuardedTokenizer:
         return self._encode_short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text)
 
     def _encode(self, text: str) -> _Encoded:
-        if ESCAPE not in text and not self._always_marked:
-            encoding = self._ordinary.encode(text, add_special_tokens=False)
-            return tuple(encoding.ids), tuple(encoding.offsets)
+        ordinary = self._without_breaks(text)
+        if ordinary is not None:
+            plain, breaks = ordinary
+            encoding = self._ordinary.encode(plain, add_special_tokens=False)
+            if not breaks:
+                return tuple(encoding.ids), tuple(encoding.offsets)
+            width = len(BREAK)
+            moved = ((a + width * bisect_right(breaks, a), b + width * bisect_left(breaks, b))
+                     for a, b in encoding.offsets)  # fmt: skip
+            return tuple(encoding.ids), tuple((a, max(a, b)) for a, b in moved)
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for pieces in self._sections(text):
@@ -208,6 +249,24 @@ class GuardedTokenizer:
             offsets += [(spans[a][0], spans[b - 1][1]) if b > a else (0, 0) for a, b in encoding.offsets]
         return tuple(ids), tuple(offsets)
 
+    def _without_breaks(self, text: str) -> tuple[str, list[int]] | None:
+        """The text, and where in it there were breaks; None if its control tokens would not be the same without."""
+        if self._always_marked or LITERAL in text or _ASCII_LITERAL in text:
+            return None
+        if ESCAPE not in text and _ASCII not in text:
+            return text, []
+        breaks: list[int] = []
+        tokens = []
+        for found in self._scan.finditer(text):
+            place = found.start() - len(BREAK) * len(breaks)
+            if found[0] in (BREAK, _ASCII_BREAK):
+                breaks += [place] * (len(found[0]) // len(BREAK))
+            else:
+                tokens.append((place, found[0]))
+        plain = text.replace(BREAK, "").replace(_ASCII_BREAK, "")
+        same = tokens == [(found.start(), found[0]) for found in self._scan.finditer(plain)]
+        return (plain, breaks) if same else None
+
     def _sections(self, text: str) -> Iterator[list[tuple[str, int, int]]]:
         """Lists of (what to encode, where it stood in the marked text, how wide it was there)."""
         section: list[tuple[str, int, int]] = []
@@ -217,15 +276,15 @@ class GuardedTokenizer:
             if start > end:
                 section.append((text[end:start], end, start - end))
             end = found.end()
-            if mark == LITERAL:
-                section.append((ESCAPE, start, width))
+            if mark in (LITERAL, _ASCII_LITERAL):
+                section.append((ESCAPE if mark == LITERAL else _ASCII_ESCAPE, start, width))
             elif mark == _OPEN:
                 # From the outside. What follows is encoded apart, lest it look like a token in our own brackets; a
                 # tokenizer that puts a space before each text puts one there.
                 section.append((mark, start, width))
                 yield section
                 section = []
-            elif mark != BREAK:
+            elif mark not in (BREAK, _ASCII_BREAK):
                 section.append((_OPEN + mark + _CLOSE, start, width))
         if end < len(text):
             section.append((text[end:], end, len(text) - end))

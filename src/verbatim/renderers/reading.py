@@ -11,12 +11,8 @@ from typing import Any, get_args
 from verbatim.renderers.base import ParsedResponse
 from verbatim.renderers.guard import GuardedTokenizer
 from verbatim.renderers.responses import check_call, unreadable
+from verbatim.renderers.schemas import types_of, word
 from verbatim.types import ParseStatus, ToolCall
-
-_WORDS: Mapping[str, tuple[str, Any]] = {
-    "true": ("boolean", True), "false": ("boolean", False), "null": ("null", None), "none": ("null", None),
-}  # fmt: skip
-"""Templates that write arguments as text write Python's words; the JSON type that makes one more than a word."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,52 +47,33 @@ def _checked(call: Any, tools: Sequence[Mapping[str, Any]] | None) -> ToolCall:
     arguments = call.arguments
     if status == "invalid_json" and isinstance(arguments, Mapping):
         # The call is whole; a value of it is not JSON.
-        arguments, status = _typed(arguments, _properties(call.name, tools))
+        arguments, status = _typed(arguments, call.name, tools)
     checked = check_call(call.name, arguments, status, call.raw)  # type: ignore[arg-type]
     # Families whose calls carry an id (Kimi) expect the answer to name it.
     return dataclasses.replace(checked, id=call.id) if call.id else checked
 
 
-def _typed(arguments: Mapping[str, Any], properties: Mapping[str, Any] | None) -> tuple[dict[str, Any], ParseStatus]:
+def _typed(
+    arguments: Mapping[str, Any], tool: object, tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[dict[str, Any], ParseStatus]:
     """Arguments that are bare text, by their declared types; "ok" if each is of a type that was declared.
 
-    >>> _typed({"deep": "True", "place": "Bonn"}, {"deep": {"type": "boolean"}, "place": {"type": "string"}})
-    ({'deep': True, 'place': 'Bonn'}, 'ok')
+    >>> look = {"name": "look", "parameters": {"properties": {"deep": {"type": "boolean"}, "at": {"type": "string"}}}}
+    >>> _typed({"deep": "True", "at": "Bonn"}, "look", [{"type": "function", "function": look}])
+    ({'deep': True, 'at': 'Bonn'}, 'ok')
     """
     typed = dict(arguments)
     status: ParseStatus = "ok"
     for name, value in arguments.items():
-        types = _declared(properties, name)
+        types = types_of(tools, tool, name)
         if not isinstance(value, str) or "string" in types:
             continue
-        kind, meant = _WORDS.get(value.strip().lower(), ("", None))
-        if kind and kind in types:
+        is_word, meant = word(value, types)
+        if is_word:
             typed[name] = meant
         elif types and not _is_json(value):
             status = "invalid_json"
     return typed, status
-
-
-def _declared(properties: Mapping[str, Any] | None, name: str) -> set[str]:
-    """The JSON types that a parameter may have; empty where nothing is said about it."""
-    schema = (properties or {}).get(name)
-    if not isinstance(schema, Mapping):
-        return set()
-    branches = [schema, *(b for key in ("anyOf", "oneOf") for b in schema.get(key) or () if isinstance(b, Mapping))]
-    types: set[str] = set()
-    for branch in branches:
-        kind = branch.get("type")
-        types |= {kind} if isinstance(kind, str) else set(kind or ())
-    return types
-
-
-def _properties(name: object, tools: Sequence[Mapping[str, Any]] | None) -> Mapping[str, Any] | None:
-    for tool in tools or ():
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties: Mapping[str, Any] = (function.get("parameters") or {}).get("properties") or {}
-            return properties
-    return None
 
 
 def _is_json(text: str) -> bool:

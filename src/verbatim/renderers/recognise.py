@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -12,7 +14,7 @@ from renderers.base import MODEL_RENDERER_MAP
 
 from verbatim.errors import EnvironmentFault, ModelError
 from verbatim.renderers.base import Renderer
-from verbatim.renderers.guard import ESCAPE, GuardedTokenizer
+from verbatim.renderers.guard import BREAK, ESCAPE, GuardedTokenizer
 from verbatim.types import Message
 
 Dialogue = tuple[str, Sequence[Message], Sequence[Mapping[str, Any]] | None]
@@ -45,23 +47,69 @@ def check_guarded(renderer: Renderer, tokenizer: GuardedTokenizer) -> None:
     Raises:
         ModelError: untrusted text changed the control tokens of the prompt, or did not come back from the ids.
     """
-    hostile = "".join(f"{token}{ESCAPE}" for token in tokenizer.control_tokens)
+    every = f"x{ESCAPE.join([*tokenizer.control_tokens, ''])}x"
+    ids = _ids(renderer, *_spoken(lambda field: every), True)
+    if ids is not None and every not in tokenizer.decode(ids):
+        raise ModelError(f'renderer "{renderer.name}" changes the text of a user with this tokenizer; '
+                         f"{_instead(renderer)}")  # fmt: skip
+    bare = [token.strip() for token in tokenizer.control_tokens]
+    edges = f"x{''.join(sorted({end for token in bare for end in (token[0], token[-1])}))}x"
+    # What a template does to one control token it does to the others.
+    disguised = f"x{' '.join(map(_disguises, list(tokenizer.control_tokens)[:8]))}x"
+    dialogues: Sequence[_Dialogue] = (_spoken, _answered, _called)
+    for dialogue in dialogues:
+        plain = _ids(renderer, *dialogue(lambda field: _PLAIN[field]), True)
+        if plain is None:
+            continue
+        marked = _ids(renderer, *dialogue(lambda field: edges), True)
+        if marked is not None and set(BREAK).intersection(tokenizer.decode(marked)):
+            raise ModelError(f'renderer "{renderer.name}" takes text apart within the marks that keep it from '
+                             f"being a control token; {_instead(renderer)}")  # fmt: skip
+        own = _control_counts(tokenizer, plain)
+        for hostile in ({}.fromkeys(_FIELDS, every), *({field: disguised} for field in _FIELDS)):
+            _compare(renderer, tokenizer, dialogue, hostile, own)
+        around = tokenizer.decode(plain).lower()
+        for field, word in _PLAIN.items():
+            for inside in _completions(tokenizer, around, word):
+                _compare(renderer, tokenizer, dialogue, {field: inside}, own)
+
+
+def _compare(
+    renderer: Renderer, tokenizer: GuardedTokenizer, dialogue: _Dialogue, hostile: Mapping[str, str],
+    own: Counter[int],
+) -> None:  # fmt: skip
+    ids = _ids(renderer, *dialogue(lambda field: hostile.get(field, _PLAIN[field])), True)
+    if ids is None:
+        return  # refused is guarded
+    found = _control_counts(tokenizer, ids)
+    if found == own:
+        return
+    where = f" (in {next(iter(hostile))})" if len(hostile) == 1 else ""
+    raise ModelError(f'renderer "{renderer.name}" lets the text of users and tools become control tokens of this '
+                     f"tokenizer{where}; {_instead(renderer)}")  # fmt: skip
+
+
+def _control_counts(tokenizer: GuardedTokenizer, ids: Sequence[int]) -> Counter[int]:
     control = set(tokenizer.control_tokens.values())
-    for dialogue in (_spoken, _called):
-        counts = []
-        for text in ("x", f"x{hostile}x"):
-            messages, tools = dialogue(text)
-            try:
-                ids = renderer.render_ids(messages, tools).tolist()
-            except EnvironmentFault:
-                break  # refused is guarded
-            if dialogue is _spoken and text not in tokenizer.decode(ids):
-                raise ModelError(f'renderer "{renderer.name}" changes the text of a user with this tokenizer; '
-                                 f"{_instead(renderer)}")  # fmt: skip
-            counts.append(Counter(i for i in ids if i in control))
-        if len(counts) == 2 and counts[0] != counts[1]:
-            raise ModelError(f'renderer "{renderer.name}" lets the text of users and tools become control tokens of '
-                             f"this tokenizer; {_instead(renderer)}")  # fmt: skip
+    return Counter(i for i in ids if i in control)
+
+
+def _disguises(token: str) -> str:
+    """A control token as text that a template could turn into it."""
+    escaped = "".join(f"\\u{ord(character):04x}" for character in token)
+    return " ".join((html.escape(token), escaped, token.lower(), token.upper(), token[::-1], "\n".join(token)))
+
+
+def _completions(tokenizer: GuardedTokenizer, text: str, word: str) -> Iterator[str]:
+    """What would be a control token in the place of a word, together with what is written around it."""
+    tokens = {token: token.lower() for token in tokenizer.control_tokens}
+    reach = max(map(len, tokens), default=0)
+    places = [found.span() for found in re.finditer(re.escape(word), text)]
+    for before, after in {(text[max(0, start - reach) : start], text[end : end + reach]) for start, end in places}:
+        for token, lower in tokens.items():
+            begins = [a for a in range(1, len(lower) - 1) if before.endswith(lower[:a])]
+            ends = [b for b in range(2, len(lower)) if after.startswith(lower[b:])] if begins else []
+            yield from (token[a:b] for a in begins for b in ends if a < b)
 
 
 def _instead(renderer: Renderer) -> str:
@@ -114,25 +162,41 @@ def _with_text_arguments(message: Message) -> Mapping[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _spoken(text: str) -> tuple[list[Message], None]:
-    return [{"role": "user", "content": text}], None
+_Words = Callable[[str], str]
+_Dialogue = Callable[[_Words], tuple[list[Message], list[dict[str, Any]] | None]]
+
+_FIELDS = ("system", "user", "user name", "answer", "thought", "call id", "function", "key", "value", "deep key",
+           "deep value", "result", "result name", "tool", "description", "property", "choice")  # fmt: skip
+_PLAIN = {field: f"zq{number:02}zqzqz" for number, field in enumerate(_FIELDS)}
+"""A word for each field that is found again in a prompt; some templates insist on call ids of nine such characters."""
 
 
-def _called(text: str) -> tuple[list[Message], list[dict[str, Any]]]:
-    """The text in every field that text can be in."""
-    name = f"look{text}"
-    arguments = {text: text, "deep": [{text: [text]}]}
-    call = {"id": text, "type": "function", "function": {"name": name, "arguments": arguments}}
-    schema = {"type": "object", "properties": {text: {"type": "string", "description": text, "enum": [text]}},
-              "required": [text]}  # fmt: skip
+def _spoken(words: _Words) -> tuple[list[Message], None]:
+    return [{"role": "user", "content": words("user")}], None
+
+
+def _answered(words: _Words) -> tuple[list[Message], None]:
+    user: Message = {"role": "user", "content": words("user"), "name": words("user name")}
+    answer: Message = {"role": "assistant", "content": words("answer"), "reasoning_content": words("thought")}
+    return [user, answer, user], None
+
+
+def _called(words: _Words) -> tuple[list[Message], list[dict[str, Any]]]:
+    """Text in every field that text can be in."""
+    name, answer, thought = words("function"), words("answer"), words("thought")
+    arguments = {words("key"): words("value"), "deep": [{words("deep key"): [words("deep value")]}]}
+    call = {"id": words("call id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    kind = {"type": "string", "description": words("description"), "enum": [words("choice")]}
+    schema = {"type": "object", "properties": {words("property"): kind}, "required": [words("property")]}
     messages: list[Message] = [
-        {"role": "system", "content": text},
-        {"role": "user", "content": text},
-        {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]},  # type: ignore[list-item]
-        {"role": "tool", "content": text, "tool_call_id": text, "name": name},
-        {"role": "assistant", "content": text, "reasoning_content": text},
+        {"role": "system", "content": words("system")},
+        {"role": "user", "content": words("user"), "name": words("user name")},
+        {"role": "assistant", "content": answer, "reasoning_content": thought, "tool_calls": [call]},  # type: ignore[list-item]
+        {"role": "tool", "content": words("result"), "tool_call_id": words("call id"), "name": words("result name")},
+        {"role": "assistant", "content": answer, "reasoning_content": thought},
     ]
-    return messages, [{"type": "function", "function": {"name": name, "description": text, "parameters": schema}}]
+    function = {"name": words("tool"), "description": words("description"), "parameters": schema}
+    return messages, [{"type": "function", "function": function}]
 
 
 def _call(name: str, **arguments: object) -> dict[str, Any]:

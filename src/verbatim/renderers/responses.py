@@ -1,57 +1,16 @@
-"""What a model sampled, read as a message: every attempted call is kept, and only whole ones count as calls."""
+"""A call that a model sampled, as a record: every attempt is kept, and only whole ones count as calls."""
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-from verbatim.renderers.base import ParsedResponse
-from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.types import Int32, ParseStatus, ToolCall
+from verbatim.types import ParseStatus, ToolCall
 
 MAX_DEPTH = 64
 """Of the arguments' nesting; deeper ones would overflow the stack of whatever reads them next."""
-
-_log = logging.getLogger(__name__)
-
-
-def read_response(
-    family: Any,
-    tokenizer: GuardedTokenizer,
-    completion_ids: Int32,
-    prompt_ids: Int32 | None,
-    stop_token_ids: Sequence[int],
-) -> ParsedResponse:
-    """A completion as the package's parser reads it, checked call by call."""
-    ids = completion_ids.tolist()
-    stop = next((i for i, token in enumerate(ids) if token in stop_token_ids), len(ids))
-    try:
-        parsed = family.parse_response(ids[:stop], prompt_ids=None if prompt_ids is None else prompt_ids.tolist())
-    except Exception as error:  # noqa: BLE001  models sample what no parser foresaw (100,000 brackets): that call is unreadable
-        _log.debug("unreadable completion: %s: %s", type(error).__name__, error)
-        text = tokenizer.decode(ids[:stop])
-        return ParsedResponse(content="", tool_calls=(unreadable(text, "invalid_json"),))
-    return ParsedResponse(
-        content=parsed.content,
-        reasoning_content=parsed.reasoning_content,
-        tool_calls=tuple(
-            check_call(call.name, call.arguments, _STATUS[str(call.status.value)], call.raw)
-            for call in parsed.tool_calls
-        ),
-    )
-
-
-_STATUS: Mapping[str, ParseStatus] = {
-    "ok": "ok",
-    "invalid_json": "invalid_json",
-    "unclosed_block": "unclosed_block",
-    "missing_name": "missing_name",
-    "malformed_structure": "malformed_structure",
-    "unknown_tool": "unknown_tool",
-}
+_MAX_BITS = 14_000
+"""Of a whole number; Python writes no longer one as text (`sys.get_int_max_str_digits`)."""
 
 
 def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -> ToolCall:
@@ -79,37 +38,32 @@ def unreadable(raw: str, status: ParseStatus) -> ToolCall:
 
 def is_json(value: object) -> bool:
     """Whether a value can be written as JSON text in UTF-8 and be nested less than `MAX_DEPTH` deep."""
-    level: list[object] = [value]
-    for _ in range(MAX_DEPTH):
-        if not level:
-            return True
-        if any(not _is_json_scalar(item) for item in level):
-            return False
-        deeper: list[object] = []
-        for item in level:
-            if isinstance(item, dict):
-                deeper += [*item.keys(), *item.values()]
-            elif isinstance(item, list):
-                deeper += item
-        level = deeper
-    return False
+    return is_shallow(value) and all(_is_json_item(item) for level in levels(value) for item in level)
 
 
-def _is_json_scalar(item: object) -> bool:
+def is_shallow(value: object) -> bool:
+    """Whether a value is nested less than `MAX_DEPTH` deep; one that holds itself is not."""
+    return all(depth < MAX_DEPTH for depth, _ in enumerate(levels(value)))
+
+
+def levels(value: object) -> Iterator[list[object]]:
+    """The value, then all that is in it, then all that is in that, and so on; each object once a level."""
+    level = [value]
+    while level:
+        yield level
+        inner = [
+            item for outer in level if isinstance(outer, (Mapping, list, tuple))
+            for item in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]  # fmt: skip
+        level = list({id(item): item for item in inner}.values())
+
+
+def _is_json_item(item: object) -> bool:
+    """Whether a value is JSON, whatever is in it."""
     if isinstance(item, str):
         return not any("\ud800" <= c <= "\udfff" for c in item)
-    return not isinstance(item, float) or math.isfinite(item)
-
-
-def parse_hermes_call(text: str) -> ToolCall:
-    """The JSON between `<tool_call>` and `</tool_call>`, for tokenizers that have no such tokens."""
-    raw = text.strip()
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return unreadable(raw, "invalid_json")
-    if not isinstance(value, dict):
-        return unreadable(raw, "malformed_structure")
-    if not value.get("name"):
-        return unreadable(raw, "missing_name")
-    return check_call(value["name"], value.get("arguments", {}), "ok", raw)
+    if isinstance(item, dict):
+        return all(isinstance(key, str) and _is_json_item(key) for key in item)
+    if isinstance(item, int):
+        return item.bit_length() <= _MAX_BITS
+    return item is None or isinstance(item, list) or (isinstance(item, float) and math.isfinite(item))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from verbatim.errors import EnvironmentFault, ModelError
@@ -16,13 +16,12 @@ from verbatim.renderers.base import ParsedResponse
 from verbatim.renderers.bridge import TemplateBridge
 from verbatim.renderers.derived_syntax import derive
 from verbatim.renderers.guard import GuardedTokenizer
+from verbatim.renderers.messages import check_messages
 from verbatim.renderers.tool_syntax import hide, shown
 from verbatim.renderers.trial import check_ends
 from verbatim.types import Int32, Message
 
 _OPEN, _CLOSE = "<think>", "</think>"
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError, RecursionError)
-"""How templates say that they cannot render something."""
 
 
 class TemplateRenderer:
@@ -47,13 +46,16 @@ class TemplateRenderer:
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
         if not self._tokenizer.chat_template:
             raise ModelError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
-        for dialogue in ([_ASK], [_ASK, _ANSWER], [_ASK, _CALL, _RESULT]):
-            check_ends(self._source(), dialogue, None, self._tokenizer.special_tokens_map)
+        for tools, dialogue in product((None, [_TOOL]), ([_ASK], [_ASK, _ANSWER], [_ASK, _CALL, _RESULT])):
+            check_ends(self._source(tools), dialogue, tools, self._tokenizer.special_tokens_map)
         self._arguments_as_text = not self._renders(_CALL) and self._renders(with_arguments(_CALL, as_text=True))
-        self.stop_token_ids: tuple[int, ...] = self._find_stop_tokens()
-        stops = [self._tokenizer.decode([i]) for i in self.stop_token_ids]
+        try:
+            self.stop_token_ids: tuple[int, ...] = self._find_stop_tokens()
+            self._preamble = self._find_preamble()
+        except EnvironmentFault as error:
+            raise ModelError(f"the chat template cannot render one question and its answer: {error}") from error
+        stops = [text for text in (self._tokenizer.decode([i]) for i in self.stop_token_ids) if text]
         self._syntax = derive(lambda messages, prompt: self._render(messages, None, prompt), stops)
-        self._preamble = self._find_preamble()
         names = sorted(self._tokenizer.control_tokens, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._token_of = {i: token for token, i in self._tokenizer.control_tokens.items()}
@@ -68,8 +70,9 @@ class TemplateRenderer:
         """The ids of a whole conversation: int32 [L].
 
         Raises:
-            EnvironmentFault: the template refuses these messages (two user turns in a row, for example).
+            EnvironmentFault: messages that are none, or that the template refuses (two user turns in a row).
         """
+        check_messages(messages)
         guard = self._tokenizer.guard
         marked, shown_tools = [with_arguments(m, as_text=False) for m in guard.messages(messages)], guard.tools(tools)
         text = self._render(marked, shown_tools, add_generation_prompt)
@@ -110,7 +113,11 @@ class TemplateRenderer:
         """The previous turn's ids verbatim, plus the new messages and the generation prompt.
 
         None where that is not proven right, or where the prompt is not one that this renderer made.
+
+        Raises:
+            EnvironmentFault: new messages that are none.
         """
+        check_messages(new_messages)
         shown_tools = self._tokenizer.guard.tools(tools)
         parsed = self.parse_response(prev_completion_ids, prev_prompt_ids, tools)
         return self._bridge(shown_tools).extend(prev_prompt_ids, prev_completion_ids, parsed, new_messages, shown_tools)
@@ -121,7 +128,11 @@ class TemplateRenderer:
 
     def _source(self, tools: Any = None) -> str:
         """The template that is used with such tools; a tokenizer may have several, by name."""
-        source: str = self._tokenizer.get_chat_template(tools=tools)
+        try:
+            source: str = self._tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:
+            raise ModelError("the tokenizer has several chat templates, and none of them is named default; rename one, "
+                             "or put a single chat_template.jinja into the model's folder") from error  # fmt: skip
         return source
 
     def _bridge(self, tools: Any) -> TemplateBridge:
@@ -151,7 +162,7 @@ class TemplateRenderer:
     def _renders(self, message: dict[str, Any]) -> bool:
         try:
             self._tokenizer.apply_chat_template([_ASK, message], tokenize=False)
-        except _REFUSALS:
+        except Exception:  # noqa: BLE001  (somebody else's program, as in `_render`)
             return False
         return True
 
@@ -161,7 +172,8 @@ class TemplateRenderer:
             text: str = self._tokenizer.apply_chat_template(
                 given, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except _REFUSALS as error:
+            text.encode()  # half a surrogate pair, which a template may write, is no text
+        except Exception as error:  # a chat template is somebody else's program and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise EnvironmentFault(
                 f"the model's chat template refuses these messages ({type(error).__name__}: {error}); their roles are "
@@ -172,10 +184,7 @@ class TemplateRenderer:
     def _find_stop_tokens(self) -> tuple[int, ...]:
         """The end of sequence, whatever the folder's generation_config.json adds, and the template's end of a turn."""
         found = [self._tokenizer.eos_token_id, *_generation_stops(self._tokenizer.name_or_path)]
-        try:
-            found += self._answer_ends()
-        except EnvironmentFault as error:
-            raise ModelError(f"the chat template cannot render one question and its answer: {error}") from error
+        found += self._answer_ends()
         stops = tuple(dict.fromkeys(int(i) for i in found if i is not None))
         if not stops:
             raise ModelError("neither the tokenizer nor its chat template has a token that ends a turn; set eos_token "
@@ -227,16 +236,30 @@ _ANSWER: dict[str, Any] = {"role": "assistant", "content": "zq answer zq"}
 _CALL: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [
     {"id": "zqcall000", "type": "function", "function": {"name": "zq", "arguments": {"zq": "zq"}}}]}  # fmt: skip
 _RESULT: dict[str, Any] = {"role": "tool", "content": "zq", "tool_call_id": "zqcall000", "name": "zq"}
+_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "zq", "description": "zq", "parameters": {
+    "type": "object", "properties": {"zq": {"type": "string", "description": "zq"}}, "required": ["zq"]}}}  # fmt: skip
 
 
 def _generation_stops(folder: str) -> list[int]:
     file = Path(folder) / "generation_config.json"
     if not folder or not file.is_file():
         return []
-    value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    if value is None:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read ({error}); {_STOPS_WANTED}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} holds a JSON {type(value).__name__}; {_STOPS_WANTED}")
+    stops = value.get("eos_token_id")
+    if stops is None:
         return []
-    return list(value) if isinstance(value, list) else [value]
+    ids: list[int] = stops if isinstance(stops, list) else [stops]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise ModelError(f"{file} has the eos_token_id {str(stops)[:80]}; {_STOPS_WANTED}")
+    return ids
+
+
+_STOPS_WANTED = 'expected a JSON object with "eos_token_id", an id or a list of ids, or no such file'
 
 
 def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:

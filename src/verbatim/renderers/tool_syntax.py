@@ -14,12 +14,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verbatim.renderers.responses import check_call, unreadable
-from verbatim.types import ToolCall
+from verbatim.renderers.responses import check_call, is_json, unreadable
+from verbatim.renderers.schemas import types_of, word
+from verbatim.types import ParseStatus, ToolCall
 
 Form = Literal["whole", "named", "tagged", "python"]
 
@@ -59,11 +60,13 @@ class ToolSyntax:
         """
         if not self.opens:
             # A call is all there is, or it is none: an answer may be JSON too.
-            call = self._whole(text)
-            return ("", (call,)) if call.status == "ok" or _BARE.match(text) else (text, ())
-        # An attempt begins with the first word; the rest of what opens a call has to follow.
-        word, *rest = self.opens.split()
-        content, *attempts = text.split(word)
+            call = self._bare(text)
+            return ("", (call,)) if call is not None else (text, ())
+        # An attempt begins with the first word, and the rest of what opens a call has to follow; but a word of prose
+        # begins none, if the rest does not follow it.
+        first, *rest = self.opens.split()
+        begins, rest = (re.escape(first), rest) if _is_tag(first) else (rf"(?<!\w){_spaced(self.opens)}", [])
+        content, *attempts = re.split(begins, text)
         calls: list[ToolCall] = []
         for attempt in attempts:
             body, closed, _ = _partition(attempt, self.closes) if self.closes else (attempt, True, "")
@@ -83,12 +86,13 @@ class ToolSyntax:
             return _python(body)
         if self.form != "whole":
             return [self._named(body) if self.form == "named" else self._tagged(body, tools)]
-        value = _json(body) if self.listed else None
-        return [self._whole(json.dumps(item)) for item in value] if isinstance(value, list) else [self._whole(body)]
-
-    def _whole(self, text: str) -> ToolCall:
-        raw = shown(text.strip())
+        raw = shown(body.strip())
         value = _json(raw)
+        if self.listed and isinstance(value, list):
+            return [self._whole(item, json.dumps(item) if is_json(item) else raw) for item in value]
+        return [self._whole(value, raw)]
+
+    def _whole(self, value: Any, raw: str) -> ToolCall:
         if value is _NOT_JSON:
             return unreadable(raw, "invalid_json")
         if not isinstance(value, dict):
@@ -96,6 +100,16 @@ class ToolSyntax:
         if not value.get("name"):
             return unreadable(raw, "missing_name")
         return check_call(value["name"], value.get(self.arguments, {}), "ok", raw)
+
+    def _bare(self, text: str) -> ToolCall | None:
+        """A call that nothing marks as one: JSON with a name and arguments, or what begins as such; else an answer."""
+        raw = shown(text.strip())
+        value = _json(raw)
+        if value is _NOT_JSON:
+            begins = re.match(rf'\{{\s*"name"\s*:\s*"[^"]*"\s*,\s*"{re.escape(self.arguments)}"\s*:\s*\{{', raw)
+            return unreadable(raw, "invalid_json") if begins else None
+        named = isinstance(value, dict) and isinstance(value.get("name"), str)
+        return self._whole(value, raw) if named and isinstance(value.get(self.arguments), dict) else None
 
     def _named(self, text: str) -> ToolCall:
         raw = shown(text.strip())
@@ -113,19 +127,20 @@ class ToolSyntax:
         name = shown(head.strip().removesuffix(self.after_name).strip())
         if not name:
             return unreadable(raw, "missing_name")
-        texts, arguments = _text_parameters(name, tools), dict[str, Any]()
+        arguments = dict[str, Any]()
+        status: ParseStatus = "ok"
         for part in parts:
             key, found, rest = _partition(part, self.value)
             value, ended, _ = rest.rpartition(self.ends)
             if not found or not ended:
                 return unreadable(raw, "malformed_structure")
-            key, read = shown(key.strip()), _json(value)
-            is_text = key in texts or read is _NOT_JSON or isinstance(read, str)
-            arguments[key] = shown(value.removeprefix("\n").removesuffix("\n")) if is_text else read
-        return check_call(name, arguments, "ok", raw)
+            key = shown(key.strip())
+            argument = _typed(shown(value.removeprefix("\n").removesuffix("\n")), types_of(tools, name, key))
+            status = "invalid_json" if argument is _NOT_JSON else status
+            arguments[key] = argument
+        return check_call(name, arguments, status, raw)
 
 
-_BARE = re.compile(r'\s*\{\s*"name"\s*:')
 _HIDDEN = "\ufdd5"
 
 
@@ -139,21 +154,32 @@ def shown(text: str) -> str:
     return text.replace(_HIDDEN, "")
 
 
+def _is_tag(word: str) -> bool:
+    """Whether a word marks what follows it: it has a character that no sentence has."""
+    return any(not (c.isalnum() or c in ".,:;!?'\"()-") for c in word)
+
+
+def _spaced(words: str) -> str:
+    """The pattern of these words, however they are spaced."""
+    return r"\s*".join(map(re.escape, words.split()))
+
+
 def _partition(text: str, words: str) -> tuple[str, bool, str]:
     """The text before and after these words, however they are spaced; no words are found at once."""
-    found = re.search(r"\s*".join(map(re.escape, words.split())), text)
+    found = re.search(_spaced(words), text)
     return (text[: found.start()], True, text[found.end() :]) if found else (text, False, "")
 
 
-def _text_parameters(name: str, tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """The parameters of a tool that are texts, whatever stands in them."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            schemas = {key: schema for key, schema in properties.items() if isinstance(schema, Mapping)}
-            return frozenset(key for key, schema in schemas.items() if schema.get("type") == "string")
-    return frozenset()
+def _typed(text: str, types: frozenset[str]) -> Any:
+    """An argument written without quotes: a text where it may be one, or else JSON or a template's word for it.
+
+    Where nothing is declared, what is no JSON is a text; where something else is, it is none: `_NOT_JSON`.
+    """
+    is_word, meant = word(text, types)
+    if "string" in types or is_word:
+        return text if "string" in types else meant
+    value = _json(text)
+    return text if isinstance(value, str) or (value is _NOT_JSON and not types) else value
 
 
 def _python(text: str) -> Sequence[ToolCall]:
@@ -169,22 +195,41 @@ def _python(text: str) -> Sequence[ToolCall]:
             calls.append(unreadable(raw, "malformed_structure"))
             continue
         try:
-            arguments = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+            arguments = _object((keyword.arg, keyword.value) for keyword in node.keywords)
             calls.append(check_call(node.func.id, arguments, "ok", raw))
         except (ValueError, RecursionError):
             calls.append(unreadable(raw, "malformed_structure"))
     return calls
 
 
+def _object(items: Iterable[tuple[object, ast.expr]]) -> dict[str, Any]:
+    """A JSON object of keys and of values that are Python.
+
+    Raises:
+        ValueError: a key that is no text (`**` has none) or is there twice, or a value that is not JSON.
+    """
+    values: dict[str, Any] = {}
+    for key, value in items:
+        if not isinstance(key, str) or key in values:
+            raise ValueError(key)
+        values[key] = _literal(value)
+    return values
+
+
 def _literal(node: ast.expr) -> Any:
-    """A value written in Python or in JSON."""
-    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
-        return _CONSTANTS[node.id]
-    if isinstance(node, ast.List):
-        return [_literal(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        return {str(_literal(key)): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
-    return ast.literal_eval(node)
+    """A JSON value, written in Python or in JSON."""
+    match node:
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return _object((getattr(key, "value", None), value) for key, value in zip(keys, values, strict=True))
+    raise ValueError(type(node).__name__)
 
 
 _CONSTANTS = {"true": True, "false": False, "null": None}

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any, Literal
 
-import jinja2
-from transformers.utils.chat_template_utils import _compile_jinja_template
-
-from verbatim.errors import ModelError
+from verbatim.renderers.chat_template import parse_template
 from verbatim.renderers.proof.claims import TOO_MANY, Prover
 from verbatim.renderers.proof.side_by_side import Refusal
 from verbatim.renderers.proof.situation import Situation
@@ -47,12 +44,7 @@ def proof_table(template: Any, variables: Sequence[str] = ("bos_token", "eos_tok
     source = template
     if not isinstance(source, str):
         source, variables = template.get_chat_template(), tuple(template.special_tokens_map)
-    try:
-        parsed = _compile_jinja_template(source).environment.parse(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ModelError(f"the chat template is not valid Jinja (line {error.lineno}: {error.message}); mend the "
-                         "model's chat_template.jinja") from error  # fmt: skip
-    prover = Prover(parsed, variables)
+    prover = Prover(parse_template(source)[1], variables)
     return [_row(prover, kind) for kind in KINDS]
 
 
