@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
@@ -25,6 +26,7 @@ from verbatim.config import load_config
 from verbatim.credit.length_penalty import SLOPES
 from verbatim.environments.resolve import create_environment
 from verbatim.inference import SamplingParams
+from verbatim.inference.base import SampleRequest
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 
@@ -272,6 +274,16 @@ def test_the_snippet_of_rollouts_over_a_server_runs(tmp_path: Path, monkeypatch)
     assert (result["stop_reason"], result["turns"], result.error) == ("stop", 2, None)
     assert result["messages"][-1]["content"] == "7"
     assert len(list((tmp_path / "api_traces").iterdir())) == 1
+
+
+def test_the_snippet_of_a_sampler_over_http_gives_what_the_sampler_gives():
+    over_http = run_snippet("inference.md", "over_http")["over_http"]
+    sampler = ScriptedSampler(script=lambda request: [5, 6, 7], vocab_size=VOCAB_SIZE, context_length=100)
+    request = SampleRequest(prompt_ids=np.array([1, 2], dtype=np.int32), params=SamplingParams(), seed=3)
+    there, here = asyncio.run(over_http(sampler, request)), asyncio.run(sampler.generate(request))
+    assert there.ids.tolist() == [5, 6, 7]
+    for name in ("ids", "logprobs", "policy_versions"):
+        assert getattr(there, name).tolist() == getattr(here, name).tolist()
 
 
 # ---- the algorithms
