@@ -135,7 +135,7 @@ def test_a_template_that_writes_no_text_is_refused(name):
 def test_no_bridge_is_wrong_on_any_template(name):
     tokenizer, renderer = made(name)
     tally = Tally(name)
-    for seed in range(60):
+    for seed in range(10):
         check(renderer, tokenizer, tally, seed)
     assert tally.wrong == []
     assert tally.differs == 0
@@ -170,6 +170,6 @@ def test_no_bridge_is_wrong_on_templates_that_were_written_to_fool_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 140))
+@pytest.mark.parametrize("seed", range(100, 116))
 def test_no_bridge_is_wrong_on_random_templates(seed):
-    assert bridges_of_a_random_template(seed, 10)[1] == []
+    assert bridges_of_a_random_template(seed, 6)[1] == []
