@@ -162,7 +162,7 @@ def test_ctrl_c_keeps_what_is_done(place: Path):
     def fault(body: dict[str, Any], tries: int) -> Raw | None:
         if len(body["messages"]) > 1 and not tries:
             os.kill(os.getpid(), signal.SIGINT)
-            return Raw(seconds=1.0, drop=True)
+            return Raw(seconds=10.0, drop=True)
         return None
 
     with chat_server(fault=fault) as server:
