@@ -131,8 +131,8 @@ def test_a_template_that_writes_no_text_is_refused(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - TEXTLESS))
-def test_no_bridge_is_wrong_on_any_template(name):
+@pytest.mark.parametrize("name", [n for n in TEMPLATES if n not in TEXTLESS and not n.endswith("_training")])
+def test_no_bridge_is_wrong_on_any_published_template(name):
     tokenizer, renderer = made(name)
     tally = Tally(name)
     for seed in range(10):
