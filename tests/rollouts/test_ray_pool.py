@@ -145,7 +145,7 @@ async def test_cancelling_reaches_the_engine_and_the_episode(local_ray, tmp_path
     """Four episodes are cancelled while they are sampled, then four while their environment waits."""
     players = Players(SecondTurnsWait(), trouble={"4": "wait"}, folder=str(tmp_path))
     sampled, lost = [], []
-    async with players.pool(workers=1) as pool:
+    async with asyncio.timeout(180), players.pool(workers=1) as pool:
         for example, all_wait in (("3", lambda: len(sampled) == 4), ("4", lambda: list(tmp_path.glob("waits-*")))):
             run = players.group(pool, example, on_sampled=sampled.append, on_lost=lost.append)
             running = asyncio.create_task(run.run())
