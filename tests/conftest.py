@@ -1,6 +1,7 @@
 """One thread for torch: the tests' models are so small that a second one only waits for the first."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -10,6 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from token_identity import watched
+
+
+def pytest_configure() -> None:
+    """Shells let what they start in the background ignore Ctrl-C; tests send it to themselves."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -211,6 +211,21 @@ async def test_cancelling_the_call_cancels_it_on_the_server():
         assert sampler.num_cancelled == 1
 
 
+async def test_a_call_that_was_cancelled_at_any_moment_holds_up_no_other():
+    sampler = scripted(lambda _: [1])
+    async with behind_http(sampler) as client:
+        for passes in range(40):
+            await client._lines.hang_up()  # so that the call has to connect anew
+            task = asyncio.create_task(client.generate(request(1)))
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            async with asyncio.timeout(10):
+                assert (await client.generate(request(1))).ids.tolist() == [1]
+
+
 async def test_closing_ends_what_is_in_flight_as_cancelled_and_the_server_goes_on():
     sampler = scripted([[1], [2]], trouble={0: "hang"})
     async with serve_sampler(sampler) as server:

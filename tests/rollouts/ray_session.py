@@ -48,7 +48,7 @@ class Doubling(Episode):
         if self.trouble == "block":
             time.sleep(1000)  # noqa: ASYNC251  (it is to hold up everybody)
         if self.trouble == "wait":
-            (self.folder / f"waits-{os.getpid()}").touch()
+            (self.folder / f"waits-{os.getpid()}-{self.seed}").touch()
             await asyncio.sleep(1000)
         return Reply(done=True)
 

@@ -69,9 +69,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build(trajectory_from_messages(renderer, talk, TOOLS.schemas, trajectory_id=str(k), env="adds"),
               max_length=384, needs_logprobs=False).samples for k, talk in enumerate(talks)
     ]  # fmt: skip
-    config = TrainerConfig.model_validate({"optim": {"lr": 1e-2}})
-    trainer = Trainer(folder, config, loss=LOSSES["sft"], total_optimizer_steps=60, tokenizer=tokenizer)
-    warm_start(trainer, samples, steps=60, batch_size=9, seed=0)
+    config = TrainerConfig.model_validate({"optim": {"lr": 5e-3}})
+    trainer = Trainer(folder, config, loss=LOSSES["sft"], total_optimizer_steps=120, tokenizer=tokenizer)
+    warm_start(trainer, samples, steps=120, batch_size=9, seed=0)
     trainer.save_weights(folder)
     return folder
 
@@ -132,7 +132,7 @@ def test_trajectories_over_a_server_process_are_whole_and_trainable(url: str):
     results = over(url)(CONVERSATIONS)
     assert [r["error"] for r in results] == [None] * len(results)
     answered = [r for r, (a, b) in zip(results, PAIRS, strict=True) if r["messages"][-1]["content"] == str(a + b)]
-    assert len(answered) >= 5, [r["messages"] for r in results]  # it has learnt its task, calls and all
+    assert len(answered) >= 7, [r["messages"] for r in results]  # it has learnt its task, calls and all
     for result in results:
         samples = build_samples(result)
         assert sum(s.num_trained_tokens for s in samples) == result.num_sampled_tokens > 0
@@ -153,9 +153,13 @@ def test_breaks_are_those_of_the_ids(url: str):
 
 
 def test_what_was_sampled_comes_again_from_its_seed(url: str):
-    first, again, other = (over(url, seed=seed)(CONVERSATIONS[:4]) for seed in (3, 3, 4))
-    assert [r["input_ids"] for r in first] == [r["input_ids"] for r in again]
-    assert [r["input_ids"] for r in first] != [r["input_ids"] for r in other]
+    params = SamplingParams(temperature=1.5, max_tokens=48)
+    first, again, other = (
+        [[turn.completion_ids.tolist() for turn in result.turns]
+         for result in over(url, seed=seed, sampling_params=params)(CONVERSATIONS[:4])]
+        for seed in (3, 3, 4)
+    )  # fmt: skip
+    assert first == again != other
 
 
 async def test_recorded_logprobs_are_those_of_the_local_model(url: str, model: Path):

@@ -130,7 +130,7 @@ async def test_with_no_actor_left_and_none_to_start_the_run_stops(local_ray, tmp
     players = Players(trouble={"4": "wait"}, folder=str(tmp_path))
     async with players.pool() as pool:
         running = asyncio.create_task(players.group(pool, "4", size=4).run())
-        await until(lambda: len(list(tmp_path.glob("waits-*"))) == 2)
+        await until(lambda: len(list(tmp_path.glob("waits-*"))) == 4)
         (tmp_path / "refuse").touch()
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
@@ -145,16 +145,19 @@ async def test_cancelling_reaches_the_engine_and_the_episode(local_ray, tmp_path
     """Four episodes are cancelled while they are sampled, then four while their environment waits."""
     players = Players(SecondTurnsWait(), trouble={"4": "wait"}, folder=str(tmp_path))
     sampled, lost = [], []
+
+    def number(what):
+        return len(list(tmp_path.glob(f"{what}-*")))
+
     async with asyncio.timeout(180), players.pool(workers=1) as pool:
-        for example, all_wait in (("3", lambda: len(sampled) == 4), ("4", lambda: list(tmp_path.glob("waits-*")))):
+        for example, all_wait in (("3", lambda: len(sampled) == 4), ("4", lambda: number("waits") == 4)):
             run = players.group(pool, example, on_sampled=sampled.append, on_lost=lost.append)
             running = asyncio.create_task(run.run())
             await until(all_wait)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
-            closed = f"closed-{example}-*"
-            await until(lambda closed=closed: len(list(tmp_path.glob(closed))) == 4)
+            await until(lambda closed=f"closed-{example}": number(closed) == 4)
             players.sampler.go_on.set()
         assert (players.sampler.num_in_flight, lost, pool.num_lost) == (0, [], 0)
         assert len((await players.group(pool, index=2).run()).completed) == 4

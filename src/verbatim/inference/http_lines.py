@@ -42,17 +42,26 @@ class _Lines:
     make_client: Callable[[], Any]
     idle: list[Any] = field(default_factory=list)
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)
+    closing: set[asyncio.Task[None]] = field(default_factory=set)
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_CONNECTIONS))
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[Any]:
-        """A connection that nobody uses."""
+        """A connection that nobody uses.
+
+        One whose request failed or was cancelled is not used again: cancelled at the wrong moment, httpx's client
+        believes for ever that its connection is taken (https://github.com/encode/httpcore/issues/1093).
+        """
         async with self.places:
             client = self.idle.pop() if self.idle else self.make_client()
             try:
                 yield client
-            finally:
-                self.idle.append(client)
+            except BaseException:
+                closing = asyncio.create_task(client.aclose())
+                self.closing.add(closing)
+                closing.add_done_callback(self.closing.discard)
+                raise
+            self.idle.append(client)
 
 
 class HungUp(SamplerFault):
@@ -129,6 +138,7 @@ class HttpLines:
             await asyncio.gather(*under_way, return_exceptions=True)
             for client in lines.idle:
                 await client.aclose()
+            await asyncio.gather(*lines.closing, return_exceptions=True)
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, missing_ok: bool) -> Any:
         httpx = _import_httpx()
