@@ -401,6 +401,36 @@ async def test_a_list_of_logprobs_that_cannot_be_the_ids_is_a_fault(logprobs: An
         await client.close()
 
 
+@pytest.mark.parametrize(
+    ("where", "found", "message"),
+    [
+        ("choice", {"finish_reason": ["stop"]}, r"finish_reason \['stop'\]"),
+        ("choice", {"finish_reason": None}, "finish_reason None"),
+        ("choice", {"token_ids": [4, "5"]}, "position 1"),
+        ("choice", {"logprobs": {"content": [{"token": "token_id:4"}, {"token": "token_id:5"}]}}, "a logprob: .* None"),
+        ("choice", {"logprobs": {"content": [4, 5]}}, "expected that of id 4"),
+        ("verbatim", {"policy_versions": [1]}, "2 policy versions"),
+        ("verbatim", {"policy_versions": [1, "2"]}, "2 policy versions"),
+        ("verbatim", {"policy_versions": [1, 2**40]}, "2 policy versions"),
+        ("verbatim", {"policy_versions": 7}, "2 policy versions"),
+        ("verbatim", {"queued_seconds": "soon"}, "queued_seconds: expected a finite number, found 'soon'"),
+    ],
+)
+async def test_an_answer_with_something_else_in_a_field_is_a_fault_that_names_it(where: str, found: Any, message: str):
+    def changed(number: int, body: Any) -> tuple[int, Any]:
+        status, answer = as_vllm(number, body)
+        if where == "verbatim":
+            return status, {**answer, "verbatim": found}
+        answer["choices"][0].update(found)
+        return status, answer
+
+    with answering(changed) as server:
+        client = HttpSampler(server.url, vocab_size=10, context_length=64)
+        with pytest.raises(SamplerFault, match=message):
+            await client.generate(request(1))
+        await client.close()
+
+
 async def test_logprobs_of_other_ids_than_were_sampled_are_a_fault():
     def shifted(number: int, body: Any) -> tuple[int, Any]:
         status, answer = as_vllm(number, body)

@@ -203,9 +203,9 @@ class HttpSampler:
         """What was told, and where nothing was, what the server says."""
         said = await self._lines.ask("GET", wire.SAMPLER, missing_ok=True)
         if said is None:
-            cards = (await self._lines.ask("GET", "/v1/models")).get("data") or [{}]
-            card = next((c for c in cards if c.get("id") == self._told["model"]), cards[0])
-            said = {"model": card.get("id"), "context_length": card.get("max_model_len")}
+            said = _read_cards(await self._lines.ask("GET", "/v1/models"), self._told["model"])
+        if not isinstance(said, dict):
+            raise UsageError(f"{self.url} is no server of a model: it says {said!r:.80}")
         facts = {**said, **{name: value for name, value in self._told.items() if value is not None}}
         for name in ("context_length", "vocab_size"):
             if not isinstance(facts.get(name), int):
@@ -221,6 +221,14 @@ class HttpSampler:
 def _whole(path: Path) -> str:
     """The server works in another folder."""
     return os.path.abspath(path)
+
+
+def _read_cards(answer: object, model: str | None) -> dict[str, Any]:
+    """What a list of models, as OpenAI has it, says of this one, or else of the first."""
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+    card = next((c for c in cards if c.get("id") == model), cards[0] if cards else {})
+    return {"model": card.get("id"), "context_length": card.get("max_model_len")}
 
 
 def _is_plain(params: SamplingParams) -> bool:

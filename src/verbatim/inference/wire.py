@@ -126,26 +126,34 @@ def read_completion(body: object) -> tuple[Completion, Mapping[str, Any] | None]
     assert isinstance(body, dict)
     (choice,) = choices
     finish, ours = choice.get("finish_reason"), body.get(OURS)
-    if finish not in _STOP_REASONS:
+    if not isinstance(finish, str) or finish not in _STOP_REASONS:
         raise ValueError(f"finish_reason {finish!r:.80}; expected one of {', '.join(_STOP_REASONS)}")
     ids = read_ids(choice.get("token_ids"), "token_ids")
     extras = ours if isinstance(ours, dict) else {}
     versions, plain = extras.get("policy_versions"), extras.get("logprobs")
+    queued, generated = (_finite(extras.get(name, 0.0), name) for name in ("queued_seconds", "generated_seconds"))
     logprobs = _read_logprobs(choice.get("logprobs"), ids) if plain is None else _read_plain(plain, len(ids))
     return Completion(
         ids=ids,
         logprobs=logprobs,
-        policy_versions=None if versions is None else np.array(versions, dtype=np.int32),
+        policy_versions=None if versions is None else _read_versions(versions, len(ids)),
         stop_reason=_STOP_REASONS[finish],
-        queued_seconds=float(extras.get("queued_seconds", 0.0)),
-        generated_seconds=float(extras.get("generated_seconds", 0.0)),
+        queued_seconds=queued,
+        generated_seconds=generated,
     ), (ours if isinstance(ours, dict) else None)
+
+
+def _read_versions(values: object, count: int) -> Int32:
+    known = values if isinstance(values, list) else []
+    if len(known) != count or not all(type(version) is int and 0 <= version < 2**31 for version in known):
+        raise ValueError(f"expected {count} policy versions, found {values!r:.80}")
+    return np.array(known, dtype=np.int32)
 
 
 def _read_plain(values: object, count: int) -> Float32:
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"expected {count} logprobs, found {values!r:.80}")
-    return np.array([_finite(value) for value in values], dtype=np.float32)
+    return np.array([_finite(value, "a logprob") for value in values], dtype=np.float32)
 
 
 def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
@@ -158,12 +166,12 @@ def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
     for position, (entry, token) in enumerate(zip(content, ids.tolist(), strict=True)):
         if not isinstance(entry, dict) or entry.get("token") != f"token_id:{token}":
             raise ValueError(f"logprobs: expected that of id {token} at position {position}, found {entry!r:.80}")
-    return np.array([_finite(entry["logprob"]) for entry in content], dtype=np.float32)
+    return np.array([_finite(entry.get("logprob"), "a logprob") for entry in content], dtype=np.float32)
 
 
-def _finite(value: object) -> float:
+def _finite(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"expected a finite logprob, found {value!r:.80}")
+        raise ValueError(f"{what}: expected a finite number, found {value!r:.80}")
     return float(value)
 
 
