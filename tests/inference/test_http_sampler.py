@@ -461,6 +461,72 @@ async def test_another_server_says_its_context_and_has_to_be_helped_with_the_res
         await client.close()
 
 
+def changing(**changes: Any) -> Callable[[int, Any], tuple[int, Any]]:
+    """`as_vllm`, the choice changed."""
+
+    def changed(number: int, body: Any) -> tuple[int, Any]:
+        status, answer = as_vllm(number, body)
+        answer["choices"][0].update(changes)
+        return status, answer
+
+    return changed
+
+
+def spans(*ends: tuple[str, int]) -> list[dict[str, Any]]:
+    starts = [0, *(end for _, end in ends)]
+    return [{"version": name, "start": start, "end": end} for start, (name, end) in zip(starts, ends, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("said", "told", "versions"),
+    [
+        (spans(("7", 2)), None, [7, 7]),
+        (spans(("7", 1), ("8", 2)), 3, [7, 8]),
+        (spans(("default", 1), ("8", 2)), 3, [3, 8]),
+        (spans(("default", 1), ("8", 2)), None, None),
+        (spans(("step-8", 2)), 3, [3, 3]),
+        (None, 3, [3, 3]),
+        (None, None, None),
+    ],
+)
+async def test_vllms_weight_versions_are_the_tokens_where_they_are_numbers(said: Any, told: Any, versions: Any):
+    with answering(changing(weight_versions=said)) as server:
+        client = await HttpSampler.connect(server.url, vocab_size=10, context_length=64, policy_version=told)
+        for _ in range(2):  # what was heard meanwhile changes nothing
+            found = (await client.generate(request(1))).policy_versions
+            assert (None if found is None else found.tolist()) == versions
+        assert client.policy_version == (versions[-1] if versions else 0)
+        await client.close()
+
+
+@pytest.mark.parametrize("said", [spans(("7", 1)), spans(("7", 3)), spans(("7", 1)) * 2, [{"version": "7"}], ["7"]])
+async def test_weight_versions_that_are_not_of_these_tokens_are_a_fault(said: Any):
+    with answering(changing(weight_versions=said)) as server:
+        client = HttpSampler(server.url, vocab_size=10, context_length=64)
+        with pytest.raises(SamplerFault, match="weight_versions: expected spans of 2 tokens"):
+            await client.generate(request(1))
+        await client.close()
+
+
+@pytest.mark.parametrize("last", [-0.625, -9999.0])
+async def test_vllm_names_tokens_by_their_id_and_says_when_it_does_not_know_a_logprob(last: float):
+    content = [{"token_id": 4, "logprob": -0.5, "rank": 1, "top_logprobs": []},
+               {"token_id": 5, "logprob": last, "rank": None, "top_logprobs": []}]  # fmt: skip
+    with answering(changing(logprobs={"content": content})) as server:
+        client = HttpSampler(server.url, vocab_size=10, context_length=64)
+        found = (await client.generate(request(1))).logprobs
+        assert (None if found is None else found.tolist()) == ([-0.5, -0.625] if last == -0.625 else None)
+        await client.close()
+
+
+async def test_a_server_without_the_endpoint_is_named_with_what_vllm_needs():
+    with answering(lambda number, body: (404, {"detail": "Not Found"})) as server:
+        client = HttpSampler(server.url, vocab_size=10, context_length=64)
+        with pytest.raises(SamplerFault, match=r"/inference/v1/generate: status 404: .*--enable-scale-out"):
+            await client.generate(request(1))
+        await client.close()
+
+
 async def test_a_version_that_was_told_is_that_of_another_servers_tokens():
     with answering(as_vllm) as server:
         client = HttpSampler(server.url, vocab_size=10, context_length=64, policy_version=3)

@@ -122,6 +122,15 @@ def test_our_own_servers_say_which_weights_sampled_each_token():
             read_answer(json.dumps({**body, "verbatim": {"policy_versions": versions}}))
 
 
+def test_a_logprob_that_vllm_does_not_know_is_none_of_the_sampled_distribution():
+    """It writes -9999 for it; trained on, that would be a ratio of e to the 9999th."""
+    for last, expected in ((-0.25, [-0.125, -0.25]), (-9999.0, None)):
+        content = [{"token": "4", "logprob": -0.125}, {"token": "2", "logprob": last}]
+        choice = {"message": {"content": "42"}, "finish_reason": "stop", "token_ids": [52, 50],
+                  "logprobs": {"content": content}}  # fmt: skip
+        assert read_answer(json.dumps({"choices": [choice], "prompt_token_ids": [50]})).logprobs == expected
+
+
 def test_the_least_that_a_server_may_say_is_read():
     answer = read_answer('{"choices": [{"message": {}, "finish_reason": "stop"}]}')
     assert (answer.content, answer.reasoning, answer.tool_calls, answer.usage) == ("", None, (), {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import doctest
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -54,15 +55,22 @@ async def refusal(client: httpx.AsyncClient, path: str, body: Any, status: int =
 # ---- ids in, ids out
 
 
+def test_the_examples_of_the_format_are_true():
+    assert doctest.testmod(wire).failed == 0
+
+
 async def test_an_answer_has_vllms_fields_and_the_versions_beside_them():
     async with asking(scripted([[5, 6]], policy_version=3)) as client:
         answer = (await client.post(wire.GENERATE, json=token_body(1, 2, logprobs=1, seed=4, max_tokens=2))).json()
     (choice,) = answer["choices"]
     assert choice == {
         "index": 0, "token_ids": [5, 6], "finish_reason": "length", "logprobs": {"content": [
-            {"token": "token_id:5", "logprob": float(np.float32(-1 / 6)), "bytes": None, "top_logprobs": []},
-            {"token": "token_id:6", "logprob": float(np.float32(-1 / 7)), "bytes": None, "top_logprobs": []},
+            {"token": "token_id:5", "token_id": 5, "logprob": float(np.float32(-1 / 6)), "bytes": None,
+             "top_logprobs": []},
+            {"token": "token_id:6", "token_id": 6, "logprob": float(np.float32(-1 / 7)), "bytes": None,
+             "top_logprobs": []},
         ]},
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}],
     }  # fmt: skip
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
     assert (answer["verbatim"]["policy_versions"], answer["verbatim"]["seed"]) == ([3, 3], 4)

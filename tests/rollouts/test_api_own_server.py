@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from e2e.tiny_runs import SIZES
+from e2e.tiny_runs import SIZES as TINY
 from verbatim import Trajectory, build_samples
 from verbatim.inference import SamplingParams
 from verbatim.inference.http_sampler import HttpSampler
@@ -29,6 +29,8 @@ from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout, trajectory_from_messages
 from verbatim.tools import ToolManager
 
+SIZES = TINY.model_copy(update={"hidden_size": 64})
+"""Heads of 32, the smallest that vLLM has for CPUs."""
 PAIRS = [(a, b) for a in range(1, 4) for b in range(1, 4)]
 CONVERSATIONS = [{"id": f"{a}+{b}", "messages": [{"role": "user", "content": f"{a} {b}"}]} for a, b in PAIRS]
 
@@ -169,7 +171,7 @@ async def test_recorded_logprobs_are_those_of_the_local_model(url: str, model: P
     results = await over(url).run(CONVERSATIONS)
     local = TorchSampler(model, config=InferenceConfig(device="cpu"), context_length=384, num_threads=1)
     try:
-        await assert_logprobs_are_the_models(local, results, atol=2e-5)
+        await assert_logprobs_are_the_models(local, results, atol=1e-4)
     finally:
         await local.close()
 
@@ -232,14 +234,17 @@ def test_ctrl_c_ends_the_server_cleanly(model: Path):
 
 @pytest.fixture(scope="module")
 def vllm_url(model: Path) -> Iterator[str]:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed; it brings a torch of its own, so no extra of ours names it")
+    """vLLM has requirements of its own, so it may live in another environment than ours."""
+    python = os.environ.get("VERBATIM_VLLM_PYTHON")
+    if python is None and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed; VERBATIM_VLLM_PYTHON can name the Python of an environment that has it")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with process(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+    with process(python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
                  "--served-model-name", "adds", "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32",
-                 "--max-model-len", "384", "--enforce-eager", "--logprobs-mode", "processed_logprobs",
+                 "--max-model-len", "384", "--enforce-eager", "--enable-scale-out",
+                 "--logprobs-mode", "processed_logprobs",
                  "--enable-auto-tool-choice", "--tool-call-parser", "hermes") as started:  # fmt: skip
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + 300
@@ -268,14 +273,15 @@ async def test_trajectories_over_vllm_have_the_local_models_logprobs(vllm_url: s
     remote = await HttpSampler.connect(vllm_url, vocab_size=SIZES.vocab_size, policy_version=2, processed_logprobs=True)
     local = TorchSampler(model, config=InferenceConfig(device="cpu"), context_length=384, num_threads=1)
     try:
-        await assert_logprobs_are_the_models(local, results, atol=1e-3)
+        await assert_logprobs_are_the_models(local, results, atol=1e-4)
         from verbatim.models.loading import load_tokenizer
         from verbatim.renderers import create_renderer
 
         rollout = MultiTurnRollout(sampler=remote, template=create_renderer("auto", load_tokenizer(model)),
                                    tool_manager=TOOLS, sampling_params=SamplingParams(max_tokens=48))  # fmt: skip
         exact = await rollout.run(CONVERSATIONS)
-        await assert_logprobs_are_the_models(local, exact, atol=1e-3)
+        assert [r["error"] for r in exact] == [None] * len(exact)
+        await assert_logprobs_are_the_models(local, exact, atol=1e-4)
         assert {int(v) for r in exact for turn in r.turns for v in turn.policy_versions} == {2}
     finally:
         await asyncio.gather(local.close(), remote.close())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.inference.wire import OURS
+from verbatim.inference.wire import OURS, UNKNOWN_LOGPROB
 from verbatim.types import ParseStatus, StopReason, ToolCall
 
 _STOP_REASONS = {
@@ -45,7 +45,7 @@ class ChatAnswer:
     completion_ids: Sequence[int] | None
     """The ids that were sampled; None = it does not say."""
     logprobs: Sequence[float] | None
-    """One for each of `completion_ids`; None = it does not say."""
+    """One for each of `completion_ids`; None = it does not say, or does not know one of them."""
     policy_versions: Sequence[int] | None = None
     """The weights that sampled each of them; only our own servers say."""
 
@@ -130,9 +130,10 @@ def _read_logprobs(logprobs: object) -> list[float] | None:
     if not isinstance(content, list):
         return None
     try:
-        return [float(token["logprob"]) for token in content]
+        found = [float(token["logprob"]) for token in content]
     except (KeyError, TypeError, ValueError):
         raise BadAnswer("expected a logprob for each token of logprobs.content") from None
+    return None if found and min(found) <= UNKNOWN_LOGPROB else found
 
 
 def _read_versions(ours: object, ids: object) -> list[int] | None:

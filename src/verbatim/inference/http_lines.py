@@ -102,15 +102,18 @@ class HttpLines:
         vars(self).update(state, _lines=weakref.WeakKeyDictionary())
 
     async def ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, missing_ok: bool = False
-    ) -> Any:
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, missing_ok: bool = False,
+        if_missing: str = "",
+    ) -> Any:  # fmt: skip
         """The JSON of an answer, asked for until it comes; None where `missing_ok` and there is no such endpoint.
+
+        `if_missing` is what people are told beside a 404.
 
         Raises:
             VerbatimError: the server's own, or SamplerFault.
             HungUp: `close` was called meanwhile.
         """
-        task = asyncio.create_task(self._ask(method, path, body, missing_ok))
+        task = asyncio.create_task(self._ask(method, path, body, missing_ok, if_missing))
         under_way = self._of_this_loop().under_way
         under_way.add(task)
         try:
@@ -140,7 +143,9 @@ class HttpLines:
                 await client.aclose()
             await asyncio.gather(*lines.closing, return_exceptions=True)
 
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, missing_ok: bool) -> Any:
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None, missing_ok: bool, if_missing: str
+    ) -> Any:
         httpx = _import_httpx()
         lines = self._of_this_loop()
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
@@ -166,6 +171,8 @@ class HttpLines:
             if ours is not None:
                 raise ours
             failure = f"status {response.status_code}: {' '.join(response.text[:300].split())}"
+            if response.status_code == 404:
+                failure = f"{path}: {failure}{f' ({if_missing})' if if_missing else ''}"
             if response.status_code not in _PASSING:
                 raise SamplerFault(f"{self.url}: {failure}")
         raise SamplerFault(f"{self.url}: {failure} ({self._max_retries + 1} tries)")

@@ -40,9 +40,9 @@ class HttpSampler:
     runs in the same event loop, waiting would never end: there, `await HttpSampler.connect(url)`. It can be pickled,
     and used from several event loops.
 
-    Over vLLM, `context_length` is read from its list of models and the rest has to be told. Its answers carry no
-    policy versions: tokens get the version that was told when the request was sent (they may be younger, never
-    older), or none. Logprobs are recorded only where they are of the distribution that was sampled from.
+    Over vLLM (started with `--enable-scale-out`), `context_length` is read from its list of models and the rest has to
+    be told. Its weight versions are policy versions where they are numbers; all other tokens get the version that was
+    told, or none. Logprobs are recorded only where they are of the distribution that was sampled from.
 
     Args:
         url: The server's root: "http://127.0.0.1:8000".
@@ -50,7 +50,8 @@ class HttpSampler:
         model: The model's name in requests; None names none.
         context_length: Most tokens of prompt and completion together; None asks the server.
         vocab_size: Ids are below this; None asks the server, which has to be one of ours.
-        policy_version: Of the weights that the server has now; None asks the server.
+        policy_version: Of the weights that the server has now; None asks the server. Over vLLM it is that of the
+            weights whose version there is no number, as that of the ones it was started with ("default").
         processed_logprobs: vLLM was started with `--logprobs-mode processed_logprobs`.
         request_timeout: Seconds for one try, waiting for a place in the batch included.
         max_retries: Tries after the first.
@@ -124,21 +125,23 @@ class HttpSampler:
         """
         facts = self._facts
         model = facts.model if facts is not None else self._told["model"]
-        version = facts.policy_version if facts is not None else self._told["policy_version"]
         try:
-            answer = await self._sampled(wire.GENERATE, wire.request_body(request, model))
+            answer = await self._sampled(
+                wire.GENERATE, wire.request_body(request, model), if_missing="vLLM has it with --enable-scale-out"
+            )
         except HungUp:
             return _nothing_sampled()
         try:
-            completion, ours = wire.read_completion(answer)
+            completion, ours = wire.read_completion(answer, self._told["policy_version"])
         except ValueError as error:
             raise SamplerFault(f"{self.url}: {error}") from None
         if ours is not None:
             self._heard(ours.get("policy_version"))
             return completion
-        stamped = None if version is None else np.full(len(completion.ids), version, dtype=np.int32)
-        logprobs = completion.logprobs if self._processed_logprobs or _is_plain(request.params) else None
-        return replace(completion, policy_versions=stamped, logprobs=logprobs)
+        if completion.policy_versions is not None and len(completion.ids):
+            self._heard(int(completion.policy_versions[-1]))
+        plain = self._processed_logprobs or _is_plain(request.params)
+        return completion if plain else replace(completion, logprobs=None)
 
     async def update_weights(self, path: Path, version: int) -> None:
         """Load a Hugging Face folder, which the server reads: it has to be on its machine too.
@@ -170,10 +173,10 @@ class HttpSampler:
         """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
         await self._lines.close()
 
-    async def _sampled(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def _sampled(self, path: str, body: Mapping[str, Any], *, if_missing: str = "") -> Any:
         """An answer of the engine. A key or a name that the server refuses is a fault here, on one rollout."""
         try:
-            return await self._lines.ask("POST", path, body)
+            return await self._lines.ask("POST", path, body, if_missing=if_missing)
         except UsageError as error:
             raise SamplerFault(f"{self.url}: {error}") from error
 

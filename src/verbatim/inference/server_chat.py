@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+
 from verbatim.errors import UsageError
 from verbatim.inference import server_request, wire
 from verbatim.inference.base import Completion, SampleRequest
@@ -101,7 +103,7 @@ def answer_chat(
         "logprobs": sampled["logprobs"],
     }
     for entry in (sampled["logprobs"] or {}).get("content", ()):
-        text = renderer.decode([int(entry["token"].removeprefix("token_id:"))])  # type: ignore[arg-type]
+        text = renderer.decode(np.array([entry.pop("token_id")], dtype=np.int32))
         entry.update(token=text, bytes=list(text.encode(errors="replace")))
     answer = {"id": request_id, "object": "chat.completion", "created": created, "model": model, "choices": [choice],
               "usage": told["usage"], wire.OURS: told[wire.OURS]}  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -25,6 +26,10 @@ WEIGHTS = "/verbatim/v1/weights"
 """`{"path": ..., "version": ...}`: other weights, from a folder that the server can read."""
 OURS = "verbatim"
 """The key of what we add to vLLM's format; servers that do not know it pass over it."""
+
+UNKNOWN_LOGPROB = -9999.0
+"""What vLLM writes where it has no logprob of the sampled token, or none that JSON can hold: then the completion has
+none."""
 
 LogprobStyle: TypeAlias = Literal["objects", "plain"] | None
 """Logprobs as vLLM writes them, an object for each token; or as a list of ours, a quarter of the size; or none."""
@@ -75,16 +80,18 @@ def completion_body(
         SamplerFault: the engine's logprobs or versions cannot be those of the ids.
     """
     ids: list[int] = completion.ids.tolist()
-    choice: dict[str, Any] = {"index": 0, "token_ids": ids, "logprobs": None,
-                              "finish_reason": _FINISH[completion.stop_reason]}  # fmt: skip
     values, versions = completion.logprobs, completion.policy_versions
+    choice: dict[str, Any] = {"index": 0, "token_ids": ids, "logprobs": None,
+                              "finish_reason": _FINISH[completion.stop_reason],
+                              "weight_versions": None if versions is None else _spans(versions)}  # fmt: skip
     if values is not None:
         _check_logprobs(values, len(ids))
         if logprobs == "objects":
             content = [
-                {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "bytes": None,
+                 "top_logprobs": []}
                 for token, logprob in zip(ids, values.tolist(), strict=True)
-            ]
+            ]  # fmt: skip
             choice["logprobs"] = {"content": content}
     if versions is not None and len(versions) != len(ids):
         raise SamplerFault(f"the engine returned {len(versions)} policy versions for {len(ids)} ids")
@@ -98,6 +105,16 @@ def completion_body(
             "generated_seconds": completion.generated_seconds,
         },
     }  # fmt: skip
+
+
+def _spans(versions: Int32) -> list[dict[str, Any]]:
+    """The versions as vLLM writes them.
+
+    >>> _spans(np.array([7, 7, 8], dtype=np.int32))
+    [{'version': '7', 'start': 0, 'end': 2}, {'version': '8', 'start': 2, 'end': 3}]
+    """
+    changes = np.flatnonzero(np.diff(versions, prepend=-1, append=-1)).tolist()
+    return [{"version": str(versions[start]), "start": start, "end": end} for start, end in pairwise(changes)]
 
 
 def _check_logprobs(values: Float32, count: int) -> None:
@@ -114,8 +131,14 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def read_completion(body: object) -> tuple[Completion, Mapping[str, Any] | None]:
+def read_completion(
+    body: object, told_version: int | None = None
+) -> tuple[Completion, Mapping[str, Any] | None]:
     """A completion in an answer, and what one of our servers adds; None = it is another server.
+
+    Args:
+        body: The answer.
+        told_version: Of the tokens whose version another server does not say; None = then no token has one.
 
     Raises:
         ValueError: it is no such answer; says why.
@@ -130,13 +153,18 @@ def read_completion(body: object) -> tuple[Completion, Mapping[str, Any] | None]
         raise ValueError(f"finish_reason {finish!r:.80}; expected one of {', '.join(_STOP_REASONS)}")
     ids = read_ids(choice.get("token_ids"), "token_ids")
     extras = ours if isinstance(ours, dict) else {}
-    versions, plain = extras.get("policy_versions"), extras.get("logprobs")
+    said, plain = extras.get("policy_versions"), extras.get("logprobs")
     queued, generated = (_finite(extras.get(name, 0.0), name) for name in ("queued_seconds", "generated_seconds"))
     logprobs = _read_logprobs(choice.get("logprobs"), ids) if plain is None else _read_plain(plain, len(ids))
+    versions = None if said is None else _read_versions(said, len(ids))
+    if not isinstance(ours, dict):
+        versions = _read_spans(choice.get("weight_versions"), len(ids), told_version)
+        if logprobs is not None and (logprobs <= UNKNOWN_LOGPROB).any():
+            logprobs = None
     return Completion(
         ids=ids,
         logprobs=logprobs,
-        policy_versions=None if versions is None else _read_versions(versions, len(ids)),
+        policy_versions=versions,
         stop_reason=_STOP_REASONS[finish],
         queued_seconds=queued,
         generated_seconds=generated,
@@ -148,6 +176,24 @@ def _read_versions(values: object, count: int) -> Int32:
     if len(known) != count or not all(type(version) is int and 0 <= version < 2**31 for version in known):
         raise ValueError(f"expected {count} policy versions, found {values!r:.80}")
     return np.array(known, dtype=np.int32)
+
+
+def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
+    """vLLM's versions are names: that of the weights it was started with is no number.
+
+    >>> _read_spans([{"version": "default", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}], 3, 0)
+    array([0, 0, 8], dtype=int32)
+    """
+    versions: list[int | None] = []
+    for span in spans if isinstance(spans, list) else [{"version": None, "start": 0, "end": count}]:
+        name, start, end = (span.get(key) if isinstance(span, dict) else None for key in ("version", "start", "end"))
+        if start != len(versions) or not isinstance(end, int) or not start <= end <= count:
+            raise ValueError(f"weight_versions: expected spans of {count} tokens, found {spans!r:.200}")
+        version = int(name) if isinstance(name, str) and name.isdecimal() else told
+        versions += [version] * (end - start)
+    if len(versions) != count:
+        raise ValueError(f"weight_versions: expected spans of {count} tokens, found {spans!r:.200}")
+    return None if None in versions else np.array(versions, dtype=np.int32)
 
 
 def _read_plain(values: object, count: int) -> Float32:
@@ -164,7 +210,8 @@ def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
     if not isinstance(content, list) or len(content) != len(ids):
         raise ValueError(f"expected a logprob for each of {len(ids)} ids, found {value!r:.80}")
     for position, (entry, token) in enumerate(zip(content, ids.tolist(), strict=True)):
-        if not isinstance(entry, dict) or entry.get("token") != f"token_id:{token}":
+        named = entry.get("token_id", entry.get("token")) if isinstance(entry, dict) else None
+        if named not in (token, f"token_id:{token}"):  # vLLM 0.32, and older ones
             raise ValueError(f"logprobs: expected that of id {token} at position {position}, found {entry!r:.80}")
     return np.array([_finite(entry.get("logprob"), "a logprob") for entry in content], dtype=np.float32)
 
