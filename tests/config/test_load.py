@@ -128,6 +128,21 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(file: Path):
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "found", "message"),
+    [
+        ("backend", "rya", "found \"rya\" (a string), expected 'local' or 'ray'; did you mean \"ray\"?"),
+        ("workers", "0", "found 0 (an integer), expected greater than or equal to 1"),
+        ("cpus_per_worker", "-1", "found -1 (an integer), expected greater than or equal to 0"),
+        ("port", "70000", "found 70000 (an integer), expected less than or equal to 65535"),
+    ],
+)
+def test_where_episodes_are_played_is_checked_before_anything_starts(
+    file: Path, option: str, found: str, message: str
+):
+    assert message in error_of(file, f"--orchestrator.rollout.{option}", found)
+
+
 def test_a_missing_table_is_described(file: Path):
     file.write_text('[model]\nname = "x"\n')
     assert error_of(file) == f"{file}: orchestrator is missing: rollouts and batches."

@@ -362,3 +362,10 @@ async def test_a_fault_of_the_engine_is_a_500_that_says_so(path):
     async with asking(scripted(trouble={0: "fail"})) as client:
         body = token_body(1) if path == wire.GENERATE else {"messages": HELLO}
         assert await refusal(client, path, body, 500) == "sampler_fault: request 0 fails, as scripted"
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+async def test_a_port_that_is_none_is_refused(port: int):
+    with pytest.raises(UsageError, match=f"port {port}; expected 0 .* to 65535"):
+        async with serve_sampler(scripted(), port=port):
+            pass

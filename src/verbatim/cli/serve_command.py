@@ -15,6 +15,7 @@ from rich.console import Console
 from verbatim.cli.logs import log_to_console
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError
+from verbatim.inference.server import LAST_PORT
 
 _CONTEXT = 4096
 """Tokens of the context where none are asked for and the model has as many positions."""
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+    if not 0 <= args.port <= LAST_PORT:
+        raise UsageError(f"--port {args.port}: expected 0 (any that is free) to {LAST_PORT}")
     console = Console(highlight=False)
     log_to_console(Console(stderr=True, highlight=False), logging.WARNING)
     asyncio.run(_serve(args, api_key, console))

@@ -316,7 +316,7 @@ class RolloutConfig(Section):
     here, and stopped at the end."""
     host: str = "127.0.0.1"
     """This machine's address, as the actors' hosts know it: the sampler is served there."""
-    port: NonNegativeInt = 0
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
     """The sampler's port; 0 takes a free one."""
 
 

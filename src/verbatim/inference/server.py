@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE = 75
 """Seconds that an idle connection is kept: longer than clients do, so that none is closed as a request arrives."""
+LAST_PORT = 65535
 _BACKLOG = 2048
 """Connections that may wait to be accepted: all episodes of a batch may begin at once."""
 
@@ -101,6 +102,8 @@ async def serve_sampler(
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= LAST_PORT:
+        raise UsageError(f"port {port}; expected 0 (any that is free) to {LAST_PORT}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
