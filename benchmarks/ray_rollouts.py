@@ -27,8 +27,8 @@ from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
 from verbatim.renderers import create_renderer
 from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, Player, RolloutSetup, trajectory_from_messages
-from verbatim.rollouts.remote_actor import RemoteSetup
-from verbatim.rollouts.remote_pool import ray_player
+from verbatim.rollouts.remote.episode_actor import RemoteSetup
+from verbatim.rollouts.remote.pool import ray_player
 
 EPISODES, CONTEXT = 64, 2048
 SIZES = BuildConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=512)

@@ -278,7 +278,7 @@ SAID: dict[str, Any] = {"parent": 0, "sampled": True, "token_ids": [3, 4, 5], "m
 
 
 def test_a_trace_that_holds_what_was_served_is_accepted():
-    from verbatim.rollouts.verifiers_trace import check_served
+    from verbatim.rollouts.verifiers.trace import check_served
 
     check_served([traced(USER, SAID)], [TURN])
     check_served([traced(USER, SAID), traced(USER, SAID)], [TURN, TURN])
@@ -300,7 +300,7 @@ def test_a_trace_that_holds_what_was_served_is_accepted():
     ],
 )
 def test_a_trace_that_differs_anywhere_is_refused(nodes, turns, said):
-    from verbatim.rollouts.verifiers_trace import check_served
+    from verbatim.rollouts.verifiers.trace import check_served
 
     with pytest.raises(EnvironmentFault, match=said):
         check_served([traced(*nodes)], turns)
@@ -308,7 +308,7 @@ def test_a_trace_that_differs_anywhere_is_refused(nodes, turns, said):
 
 @in_one_loop
 async def test_a_trace_that_was_changed_is_never_trained(model, tokenizer, monkeypatch):
-    from verbatim.rollouts import verifiers_trace
+    from verbatim.rollouts.verifiers import trace as verifiers_trace
 
     honest = verifiers_trace.check_served
 

@@ -21,8 +21,8 @@ from verbatim.cli.main import main
 from verbatim.errors import RunStopped
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
-from verbatim.rollouts.remote_actor import RemoteSetup
-from verbatim.rollouts.remote_pool import ray_player
+from verbatim.rollouts.remote.episode_actor import RemoteSetup
+from verbatim.rollouts.remote.pool import ray_player
 
 pytestmark = pytest.mark.extras
 __all__ = ["local_ray"]

@@ -15,9 +15,9 @@ from verbatim.environments.base import Episode, Reply
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, RolloutSetup
-from verbatim.rollouts.remote import ray_running
-from verbatim.rollouts.remote_actor import RemoteSetup
-from verbatim.rollouts.remote_pool import ray_player
+from verbatim.rollouts.remote.cluster import ray_running
+from verbatim.rollouts.remote.episode_actor import RemoteSetup
+from verbatim.rollouts.remote.pool import ray_player
 from verbatim.tools import FunctionTool
 
 

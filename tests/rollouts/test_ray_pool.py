@@ -18,10 +18,11 @@ from verbatim import Example
 from verbatim.errors import RunStopped, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.openai import OpenAI
-from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, RolloutSetup, remote_pool
-from verbatim.rollouts.remote import connect
-from verbatim.rollouts.remote_actor import RemoteSetup
-from verbatim.rollouts.remote_pool import ray_player
+from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, RolloutSetup
+from verbatim.rollouts.remote import pool as remote_pool
+from verbatim.rollouts.remote.cluster import connect
+from verbatim.rollouts.remote.episode_actor import RemoteSetup
+from verbatim.rollouts.remote.pool import ray_player
 
 pytestmark = pytest.mark.extras
 __all__ = ["local_ray"]

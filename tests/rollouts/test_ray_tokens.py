@@ -12,7 +12,7 @@ from verbatim.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout, Recorder
-from verbatim.rollouts.remote_tokens import CountedSampler
+from verbatim.rollouts.remote.counted import CountedSampler
 
 
 def request(session):

@@ -158,8 +158,8 @@ async def open_player(
     if rollout.backend == "local":
         yield LocalPlayer()
         return
-    from verbatim.rollouts.remote_actor import RemoteSetup
-    from verbatim.rollouts.remote_pool import ray_player
+    from verbatim.rollouts.remote.episode_actor import RemoteSetup
+    from verbatim.rollouts.remote.pool import ray_player
 
     setups = {
         (purpose, label): RemoteSetup(

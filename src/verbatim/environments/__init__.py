@@ -8,7 +8,7 @@ ENVIRONMENTS = {
     "delegate": "verbatim.environments.delegate:Delegate",
     "guess_number": "verbatim.environments.guess_number:GuessNumber",
     "terminal": "verbatim.environments.terminal:Terminal",
-    "verifiers": "verbatim.rollouts.verifiers_environment:VerifiersEnvironment",
+    "verifiers": "verbatim.rollouts.verifiers.environment:VerifiersEnvironment",
 }
 """Where each bundled environment lives."""
 

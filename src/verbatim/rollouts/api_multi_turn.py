@@ -85,7 +85,7 @@ class APIMultiTurnRollout:
         Raises:
             UsageError: Ray is not installed, there is no such setting, or one of them cannot travel to an actor.
         """
-        from verbatim.rollouts.remote import start_rollout
+        from verbatim.rollouts.remote.rollout_actor import start_rollout
 
         return start_rollout(cls, settings)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from verbatim.environments.base import Episode, Score
 from verbatim.errors import ComponentError, EnvironmentFault, UsageError
-from verbatim.rollouts import verifiers_trace
 from verbatim.rollouts.turn_loop import AgentLoop, EpisodeOver
-from verbatim.rollouts.verifiers_serving import MODEL, Serving
+from verbatim.rollouts.verifiers import trace as verifiers_trace
+from verbatim.rollouts.verifiers.serving import MODEL, Serving
 from verbatim.types import Example, StopReason, Trajectory
 
 HARNESS = "verbatim-chat"
-"""The chat loop that needs no network (`verifiers_harnesses/verbatim_chat.py`)."""
+"""The chat loop that needs no network (`harnesses/verbatim_chat.py`)."""
 _NO_KEY = "VERBATIM_NO_KEY"
 """A variable that nobody sets: our server asks for no key here, and verifiers is to send none of its own."""
 
@@ -150,7 +150,7 @@ def _read_config(taskset: str, env: str, harness: str, config: dict[str, Any]) -
         from verifiers.v1.utils.loaders import env_config_type, resolve_env_config
     except ImportError as error:
         raise UsageError(f"verifiers' environments need {error.name}: pip install 'verbatim-rl[verifiers]'") from None
-    from verbatim.rollouts import verifiers_harnesses
+    from verbatim.rollouts.verifiers import harnesses as verifiers_harnesses
 
     folder = next(iter(verifiers_harnesses.__path__))
     if folder not in harnesses.__path__:

@@ -18,8 +18,8 @@ from verbatim.inference.openai import OpenAI
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts.player import EpisodeTask, LocalPlayer, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
-from verbatim.rollouts.remote_place import Place
-from verbatim.rollouts.remote_renderer import RendererRecipe
+from verbatim.rollouts.remote.place import Place
+from verbatim.rollouts.remote.recipe import RendererRecipe
 from verbatim.rollouts.turn_loop import EpisodeLimits
 
 

@@ -20,11 +20,11 @@ from verbatim.renderers.base import Renderer
 from verbatim.rollouts.group import run_together
 from verbatim.rollouts.player import EpisodeTask, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
-from verbatim.rollouts.remote import ray_running
-from verbatim.rollouts.remote_actor import ActorPlan, EpisodeActor, RemoteSetup
-from verbatim.rollouts.remote_place import Place
-from verbatim.rollouts.remote_renderer import describe_renderer
-from verbatim.rollouts.remote_tokens import CountedSampler
+from verbatim.rollouts.remote.cluster import ray_running
+from verbatim.rollouts.remote.counted import CountedSampler
+from verbatim.rollouts.remote.episode_actor import ActorPlan, EpisodeActor, RemoteSetup
+from verbatim.rollouts.remote.place import Place
+from verbatim.rollouts.remote.recipe import describe_renderer
 from verbatim.types import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)

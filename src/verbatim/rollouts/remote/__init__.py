@@ -1,0 +1,1 @@
+"""Rollout engines and episodes in the processes of a Ray cluster."""

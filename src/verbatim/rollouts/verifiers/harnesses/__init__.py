@@ -1,0 +1,1 @@
+"""Programs that play verifiers' tasks; `verifiers.environment` puts this folder among verifiers' own harnesses."""

@@ -1,1 +1,0 @@
-"""Programs that play verifiers' tasks; `verifiers_environment` puts this folder among verifiers' own harnesses."""
