@@ -261,6 +261,17 @@ def test_the_renderers_snippet_bridges(tmp_path: Path):
     )
 
 
+def test_the_snippet_of_a_rollout_here_runs(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_snippet("rollouts.md", "TorchSampler", path__to=str(build_tiny_model(tmp_path / "model")))
+    (result,) = names["trajectories"]
+    assert result.error is None and result["turns"] >= 1
+    assert result.info["task"] == {"answer": "7"}
+    assert sum(sample.num_trained_tokens for sample in result["samples"]) == result.num_sampled_tokens > 0
+    assert len(list((tmp_path / "traces").iterdir())) == 1
+    asyncio.run(names["rollout"].sampler.close())
+
+
 def test_the_snippet_of_rollouts_over_a_server_runs(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

@@ -32,6 +32,9 @@ def make(task):
     return [add]
 
 wrong = 5
+
+def number(task):
+    return 5
 '''
 KEY = "sk-canary-0123456789"
 
@@ -239,12 +242,15 @@ def test_a_result_of_another_task_is_not_taken_for_this_ones(place: Path, capsys
         ('{"messages": []}', "tasks.jsonl:1: expected {"),
         ("[]", "tasks.jsonl:1: expected {"),
         ("", "tasks.jsonl holds no task"),
+        ('{"messages": [{"role": "user"}], "tools": "add"}', "tasks.jsonl:1: expected \"tools\": [{"),
+        ('{"messages": [{"role": "user"}], "tools": [{"name": "add"}]}', "tasks.jsonl:1: expected \"tools\": [{"),
+        ("\udcff", "tasks.jsonl is no UTF-8 text (byte 0)"),
         ('{"id": 1, "messages": [{"role": "user"}]}\n\n{"id": "1", "messages": [{"role": "user"}]}',
          "tasks.jsonl:3: the id '1' stands in line 1 too"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_tasks_is_named(place: Path, capsys, content: str, said: str):
-    Path("tasks.jsonl").write_text(content)
+    Path("tasks.jsonl").write_bytes(content.encode(errors="surrogateescape"))
     with chat_server() as server:
         assert main(arguments(server)) == 2
         assert server.requests == []
@@ -256,6 +262,7 @@ def test_a_mistake_in_the_tasks_is_named(place: Path, capsys, content: str, said
     [
         (["--max-turn", "3"], "verbatim rollout has no option --max-turn"),
         (["--tools", "adding.wrong"], "adding.wrong is a int; expected a list of typed functions"),
+        (["--tools", "adding.number"], "adding.number returned 5 for a task; expected a list of typed functions"),
         (["--tools", "nowhere.tools"], "there is no module 'nowhere'"),
         (["--temperature", "-1"], "temperature = -1"),
         (["--samples", "0"], "--samples 0"),

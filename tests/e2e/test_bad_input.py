@@ -45,7 +45,7 @@ class Once(Episode):
     async def score(self, trajectory):
         if self.fault == "score":
             raise RuntimeError("score broke")
-        return REWARDS.get(self.fault, self.reward)
+        return None if self.fault == "none" else REWARDS.get(self.fault, self.reward)
 
 
 class Faulty:
@@ -394,14 +394,18 @@ def test_a_rollout_that_fails_fails_alone_and_is_counted(typed, place: Path, fau
     assert last["ledger/trained"] > 0
 
 
-def test_a_run_in_which_every_rollout_fails_stops_and_says_why(typed, place: Path):
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("start", "start raised RuntimeError: start broke"), ("none", "no reward: `score` returned None")],
+)
+def test_a_run_in_which_every_rollout_fails_stops_and_says_why(typed, place: Path, fault: str, reason: str):
     status, said = typed(
         "--run-dir", "mine", "--max-steps", "50", "--orchestrator.train.env.0.import_path", "faulty.Faulty",
-        "--orchestrator.train.env.0.args", '{fault = "start", every = 1}',
+        "--orchestrator.train.env.0.args", f'{{fault = "{fault}", every = 1}}',
     )  # fmt: skip
     assert status == 1
     assert "every rollout of the last" in said
-    assert "start raised RuntimeError: start broke" in said
+    assert reason in said
     assert not (place / "mine" / "final").exists()
     assert not (place / "mine" / "summary.json").exists()
 

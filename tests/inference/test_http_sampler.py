@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections.abc import AsyncIterator, Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from byte_renderer import END, ByteRenderer
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams, http_lines, wire
@@ -23,6 +25,7 @@ from verbatim.inference.http_sampler import HttpSampler
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inference.server import serve_sampler
 from verbatim.inference.server_request import read_request
+from verbatim.rollouts import MultiTurnRollout
 from verbatim.types import StopReason
 
 
@@ -122,8 +125,9 @@ def test_every_float32_logprob_survives_the_wire(style: wire.LogprobStyle, bits:
 
 @given(
     prompt=st.lists(st.integers(0, 9), min_size=1, max_size=15), seed=st.integers(0, 2**63 - 1), session=st.text(),
-    temperature=st.floats(0, 10), max_tokens=st.integers(1, 100), top_p=st.floats(0, 1, exclude_min=True),
-    top_k=st.integers(0, 50), min_p=st.floats(0, 1, exclude_max=True), stop=st.lists(st.integers(0, 9), unique=True),
+    temperature=st.just(0.0) | st.floats(1e-6, 10), max_tokens=st.integers(1, 100),
+    top_p=st.floats(0, 1, exclude_min=True), top_k=st.integers(0, 50), min_p=st.floats(0, 1, exclude_max=True),
+    stop=st.lists(st.integers(0, 9), unique=True),
 )  # fmt: skip
 def test_every_request_survives_the_wire(prompt, seed, session, temperature, max_tokens, top_p, top_k, min_p, stop):
     sent = request(*prompt, seed=seed, session=session, temperature=temperature, max_tokens=max_tokens, top_p=top_p,
@@ -413,6 +417,9 @@ async def test_a_list_of_logprobs_that_cannot_be_the_ids_is_a_fault(logprobs: An
         ("verbatim", {"policy_versions": [1, "2"]}, "2 policy versions"),
         ("verbatim", {"policy_versions": [1, 2**40]}, "2 policy versions"),
         ("verbatim", {"policy_versions": 7}, "2 policy versions"),
+        ("verbatim", {"queued_seconds": 10**400}, "queued_seconds: expected a finite number"),
+        ("verbatim", {"logprobs": [-0.5, -1e308]}, "a logprob: expected a finite number"),
+        ("verbatim", {"logprobs": [-0.5, -(10**400)]}, "a logprob: expected a finite number"),
         ("verbatim", {"queued_seconds": "soon"}, "queued_seconds: expected a finite number, found 'soon'"),
     ],
 )
@@ -485,6 +492,7 @@ def spans(*ends: tuple[str, int]) -> list[dict[str, Any]]:
         (spans(("default", 1), ("8", 2)), 3, [3, 8]),
         (spans(("default", 1), ("8", 2)), None, None),
         (spans(("step-8", 2)), 3, [3, 3]),
+        (spans(("20261122015208", 2)), 3, [3, 3]),
         (None, 3, [3, 3]),
         (None, None, None),
     ],
@@ -543,3 +551,43 @@ async def test_raw_logprobs_of_another_distribution_are_missing_not_wrong():
         assert (await processed.generate(request(1, temperature=0.5))).logprobs.tolist() == [-0.5, -0.625]
         await raw.close()
         await processed.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [(200, "[" * 100_000), (500, "[" * 100_000), (200, "null"), (200, "[1]"), (200, "1")]
+)
+async def test_an_answer_that_is_nothing_is_a_fault_whatever_was_asked(answer: tuple[int, str], tmp_path: Path):
+    with answering(lambda number, body: answer) as server:
+        client = HttpSampler(server.url, vocab_size=10, context_length=64, max_retries=1)
+        with pytest.raises(SamplerFault):
+            await client.generate(request(1))
+        with pytest.raises(SamplerFault):
+            await client.prompt_logprobs(np.array([1, 2, 3], np.int32))
+        with pytest.raises(SamplerFault):
+            await client.update_weights(tmp_path, 1)
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    "logprobs", [[None], [None, -1, -1, -1], [None, None, -1], [None, "-1", -1], [None, -1, -1e300], 1]
+)
+async def test_prompt_logprobs_that_are_not_of_these_ids_are_a_fault(logprobs: Any):
+    with answering(lambda number, body: (200, {"logprobs": logprobs})) as server:
+        client = HttpSampler(server.url, vocab_size=10, context_length=64)
+        with pytest.raises(SamplerFault, match="logprob"):
+            await client.prompt_logprobs(np.array([1, 2, 3], np.int32))
+        await client.close()
+
+
+def test_calls_of_one_event_loop_after_the_other_leave_no_connection_open():
+    """Each call of a rollout brings an event loop of its own."""
+    with answering(changing(token_ids=[5, END], logprobs=None)) as server:
+        sampler = HttpSampler(server.url, vocab_size=260, context_length=200, processed_logprobs=True)
+        rollout = MultiTurnRollout(sampler=sampler, template=ByteRenderer())
+        asked = [{"messages": [{"role": "user", "content": str(k)}]} for k in range(8)]
+        for _ in range(3):
+            assert [result["stop_reason"] for result in rollout(asked)] == ["stop"] * 8
+            assert len(sampler._lines._lines) == 0
+        for _ in range(3):  # whoever brings loops and does not say when they end
+            asyncio.run(sampler.generate(request(1)))
+        assert len(sampler._lines._lines) == 1

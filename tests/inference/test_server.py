@@ -369,3 +369,24 @@ async def test_a_port_that_is_none_is_refused(port: int):
     with pytest.raises(UsageError, match=f"port {port}; expected 0 .* to 65535"):
         async with serve_sampler(scripted(), port=port):
             pass
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (wire.GENERATE, '{"token_ids": [1], "sampling_params": {"stop_token_ids": [2147483648]}}'),
+        (wire.GENERATE, '{"token_ids": [1], "sampling_params": {"top_k": 1' + 30 * "0" + "}}"),
+        (wire.GENERATE, '{"token_ids": [1], "sampling_params": {"temperature": 1' + 400 * "0" + "}}"),
+        (wire.GENERATE, '{"token_ids": [1], "sampling_params": {"temperature": 1e999}}'),
+        (wire.GENERATE, '{"token_ids": [1], "\\ud800": 1}'),
+        (wire.PROMPT_LOGPROBS, '{"token_ids": [1], "temperature": 1' + 400 * "0" + "}"),
+        (wire.PROMPT_LOGPROBS, '{"token_ids": [1], "temperature": 1e-300}'),
+        (wire.WEIGHTS, '{"path": "/tmp", "version": 2147483648}'),
+    ],
+)
+async def test_what_no_number_or_text_can_be_is_the_clients_mistake(path: str, body: str):
+    async with asking(scripted([[5]])) as client:
+        answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"]
+        assert (await client.post(wire.GENERATE, json=token_body(1, max_tokens=1))).status_code == 200

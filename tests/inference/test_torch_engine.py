@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from verbatim.config.schema import InferenceConfig
-from verbatim.errors import ModelError, RecordError, SamplerFault
+from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.torch_engine import TorchSampler
 from verbatim.types import StopReason
@@ -339,3 +339,30 @@ def test_position_encodings_that_depend_on_the_batch_are_refused(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="'dynamic' rope"):
         make(tmp_path, context_length=32)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"stop_token_ids": (2**31,)}, {"stop_token_ids": (-1,)}, {"top_k": 2**63}, {"temperature": 1e-30},
+     {"temperature": float("inf")}, {"temperature": float("nan")}],
+)  # fmt: skip
+def test_parameters_that_no_engine_holds_are_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=f"sampling: {next(iter(wrong))} = "):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("version", [-1, 2**31])
+async def test_a_version_that_no_record_holds_is_refused_and_the_engine_goes_on(sampler, models, version):
+    with pytest.raises(UsageError, match="expected an integer in"):
+        await sampler.update_weights(models["tied"], version)
+    assert set((await sampler.generate(request(max_tokens=4))).policy_versions.tolist()) == {0}
+
+
+async def test_an_engine_that_fails_as_it_takes_a_request_answers_that_one_too(sampler, monkeypatch):
+    def fail(request):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(sampler._decoder, "add", fail)
+    async with asyncio.timeout(20):
+        found = await asyncio.gather(*(sampler.generate(request(seed=k)) for k in range(3)), return_exceptions=True)
+    assert [type(error) for error in found] == [SamplerFault] * 3

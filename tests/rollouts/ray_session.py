@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -43,6 +44,8 @@ class Doubling(Episode):
         self.seed, self.trouble, self.folder = seed, trouble, folder
 
     async def reply(self, message):
+        if self.trouble == "lock":
+            self.info = {"lock": threading.Lock()}
         if self.trouble == "exit":
             os._exit(1)
         if self.trouble == "block":

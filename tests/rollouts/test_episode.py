@@ -213,6 +213,25 @@ async def test_a_failing_environment_fails_its_episode_alone(faults, message, tu
     assert len(trajectory.turns) == turns
 
 
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        (0.0, "environment: close awaited something that was cancelled"),
+        (30.0, "environment: close took more than 0.1 s"),
+    ],
+)
+async def test_an_episode_that_closes_badly_fails_alone(monkeypatch, seconds, message):
+    monkeypatch.setattr("verbatim.rollouts.episode.CLOSING", 0.1)
+
+    async def close(self):
+        await asyncio.sleep(seconds)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Counter, "close", close)
+    trajectory = await play(sampler_of(say("stop")), Counters())
+    assert (trajectory.error, len(trajectory.turns)) == (message, 1)
+
+
 async def test_an_episode_is_closed_once_whatever_happens():
     for faults in ({}, {"reply": 1}, {"score": math.nan}):
         environment = Counters(**faults)

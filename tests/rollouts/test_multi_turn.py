@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import time
 
 import pytest
@@ -221,7 +222,7 @@ def test_every_call_and_every_place_draws_differently():
         ({"prompt": "x"}, r"trajectories\[1\] has the messages .* expected a list with at least one"),
         ({"messages": ["hi"]}, r"trajectories\[1\]\.messages\[0\] is 'hi'"),
         ("hi", r"trajectories\[1\] is a str; expected an Example"),
-        ({**talk("x"), "tools": [{"name": "f"}]}, "tools: "),
+        ({**talk("x"), "tools": [{"name": "f"}]}, r"trajectories\[1\]\.tools\[0\] is .* expected a schema"),
     ],
 )
 def test_what_is_no_conversation_is_refused_with_its_place(given, message):
@@ -249,3 +250,43 @@ def test_every_trajectory_is_stored_as_it_ends(tmp_path):
     rollout([talk("add 1 2")], max_turns=1)
     kinds = sorted(path.name.partition("-")[0] for path in tmp_path.iterdir())
     assert kinds == ["fail", "ok", "ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sampling_params": {"max_tokens": 4}}, "sampling_params: .*expected SamplingParams"),
+        ({"tool_manager": [add, add]}, "tool_manager: .*expected a ToolManager"),
+        ({"tool_manager": add}, "tool_manager: .*expected a ToolManager"),
+        ({"max_turns": "1"}, "max_turns = '1'; expected a number above 0"),
+        ({"sampler": "http://x"}, "sampler: 'http://x' has no `generate`.*HttpSampler"),
+        ({"template": "qwen3"}, "template: 'qwen3' has no `render_ids`.*create_renderer"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_with_what_it_should_be(wrong, message):
+    settings = {"sampler": make()[1], "template": ByteRenderer(), **wrong}
+    with pytest.raises(UsageError, match=message):
+        MultiTurnRollout(**settings)
+
+
+@pytest.mark.parametrize("tools", ["add", {"a": 1}, [add], [{"function": 3}]])
+def test_tools_of_a_conversation_that_are_no_schemas_are_refused(tools):
+    rollout, _ = make()
+    with pytest.raises(UsageError, match=r"trajectories\[1\].*tools.*expected"):
+        rollout([talk("hi"), {**talk("hi"), "tools": tools}])
+
+
+async def test_what_is_cancelled_is_traced_with_what_had_been_sampled(tmp_path):
+    rollout, sampler = make(trace_dir=tmp_path)
+    running = asyncio.create_task(rollout.run([talk("slow 30"), talk("slow 30")]))
+    while len(sampler.requests) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    stored = [json.loads(file.read_text())["trajectory"] for file in tmp_path.glob("fail-*.json")]
+    assert sorted(t["trajectory_id"] for t in stored) == ["0-0", "1-0"]
+    for trajectory in stored:
+        assert (trajectory["stop_reason"], trajectory["truncated"]) == ("cancelled", True)
+        assert [turn["completion_ids"] for turn in trajectory["turns"]] == [call("slow", seconds=30.0)]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,22 @@ async def test_cancelling_reaches_the_engine_and_the_episode(local_ray, tmp_path
             players.sampler.go_on.set()
         assert (players.sampler.num_in_flight, lost, pool.num_lost) == (0, [], 0)
         assert len((await players.group(pool, index=2).run()).completed) == 4
+
+
+async def test_what_cannot_travel_fails_its_episode_and_no_actor(local_ray):
+    players = Players(trouble={"4": "lock"})
+    async with players.pool(workers=1) as pool:
+        (kept,) = (await players.group(pool, "4", size=1).run()).trajectories
+        setup = players.setup(pool)
+        locked = GroupRun(setup, Example(id="3", payload={"lock": threading.Lock()}), index=1, size=1, run_seed=7)
+        (unplayed,) = (await locked.run()).trajectories
+        good = await players.group(pool, "3").run()
+        assert (pool.num_lost, [actor.num_playing for actor in pool._actors]) == (0, [0])
+    assert kept.error.startswith("environment: its info cannot travel from the actor: TypeError: ")
+    assert len(kept.turns) == 2
+    assert unplayed.error.startswith("environment: the example cannot travel to an actor: ")
+    assert unplayed.turns == ()
+    same(good, await players.here("3"))
 
 
 def test_a_lost_host_is_a_lost_actor_and_a_cluster_that_was_there_stays():

@@ -296,6 +296,17 @@ def test_two_tools_of_one_name_and_things_that_are_no_tools_are_refused():
             ToolManager([thing])
 
 
+def test_what_only_holds_tools_is_refused_with_how_to_give_them():
+    """The methods of a connection are no tools for a model: it would close it."""
+    with pytest.raises(ComponentError, match=r"a McpTools holds tools.*\[\*source\.tools\]"):
+        ToolManager([McpTools.stdio("python", ["server.py"])])
+    with pytest.raises(ComponentError, match=r"a ToolManager holds tools.*\[\*source\.values\(\)\]"):
+        ToolManager([ToolManager([look])])
+    for wrong in (look, "look", 7):
+        with pytest.raises(ComponentError, match=r"expected a list of tools: ToolManager\(\[\.\.\.\]\)"):
+            ToolManager(wrong)
+
+
 def test_importing_the_tools_imports_no_mcp():
     script = "import sys, verbatim.tools; print([m for m in ('mcp', 'anyio', 'jsonschema') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -117,9 +117,15 @@ def _make_managers(import_path: str | None, jobs: Sequence[Job]) -> ToolManager 
     if isinstance(found, list | tuple):
         return ToolManager(found)
     if callable(found):
-        return [ToolManager(found(job.conversation)) for job in jobs]
+        return [ToolManager(_made(import_path, found(job.conversation))) for job in jobs]
     raise UsageError(f"--tools {import_path} is a {type(found).__name__}; expected a list of typed functions, or a "
                      "function from a task to such a list")  # fmt: skip
+
+
+def _made(import_path: str, tools: object) -> Sequence[object]:
+    if not isinstance(tools, list | tuple):
+        raise UsageError(f"--tools {import_path} returned {tools!r:.80} for a task; expected a list of typed functions")
+    return tools
 
 
 class _Ends:

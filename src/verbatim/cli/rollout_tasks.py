@@ -42,6 +42,8 @@ def read_jobs(path: Path, samples: int) -> list[Job]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no UTF-8 text (byte {error.start}); expected JSON lines") from None
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -71,4 +73,9 @@ def _read_task(line: str, where: str) -> dict[str, Any]:
     well_formed = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
     if not messages or not well_formed:
         raise UsageError(f'{where}: expected {{"messages": [{{"role": "user", "content": ...}}]}}, found {line[:80]}')
+    tools = record.get("tools", [])
+    listed = tools if isinstance(tools, list) else [tools]
+    if not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in listed):
+        raise UsageError(f'{where}: expected "tools": [{{"type": "function", "function": {{"name": ...}}}}], found '
+                         f"{record['tools']!r:.80}")  # fmt: skip
     return dict(record)

@@ -244,6 +244,7 @@ def make_dispatcher(
         online_difficulty_filtering=(
             orchestrator.buffer.online_difficulty_filtering and orchestrator.training_mode == "rl"
         ),
+        needs_rewards=orchestrator.training_mode == "rl",
     )
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from verbatim.types import Float32, Int32, StopReason
+
+COLDEST = 1e-6
+"""The lowest temperature above 0: below, logits divided by it leave float32."""
+_INT32 = 2**31
+"""Ids, counts and versions are below this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +20,7 @@ class SamplingParams:
     """How tokens are drawn. Logprobs are always of the distribution these describe."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token (evaluation only: training refuses it)."""
+    """Divides the logits; 0 takes the most likely token (evaluation only: training refuses it), else at least 1e-6."""
     max_tokens: int = 512
     """Most tokens of one completion, the stop token included."""
     top_p: float = 1.0
@@ -28,11 +34,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, ok, expected in (
-            ("temperature", self.temperature >= 0, ">= 0"),
+            ("temperature", self.temperature == 0 or COLDEST <= self.temperature < math.inf,
+             f">= 0, finite, and not between 0 and {COLDEST}"),
             ("max_tokens", self.max_tokens >= 1, ">= 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k >= 0, ">= 0"),
+            ("top_k", 0 <= self.top_k < _INT32, "in [0, 2**31)"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+            ("stop_token_ids", all(0 <= token < _INT32 for token in self.stop_token_ids), "ids in [0, 2**31)"),
         ):
             if not ok:
                 raise ValueError(f"sampling: {name} = {getattr(self, name)}; expected {expected}")

@@ -131,7 +131,7 @@ def _read_logprobs(logprobs: object) -> list[float] | None:
         return None
     try:
         found = [float(token["logprob"]) for token in content]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         raise BadAnswer("expected a logprob for each token of logprobs.content") from None
     return None if found and min(found) <= UNKNOWN_LOGPROB else found
 

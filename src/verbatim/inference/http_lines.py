@@ -156,21 +156,21 @@ class HttpLines:
             try:
                 async with lines.one() as client:
                     response = await client.request(method, path, content=data)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code == 200:
                 try:
-                    return response.json()
-                except ValueError:
-                    failure = f"an answer that is no JSON: {response.text[:200]!r}"
+                    return json.loads(response.content)
+                except (ValueError, RecursionError):
+                    failure = f"an answer that is no JSON: {_text(response)[:200]!r}"
                     continue
             if response.status_code == 404 and missing_ok:
                 return None
             ours = _read_error(response)
             if ours is not None:
                 raise ours
-            failure = f"status {response.status_code}: {' '.join(response.text[:300].split())}"
+            failure = f"status {response.status_code}: {' '.join(_text(response)[:300].split())}"
             if response.status_code == 404:
                 failure = f"{path}: {failure}{f' ({if_missing})' if if_missing else ''}"
             if response.status_code not in _PASSING:
@@ -183,6 +183,8 @@ class HttpLines:
             raise SamplerFault("the sampler is closed; make a new one")
         loop = asyncio.get_running_loop()
         if loop not in self._lines:
+            for ended in [other for other in list(self._lines) if other.is_closed()]:
+                del self._lines[ended]  # a connection holds on to its loop; so both are let go of, and closed
             self._lines[loop] = _Lines(self._client_maker())
         return self._lines[loop]
 
@@ -210,6 +212,11 @@ def _import_httpx() -> Any:
 
 def _read_error(response: Any) -> VerbatimError | None:
     try:
-        return wire.read_error(response.json())
-    except ValueError:
+        return wire.read_error(json.loads(response.content))
+    except (ValueError, RecursionError):
         return None
+
+
+def _text(response: Any) -> str:
+    """Whatever character set it says that it is in."""
+    return bytes(response.content).decode("utf-8", "replace")

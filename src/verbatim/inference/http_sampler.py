@@ -151,7 +151,7 @@ class HttpSampler:
             SamplerFault: the server refuses, has no such endpoint, or cannot be reached.
         """
         answer = await self._lines.ask("POST", wire.WEIGHTS, {"path": _whole(path), "version": version})
-        self._heard(answer.get("policy_version"))
+        self._heard(self._object(answer).get("policy_version"))
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it: float32 [L]; the first is NaN.
@@ -160,18 +160,30 @@ class HttpSampler:
             RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
             SamplerFault: the server has no such endpoint (vLLM), or cannot be reached.
         """
-        body = {"token_ids": np.asarray(token_ids).tolist(), "temperature": temperature}
-        answer = await self._sampled(wire.PROMPT_LOGPROBS, body)
+        ids = np.asarray(token_ids).tolist()
+        answer = self._object(
+            await self._sampled(wire.PROMPT_LOGPROBS, {"token_ids": ids, "temperature": temperature})
+        )
         self._heard(answer.get("policy_version"))
+        found = answer.get("logprobs")
         try:
-            _, *rest = answer["logprobs"]
-            return np.array([np.nan, *rest], dtype=np.float32)
-        except (KeyError, TypeError, ValueError):
-            raise SamplerFault(f"{self.url}: expected logprobs, found {answer!r:.200}") from None
+            rest = wire.read_plain(found[1:] if isinstance(found, list) else found, len(ids) - 1)
+        except ValueError as error:
+            raise SamplerFault(f"{self.url}: {error}, the first of {len(ids)} left out") from None
+        return np.concatenate([np.full(1, np.nan, dtype=np.float32), rest])
 
     async def close(self) -> None:
         """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
         await self._lines.close()
+
+    async def hang_up(self) -> None:
+        """Close this event loop's connections, before the loop ends; they are made anew when they are needed."""
+        await self._lines.hang_up()
+
+    def _object(self, answer: object) -> dict[str, Any]:
+        if not isinstance(answer, dict):
+            raise SamplerFault(f"{self.url}: expected a JSON object, found {answer!r:.200}")
+        return answer
 
     async def _sampled(self, path: str, body: Mapping[str, Any], *, if_missing: str = "") -> Any:
         """An answer of the engine. A key or a name that the server refuses is a fault here, on one rollout."""

@@ -134,13 +134,13 @@ class Connection:
         except TimeoutError:
             return _Failure("timeout", f"no answer within {self.api.request_timeout:g} s")
         except openai.APIStatusError as error:
-            return _status_failure(error.status_code, error.response.text, error.response.headers)
+            return _status_failure(error.status_code, _text(error.response), error.response.headers)
         except openai.APIConnectionError as error:
             return _Failure("connection", f"{error} ({type(error.__cause__).__name__}: {error.__cause__})")
         except (TypeError, ValueError) as error:  # of writing the request as JSON: no other try would mend it
             return _Failure("unsendable", f"the request cannot be written as JSON: {error}", final=True)
         try:
-            return read_answer(answer.http_response.text)
+            return read_answer(_text(answer.http_response))
         except BadAnswer as error:
             return _Failure("bad_answer", str(error))
 
@@ -161,6 +161,11 @@ class _Failure:
     """Seconds that the server asks to wait."""
     final: bool = False
     """Whether another try would be in vain."""
+
+
+def _text(response: Any) -> str:
+    """Whatever character set it says that it is in."""
+    return bytes(response.content).decode("utf-8", "replace")
 
 
 def _status_failure(status: int, body: str, headers: Mapping[str, str]) -> _Failure:

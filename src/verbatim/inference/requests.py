@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from verbatim.errors import RecordError
-from verbatim.inference.base import SampleRequest
+from verbatim.errors import RecordError, UsageError
+from verbatim.inference.base import COLDEST, SampleRequest
 from verbatim.types import Ids, Int32
 
 
@@ -25,6 +27,26 @@ def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:
         raise RecordError(f"{what}: id {int(array[bad[0]])} at position {int(bad[0])} is outside the vocabulary of "
                           f"{vocab_size} ids; is the tokenizer the model's own?")  # fmt: skip
     return array.astype(np.int32)
+
+
+def check_version(version: int) -> None:
+    """Refuse what no policy version can be.
+
+    Raises:
+        UsageError: a negative version, or one that a record does not hold.
+    """
+    if not 0 <= version < 2**31:
+        raise UsageError(f"policy version {version!s:.80}; expected an integer in [0, 2**31)")
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature that no logprobs can be of.
+
+    Raises:
+        RecordError: not above 0, too near to it, or not finite.
+    """
+    if not COLDEST <= temperature < math.inf:
+        raise RecordError(f"temperature = {temperature}; expected a finite number above 0, at least {COLDEST}")
 
 
 def check_prompt(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -99,6 +100,8 @@ async def serve_sampler(
         app.stop()
         server.should_exit = True
         await asyncio.shield(running)
+        for connection in list(server.server_state.connections):  # of clients that do not read their answers
+            connection.transport.abort()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -108,8 +111,9 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror or error}; give another port, or 0 "
-                         "for any that is free") from None  # fmt: skip
+        mend = ("give an address of this machine as the host" if error.errno == errno.EADDRNOTAVAIL
+                else "give another port, or 0 for any that is free")  # fmt: skip
+        raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror or error}; {mend}") from None
     # Head and body of an answer are two packets; the second would wait 40 ms for the first to be acknowledged.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening

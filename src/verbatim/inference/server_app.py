@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from verbatim.errors import RecordError, UsageError, VerbatimError
 from verbatim.inference import wire
 from verbatim.inference.base import Sampler
-from verbatim.inference.requests import check_ids
+from verbatim.inference.requests import check_ids, check_temperature, check_version
 from verbatim.inference.server_chat import answer_chat, read_chat
 from verbatim.inference.server_request import read_request
 
@@ -140,6 +140,7 @@ class SamplerApp:
         temperature = body.get("temperature", 1.0)
         if isinstance(temperature, bool) or not isinstance(temperature, int | float):
             raise RecordError(f"temperature = {temperature!r:.80}; expected a number above 0")
+        check_temperature(temperature)
         scored = await self._while_there(request, self._sampler.prompt_logprobs(ids, float(temperature)))
         return {"logprobs": [None, *scored.tolist()[1:]], "policy_version": self._sampler.policy_version}
 
@@ -150,9 +151,10 @@ class SamplerApp:
                            "server with one")  # fmt: skip
         body = await self._body(request)
         path, version = body.get("path"), body.get("version")
-        if not isinstance(path, str) or type(version) is not int or version < 0:
+        if not isinstance(path, str) or type(version) is not int:
             raise UsageError(f'expected {{"path": folder, "version": integer}}, found path = {path!r:.80}, '
                              f"version = {version!r:.80}")  # fmt: skip
+        check_version(version)
         await self._sampler.update_weights(Path(path), version)
         return {"policy_version": self._sampler.policy_version}
 
@@ -177,7 +179,9 @@ class SamplerApp:
                 status, body = wire.error_body(error)
                 if status >= 500:
                     logger.warning("a request failed: %s", error)
-                return JSONResponse(body, status_code=status)
+                return _told(status, body)
+            except (OverflowError, RecursionError, UnicodeError) as error:  # numbers, depths and texts that are none
+                return _refusal(400, f"the request cannot be taken: {type(error).__name__}: {error}")
 
         return guarded
 
@@ -243,7 +247,12 @@ def _is_loopback(request: Request) -> bool:
 
 def _refusal(status: int, message: str) -> Response:
     kind = "invalid_request_error" if status < 500 else "unavailable"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
+    return _told(status, {"error": {"message": message, "type": kind, "code": status}})
+
+
+def _told(status: int, body: dict[str, Any]) -> Response:
+    """In ASCII: a message may quote what UTF-8 cannot hold."""
+    return Response(json.dumps(body), status_code=status, media_type="application/json")
 
 
 def _refuse_constant(constant: str) -> None:

@@ -111,6 +111,9 @@ def _read_number(given: Mapping[str, Any], name: str, kind: type, default: Any) 
     if value is None:
         return default
     accepted = (int, float) if kind is float else int
-    if isinstance(value, bool) or not isinstance(value, accepted):
-        raise UsageError(f"{name} = {value!r:.80}; expected {'a number' if kind is float else 'an integer'}")
-    return kind(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, accepted):
+            return kind(value)
+    except OverflowError:  # an integer that no float holds
+        pass
+    raise UsageError(f"{name} = {value!r:.80}; expected {'a number' if kind is float else 'an integer'}")

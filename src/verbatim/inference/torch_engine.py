@@ -19,7 +19,7 @@ from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError, RecordError, SamplerFault, VerbatimError
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.decoder import Decoder, DecoderConfig
-from verbatim.inference.requests import check_ids, check_prompt
+from verbatim.inference.requests import check_ids, check_prompt, check_temperature, check_version
 from verbatim.inference.whole_sequence import sequence_logprobs
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
@@ -219,7 +219,9 @@ class TorchSampler:
 
         Raises:
             ModelError: the folder does not fit; the engine goes on with the weights and the version it has.
+            UsageError: a version that none can be.
         """
+        check_version(version)
 
         def load() -> None:
             load_weights(self._model.model, Path(path))
@@ -236,8 +238,7 @@ class TorchSampler:
         ids = check_ids(token_ids, self._vocab_size, "token_ids")
         if len(ids) > self._context_length:
             raise RecordError(f"token_ids: {len(ids)} ids, but the context holds {self._context_length}")
-        if not temperature > 0:
-            raise RecordError(f"temperature = {temperature}; expected a number above 0")
+        check_temperature(temperature)
 
         def score() -> Float32:
             tokens = torch.from_numpy(ids.astype(np.int64)).to(self._model.device)
@@ -335,15 +336,18 @@ class TorchSampler:
 
     def _admit(self) -> None:
         deferred: list[_Job] = []
-        while self._waiting and self._decoder.has_idle_slot and len(deferred) < _MOST_DEFERRED:
-            job = self._waiting.popleft()
-            job.slot = self._decoder.add(job.request)
-            if job.slot is None:
-                deferred.append(job)
-            else:
-                job.started = time.perf_counter()
-                self._running[job.slot] = job
-        self._waiting.extendleft(reversed(deferred))
+        try:
+            while self._waiting and self._decoder.has_idle_slot and len(deferred) < _MOST_DEFERRED:
+                job = self._waiting[0]  # where it is found, should this fail
+                job.slot = self._decoder.add(job.request)
+                del self._waiting[0]
+                if job.slot is None:
+                    deferred.append(job)
+                else:
+                    job.started = time.perf_counter()
+                    self._running[job.slot] = job
+        finally:
+            self._waiting.extendleft(reversed(deferred))
 
     def _drop(self, job: _Job) -> None:
         if job.slot is not None and self._running.get(job.slot) is job:

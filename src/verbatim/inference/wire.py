@@ -5,7 +5,7 @@ A float32 stands in JSON as the shortest decimal of the double that it equals, s
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
@@ -30,6 +30,9 @@ OURS = "verbatim"
 UNKNOWN_LOGPROB = -9999.0
 """What vLLM writes where it has no logprob of the sampled token, or none that JSON can hold: then the completion has
 none."""
+
+_LARGEST = float(np.finfo(np.float32).max)
+_NUMBER = re.compile(r"[0-9]{1,10}")
 
 LogprobStyle: TypeAlias = Literal["objects", "plain"] | None
 """Logprobs as vLLM writes them, an object for each token; or as a list of ours, a quarter of the size; or none."""
@@ -155,7 +158,7 @@ def read_completion(
     extras = ours if isinstance(ours, dict) else {}
     said, plain = extras.get("policy_versions"), extras.get("logprobs")
     queued, generated = (_finite(extras.get(name, 0.0), name) for name in ("queued_seconds", "generated_seconds"))
-    logprobs = _read_logprobs(choice.get("logprobs"), ids) if plain is None else _read_plain(plain, len(ids))
+    logprobs = _read_logprobs(choice.get("logprobs"), ids) if plain is None else read_plain(plain, len(ids))
     versions = None if said is None else _read_versions(said, len(ids))
     if not isinstance(ours, dict):
         versions = _read_spans(choice.get("weight_versions"), len(ids), told_version)
@@ -179,7 +182,7 @@ def _read_versions(values: object, count: int) -> Int32:
 
 
 def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
-    """vLLM's versions are names: that of the weights it was started with is no number.
+    """vLLM's versions are names: that of the weights it was started with is no number. Nor is a date.
 
     >>> _read_spans([{"version": "default", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}], 3, 0)
     array([0, 0, 8], dtype=int32)
@@ -189,14 +192,15 @@ def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
         name, start, end = (span.get(key) if isinstance(span, dict) else None for key in ("version", "start", "end"))
         if start != len(versions) or not isinstance(end, int) or not start <= end <= count:
             raise ValueError(f"weight_versions: expected spans of {count} tokens, found {spans!r:.200}")
-        version = int(name) if isinstance(name, str) and name.isdecimal() else told
+        number = int(name) if isinstance(name, str) and _NUMBER.fullmatch(name) else 2**31
+        version = number if number < 2**31 else told
         versions += [version] * (end - start)
     if len(versions) != count:
         raise ValueError(f"weight_versions: expected spans of {count} tokens, found {spans!r:.200}")
     return None if None in versions else np.array(versions, dtype=np.int32)
 
 
-def _read_plain(values: object, count: int) -> Float32:
+def read_plain(values: object, count: int) -> Float32:
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"expected {count} logprobs, found {values!r:.80}")
     return np.array([_finite(value, "a logprob") for value in values], dtype=np.float32)
@@ -217,7 +221,7 @@ def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
 
 
 def _finite(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{what}: expected a finite number, found {value!r:.80}")
     return float(value)
 

@@ -28,10 +28,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 
 def resolve_device(device: str) -> torch.device:
-    """"auto" takes CUDA where there is one."""
+    """"auto" takes CUDA where there is one.
+
+    Raises:
+        ModelError: no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ModelError(f'there is no device {device!r}; expected "auto", "cpu", "cuda" or "cuda:0"') from None
 
 
 def _looks_local(name: str) -> bool:

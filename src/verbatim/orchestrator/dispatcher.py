@@ -40,6 +40,7 @@ class Dispatcher:
         run_seed: int,
         num_batches: int,
         online_difficulty_filtering: bool = False,
+        needs_rewards: bool = True,
     ) -> None:
         self._schedule = schedule
         self._setups = setups
@@ -52,6 +53,7 @@ class Dispatcher:
         self._run_seed = run_seed
         self._num_batches = num_batches
         self._online_difficulty_filtering = online_difficulty_filtering
+        self._needs_rewards = needs_rewards
         self._filtered: list[tuple[Flatness, Group]] = []
         self._filtered_in_a_row = 0
         self._version = 0
@@ -193,11 +195,12 @@ class Dispatcher:
         else:
             self._filter(run, group, kind)
             self._judge(drawn, group)
-        self._failures_in_a_row = 0 if group.completed else self._failures_in_a_row + 1
+        useful = [t for t in group.completed if t.reward is not None or not self._needs_rewards]
+        self._failures_in_a_row = 0 if useful else self._failures_in_a_row + 1
         if self._failures_in_a_row >= 2 * self._groups_per_batch:
+            last = group.trajectories[-1].error or "no reward: `score` returned None, and no `score_group` gave one"
             self._failure = RunStopped(
-                f"every rollout of the last {self._failures_in_a_row} groups failed; the last one said: "
-                f"{group.trajectories[-1].error}"
+                f"every rollout of the last {self._failures_in_a_row} groups failed; the last one said: {last}"
             )
         self._launch()
 

@@ -14,7 +14,7 @@ from verbatim.errors import UsageError
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.openai import Connection, OpenAI
 from verbatim.rollouts.api_episode import ChatEpisode, ChatRules
-from verbatim.rollouts.base import Conversation, Opening, read_openings, run_to_end
+from verbatim.rollouts.base import Conversation, Opening, check_settings, read_openings, run_to_end
 from verbatim.rollouts.progress import progress_bar
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.rollouts.turn_loop import EpisodeLimits
@@ -90,17 +90,11 @@ class APIMultiTurnRollout:
         return start_rollout(cls, settings)
 
     def __post_init__(self) -> None:
-        managers = self.tool_manager if isinstance(self.tool_manager, Sequence) else [self.tool_manager]
-        wrong = next((m for m in managers if m is not None and not isinstance(m, ToolManager)), None)
-        if wrong is not None:
-            raise UsageError(f"tool_manager: {wrong!r:.80}; expected a ToolManager, such as ToolManager([search])")
-        for name in ("max_turns", "concurrency", "trajectory_timeout", "tool_timeout", "tool_output_limit"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} = {getattr(self, name)}; expected a number above 0")
+        check_settings(self, ("max_turns", "concurrency", "trajectory_timeout", "tool_timeout", "tool_output_limit"))
+        if not isinstance(self.api, OpenAI):
+            raise UsageError(f'api: {self.api!r:.80}; expected OpenAI(model="...", base_url="http://localhost:8000/v1")')
         if self.extra_body.get("stream") or self.extra_body.get("n") not in (None, 1):
             raise UsageError("extra_body asks for a stream, or for several answers; a turn is one whole answer")
-        if self.tool_error not in ("message", "stop"):
-            raise UsageError(f'tool_error = {self.tool_error!r}; expected "message" or "stop"')
 
     def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
         """As many trajectories as were given, in the same order; what was given is not changed.
@@ -203,7 +197,9 @@ class _Call:
                 self._traces.store(trajectory)
             self._ended(index, trajectory)
             raise
-        if self._traces is not None:
-            # Off the loop: the callbacks are the user's, and may take their time.
-            await asyncio.to_thread(self._traces.store, trajectory)
-        self._ended(index, trajectory)
+        try:
+            if self._traces is not None:
+                # Off the loop: the callbacks are the user's, and may take their time.
+                await asyncio.to_thread(self._traces.store, trajectory)
+        finally:
+            self._ended(index, trajectory)

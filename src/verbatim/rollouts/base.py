@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from verbatim.errors import UsageError
+from verbatim.inference.base import SamplingParams
+from verbatim.tools.manager import ToolManager
 from verbatim.types import Example, Message, Trajectory
 
 Conversation: TypeAlias = Example | Trajectory | Mapping[str, Any]
@@ -79,7 +81,7 @@ def _read_opening(given: Conversation, index: int, num_samples: Counter[str]) ->
     num_samples[example_id] += 1
     return Opening(
         messages=_checked_copy(fields.get("messages"), f"trajectories[{index}]"),
-        tools=tuple(copy.deepcopy(dict(tool)) for tool in fields.get("tools") or ()),
+        tools=_checked_tools(fields.get("tools"), f"trajectories[{index}]"),
         identity={
             "example_id": example_id,
             "trajectory_id": fields.get("trajectory_id") or f"{example_id}-{sample}",
@@ -111,6 +113,40 @@ def _checked_copy(messages: Any, where: str) -> tuple[Message, ...]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UsageError(f'{where}.messages[{index}] is {message!r:.80}; expected {{"role": ..., "content": ...}}')
     return tuple(copy.deepcopy(dict(message)) for message in messages)  # type: ignore[misc]
+
+
+def _checked_tools(tools: Any, where: str) -> tuple[dict[str, Any], ...]:
+    if tools is None:
+        return ()
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        raise UsageError(f"{where} has the tools {tools!r:.80}; expected a list of schemas")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise UsageError(f'{where}.tools[{index}] is {tool!r:.80}; expected a schema, {{"type": "function", '
+                             '"function": {"name": ...}}; what runs it goes into the tool manager')  # fmt: skip
+    return tuple(copy.deepcopy(dict(tool)) for tool in tools)
+
+
+def check_settings(rollout: Any, numbers: Sequence[str]) -> None:
+    """Refuse what no rollout engine can work with, before anything is asked.
+
+    Raises:
+        UsageError: a number that is none or not above 0, sampling parameters or tool managers of another type.
+    """
+    for name in numbers:
+        value = getattr(rollout, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise UsageError(f"{name} = {value!r:.80}; expected a number above 0")
+    if rollout.tool_error not in ("message", "stop"):
+        raise UsageError(f'tool_error = {rollout.tool_error!r}; expected "message" or "stop"')
+    if not isinstance(rollout.sampling_params, SamplingParams):
+        raise UsageError(f"sampling_params: {rollout.sampling_params!r:.80}; expected SamplingParams(max_tokens=512)")
+    given = rollout.tool_manager
+    managers = given if isinstance(given, Sequence) else [given]
+    wrong = next((manager for manager in managers if not isinstance(manager, ToolManager | None)), None)
+    if wrong is not None:
+        raise UsageError(f"tool_manager: {wrong!r:.80}; expected a ToolManager, such as ToolManager([search])")
 
 
 def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

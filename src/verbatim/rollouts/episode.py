@@ -20,6 +20,8 @@ from verbatim.types import PARSE_STATUSES, Example, Message, ParseStatus, StopRe
 
 logger = logging.getLogger(__name__)
 
+CLOSING = 60.0
+"""Seconds that an episode may take to close."""
 TURN_REWARDS_SUM = "turn_rewards_sum_to_reward"
 """What an episode says of its rewards; kept in the trajectory's `info`."""
 
@@ -223,10 +225,14 @@ def _reward(score: Score) -> tuple[float | None, dict[str, float]]:
 
 
 async def _close(episode: Episode) -> str | None:
+    """What went wrong in it, on the trajectory."""
     try:
-        await episode.close()
-    except Exception as error:  # noqa: BLE001  (user code; the trajectory carries it)
-        return f"environment: close raised {type(error).__name__}: {error}"
+        async with asyncio.timeout(CLOSING):
+            await _guarded("close", episode.close)
+    except TimeoutError:
+        return f"environment: close took more than {CLOSING:g} s"
+    except RolloutError as fault:
+        return f"{_kind(fault)}: {fault}"
     return None
 
 

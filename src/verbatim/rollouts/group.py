@@ -104,7 +104,10 @@ async def _score_together(
         rewards = [float(r) for r in await score_group(completed)]  # type: ignore[misc]
         if len(rewards) != len(completed) or not all(map(math.isfinite, rewards)):
             raise ValueError(f"returned {rewards}; expected {len(completed)} finite numbers")
-    except Exception as error:  # noqa: BLE001  (user code; every rollout of the group carries the reason)
+    except (Exception, asyncio.CancelledError) as error:  # user code; every rollout of the group carries the reason
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the group is being cancelled, not something that the user's code awaited
         reason = f"environment: score_group raised {type(error).__name__}: {error}"
         return [t if t.error else t.replace(error=reason) for t in trajectories]
     by_id = {id(t): r for t, r in zip(completed, rewards, strict=True)}

@@ -16,14 +16,15 @@ from verbatim.environments.base import Episode, Reply
 from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.renderers.base import Renderer
-from verbatim.rollouts.base import Conversation, Opening, read_openings, run_to_end
+from verbatim.rollouts.base import Conversation, Opening, check_settings, read_openings, run_to_end
 from verbatim.rollouts.episode import run_episode
+from verbatim.rollouts.group import run_together
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits
 from verbatim.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
-from verbatim.types import Example, Trajectory
+from verbatim.types import Example, StopReason, Trajectory
 
 Managers = ToolManager | Sequence[ToolManager] | None
 
@@ -96,13 +97,15 @@ class MultiTurnRollout:
         return start_rollout(cls, settings)
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_trajectory_tokens", "concurrency", "trajectory_timeout", "tool_timeout",
-                     "tool_output_limit"):  # fmt: skip
+        check_settings(self, ("max_turns", "max_trajectory_tokens", "concurrency", "trajectory_timeout",
+                              "tool_timeout", "tool_output_limit"))  # fmt: skip
+        for name, method, expected in (
+            ("sampler", "generate", 'TorchSampler(folder, ...) or HttpSampler("http://127.0.0.1:8000")'),
+            ("template", "render_ids", 'create_renderer("auto", tokenizer)'),
+        ):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"{name} = {value}; expected a number above 0")
-        if self.tool_error not in ("message", "stop"):
-            raise UsageError(f'tool_error = {self.tool_error!r}; expected "message" or "stop"')
+            if not callable(getattr(type(value), method, None)):
+                raise UsageError(f"{name}: {value!r:.80} has no `{method}`; expected a {name} such as {expected}")
 
     def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
         """As many trajectories as were given, in the same order; what was given is not changed.
@@ -116,7 +119,16 @@ class MultiTurnRollout:
         Raises:
             UsageError: no list of conversations, an unknown setting, or not as many tool managers as trajectories.
         """
-        return run_to_end(lambda: self.run(trajectories, **overrides))
+
+        async def all_of_them() -> list[Trajectory]:
+            try:
+                return await self.run(trajectories, **overrides)
+            finally:  # this event loop ends, and its connections with it
+                hang_up = getattr(overrides.get("sampler", self.sampler), "hang_up", None)
+                if hang_up is not None:
+                    await hang_up()
+
+        return run_to_end(all_of_them)
 
     async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
         """The same, awaited."""
@@ -133,20 +145,17 @@ class MultiTurnRollout:
 
         async def one(index: int, opening: Opening, tools: ToolManager) -> Trajectory:
             async with slots:
-                trajectory = await settings._play(opening, tools, derive_seed(seed, index))
+                trajectory = await settings._play(opening, tools, derive_seed(seed, index), traces)
             if traces is not None:
                 # Off the loop: the callbacks are the user's, and may take their time.
                 await asyncio.to_thread(traces.store, trajectory)
             return trajectory
 
-        async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(one(index, opening, tools))
-                for index, (opening, tools) in enumerate(zip(openings, shown, strict=True))
-            ]
-        return [task.result() for task in running]
+        return await run_together(
+            one(index, opening, tools) for index, (opening, tools) in enumerate(zip(openings, shown, strict=True))
+        )
 
-    async def _play(self, opening: Opening, tools: ToolManager, seed: int) -> Trajectory:
+    async def _play(self, opening: Opening, tools: ToolManager, seed: int, traces: TraceFolder | None) -> Trajectory:
         identity = {**opening.identity, "seed": seed}
         limits = self._limits()
         recorder = Recorder(self.sampler.vocab_size, trajectory_id=identity["trajectory_id"])
@@ -154,15 +163,24 @@ class MultiTurnRollout:
             sampler=self.sampler, renderer=self.template, params=self.sampling_params, limits=limits,
             recorder=recorder, seed=seed,
         )  # fmt: skip
-        trajectory = await run_episode(
-            environment=_Openings(opening, tools),
-            example=Example(id=identity.pop("example_id")),
-            seed=seed,
-            loop=loop,
-            recorder=recorder,
-            limits=limits,
-            identity=identity,
-        )
+        example_id = identity.pop("example_id")
+        try:
+            trajectory = await run_episode(
+                environment=_Openings(opening, tools),
+                example=Example(id=example_id),
+                seed=seed,
+                loop=loop,
+                recorder=recorder,
+                limits=limits,
+                identity=identity,
+            )
+        except asyncio.CancelledError:
+            if traces is not None:
+                traces.store(Trajectory(
+                    example_id=example_id, turns=tuple(recorder.turns), messages=tuple(loop.messages()),
+                    stop_reason=StopReason.CANCELLED, truncated=True, info={"task": dict(opening.task)}, **identity,
+                ))  # fmt: skip
+            raise
         return trajectory.replace(info={"task": dict(opening.task), **trajectory.info}) if opening.task else trajectory
 
     def _limits(self) -> EpisodeLimits:
@@ -228,11 +246,7 @@ class _Shown:
     """A tool that is described in one place and run in another."""
 
     def __init__(self, schema: Mapping[str, Any], manager: ToolManager) -> None:
-        function = schema.get("function")
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise UsageError(f"tools: {schema!r:.80}; expected "
-                             '{"type": "function", "function": {"name": ..., "parameters": ...}}')  # fmt: skip
-        self.name: str = function["name"]
+        self.name: str = schema["function"]["name"]
         self.schema = schema
         self._tool: Tool | None = manager.get(self.name)
 

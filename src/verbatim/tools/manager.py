@@ -13,6 +13,7 @@ from typing import Any
 from verbatim.errors import ComponentError
 from verbatim.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
 from verbatim.tools.function_tool import FunctionTool
+from verbatim.tools.mcp import McpTools
 from verbatim.types import Message, ToolCall
 
 MAX_ERROR_CHARACTERS = 500
@@ -58,6 +59,8 @@ class ToolManager(Mapping[str, Tool]):
 
     def __init__(self, tools: Iterable[object] = ()) -> None:
         self._tools: dict[str, Tool] = {}
+        if not isinstance(tools, Iterable) or isinstance(tools, str):
+            raise ComponentError(f"ToolManager({tools!r:.80}); expected a list of tools: ToolManager([...])")
         self.register(*tools)
 
     def register(self, *tools: object) -> None:
@@ -180,6 +183,10 @@ def _as_unicode(text: str) -> str:
 def _as_tools(item: object) -> list[Tool]:
     if isinstance(item, Tool) and isinstance(item.name, str) and isinstance(item.schema, Mapping):
         return [item]
+    if isinstance(item, ToolManager | McpTools):
+        inside = ".values()" if isinstance(item, ToolManager) else ".tools"
+        raise ComponentError(f"a {type(item).__name__} holds tools and is none; give what it holds: "
+                             f"ToolManager([*source{inside}])")  # fmt: skip
     if isinstance(item, Mapping):
         return [_described(item)]
     if callable(item) and hasattr(item, "__name__") and not isinstance(item, type):

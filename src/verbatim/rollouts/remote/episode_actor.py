@@ -102,4 +102,9 @@ class EpisodeActor:
         setup = self._setups[task.purpose, label]
         recorder = Recorder(setup.sampler.vocab_size, trajectory_id=task.identity["trajectory_id"])
         trajectory = await LocalPlayer().play(setup, task, recorder)
-        return pickle.dumps((trajectory, recorder.late), protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            return pickle.dumps((trajectory, recorder.late), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # noqa: BLE001  (what the environment put into `info` raises what it likes)
+            reason = f"environment: its info cannot travel from the actor: {type(error).__name__}: {error}"
+            kept = trajectory.replace(info={}, error=trajectory.error or reason)
+            return pickle.dumps((kept, recorder.late), protocol=pickle.HIGHEST_PROTOCOL)

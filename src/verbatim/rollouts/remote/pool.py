@@ -161,11 +161,9 @@ class ActorPool:
             self.num_played_again += number > 0
             with contextlib.suppress(_ActorLost):
                 return await self._play_on(actor, setup, task, recorder)
-        recorder.close()
-        return Trajectory(
-            example_id=task.example.id, stop_reason=StopReason.API_ERROR, truncated=True, **task.identity,
-            error=f"actor: {MOST_TRIES} actors were lost while they played it; the last one: {self._why}",
-        )  # fmt: skip
+        return _unplayed(
+            task, recorder, f"actor: {MOST_TRIES} actors were lost while they played it; the last one: {self._why}"
+        )
 
     async def _least_busy(self) -> _Actor:
         while not self._actors:
@@ -178,7 +176,12 @@ class ActorPool:
     async def _play_on(self, actor: _Actor, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
         current = self._sampler.open(recorder)
         actor.num_playing += 1
-        answer = actor.handle.play.remote(setup.env, dataclasses.replace(task, session=current.session))
+        try:
+            answer = actor.handle.play.remote(setup.env, dataclasses.replace(task, session=current.session))
+        except Exception as error:  # noqa: BLE001  (what the environment put into the example raises what it likes)
+            actor.num_playing -= 1
+            self._sampler.close_try(current)
+            return _unplayed(task, recorder, f"environment: the example cannot travel to an actor: {_short(error)}")
         try:
             async with asyncio.timeout(setup.limits.timeout + GRACE):
                 packed: bytes = await answer
@@ -251,7 +254,7 @@ class ActorPool:
         self._actors.remove(actor)
         self._ray.kill(actor.handle)  # it may only be stuck
         self.num_lost += 1
-        said = " ".join(str(error).split()).partition(" Some common causes include")[0]
+        said = _short(error).partition(" Some common causes include")[0]
         self._why = said or f"it did not end an episode within {GRACE:g} s of its deadline"
         logger.warning("a Ray actor was lost; its %d episodes are played again: %s", actor.num_playing, self._why)
         for _ in range(self._workers - len(self._actors) - len(self._starting)):
@@ -269,3 +272,14 @@ class ActorPool:
     def _ended(self, starting: asyncio.Task[None]) -> None:
         self._starting.discard(starting)
         self._changed.set()
+
+
+def _unplayed(task: EpisodeTask, recorder: Recorder, error: str) -> Trajectory:
+    recorder.close()
+    return Trajectory(
+        example_id=task.example.id, stop_reason=StopReason.API_ERROR, truncated=True, error=error, **task.identity
+    )
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]
