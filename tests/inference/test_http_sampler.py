@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from byte_renderer import END, ByteRenderer
+from byte_renderer import END, VOCAB_SIZE, ByteRenderer
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams, http_lines, wire
@@ -582,11 +582,12 @@ async def test_prompt_logprobs_that_are_not_of_these_ids_are_a_fault(logprobs: A
 def test_calls_of_one_event_loop_after_the_other_leave_no_connection_open():
     """Each call of a rollout brings an event loop of its own."""
     with answering(changing(token_ids=[5, END], logprobs=None)) as server:
-        sampler = HttpSampler(server.url, vocab_size=260, context_length=200, processed_logprobs=True)
+        sampler = HttpSampler(server.url, vocab_size=VOCAB_SIZE, context_length=200, processed_logprobs=True)
         rollout = MultiTurnRollout(sampler=sampler, template=ByteRenderer())
         asked = [{"messages": [{"role": "user", "content": str(k)}]} for k in range(8)]
         for _ in range(3):
-            assert [result["stop_reason"] for result in rollout(asked)] == ["stop"] * 8
+            results = rollout(asked)
+            assert [(result["stop_reason"], result.error) for result in results] == [("stop", None)] * 8
             assert len(sampler._lines._lines) == 0
         for _ in range(3):  # whoever brings loops and does not say when they end
             asyncio.run(sampler.generate(request(1)))
