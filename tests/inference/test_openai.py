@@ -8,6 +8,7 @@ import email.utils
 import json
 import pickle
 import random
+import re
 import time
 from collections import Counter
 from typing import Any
@@ -223,13 +224,22 @@ async def test_what_may_pass_is_tried_again(status: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-async def test_what_will_not_pass_is_not(status: int):
+async def test_what_will_not_pass_is_not(status: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    hint = " (no key was sent: the environment variable OPENAI_API_KEY is empty)" if status == 401 else ""
     failures: Counter[str] = Counter()
     with chat_server(fault=lambda body, tries: Raw(status, "no")) as server:
-        with pytest.raises(SamplerFault, match=f"status {status}: no$"):
+        with pytest.raises(SamplerFault, match=f"status {status}: no{re.escape(hint)}$"):
             await complete(server, failures)
         assert len(server.requests) == 1
     assert failures == {f"status_{status}": 1}
+
+
+async def test_an_address_without_v1_is_asked_about():
+    with chat_server(fault=lambda body, tries: Raw(404, "no")) as server:
+        async with OpenAI(model="m", base_url=server.url.removesuffix("/v1"), max_retries=0).connect() as connection:
+            with pytest.raises(SamplerFault, match=r'status 404: no \(most base_urls end with "/v1"\)$'):
+                await connection.complete({"model": "m", "messages": []}, Counter())
 
 
 @pytest.mark.parametrize("retries", [0, 3])

@@ -15,7 +15,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,6 +31,8 @@ LONGEST_PAUSE = 30.0
 LONGEST_RETRY_AFTER = 120.0
 """Seconds that a server may ask to wait; one that asks for more has failed for good."""
 _PASSING = {408, 409, 425, 429}
+_NO_KEY = "none"
+"""Sent where there is none: the client insists on one."""
 _SHORTEST_SECRET = 8
 """Characters. Shorter keys ("EMPTY", "none") hide nothing, and would be found inside ordinary words."""
 
@@ -83,7 +85,7 @@ class OpenAI:
             import openai
         except ImportError:
             raise UsageError("chat completions need openai's client: pip install 'verbatim-rl[api]'") from None
-        key = self.api_key or os.environ.get(self.api_key_env) or "none"
+        key = self.api_key or os.environ.get(self.api_key_env) or _NO_KEY
         # Deadlines and tries are counted here, where they can be told apart; the client's own would hide them.
         async with openai.AsyncOpenAI(base_url=self.base_url, api_key=key, timeout=None, max_retries=0) as client:
             yield Connection(self, client, key)
@@ -134,7 +136,8 @@ class Connection:
         except TimeoutError:
             return _Failure("timeout", f"no answer within {self.api.request_timeout:g} s")
         except openai.APIStatusError as error:
-            return _status_failure(error.status_code, _text(error.response), error.response.headers)
+            failure = _status_failure(error.status_code, _text(error.response), error.response.headers)
+            return replace(failure, text=failure.text + self._hint(error.status_code))
         except openai.APIConnectionError as error:
             return _Failure("connection", f"{error} ({type(error.__cause__).__name__}: {error.__cause__})")
         except (TypeError, ValueError) as error:  # of writing the request as JSON: no other try would mend it
@@ -143,6 +146,14 @@ class Connection:
             return read_answer(_text(answer.http_response))
         except BadAnswer as error:
             return _Failure("bad_answer", str(error))
+
+    def _hint(self, status: int) -> str:
+        """What people have most often forgotten, where a server says no more than this."""
+        if status == 401 and self._key == _NO_KEY:
+            return f" (no key was sent: the environment variable {self.api.api_key_env} is empty)"
+        if status == 404 and not self.api.base_url.rstrip("/").endswith("/v1"):
+            return ' (most base_urls end with "/v1")'
+        return ""
 
     def _hide(self, text: str) -> str:
         """Servers quote the key that they refuse."""

@@ -55,7 +55,13 @@ def _check_exists(name: str) -> str:
     if _looks_local(name):
         raise ModelError(f"there is no model folder {name!r}; set model.name to a folder in Hugging Face format, to a "
                          "hub id such as \"Qwen/Qwen3-0.6B\", or use a [model.build] table")  # fmt: skip
+    if "/" not in name:
+        logger.warning("there is no folder %r here; it is taken for a hub id", name)
     return name
+
+
+def _taken_for_hub_id(source: str) -> str:
+    return "" if Path(source).is_dir() else " (there is no such folder here, so it was taken for a hub id)"
 
 
 def check_weights(name: str | Path) -> None:
@@ -88,7 +94,8 @@ def load_model(
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype])
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {str(name)!r} cannot be loaded as a causal language model: {error}") from error
+        raise ModelError(f"model {str(name)!r} cannot be loaded as a causal language model"
+                         f"{_taken_for_hub_id(source)}: {error}") from error  # fmt: skip
     if dtype == "float64":
         keep_float64(model)
     model.eval()
@@ -115,7 +122,8 @@ def load_tokenizer(name: str | Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {str(name)!r} has no tokenizer that can be loaded: {error}") from error
+        raise ModelError(f"model {str(name)!r} has no tokenizer that can be loaded{_taken_for_hub_id(source)}: "
+                         f"{error}") from error  # fmt: skip
     if not tokenizer.is_fast:
         raise ModelError(f"model {str(name)!r} has only a slow tokenizer; a tokenizer.json is needed")
     if not tokenizer.chat_template:

@@ -231,12 +231,12 @@ async def _close(episode: Episode) -> str | None:
             await _guarded("close", episode.close)
     except TimeoutError:
         return f"environment: close took more than {CLOSING:g} s"
-    except RolloutError as fault:
+    except (RolloutError, EpisodeOver) as fault:
         return f"{_kind(fault)}: {fault}"
     return None
 
 
-def _kind(fault: RolloutError) -> str:
+def _kind(fault: RolloutError | EpisodeOver) -> str:
     return {"EnvironmentFault": "environment", "SamplerFault": "sampler", "RecordError": "record"}.get(
         type(fault).__name__, "rollout"
     )
