@@ -236,10 +236,16 @@ async def test_what_will_not_pass_is_not(status: int, monkeypatch: pytest.Monkey
 
 
 async def test_an_address_without_v1_is_asked_about():
-    with chat_server(fault=lambda body, tries: Raw(404, "no")) as server:
-        async with OpenAI(model="m", base_url=server.url.removesuffix("/v1"), max_retries=0).connect() as connection:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno")
+        await writer.drain()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with OpenAI(model="m", base_url=url, max_retries=0).connect() as connection:
             with pytest.raises(SamplerFault, match=r'status 404: no \(most base_urls end with "/v1"\)$'):
-                await connection.complete({"model": "m", "messages": []}, Counter())
+                await connection.complete(body_of(), Counter())
 
 
 @pytest.mark.parametrize("retries", [0, 3])
