@@ -296,6 +296,12 @@ def test_two_tools_of_one_name_and_things_that_are_no_tools_are_refused():
             ToolManager([thing])
 
 
+@pytest.mark.parametrize("given", [("python", "server.py"), (["python", "server.py"],), ("python", [7])])
+def test_a_command_line_that_is_none_is_refused(given):
+    with pytest.raises(UsageError, match=r"expected a program and a list of its arguments"):
+        McpTools.stdio(*given)
+
+
 def test_what_only_holds_tools_is_refused_with_how_to_give_them():
     """The methods of a connection are no tools for a model: it would close it."""
     with pytest.raises(ComponentError, match=r"a McpTools holds tools.*\[\*source\.tools\]"):

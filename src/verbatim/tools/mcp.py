@@ -63,7 +63,13 @@ class McpTools:
             cwd: The directory it runs in.
             prefix: In front of each tool's name, where two servers have tools of one name.
             connect_timeout: Seconds until it has answered.
+
+        Raises:
+            UsageError: a command or arguments of another type.
         """
+        if not isinstance(command, str) or isinstance(args, str) or not all(isinstance(arg, str) for arg in args):
+            raise UsageError(f"McpTools.stdio({command!r:.80}, {args!r:.80}); expected a program and a list of its "
+                             'arguments: McpTools.stdio("python", ["server.py"])')  # fmt: skip
 
         def connect(on_end: Callable[[], None]) -> Any:
             from mcp.client.stdio import StdioServerParameters
