@@ -128,6 +128,12 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(file: Path):
     )
 
 
+@pytest.mark.parametrize("temperature", ["1e-9", "-1", "inf", "nan"])
+def test_a_temperature_that_no_engine_takes_is_refused(file: Path, temperature: str):
+    message = error_of(file, "--orchestrator.sampling.temperature", temperature)
+    assert f"found {float(temperature)}, expected 0, or a finite number of at least 1e-06" in message
+
+
 @pytest.mark.parametrize(
     ("option", "found", "message"),
     [

@@ -132,6 +132,13 @@ def test_a_logprob_that_vllm_does_not_know_is_none_of_the_sampled_distribution()
         assert read_answer(json.dumps({"choices": [choice], "prompt_token_ids": [50]})).logprobs == expected
 
 
+def test_a_logprob_that_no_float_holds_is_a_bad_answer():
+    content = [{"token": "4", "logprob": -(10**400)}]
+    choice = {"message": {"content": "4"}, "finish_reason": "stop", "logprobs": {"content": content}}
+    with pytest.raises(BadAnswer, match="expected a logprob for each token"):
+        read_answer(json.dumps({"choices": [choice]}))
+
+
 def test_the_least_that_a_server_may_say_is_read():
     answer = read_answer('{"choices": [{"message": {}, "finish_reason": "stop"}]}')
     assert (answer.content, answer.reasoning, answer.tool_calls, answer.usage) == ("", None, (), {})

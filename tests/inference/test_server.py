@@ -390,3 +390,22 @@ async def test_what_no_number_or_text_can_be_is_the_clients_mistake(path: str, b
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
         assert (await client.post(wire.GENERATE, json=token_body(1, max_tokens=1))).status_code == 200
+
+
+async def test_a_client_that_reads_nothing_is_let_go_of_when_the_server_ends():
+    sampler = ScriptedSampler(script=[[5] * 400_000], vocab_size=10, context_length=500_000)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(serve_sampler(sampler))
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]), limit=1024)
+        body = json.dumps(token_body(1, max_tokens=400_000, logprobs=1)).encode()
+        writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                     % (wire.GENERATE.encode(), len(body)) + body)  # fmt: skip
+        head = await reader.readuntil(b"\r\n\r\n")
+        promised = int(next(line for line in head.split(b"\r\n") if line.startswith(b"content-length")).split()[1])
+        await stack.aclose()
+        received = 0
+        with contextlib.suppress(ConnectionError):
+            while chunk := await reader.read(2**20):
+                received += len(chunk)
+        assert received < promised
+        writer.close()

@@ -241,6 +241,24 @@ async def test_what_is_cancelled_is_handed_over_as_such(tmp_path: Path):
     assert_all_is_kept(tmp_path)
 
 
+async def test_what_had_ended_is_handed_over_though_its_trace_is_still_being_stored(tmp_path: Path):
+    storing, ends = threading.Event(), {}
+
+    def wanted(trajectory: Trajectory) -> bool:
+        storing.set()
+        time.sleep(0.5)
+        return True
+
+    with chat_server() as server:
+        rollout = rollout_of(server, trace_dir=tmp_path, trace_callback=wanted)
+        task = asyncio.create_task(rollout.run_each([ask("5")], ends.__setitem__))
+        await asyncio.to_thread(storing.wait, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert [(index, t.stop_reason) for index, t in ends.items()] == [(0, StopReason.STOP)]
+
+
 def interrupt_when(seen: threading.Event) -> None:
     def wait() -> None:
         seen.wait(20)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+COLDEST = 1e-6
+"""The lowest temperature above 0: below, logits divided by it leave float32."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -137,16 +140,22 @@ class WarmStartConfig(Section):
     """Its own optimizer, dropped afterwards."""
 
 
+def _temperature(value: float) -> float:
+    if value != 0 and not COLDEST <= value < math.inf:
+        raise ValueError(f"found {value}, expected 0, or a finite number of at least {COLDEST}")
+    return value
+
+
 class SamplingConfig(Section):
     """How tokens are drawn."""
 
-    temperature: NonNegativeFloat = 1.0
+    temperature: Annotated[float, AfterValidator(_temperature)] = 1.0
     """Divides the logits."""
     max_tokens: PositiveInt = 512
     """Most tokens of one turn."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus; 1 = off."""
-    top_k: NonNegativeInt = 0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """0 = off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """0 = off."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
+from verbatim.config.schema import COLDEST
 from verbatim.types import Float32, Int32, StopReason
 
-COLDEST = 1e-6
-"""The lowest temperature above 0: below, logits divided by it leave float32."""
-_INT32 = 2**31
+INT32_END = 2**31
 """Ids, counts and versions are below this."""
 
 
@@ -38,9 +39,9 @@ class SamplingParams:
              f">= 0, finite, and not between 0 and {COLDEST}"),
             ("max_tokens", self.max_tokens >= 1, ">= 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", 0 <= self.top_k < _INT32, "in [0, 2**31)"),
+            ("top_k", 0 <= self.top_k < INT32_END, "in [0, 2**31)"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            ("stop_token_ids", all(0 <= token < _INT32 for token in self.stop_token_ids), "ids in [0, 2**31)"),
+            ("stop_token_ids", all(0 <= token < INT32_END for token in self.stop_token_ids), "ids in [0, 2**31)"),
         ):
             if not ok:
                 raise ValueError(f"sampling: {name} = {getattr(self, name)}; expected {expected}")
@@ -81,6 +82,14 @@ class Completion:
     """Waiting for a place in the batch."""
     generated_seconds: float = 0.0
     """From there to the last token."""
+
+
+def nothing_sampled(queued_seconds: float = 0.0) -> Completion:
+    """A completion that was cancelled before its first token."""
+    return Completion(
+        ids=np.empty(0, dtype=np.int32), logprobs=np.empty(0, dtype=np.float32),
+        policy_versions=np.empty(0, dtype=np.int32), stop_reason=StopReason.CANCELLED, queued_seconds=queued_seconds,
+    )  # fmt: skip
 
 
 @runtime_checkable

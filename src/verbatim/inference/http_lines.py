@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from verbatim.errors import SamplerFault, UsageError, VerbatimError
 from verbatim.inference import wire
-from verbatim.inference.openai import pause
+from verbatim.inference.openai import pause, text_of
 
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
 _MOST_CONNECTIONS = 1024
@@ -163,14 +163,14 @@ class HttpLines:
                 try:
                     return json.loads(response.content)
                 except (ValueError, RecursionError):
-                    failure = f"an answer that is no JSON: {_text(response)[:200]!r}"
+                    failure = f"an answer that is no JSON: {text_of(response)[:200]!r}"
                     continue
             if response.status_code == 404 and missing_ok:
                 return None
             ours = _read_error(response)
             if ours is not None:
                 raise ours
-            failure = f"status {response.status_code}: {' '.join(_text(response)[:300].split())}"
+            failure = f"status {response.status_code}: {' '.join(text_of(response)[:300].split())}"
             if response.status_code == 404:
                 failure = f"{path}: {failure}{f' ({if_missing})' if if_missing else ''}"
             if response.status_code not in _PASSING:
@@ -215,8 +215,3 @@ def _read_error(response: Any) -> VerbatimError | None:
         return wire.read_error(json.loads(response.content))
     except (ValueError, RecursionError):
         return None
-
-
-def _text(response: Any) -> str:
-    """Whatever character set it says that it is in."""
-    return bytes(response.content).decode("utf-8", "replace")

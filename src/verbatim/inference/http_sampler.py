@@ -18,9 +18,9 @@ import numpy as np
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference import wire
-from verbatim.inference.base import Completion, SampleRequest, SamplingParams
+from verbatim.inference.base import Completion, SampleRequest, SamplingParams, nothing_sampled
 from verbatim.inference.http_lines import CONNECT, HttpLines, HungUp
-from verbatim.types import Float32, Int32, StopReason
+from verbatim.types import Float32, Int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class HttpSampler:
                 wire.GENERATE, wire.request_body(request, model), if_missing="vLLM has it with --enable-scale-out"
             )
         except HungUp:
-            return _nothing_sampled()
+            return nothing_sampled()
         try:
             completion, ours = wire.read_completion(answer, self._told["policy_version"])
         except ValueError as error:
@@ -249,10 +249,3 @@ def _read_cards(answer: object, model: str | None) -> dict[str, Any]:
 def _is_plain(params: SamplingParams) -> bool:
     """Whether the distribution that is sampled from is the model's own."""
     return params.temperature == 1 and not params.truncates
-
-
-def _nothing_sampled() -> Completion:
-    return Completion(
-        ids=np.empty(0, dtype=np.int32), logprobs=np.empty(0, dtype=np.float32),
-        policy_versions=np.empty(0, dtype=np.int32), stop_reason=StopReason.CANCELLED,
-    )  # fmt: skip

@@ -136,14 +136,14 @@ class Connection:
         except TimeoutError:
             return _Failure("timeout", f"no answer within {self.api.request_timeout:g} s")
         except openai.APIStatusError as error:
-            failure = _status_failure(error.status_code, _text(error.response), error.response.headers)
+            failure = _status_failure(error.status_code, text_of(error.response), error.response.headers)
             return replace(failure, text=failure.text + self._hint(error.status_code))
         except openai.APIConnectionError as error:
             return _Failure("connection", f"{error} ({type(error.__cause__).__name__}: {error.__cause__})")
         except (TypeError, ValueError) as error:  # of writing the request as JSON: no other try would mend it
             return _Failure("unsendable", f"the request cannot be written as JSON: {error}", final=True)
         try:
-            return read_answer(_text(answer.http_response))
+            return read_answer(text_of(answer.http_response))
         except BadAnswer as error:
             return _Failure("bad_answer", str(error))
 
@@ -174,8 +174,8 @@ class _Failure:
     """Whether another try would be in vain."""
 
 
-def _text(response: Any) -> str:
-    """Whatever character set it says that it is in."""
+def text_of(response: Any) -> str:
+    """An answer of httpx as text, whatever character set it says that it is in."""
     return bytes(response.content).decode("utf-8", "replace")
 
 

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
+from verbatim.config.schema import COLDEST
 from verbatim.errors import RecordError, UsageError
-from verbatim.inference.base import COLDEST, SampleRequest
+from verbatim.inference.base import INT32_END, SampleRequest
 from verbatim.types import Ids, Int32
 
 
@@ -35,7 +36,7 @@ def check_version(version: int) -> None:
     Raises:
         UsageError: a negative version, or one that a record does not hold.
     """
-    if not 0 <= version < 2**31:
+    if not 0 <= version < INT32_END:
         raise UsageError(f"policy version {version!s:.80}; expected an integer in [0, 2**31)")
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 KEEP_ALIVE = 75
 """Seconds that an idle connection is kept: longer than clients do, so that none is closed as a request arrives."""
 LAST_PORT = 65535
+"""Of TCP."""
 _BACKLOG = 2048
 """Connections that may wait to be accepted: all episodes of a batch may begin at once."""
 

@@ -17,7 +17,7 @@ import torch
 
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError, RecordError, SamplerFault, VerbatimError
-from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.base import Completion, SampleRequest, nothing_sampled
 from verbatim.inference.decoder import Decoder, DecoderConfig
 from verbatim.inference.requests import check_ids, check_prompt, check_temperature, check_version
 from verbatim.inference.whole_sequence import sequence_logprobs
@@ -396,7 +396,7 @@ class TorchSampler:
             if fault:
                 self._outbox.put(message, _engine_failed(fault))
             elif isinstance(message, _Job):
-                self._outbox.put(message, _nothing_sampled(message))
+                self._outbox.put(message, nothing_sampled(time.perf_counter() - message.submitted))
             else:
                 self._outbox.put(message, SamplerFault("the sampler was closed before it got to this"))
         self._running, self._waiting = {}, deque()
@@ -420,13 +420,3 @@ def _engine_failed(cause: BaseException) -> SamplerFault:
     fault = SamplerFault(f"the sampler's thread failed: {type(cause).__name__}: {cause}")
     fault.__cause__ = cause
     return fault
-
-
-def _nothing_sampled(job: _Job) -> Completion:
-    return Completion(
-        ids=np.empty(0, dtype=np.int32),
-        logprobs=np.empty(0, dtype=np.float32),
-        policy_versions=np.empty(0, dtype=np.int32),
-        stop_reason=StopReason.CANCELLED,
-        queued_seconds=time.perf_counter() - job.submitted,
-    )

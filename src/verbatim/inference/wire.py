@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from verbatim.errors import EnvironmentFault, ModelError, RecordError, SamplerFault, UsageError, VerbatimError
-from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.base import INT32_END, Completion, SampleRequest
 from verbatim.types import Float32, Int32, StopReason
 
 GENERATE = "/inference/v1/generate"
@@ -68,7 +68,7 @@ def read_ids(value: object, what: str) -> Int32:
     if not isinstance(value, list):
         raise RecordError(f"{what}: expected a list of token ids, found {value!r:.80}")
     for position, token in enumerate(value):
-        if type(token) is not int or not 0 <= token < 2**31:
+        if type(token) is not int or not 0 <= token < INT32_END:
             raise RecordError(f"{what}: expected token ids, found {token!r:.80} at position {position}")
     return np.array(value, dtype=np.int32)
 
@@ -176,7 +176,7 @@ def read_completion(
 
 def _read_versions(values: object, count: int) -> Int32:
     known = values if isinstance(values, list) else []
-    if len(known) != count or not all(type(version) is int and 0 <= version < 2**31 for version in known):
+    if len(known) != count or not all(type(version) is int and 0 <= version < INT32_END for version in known):
         raise ValueError(f"expected {count} policy versions, found {values!r:.80}")
     return np.array(known, dtype=np.int32)
 
@@ -192,8 +192,8 @@ def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
         name, start, end = (span.get(key) if isinstance(span, dict) else None for key in ("version", "start", "end"))
         if start != len(versions) or not isinstance(end, int) or not start <= end <= count:
             raise ValueError(f"weight_versions: expected spans of {count} tokens, found {spans!r:.200}")
-        number = int(name) if isinstance(name, str) and _NUMBER.fullmatch(name) else 2**31
-        version = number if number < 2**31 else told
+        number = int(name) if isinstance(name, str) and _NUMBER.fullmatch(name) else INT32_END
+        version = number if number < INT32_END else told
         versions += [version] * (end - start)
     if len(versions) != count:
         raise ValueError(f"weight_versions: expected spans of {count} tokens, found {spans!r:.200}")

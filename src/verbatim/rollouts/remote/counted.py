@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from pathlib import Path
-
-import numpy as np
 
 from verbatim.errors import SamplerFault
-from verbatim.inference.base import Completion, Sampler, SampleRequest
+from verbatim.inference.base import Completion, Sampler, SampleRequest, nothing_sampled
+from verbatim.inference.borrowed import BorrowedSampler
 from verbatim.rollouts.recorder import Recorder
-from verbatim.types import Float32, Int32, StopReason
 
 
 class Try:
@@ -37,12 +34,12 @@ class Try:
             return await drawing
         except asyncio.CancelledError:
             if self._given_up:
-                return _nothing_drawn()
+                return nothing_sampled()
             raise
 
     async def _draw(self, sampler: Sampler, request: SampleRequest) -> Completion:
         if self._given_up:
-            return _nothing_drawn()
+            return nothing_sampled()
         completion = await sampler.generate(request)
         self.num_tokens += len(completion.ids)
         self._recorder.count(len(completion.ids))
@@ -57,11 +54,11 @@ class Try:
         await asyncio.gather(*drawing, return_exceptions=True)
 
 
-class CountedSampler:
+class CountedSampler(BorrowedSampler):
     """A `Sampler` for the requests of known tries only; weights are not changed through it."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+        super().__init__(sampler)
         self._tries: dict[str, Try] = {}
         self._numbers = itertools.count()
 
@@ -75,21 +72,6 @@ class CountedSampler:
         """Requests for this try are refused from here on."""
         del self._tries[found.session]
 
-    @property
-    def context_length(self) -> int:
-        """The engine's."""
-        return self._sampler.context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """The engine's."""
-        return self._sampler.vocab_size
-
-    @property
-    def policy_version(self) -> int:
-        """The engine's."""
-        return self._sampler.policy_version
-
     async def generate(self, request: SampleRequest) -> Completion:
         """The engine's completion.
 
@@ -100,25 +82,3 @@ class CountedSampler:
         if found is None:
             raise SamplerFault(f"no episode draws as {request.session!r:.80}; it ended, or is played elsewhere by now")
         return await found.draw(self._sampler, request)
-
-    async def update_weights(self, path: Path, version: int) -> None:
-        """Refused.
-
-        Raises:
-            SamplerFault: always.
-        """
-        raise SamplerFault("the run loads its weights itself")
-
-    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """The engine's."""
-        return await self._sampler.prompt_logprobs(token_ids, temperature)
-
-    async def close(self) -> None:
-        """Nothing: the engine is not this one's to stop."""
-
-
-def _nothing_drawn() -> Completion:
-    return Completion(
-        ids=np.empty(0, dtype=np.int32), logprobs=np.empty(0, dtype=np.float32),
-        policy_versions=np.empty(0, dtype=np.int32), stop_reason=StopReason.CANCELLED,
-    )  # fmt: skip

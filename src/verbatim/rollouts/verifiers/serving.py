@@ -11,14 +11,13 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from verbatim.errors import EnvironmentFault, RecordError
+from verbatim.errors import RecordError
 from verbatim.inference.base import Completion, Sampler, SampleRequest
+from verbatim.inference.borrowed import BorrowedSampler
 from verbatim.inference.server import serve_sampler
 from verbatim.rollouts.turn_loop import AgentLoop, EpisodeOver
-from verbatim.types import Float32, Int32
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +25,12 @@ MODEL = "policy"
 """The model's name between verifiers and our server."""
 
 
-@dataclass(eq=False)
-class Switchboard:
-    """A `Sampler` whose requests are turns of the episode that they belong to."""
+class Switchboard(BorrowedSampler):
+    """The run's sampler, whose requests are turns of the episode that they belong to."""
 
-    sampler: Sampler
-    """The run's, which says how large a context is."""
-    _speaking: dict[str, tuple[AgentLoop, Any]] = field(default_factory=dict)
+    def __init__(self, sampler: Sampler) -> None:
+        super().__init__(sampler)
+        self._speaking: dict[str, tuple[AgentLoop, Any]] = {}
 
     def connect(self, trace: Any, loop: AgentLoop) -> None:
         """From now on, requests of this trace are turns of this episode."""
@@ -41,21 +39,6 @@ class Switchboard:
     def disconnect(self, loop: AgentLoop) -> None:
         """The episode is over; what still comes for it is refused."""
         self._speaking = {name: who for name, who in self._speaking.items() if who[0] is not loop}
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of prompt and completion together."""
-        return self.sampler.context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        return self.sampler.vocab_size
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the weights in use."""
-        return self.sampler.policy_version
 
     async def generate(self, request: SampleRequest) -> Completion:
         """A turn of its episode. Where there is no turn or token left, verifiers is told to stop and score.
@@ -75,17 +58,6 @@ class Switchboard:
         except EpisodeOver as over:
             trace.stop(str(over.stop_reason) if over.stop_reason == "max_turns" else "context_length")
             raise RecordError(f"the episode is over: {over.stop_reason}") from None
-
-    async def update_weights(self, path: Path, version: int) -> None:
-        """Not from here."""
-        raise EnvironmentFault("weights are the run's to update")
-
-    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """As the sampler."""
-        return await self.sampler.prompt_logprobs(token_ids, temperature)
-
-    async def close(self) -> None:
-        """The sampler is not ours to close."""
 
 
 @dataclass(eq=False)
