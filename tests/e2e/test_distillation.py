@@ -44,6 +44,17 @@ class Sums:
         return Sum(example.payload["numbers"])
 '''
 
+DISTIL = '''
+from verbatim.losses import LossInputs, LossOutputs
+
+
+def distil(inputs: LossInputs, scale: float = 2.0) -> LossOutputs:
+    here = inputs.loss_mask
+    behind = (inputs.teacher_logprobs - inputs.trainer_logprobs.detach())[here]
+    ratio = (inputs.trainer_logprobs - inputs.inference_logprobs)[here].exp()
+    return LossOutputs(loss=-scale * (behind * ratio).sum(), metrics={"distance": -behind.mean()})
+'''
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -72,6 +83,19 @@ def test_a_student_comes_nearer_to_its_teacher(place):
     assert all(line["metrics"]["trained_tokens"] > 0 for line in lines)  # no rollout is dropped for its advantage
     assert sum(kl[-5:]) < 0.5 * sum(kl[:5]), kl
     assert_ledger_adds_up(place / "nearer")
+
+
+def test_a_loss_of_ones_own_distils_with_the_teachers_logprobs(place):
+    """Its gradient at `w = 1` is that of `opd` without the KL term, so it comes nearer to the teacher too."""
+    (place / "my_distillation.py").write_text(DISTIL)
+    options = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
+               "--trainer.loss",
+               '{ type = "custom", import_path = "my_distillation.distil", kwargs = { scale = 1.0 } }',
+               "--orchestrator.batch-size", "32", "--max-steps", "40", "--run-dir", "own"]  # fmt: skip
+    assert run(*options) == 0
+    distance = [line["metrics"]["distance"] for line in train_lines(place / "own")]
+    assert sum(distance[-5:]) < 0.5 * sum(distance[:5]), distance
+    assert_ledger_adds_up(place / "own")
 
 
 def test_a_reward_and_a_teacher_are_followed_together(place):
@@ -107,6 +131,10 @@ def test_a_student_imitates_what_a_teacher_behind_a_server_says(place):
         (["--trainer.loss.adv-tau", "0"], "or a teacher to follow instead"),
         (["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
           "--trainer.loss.type", "ppo"], "which brings its own loss"),
+        (["--orchestrator.training-mode", "sft", "--orchestrator.teacher",
+          '{ model = "t", base_url = "http://127.0.0.1:1/v1" }', "--trainer.loss",
+          '{ type = "custom", import_path = "math.fsum" }'], 'training_mode = "sft" brings its own loss'),
+        (["--trainer.loss.type", "opd"], "needs an [orchestrator.teacher] table"),
         (["--orchestrator.training-mode", "opd", "--orchestrator.sampling.temperature", "0.7",
           "--orchestrator.teacher", '{ model = "t", base_url = "http://127.0.0.1:1/v1" }'], "at temperature 1 only"),
         (["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "./nowhere" }'],

@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 
+from verbatim.config.schema import EnvConfig
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.environments.resolve import corpus, create_environment, demonstrations_of
 from verbatim.errors import ComponentError, UsageError
@@ -105,3 +106,10 @@ def test_a_corpus_is_the_demonstrations_as_the_template_writes_them():
     (text,) = corpus(GuessNumber().demonstrations(1, seed=0))
     assert text.startswith("<|im_start|>system\nYou play a game.\n\n# Tools\n\n")
     assert '<tool_call>\n{"name": "guess", "arguments": {"number": ' in text
+
+
+def test_a_bundled_id_may_be_written_with_hyphens(module):
+    assert create_environment("alphabet-sort") == create_environment("alphabet_sort")
+    assert EnvConfig(id="alphabet-sort").label == "alphabet_sort"
+    with pytest.raises(ComponentError, match="there is no module 'my-tasks'"):
+        create_environment("my-tasks.Good")

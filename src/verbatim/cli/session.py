@@ -307,12 +307,12 @@ def make_sampler(
 
 
 def make_loss(config: RunConfig) -> Any:
-    """The loss of the training mode, with its knobs; a custom one sees each trajectory whole and is divided by the
-    trained tokens."""
+    """The loss of the training mode, or the custom one that replaces it, with its knobs; a custom function sees each
+    trajectory whole and is divided by the trained tokens."""
     from verbatim.losses import Loss
 
     component = config.trainer.loss
-    if config.orchestrator.training_mode != "rl":
+    if config.orchestrator.training_mode != "rl" and component.type != "custom":
         component = _of_mode(config.orchestrator.training_mode, component)
     loss = resolve(component, component_tables().losses, what="loss", where="trainer.loss")
     return loss if isinstance(loss, Loss) else Loss(loss, level="sequence")

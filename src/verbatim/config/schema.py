@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -208,7 +208,7 @@ class EnvConfig(Section):
     """One environment of the mixture."""
 
     id: str | None = None
-    """A bundled environment."""
+    """A bundled environment; "alphabet-sort" and "alphabet_sort" are one."""
     import_path: str | None = None
     """Instead of an id: `module.Class` or `module.function` that makes one."""
     name: str | None = None
@@ -233,6 +233,11 @@ class EnvConfig(Section):
     """Overrides orchestrator.on_break."""
 
     _strategy = model_validator(mode="after")(_one_strategy)
+
+    @field_validator("id")
+    @classmethod
+    def _underscores(cls, name: str | None) -> str | None:
+        return name.replace("-", "_") if name is not None else None
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -512,25 +517,26 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _something_to_learn(self) -> Self:
         loss = self.trainer.loss
-        if loss.type == "sft":
+        mode, teacher = self.orchestrator.training_mode, self.orchestrator.teacher
+        if loss.type == "sft" and mode != "sft":
             raise ValueError(
                 'trainer.loss.type = "sft" learns every rollout by heart, whatever it earned; use "default", or '
                 "`verbatim sft` with a [warm_start] table"
             )
-        mode, teacher = self.orchestrator.training_mode, self.orchestrator.teacher
         if mode == "opd" or loss.type == "opd":
             if teacher is None:
                 raise ValueError('training_mode = "opd" needs an [orchestrator.teacher] table with a model')
-            if mode != "opd" or loss.type != "default":
+            if mode != "opd" or loss.type not in ("default", "opd", "custom"):
                 raise ValueError(
                     f'trainer.loss.type = "{loss.type}" and training_mode = "{mode}": distillation is asked for by '
-                    'training_mode = "opd", which brings its own loss; remove type (kl_tau and delta may stay)'
+                    'training_mode = "opd", which brings its own loss; remove type (kl_tau and delta may stay), or '
+                    'give a loss that reads teacher_logprobs with type = "custom"'
                 )
             return self
         if mode == "sft":
             if teacher is None or teacher.base_url is None:
                 raise ValueError('training_mode = "sft" needs an [orchestrator.teacher] table with model and base_url')
-            if loss.type != "default":
+            if loss.type not in ("default", "sft"):
                 raise ValueError(
                     f'trainer.loss.type = "{loss.type}", but training_mode = "sft" brings its own loss; remove type'
                 )

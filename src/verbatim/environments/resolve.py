@@ -20,13 +20,15 @@ def create_environment(name: str, args: Mapping[str, Any] | None = None) -> Envi
     """Make the environment that a configuration names.
 
     Args:
-        name: A bundled id ("guess_number"), or an import path ("my_module.MyEnvironment") of a class or function that
-            makes one; the current directory is importable.
+        name: A bundled id ("guess_number", also "guess-number"), or an import path ("my_module.MyEnvironment") of a
+            class or function that makes one; the current directory is importable.
         args: Its keyword arguments.
 
     Raises:
         ComponentError: it cannot be imported or called, or what it makes is no environment.
     """
+    if "." not in name and ":" not in name:
+        name = name.replace("-", "_")
     if name not in ENVIRONMENTS and "." not in name and ":" not in name:
         near = get_close_matches(name, ENVIRONMENTS, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else ""

@@ -31,7 +31,10 @@ RENDERERS: Mapping[str, str] = {
 }  # fmt: skip
 """Where each renderer lives: called with (tokenizer, name); heavy libraries load with the one that is used."""
 
-ALIASES: Mapping[str, str] = {"glm4.5": "glm-4.5", "glm5": "glm-5", "glm5.1": "glm-5.1", "glm5.3": "glm-5.3"}
+ALIASES: Mapping[str, str] = {
+    "glm4.5": "glm-4.5", "glm5": "glm-5", "glm5.1": "glm-5.1", "glm5.3": "glm-5.3",
+    "DefaultRenderer": "template", "default": "template",
+}  # fmt: skip
 """Other spellings of their names."""
 
 AUTO_FAMILIES = tuple(name for name in RENDERERS if name != "template")

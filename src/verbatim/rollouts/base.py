@@ -26,7 +26,15 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Rollout(Protocol):
-    """Takes conversations to their end."""
+    """Takes conversations to their end. Subclass it and write `__call__`, or write any object with these methods.
+
+    Example:
+        >>> class Echo(Rollout):
+        ...     def __call__(self, trajectories, **overrides):
+        ...         return [Trajectory(example_id="e", messages=t["messages"]) for t in trajectories]
+        >>> Echo()([{"messages": [{"role": "user", "content": "hi"}]}])[0]["messages"]
+        [{'role': 'user', 'content': 'hi'}]
+    """
 
     def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
         """As many trajectories as were given, in the same order; what was given is not changed.
@@ -34,10 +42,16 @@ class Rollout(Protocol):
         Args:
             trajectories: Where each begins.
             overrides: Settings of the engine, for this call only.
+
+        Raises:
+            NotImplementedError: the subclass does not write it.
         """
+        raise NotImplementedError(f"{type(self).__name__} must say how conversations are taken to their end: write "
+                                  "`__call__(self, trajectories, **overrides) -> list[Trajectory]`")  # fmt: skip
 
     async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """The same, awaited."""
+        """The same, awaited; a subclass that does not write it calls `__call__` on a thread."""
+        return await asyncio.to_thread(self, trajectories, **overrides)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
