@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import doctest
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -143,6 +144,31 @@ def test_one_list_cannot_hold_two_contexts():
 def test_a_group_knows_which_of_its_rollouts_completed():
     good, bad = Trajectory(example_id="x", reward=1.0), Trajectory(example_id="x", error="environment: broke")
     assert Group(group_id="g", example_id="x", env="e", trajectories=[good, bad]).completed == (good,)
+
+
+@pytest.mark.parametrize("number", [1, 1.0, np.float32(1), np.int64(1), np.array(1.0), Fraction(2, 2), True])
+def test_a_reward_is_one_number_of_any_type(number):
+    turn = Turn(prompt_ids=[1], completion_ids=[2], reward=number, advantage=number)
+    trajectory = Trajectory(example_id="x", turns=(turn,), reward=number, advantage=number, reward_parts={"a": number})
+    for value in (turn.reward, turn.advantage, trajectory.reward, trajectory.advantage):
+        assert (type(value), value) == (float, 1.0)
+
+
+@pytest.mark.parametrize("wrong", [[0.5, 1.0], [], (1.0,), np.array([1.0]), "1", {"a": 1.0}, b"1"])
+@pytest.mark.parametrize("name", ["reward", "advantage"])
+def test_a_reward_or_an_advantage_that_is_not_one_number_is_refused_when_it_is_built(name, wrong):
+    with pytest.raises(RecordError, match=f"{name}: .*; expected one number or None"):
+        Turn(prompt_ids=[1], completion_ids=[2], **{name: wrong})
+    with pytest.raises(RecordError, match=rf"{name}: .*expected one number or None; a turn's own goes into Turn"):
+        Trajectory(example_id="x", **{name: wrong})
+    with pytest.raises(RecordError, match=r"reward_parts\['exact'\]: .*; expected one number"):
+        Trajectory(example_id="x", reward_parts={"exact": wrong})
+
+
+def test_a_reward_that_is_not_finite_stays_on_its_trajectory_to_be_counted():
+    assert Trajectory(example_id="x", reward=float("nan")).bad_reward == "reward: nan is not finite"
+    assert Trajectory(example_id="x").bad_reward == "reward: missing"
+    assert Trajectory(example_id="x", reward=0).bad_reward is None
 
 
 def test_only_a_natural_stop_is_not_truncated():

@@ -138,7 +138,8 @@ class Turn:
     """One model request and its response, as exact ids.
 
     Raises:
-        RecordError: lengths that do not match, ids that are no ids, a logprob that is NaN, infinite or above 0.
+        RecordError: lengths that do not match, ids that are no ids, a logprob that is NaN, infinite or above 0, a
+            reward or an advantage that is not one number.
     """
 
     prompt_ids: Int32 = _PromptIds()  # type: ignore[assignment]
@@ -186,6 +187,8 @@ class Turn:
             raise RecordError("prompt_ids: empty; nothing would predict the first completion id")
         put(self, "stop_reason", StopReason(self.stop_reason))
         put(self, "tool_calls", tuple(self.tool_calls))
+        put(self, "reward", _as_number(self.reward, "reward"))
+        put(self, "advantage", _as_number(self.advantage, "advantage"))
         if self.logprobs is not None:
             put(self, "logprobs", _as_logprobs(self.logprobs, len(self.completion_ids)))
         if self.policy_versions is not None:
@@ -211,6 +214,19 @@ class Turn:
         if not changes.keys() & {"prompt_ids", "completion_ids"}:
             changes["prompt_ids"] = self.path
         return dataclasses.replace(self, **changes)
+
+
+def _as_number(value: Any, name: str, hint: str = "") -> float | None:
+    """One number, NaN and infinity included: what cannot be learned from is found, and counted, where credit is given.
+
+    Raises:
+        RecordError: a list, a text, an array of several.
+    """
+    if value is None or type(value) is float:
+        return value
+    if not hasattr(type(value), "__float__") or getattr(value, "ndim", None):
+        raise RecordError(f"{name}: {value!r:.80}; expected one number or None{hint}")
+    return float(value)
 
 
 def _as_logprobs(values: object, expected: int) -> Float32:
@@ -273,6 +289,9 @@ class Trajectory(Mapping[str, Any]):
     It is also a read-only mapping: every field by its name, and the keys that rollouts document (`messages`,
     `input_ids`, `labels`, `logprobs`, `turns` as a count, `samples`).
 
+    Raises:
+        RecordError: a reward, a part of it or an advantage that is not one number.
+
     Example:
         >>> first = Turn(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5])
         >>> second = Turn(prompt_ids=[1, 2, 3, 4], completion_ids=[5], logprobs=[-0.25])
@@ -322,6 +341,11 @@ class Trajectory(Mapping[str, Any]):
         put = object.__setattr__
         put(self, "turns", _in_one_tree(self.turns))
         put(self, "messages", tuple(self.messages))
+        put(self, "reward", _as_number(self.reward, "reward", "; a turn's own goes into Turn(reward=...)"))
+        put(self, "advantage", _as_number(self.advantage, "advantage", "; a turn's own goes into Turn(advantage=...)"))
+        for name, part in self.reward_parts.items():
+            if _as_number(part, f"reward_parts[{name!r}]") is None:
+                raise RecordError(f"reward_parts[{name!r}]: None; leave out a part that was not scored")
         if self.stop_reason is not None:
             put(self, "stop_reason", StopReason(self.stop_reason))
 
@@ -340,6 +364,15 @@ class Trajectory(Mapping[str, Any]):
                 segments.add(segment)
                 segment = segment.parent
         return sum(len(segment.ids) for segment in segments)
+
+    @property
+    def bad_reward(self) -> str | None:
+        """Why nothing can be learned from its rewards: missing, NaN or infinite; None if something can."""
+        if self.reward is None:
+            return "reward: missing"
+        rewards = [self.reward, *(turn.reward for turn in self.turns if turn.reward is not None)]
+        bad = next((reward for reward in rewards if not math.isfinite(reward)), None)
+        return None if bad is None else f"reward: {bad} is not finite"
 
     @property
     def num_breaks(self) -> int:
@@ -443,6 +476,12 @@ class Group:
     def completed(self) -> tuple[Trajectory, ...]:
         """Those without an error."""
         return tuple(t for t in self.trajectories if t.error is None)
+
+    @property
+    def scored(self) -> tuple[Trajectory, ...]:
+        """Those of `completed` whose rewards are there and finite: a baseline is taken, and an example is judged, over
+        them. A missing reward is not 0."""
+        return tuple(t for t in self.completed if t.bad_reward is None)
 
 
 # --------------------------------------------------------------------------------------------------

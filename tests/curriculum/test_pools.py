@@ -112,9 +112,10 @@ def test_a_drained_environment_leaves_the_others_their_ratios():
 @pytest.mark.parametrize(
     ("rewards", "kind"),
     [([0.0, 0.0], "hard"), ([-1.0, -1.0], "hard"), ([1.0, 1.0, 1.0], "easy"), ([0.5, 0.5], "flat"), ([0.0, 1.0], None),
-     ([], None), ([None, None], "hard")],
+     ([], None), ([None, None], None), ([1.0, None], "easy"), ([0.0, None], "hard"), ([0.0, 1.0, None], None),
+     ([float("nan"), 0.5], "flat")],
 )  # fmt: skip
-def test_a_group_of_equal_rewards_is_flat(rewards, kind):
+def test_a_group_of_equal_rewards_is_flat_and_a_missing_one_is_not_0(rewards, kind):
     failed = Trajectory(example_id="x", reward=0.7, error="environment: broke")
     group = Group(group_id="g", example_id="x", env="a",
                   trajectories=(failed, *(Trajectory(example_id="x", reward=r) for r in rewards)))  # fmt: skip

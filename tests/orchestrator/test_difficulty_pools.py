@@ -8,6 +8,7 @@ import pytest
 from orchestrator.loop_runs import GROUPS, Coin, Coins, make
 from verbatim.checkpoints import read_loop_state, write_loop_state
 from verbatim.curriculum import PoolRules
+from verbatim.errors import RunStopped
 
 TRIVIAL, IMPOSSIBLE = {"e0", "e1"}, {"e2", "e3"}
 
@@ -89,6 +90,43 @@ async def test_with_online_filtering_the_examples_of_dropped_groups_are_judged_t
     trained = Counter(t.example_id for _, _, groups in notes.steps for g in groups for t in g.trajectories
                       if t.advantage is not None)  # fmt: skip
     assert set(trained) == {"e4", "e5", "e6"}
+
+
+class Unscored(Coins):
+    """The examples `never` get no reward at all, and of each group of the others the first rollout gets none."""
+
+    def __init__(self, never=frozenset(), reward=1.0):
+        super().__init__()
+        self.never, self.reward, self.started = never, reward, Counter()
+
+    async def start(self, example, seed):
+        coin = Coin(seed, False)
+        self.started[example.id] += 1
+        first = self.started[example.id] % 2 == 1  # groups are of two
+        coin.reward = None if example.id in self.never or first else self.reward
+        return coin
+
+
+async def test_an_example_that_was_never_scored_is_in_no_pool(tmp_path):
+    orchestrator, notes, _ = make(tmp_path, steps=4, environment=Unscored({"e0", "e1"}, 0.5), pool_rules=RULES)
+    assert await orchestrator.run()
+    assert drawn(notes)["e0"] and drawn(notes)["e1"]
+    assert orchestrator.pools_for_tests.members("coins", "hard") == []  # 0 was earned by no rollout
+    assert orchestrator.pools_for_tests.members("coins", "easy") == []
+
+
+async def test_a_reward_that_is_missing_beside_one_that_is_there_is_not_in_the_mean(tmp_path):
+    orchestrator, _, _ = make(tmp_path, steps=2, environment=Unscored(), pool_rules=RULES)
+    assert await orchestrator.run()
+    # The groups (missing, 1) have the mean 1.
+    assert len(orchestrator.pools_for_tests.members("coins", "easy")) == 2 * GROUPS
+
+
+async def test_one_reward_beside_a_missing_one_is_filtered_as_its_only_advantage_is_0(tmp_path):
+    orchestrator, notes, _ = make(tmp_path, steps=2, environment=Unscored(reward=1.0), online_filtering=True)
+    with pytest.raises(RunStopped, match=r'the last one as "easy" \(all its rewards are 1.0\)'):
+        await orchestrator.run()
+    assert notes.steps == []
 
 
 async def test_a_stopped_run_draws_what_an_unstopped_one_draws(tmp_path):

@@ -65,21 +65,12 @@ def assign_advantages(
 
 
 def _without_bad_rewards(group: Group) -> Group:
-    reasons = [_bad_reward(t) if t.error is None else None for t in group.trajectories]
+    reasons = [t.bad_reward if t.error is None else None for t in group.trajectories]
     if not any(reasons):
         return group
     return dataclasses.replace(group, trajectories=tuple(
         t if reason is None else t.replace(error=reason) for t, reason in zip(group.trajectories, reasons, strict=True)
     ))  # fmt: skip
-
-
-def _bad_reward(trajectory: Trajectory) -> str | None:
-    """Why nothing can be learned from a trajectory's rewards; None if something can."""
-    if trajectory.reward is None:
-        return "reward: missing"
-    rewards = [trajectory.reward, *(turn.reward for turn in trajectory.turns if turn.reward is not None)]
-    bad = next((reward for reward in rewards if not math.isfinite(reward)), None)
-    return None if bad is None else f"reward: {bad} is not finite"
 
 
 def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: str) -> Sequence[object]:

@@ -119,7 +119,7 @@ def rollout_metrics(groups: Sequence[AssembledGroup], step: int, succeeded: Mapp
     metrics.update(episode_metrics(completed, succeeded))
     for env in dict.fromkeys(t.env for t in completed):
         own = [t for t in completed if t.env == env]
-        metrics[f"reward/{env}/mean"] = _mean(t.reward or 0.0 for t in own)
+        metrics[f"reward/{env}/mean"] = _mean(t.reward for t in own if t.reward is not None)
         metrics[f"success/{env}"] = _mean(float(succeeded[t.trajectory_id]) for t in own)
     ages = [age(t, step) for t in completed]
     metrics |= {"staleness/mean": _mean(ages), "staleness/max": max(ages, default=0)}
@@ -138,7 +138,7 @@ def episode_metrics(completed: Sequence[Trajectory], succeeded: Mapping[str, boo
     """Reward, success and behaviour of finished episodes."""
     turns = [turn for t in completed for turn in t.turns]
     return {
-        "reward/mean": _mean(t.reward or 0.0 for t in completed),
+        "reward/mean": _mean(t.reward for t in completed if t.reward is not None),
         "success": _mean(float(succeeded[t.trajectory_id]) for t in completed),
         "turns": _mean(len(t.turns) for t in completed),
         "tool_calls": _mean(sum(len(turn.tool_calls) for turn in t.turns) for t in completed),

@@ -127,7 +127,7 @@ class Dispatcher:
             self._judge(drawn, group)
 
     def _judge(self, drawn: ScheduledExample, group: Group) -> None:
-        rewards = [trajectory.reward or 0.0 for trajectory in group.completed]
+        rewards = [trajectory.reward for trajectory in group.scored if trajectory.reward is not None]
         if rewards:
             self._schedule.pools.observe(drawn.env, drawn.example.id, statistics.fmean(rewards))
 
@@ -195,7 +195,7 @@ class Dispatcher:
         else:
             self._filter(run, group, kind)
             self._judge(drawn, group)
-        useful = [t for t in group.completed if t.reward is not None or not self._needs_rewards]
+        useful = group.scored if self._needs_rewards else group.completed
         self._failures_in_a_row = 0 if useful else self._failures_in_a_row + 1
         if self._failures_in_a_row >= 2 * self._groups_per_batch:
             last = group.trajectories[-1].error or "no reward: `score` returned None, and no `score_group` gave one"
@@ -212,7 +212,7 @@ class Dispatcher:
         if self._filtered_in_a_row >= MOST_FILTERED_BATCHES * self._groups_per_batch:
             self._failure = self._failure or RunStopped(
                 f"online difficulty filtering dropped the last {self._filtered_in_a_row} groups, the last one as "
-                f'"{kind}" (all its rewards are {group.completed[0].reward}): nothing is left to learn from. Choose '
+                f'"{kind}" (all its rewards are {group.scored[0].reward}): nothing is left to learn from. Choose '
                 "other examples, or switch it off: orchestrator.buffer.online_difficulty_filtering = false"
             )
 
