@@ -65,6 +65,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     API_ERROR = "api_error"
     CANCELLED = "cancelled"
+    MALFORMED = "malformed"
 
     @property
     def truncated(self) -> bool:

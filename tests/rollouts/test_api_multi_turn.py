@@ -231,8 +231,16 @@ def test_a_call_that_cannot_be_read_is_answered_and_sent_back_as_servers_take_it
 def test_nothing_but_unreadable_calls_ends_it():
     with chat_server(lambda body: call("add", "{")) as server:
         (result,) = rollout_of(server)([ask("1 2")])
-    assert (result["turns"], result["stop_reason"]) == (3, "stop")
+    assert (result["turns"], result["stop_reason"], result["truncated"]) == (3, "malformed", True)
     assert result.info["tool_errors"] == {"invalid_json": 3}
+
+
+def test_the_trace_of_nothing_but_unreadable_calls_is_no_success(tmp_path):
+    with chat_server(lambda body: call("add", "{")) as server:
+        rollout_of(server, trace_dir=tmp_path)([ask("1 2")])
+    (trace,) = tmp_path.iterdir()
+    assert trace.name.startswith("fail-")
+    assert json.loads(trace.read_text())["trajectory"]["stop_reason"] == "malformed"
 
 
 def test_calls_without_an_id_get_one_each():

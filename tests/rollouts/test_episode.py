@@ -8,7 +8,7 @@ import pytest
 
 from byte_renderer import CALL, END, ROLES, VOCAB_SIZE, ByteRenderer, call, say, text
 from verbatim import Example, build_samples
-from verbatim.environments.base import Episode, Reply
+from verbatim.environments.base import Episode, Reply, succeeded
 from verbatim.errors import SamplerFault
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
@@ -163,6 +163,16 @@ async def test_a_call_that_cannot_be_read_is_answered_and_bounded():
     assert trajectory.turns[0].parse_status in ("invalid_json", "unclosed_block")
     assert "could not be read" in trajectory.messages[2]["content"]
     assert sum(trajectory.info["tool_errors"].values()) == 3
+    assert (trajectory.stop_reason, trajectory.truncated, trajectory.error) == ("malformed", True, None)
+    assert trajectory.reward == 0.0  # it is scored, and learned from
+
+
+async def test_an_episode_that_ends_in_unreadable_calls_is_no_success_whatever_it_earned():
+    broken = [CALL, *text("{not json"), END]
+    trajectory = await play(sampler_of(call("add", number=1), *[broken] * 3))
+    assert (trajectory.reward, trajectory.stop_reason) == (1.0, "malformed")
+    assert not succeeded(Counters(), trajectory)
+    assert succeeded(Counters(), trajectory.replace(stop_reason="stop"))
 
 
 async def test_a_readable_call_resets_the_retries():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from verbatim.tools.base import Tool
-from verbatim.types import Example, Message, Trajectory
+from verbatim.types import Example, Message, StopReason, Trajectory
 
 Score = float | Mapping[str, float] | None
 """A reward, or its named parts, which are added up; None where nothing is earned (such episodes are not trained on)."""
@@ -78,8 +78,11 @@ class Environment(Protocol):
 
 
 def succeeded(environment: Environment, trajectory: Trajectory) -> bool:
-    """Whether an episode reached its goal: the environment's own `is_success`, or else a reward of at least 1."""
-    if trajectory.error is not None:
+    """Whether an episode reached its goal: the environment's own `is_success`, or else a reward of at least 1.
+
+    One that failed, or ended because no more tool calls could be read, is no success.
+    """
+    if trajectory.error is not None or trajectory.stop_reason is StopReason.MALFORMED:
         return False
     own = getattr(environment, "is_success", None)
     if own is not None:

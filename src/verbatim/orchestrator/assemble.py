@@ -11,7 +11,7 @@ from verbatim.credit import AdvantageFunction, assign_advantages
 from verbatim.filters import Filter, FilterVerdict, apply_filters
 from verbatim.orchestrator.staleness import age
 from verbatim.trajectories import OnBreak, build
-from verbatim.types import Group, TrainingSample, Trajectory
+from verbatim.types import Group, StopReason, TrainingSample, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,6 +145,7 @@ def episode_metrics(completed: Sequence[Trajectory], succeeded: Mapping[str, boo
         "valid_format": _mean(float(turn.parse_status == "ok" and bool(turn.tool_calls)) for turn in turns),
         "tool_errors": _mean(sum(t.info.get("tool_errors", {}).values()) for t in completed),
         "truncated": _mean(float(t.truncated) for t in completed),
+        "malformed": _mean(float(t.stop_reason is StopReason.MALFORMED) for t in completed),
         "completion_tokens": _mean(t.num_sampled_tokens for t in completed),
     }
 

@@ -118,8 +118,10 @@ class ChatEpisode:
                 return StopReason.MAX_TURNS  # the pending calls are not run
             done = await self._run_tools(calls)
             malformed_in_a_row = malformed_in_a_row + 1 if all(call.status != "ok" for call in calls) else 0
-            if done or malformed_in_a_row > limits.max_malformed_retries:
+            if done:
                 return StopReason.STOP
+            if malformed_in_a_row > limits.max_malformed_retries:
+                return StopReason.MALFORMED
 
     async def _ask(self) -> tuple[ChatAnswer, tuple[ToolCall, ...]]:
         """One request and its answer, taken into the conversation."""

@@ -65,7 +65,7 @@ class APIMultiTurnRollout:
     tool_error: Literal["message", "stop"] = "message"
     """What a tool that raises or hangs does: tells the model, or ends the trajectory as `api_error`."""
     max_malformed_retries: int = 2
-    """Turns in a row that may only hold malformed calls before the trajectory ends."""
+    """Turns in a row that may hold nothing but unreadable calls; one more ends the trajectory as "malformed"."""
     trace_dir: str | Path | None = None
     """Where each trajectory is stored as a file of its own, as soon as it ends; None stores none."""
     trace_callback: Callable[[Trajectory], Any] | None = None

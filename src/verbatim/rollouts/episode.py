@@ -130,20 +130,23 @@ async def _converse(
             answer, parse_status = await _run_tools(tools, turn.tool_calls, limits, info)
             malformed = all(call.status != "ok" for call in turn.tool_calls)
             malformed_in_a_row = malformed_in_a_row + 1 if malformed else 0
-            give_up = malformed_in_a_row > limits.max_malformed_retries
+            ends = StopReason.MALFORMED if malformed_in_a_row > limits.max_malformed_retries else None
         else:
             answer = await _guarded("reply", lambda: episode.reply(messages[-1]))
             if not isinstance(answer, Reply):
                 raise EnvironmentFault(f"reply returned {answer!r}; expected verbatim.environments.Reply")
             _checked_messages(answer.messages, "the reply's messages")
             _checked_reward(answer.reward, "reply")
-            parse_status, malformed_in_a_row, give_up = "ok", 0, not answer.messages
+            parse_status, malformed_in_a_row = "ok", 0
+            ends = None if answer.messages else StopReason.STOP
         messages.extend(answer.messages)
         loop.amend_last_turn(
             reward=answer.reward, tool_seconds=time.perf_counter() - started, parse_status=parse_status
         )
-        if answer.done or give_up:
+        if answer.done:
             return StopReason.STOP
+        if ends is not None:
+            return ends
 
 
 async def _run_tools(

@@ -33,7 +33,7 @@ class EpisodeLimits:
     tool_error: Literal["message", "stop"] = "message"
     """Whether a tool that fails or hangs is told to the model, or ends the episode as failed."""
     max_malformed_retries: int = 2
-    """Turns in a row that may only hold malformed calls before the episode ends."""
+    """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as "malformed"."""
 
 
 class EpisodeOver(VerbatimError):

@@ -1,0 +1,32 @@
+"""What a batch's rollouts are said to have been like, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from verbatim.orchestrator.assemble import AssembledGroup, episode_metrics, rollout_metrics
+from verbatim.types import Group, Trajectory, Turn
+
+
+def episode(reward: float | None, env: str = "a", **fields) -> Trajectory:
+    turns = fields.pop("turns", (Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0]),))
+    return Trajectory(example_id="x", env=env, turns=turns, reward=reward, **fields)
+
+
+def metrics_of(*trajectories: Trajectory) -> dict[str, float]:
+    """Of one batch, each environment a group."""
+    numbered = [t.replace(trajectory_id=str(i)) for i, t in enumerate(trajectories)]
+    groups = []
+    for env in dict.fromkeys(t.env for t in numbered):
+        group = Group(group_id=env, example_id="x", env=env, trajectories=tuple(t for t in numbered if t.env == env))
+        reasons = tuple("error" if t.error else None for t in group.trajectories)
+        groups.append(AssembledGroup(index=0, group=group, samples=(), dropped={}, verdicts=(), reasons=reasons))
+    return rollout_metrics(groups, 0, {t.trajectory_id: (t.reward or 0) >= 1 for t in numbered})
+
+
+def test_the_share_of_episodes_that_ended_in_unreadable_calls_is_a_metric():
+    ends = ["malformed", "stop", "max_turns", "stop"]
+    found = episode_metrics([episode(0.0, stop_reason=end, trajectory_id=str(i)) for i, end in enumerate(ends)],
+                            {str(i): False for i in range(4)})  # fmt: skip
+    assert found["malformed"] == pytest.approx(0.25)
+    assert metrics_of(*(episode(0.0, stop_reason=end) for end in ends))["malformed"] == pytest.approx(0.25)
