@@ -25,7 +25,7 @@ def look(
     """Look at the sky
     over a town.
 
-    More for people.
+    More on it.
     """
     return f"{place} {days} {unit}"
 
@@ -37,7 +37,7 @@ async def test_the_signature_is_the_schema_and_the_docstring_the_description():
         "type": "function",
         "function": {
             "name": "look",
-            "description": "Look at the sky over a town.",
+            "description": "Look at the sky\nover a town.\n\nMore on it.",
             "parameters": {
                 "type": "object",
                 "properties": {
@@ -158,6 +158,7 @@ def test_functions_without_a_usable_signature_are_refused():
     def odd(place: threading.Lock):
         """No JSON form."""
 
-    for function, reason in ((untyped, "place has no type"), (many, r"\*places: str cannot"), (odd, "no JSON form")):
+    refused = ((untyped, "place has no type"), (many, r"\*places: str stands for any number"), (odd, "no JSON form"))
+    for function, reason in refused:
         with pytest.raises(ComponentError, match=reason):
             FunctionTool(function)

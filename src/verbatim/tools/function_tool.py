@@ -1,41 +1,50 @@
-"""A tool from a typed Python function: its signature is the schema, its docstring the description."""
+"""A tool from a typed Python function: its signature is the schema, its docstring says what it means."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
-import json
 import threading
-import types
-import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import lru_cache
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
-
-from verbatim.errors import ComponentError
-from verbatim.tools.base import ToolArgumentsError, ToolResult
+from verbatim.tools.base import ToolResult
+from verbatim.tools.docstrings import read_docstring
 from verbatim.tools.json_arguments import JsonArguments
+from verbatim.tools.results import as_result
+from verbatim.tools.signature import Signature, Subject, read_signature
 
 
 class FunctionTool:
-    """A function, or a bound method, that the model can call.
+    """Something callable that the model can call: a function, a method, `functools.partial`, an object with `__call__`.
+
+    The description, and those of the arguments, are read from the docstring (Google, NumPy or Sphinx style) and from
+    `Annotated[..., Field(description=...)]`; where both describe an argument, the docstring does. The schema is what
+    `transformers.utils.get_json_schema` gives, and also carries defaults, constraints and nested models.
 
     A coroutine function runs on the event loop. Any other function runs in a thread of its own, so that it may
     block; `inline=True` calls it on the loop instead, for work of microseconds, where the thread costs more.
-    `parameters`, a JSON schema, takes the place of the signature's types, for a function that has none.
+
+    Args:
+        function: What is called. What `functools.partial` binds is hidden from the model.
+        name: As the model calls it; by default the function's name, or the class's of an object.
+        description: Instead of the docstring's; "" for no description.
+        parameters: A JSON schema in place of the signature's types, for a function that has none.
+        inline: Call it on the event loop.
+        returns: Tell the model what the function returns, under `return`. Most chat templates leave it out.
 
     Example:
         >>> def guess(number: int) -> str:
-        ...     '''Guess the number.'''
+        ...     '''Guess the number.
+        ...
+        ...     Args:
+        ...         number: From 1 to 15.
+        ...     '''
         ...     return "higher"
-        >>> FunctionTool(guess).schema["function"]["parameters"]
-        {'type': 'object', 'properties': {'number': {'type': 'integer'}}, 'required': ['number']}
+        >>> FunctionTool(guess).schema["function"]["parameters"]["properties"]
+        {'number': {'type': 'integer', 'description': 'From 1 to 15.'}}
 
     Raises:
         ComponentError: a parameter without a type, with a type that JSON cannot carry, or of variable number; or
@@ -50,21 +59,30 @@ class FunctionTool:
         description: str | None = None,
         parameters: Mapping[str, Any] | None = None,
         inline: bool = False,
+        returns: bool = False,
     ) -> None:
-        plain = function.__func__ if isinstance(function, types.MethodType) else function
-        skip_first = isinstance(function, types.MethodType)
+        subject = Subject.of(function)
         self._function = function
         self._inline = inline
-        self._is_async = inspect.iscoroutinefunction(plain)
-        self.name: str = name or plain.__name__
-        self._arguments: _Arguments | JsonArguments = (
-            _read_arguments(plain, skip_first) if parameters is None else JsonArguments(parameters, f"tool {self.name}")
-        )
-        text = description if description is not None else (inspect.getdoc(plain) or "").split("\n\n")[0]
-        about = {"description": " ".join(text.split())} if text.strip() else {}
+        self._is_async = inspect.iscoroutinefunction(subject.function)
+        self.name: str = name or subject.name
+        self._arguments: Signature | JsonArguments
+        said, value = "", None
+        if parameters is not None:
+            self._arguments = JsonArguments(parameters, f"tool {self.name}")
+            said = read_docstring(subject.doc, tuple(parameters.get("properties", ()))).description
+        else:
+            self._arguments = signature = read_signature(subject)
+            said, value = signature.description, signature.returns
+        text = (said if description is None else description).strip()
         self.schema: Mapping[str, Any] = {
             "type": "function",
-            "function": {"name": self.name, **about, "parameters": self._arguments.schema},
+            "function": {
+                "name": self.name,
+                **({"description": text} if text else {}),
+                "parameters": self._arguments.schema,
+                **({"return": value} if returns and value is not None else {}),
+            },
         }
 
     def __repr__(self) -> str:
@@ -73,116 +91,21 @@ class FunctionTool:
     async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Validate the arguments and run.
 
-        What the function returns becomes the text: a string as it is, a `ToolResult` as it is, None as "", anything
-        else as JSON.
+        What the function returns becomes the text as `as_result` has it: a string as it is, None as "", anything else
+        as JSON.
 
         Raises:
             ToolArgumentsError: the arguments do not fit the signature.
+            TypeError: the function returned something that has no JSON form.
         """
-        values = self._arguments.validate(arguments)
-        if self._is_async:
-            value = await self._function(**values)
-        elif self._inline:
-            value = self._function(**values)
-        else:
-            value = await _in_thread(self._function, values)
-        return _as_result(value)
+        by_name = self._arguments.validate(arguments)
+        in_order = self._arguments.by_position if isinstance(self._arguments, Signature) else ()
+        call = functools.partial(self._function, *(by_name.pop(name) for name in in_order), **by_name)
+        value = call() if self._is_async or self._inline else await _in_thread(call)
+        return as_result(await value if inspect.isawaitable(value) else value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Arguments:
-    """The validated shape of a function's parameters."""
-
-    model: type[BaseModel]
-    """One field per parameter, `p0`, `p1`, ..., with the parameter's name as alias: no name can clash."""
-    names: Mapping[str, str]
-    """Parameter name to field name."""
-    schema: Mapping[str, Any]
-    """JSON schema of an object with one property per parameter."""
-
-    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Checked as JSON, strictly: "5" is not an integer, but a date may be a string."""
-        unknown = [name for name in arguments if name not in self.names]
-        if unknown:
-            near = get_close_matches(unknown[0], self.names, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise ToolArgumentsError(f"unknown argument {unknown[0]}; expected {_listed(self.names)}.{hint}")
-        try:
-            checked = self.model.model_validate_json(json.dumps(dict(arguments)), strict=True)
-        except ValidationError as error:
-            raise ToolArgumentsError("; ".join(_explain(item) for item in error.errors())) from None
-        return {name: getattr(checked, field) for name, field in self.names.items()}
-
-
-# Bound to the plain function, so that a tool made anew for each episode costs no new model.
-@lru_cache(maxsize=1024)
-def _read_arguments(function: Callable[..., Any], skip_first: bool) -> _Arguments:
-    where = f"tool {getattr(function, '__qualname__', function)!s}"
-    try:
-        hints = typing.get_type_hints(function, include_extras=True)
-    except (NameError, TypeError) as error:
-        raise ComponentError(f"{where}: its type hints cannot be read: {error}") from error
-    parameters = list(inspect.signature(function).parameters.values())[int(skip_first) :]
-    fields: dict[str, Any] = {}
-    names: dict[str, str] = {}
-    for index, parameter in enumerate(parameters):
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ComponentError(f"{where}: parameter {parameter} cannot be filled by name; expected ordinary "
-                                 "named parameters, such as `number: int`")  # fmt: skip
-        if parameter.name not in hints:
-            raise ComponentError(f"{where}: parameter {parameter.name} has no type; write for example "
-                                 f"`{parameter.name}: str`")  # fmt: skip
-        names[parameter.name] = f"p{index}"
-        required = parameter.default is parameter.empty
-        default = Field(alias=parameter.name) if required else Field(default=parameter.default, alias=parameter.name)
-        fields[f"p{index}"] = (hints[parameter.name], default)
-    try:
-        model = create_model("Arguments", __config__=ConfigDict(arbitrary_types_allowed=False), **fields)
-        raw = model.model_json_schema(by_alias=True)
-    except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
-        raise ComponentError(f"{where}: a parameter's type has no JSON form: {error}") from error
-    schema = {"type": "object", "properties": _untitled(raw.get("properties", {}), names_first=True)}
-    if raw.get("required"):
-        schema["required"] = raw["required"]
-    if "$defs" in raw:
-        schema["$defs"] = _untitled(raw["$defs"], names_first=True)
-    return _Arguments(model=model, names=names, schema=schema)
-
-
-def _untitled(schema: Any, names_first: bool = False) -> Any:
-    """Without the titles pydantic makes up from names: they only cost tokens. A property may be called "title"."""
-    if isinstance(schema, list):
-        return [_untitled(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: _untitled(value, names_first=not names_first and key in ("properties", "$defs"))
-        for key, value in schema.items()
-        if names_first or key != "title"
-    }
-
-
-def _explain(error: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"]) or "arguments"
-    found = json.dumps(error["input"], ensure_ascii=False, default=str)
-    if error["type"] == "missing":
-        return f"{where}: missing"
-    return f"{where}: {error['msg'][:1].lower()}{error['msg'][1:]}, found {found[:80]}"
-
-
-def _listed(names: Mapping[str, str]) -> str:
-    return ", ".join(names) if names else "no arguments"
-
-
-def _as_result(value: object) -> ToolResult:
-    if isinstance(value, ToolResult):
-        return value
-    if isinstance(value, str):
-        return ToolResult(content=value)
-    return ToolResult(content="" if value is None else json.dumps(value, ensure_ascii=False))
-
-
-async def _in_thread(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+async def _in_thread(call: Callable[[], Any]) -> Any:
     # Not the loop's pool: a hung tool would keep one of its few threads for ever, and the process alive at its end.
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -200,7 +123,7 @@ async def _in_thread(function: Callable[..., Any], values: Mapping[str, Any]) ->
         value: object = None
         failure: BaseException | None = None
         try:
-            value = context.run(lambda: function(**values))
+            value = context.run(call)
         except StopIteration as error:  # a future cannot carry it
             failure = RuntimeError(f"the tool raised StopIteration: {error}")
         except BaseException as error:  # noqa: BLE001  carried to the caller, who counts it

@@ -50,8 +50,9 @@ class ToolOutcome:
 class ToolManager(Mapping[str, Tool]):
     """The tools of one episode, by name.
 
-    Made from `Tool` objects; typed functions; dicts with `name`, `description`, `parameters` (a JSON schema) and
-    `function`; and any other object, each of whose public methods is a tool.
+    Made from `Tool` objects; whatever `FunctionTool` takes (typed functions, `functools.partial`, objects with
+    `__call__`); dicts with `name`, `description`, `parameters` (a JSON schema) and `function`; and any other object,
+    each of whose public methods is a tool.
 
     Raises:
         ComponentError: two tools of one name, or something that is no tool.
@@ -189,7 +190,7 @@ def _as_tools(item: object) -> list[Tool]:
                              f"ToolManager([*source{inside}])")  # fmt: skip
     if isinstance(item, Mapping):
         return [_described(item)]
-    if callable(item) and hasattr(item, "__name__") and not isinstance(item, type):
+    if callable(item) and not isinstance(item, type):
         return [FunctionTool(item)]
     methods = [] if isinstance(item, type) else _public_methods(item)
     if not methods:

@@ -1,0 +1,104 @@
+"""What a docstring says about a function: its description, its arguments and what it returns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from docstring_parser import Docstring
+
+_SECTIONS = "Args|Arguments|Parameters|Params|Returns|Raises|Exceptions|Except|Yields"
+_SECTION = re.compile(rf"^[ \t]*(?:{_SECTIONS}):", re.MULTILINE)
+_ARGUMENTS = re.compile(r"(?:Args|Arguments|Parameters|Params):\s*")
+_ENTRY = re.compile(r"\s*\*{0,2}\w+\s*(?:\(.*?\)\s*)?:")
+_RETURNS = re.compile(
+    rf"^[ \t]*Returns:[ \t]*\n(.*?)(?=^[ \t]*(?:{_SECTIONS}|Examples?|Notes?):[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionDoc:
+    """A docstring, taken apart.
+
+    Example: `"Look.\\n\\nArgs:\\n    place: A town."` has the description "Look." and the arguments
+    `{"place": "A town."}`.
+    """
+
+    description: str = ""
+    """What stands before the sections, its lines as they are."""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """By name, each on one line."""
+    returns: str | None = None
+    """What is said about the value."""
+
+
+def read_docstring(text: str, names: Collection[str]) -> FunctionDoc:
+    """Read Google, NumPy or Sphinx style: whichever describes most of these arguments.
+
+    Args:
+        text: As `inspect.getdoc` gives it.
+        names: The function's parameters. What is said about others is left out.
+    """
+    if "\n" not in text.strip():
+        return FunctionDoc(description=text.strip())
+    from docstring_parser import ParseError, google, numpydoc, rest  # not above: most docstrings are one line
+
+    best, best_score = FunctionDoc(description=_before_sections(text)), 0
+    for style in (google, numpydoc, rest):
+        try:
+            parsed = style.parse(_with_indented_continuations(text) if style is google else text)
+        except ParseError:
+            continue
+        arguments = {p.arg_name: _one_line(p.description) for p in parsed.params if p.arg_name in names}
+        arguments = {name: said for name, said in arguments.items() if said}
+        score = 2 * len(arguments) + (parsed.returns is not None) + bool(parsed.raises)
+        if score > best_score:
+            in_google = style is google
+            best = FunctionDoc(
+                description=_before_sections(text) if in_google else parsed.description or "",
+                arguments=arguments,
+                returns=_google_returns(text) if in_google else _said_of_value(parsed),
+            )
+            best_score = score
+    return best
+
+
+def _before_sections(text: str) -> str:
+    match = _SECTION.search(text)
+    return (text[: match.start()] if match else text).strip()
+
+
+def _google_returns(text: str) -> str | None:
+    match = _RETURNS.search(text)
+    return match[1].strip() if match else None
+
+
+def _said_of_value(parsed: Docstring) -> str | None:
+    returns = parsed.returns
+    return returns.description if returns is not None else None
+
+
+def _with_indented_continuations(text: str) -> str:
+    """Google style indents the further lines of an entry. Lines that start no entry are taken for such lines too."""
+    lines: list[str] = []
+    inside, indent = False, None
+    for line in text.splitlines():
+        if not line.strip():
+            lines.append(line)
+            continue
+        depth = len(line) - len(line.lstrip())
+        if depth == 0:
+            inside, indent = _ARGUMENTS.fullmatch(line) is not None, None
+        elif inside:
+            indent = depth if indent is None else indent
+            if depth == indent and not _ENTRY.match(line):
+                line = f"    {line}"  # noqa: PLW2901
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _one_line(text: str | None) -> str:
+    return re.sub(r"\s*\n+\s*", " ", (text or "").strip())

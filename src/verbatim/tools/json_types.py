@@ -1,0 +1,153 @@
+"""From type hints to JSON schemas, in the forms that `transformers.utils.get_json_schema` writes.
+
+Chat templates and models know these forms: a schema by hand, by transformers or by a `FunctionTool` is one prompt.
+pydantic writes what transformers refuses: models, dataclasses, typed dicts, dates, constraints.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from types import UnionType
+from typing import Annotated, Any, Literal, Union
+
+import typing_extensions
+from pydantic import WithJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+_BARE: Mapping[Any, Mapping[str, str]] = {
+    list: {"type": "array"}, typing.List: {"type": "array"}, tuple: {"type": "array"},  # noqa: UP006
+    typing.Tuple: {"type": "array"}, dict: {"type": "object"}, typing.Dict: {"type": "object"},  # noqa: UP006
+}  # fmt: skip
+_REFERENCE = "#/$defs/"
+
+
+class ToolSchema(GenerateJsonSchema):
+    """pydantic's generator with transformers' forms: `"nullable": true`, lists of types, values instead of constants.
+
+    Example: `int | None` is `{"type": "integer", "nullable": true}`, `int | str` is
+    `{"type": ["integer", "string"]}`.
+    """
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        """`"nullable"` beside the inner schema."""
+        inner = self.generate_inner(schema["schema"])
+        return inner if inner == {"type": "null"} else {**inner, "nullable": True}
+
+    def union_schema(self, schema: core_schema.UnionSchema) -> JsonSchemaValue:
+        """One list of types where the branches say no more than a type."""
+        branches = [
+            self.generate_inner(choice[0] if isinstance(choice, tuple) else choice) for choice in schema["choices"]
+        ]
+        if all(branch.keys() == {"type"} and isinstance(branch["type"], str) for branch in branches):
+            names = sorted({branch["type"] for branch in branches})
+            return {"type": names[0] if len(names) == 1 else names}
+        return {"anyOf": branches}
+
+    def literal_schema(self, schema: core_schema.LiteralSchema) -> JsonSchemaValue:
+        """The values and their types, also of a single value."""
+        values = [value.value if isinstance(value, Enum) else value for value in schema["expected"]]
+        return _values(values) or super().literal_schema(schema)
+
+    def enum_schema(self, schema: core_schema.EnumSchema) -> JsonSchemaValue:
+        """The members' values and their types."""
+        return _values([member.value for member in schema["cls"]]) or super().enum_schema(schema)
+
+    def tuple_schema(self, schema: core_schema.TupleSchema) -> JsonSchemaValue:
+        """A type for each place; what follows from them is left out."""
+        found = super().tuple_schema(schema)
+        if "variadic_item_index" in schema:
+            return found
+        return {key: value for key, value in found.items() if key not in ("minItems", "maxItems")}
+
+    def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
+        """The values' type, `{}` for any; what is true of keys is left out."""
+        found = {key: value for key, value in super().dict_schema(schema).items() if key != "propertyNames"}
+        return {**found, "additionalProperties": {}} if found.get("additionalProperties") is True else found
+
+    def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
+        """In the order of definition."""
+        return value
+
+
+def readable(hint: Any) -> Any:
+    """A type hint as pydantic reads it, and as `ToolSchema` tells `list` from `list[Any]`.
+
+    Before Python 3.12 pydantic takes typed dicts of `typing_extensions` only: those of `typing` are made anew.
+    """
+    return _readable(hint, {})
+
+
+def _readable(hint: Any, known: dict[Any, Any]) -> Any:
+    if isinstance(hint, type | typing._SpecialGenericAlias) and hint in _BARE:  # type: ignore[attr-defined]
+        return Annotated[hint, WithJsonSchema(dict(_BARE[hint]))]
+    if typing.is_typeddict(hint) and type(hint).__module__ == "typing":
+        return _typed_dict(hint, known)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (None, Literal) or not arguments:
+        return hint
+    if origin is Annotated:
+        return Annotated[(_readable(arguments[0], known), *hint.__metadata__)]
+    inner = tuple(_readable(argument, known) if not isinstance(argument, list) else argument for argument in arguments)
+    if inner == arguments:
+        return hint
+    if origin in (Union, UnionType):
+        return Union[inner]  # noqa: UP007
+    return origin[inner if len(inner) > 1 else inner[0]]
+
+
+def _typed_dict(hint: Any, known: dict[Any, Any]) -> Any:
+    if hint not in known:
+        known[hint] = made = typing_extensions.TypedDict(hint.__name__, {})  # type: ignore[operator]
+        made.__doc__, made.__module__, made.__qualname__ = hint.__doc__, hint.__module__, hint.__qualname__
+        made.__required_keys__, made.__optional_keys__ = hint.__required_keys__, hint.__optional_keys__
+        hints = typing.get_type_hints(hint, include_extras=True)
+        made.__annotations__ = {name: _readable(inner, known) for name, inner in hints.items()}
+    return known[hint]
+
+
+def untitled(schema: Any, names_first: bool = False) -> Any:
+    """Without the titles pydantic makes up from names: they only cost tokens. A property may be called "title"."""
+    if isinstance(schema, list):
+        return [untitled(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: untitled(value, names_first=not names_first and key in ("properties", "$defs"))
+        for key, value in schema.items()
+        if names_first or key != "title"
+    }
+
+
+def with_enums_inside(schema: JsonSchemaValue) -> JsonSchemaValue:
+    """With the values of an enumeration where they are used, not under `$defs`, and without its docstring."""
+    definitions = schema.get("$defs", {})
+    enums = {
+        f"{_REFERENCE}{name}": {key: inner[key] for key in ("type", "enum") if key in inner}
+        for name, inner in definitions.items() if "enum" in inner
+    }  # fmt: skip
+    kept = {name: inner for name, inner in definitions.items() if "enum" not in inner}
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inside(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if isinstance(value.get("$ref"), str) and value["$ref"] in enums:
+            return {**enums[value["$ref"]], **{key: item for key, item in value.items() if key != "$ref"}}
+        return {key: inside(item) for key, item in value.items()}
+
+    rest = {key: value for key, value in schema.items() if key != "$defs"}
+    found: JsonSchemaValue = inside({**rest, "$defs": kept} if kept else rest)
+    return found
+
+
+def _values(values: Sequence[Any]) -> JsonSchemaValue | None:
+    """The schema of a choice between JSON values; None where there are others among them."""
+    if not values or any(type(value) not in _SCALARS for value in values):
+        return None
+    kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
+    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(values)}

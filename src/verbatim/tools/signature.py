@@ -1,0 +1,234 @@
+"""What a model may give to a function: the parameters that it can fill, their schema, and the check of a call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError
+
+from verbatim.errors import ComponentError
+from verbatim.tools.base import ToolArgumentsError
+from verbatim.tools.docstrings import read_docstring
+from verbatim.tools.json_types import ToolSchema, readable, untitled, with_enums_inside
+
+_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A callable, down to the function whose signature is read.
+
+    Example: of `partial(search, index)` it is `search`, with one parameter bound.
+    """
+
+    function: Callable[..., Any]
+    """The plain function."""
+    name: str
+    """Its own, or its object's class's."""
+    doc: str
+    """Its docstring; of an object, where `__call__` has none, its class's."""
+    num_bound: int = 0
+    """Leading parameters that are given: `self`, and positional arguments of `functools.partial`."""
+    bound: frozenset[str] = frozenset()
+    """Parameters that are given by name."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Subject:
+        """Look through `functools.partial`, bound methods, static methods and objects with `__call__`."""
+        inner: Any = function
+        num_bound, bound, doc, name = 0, frozenset[str](), "", getattr(function, "__name__", None)
+        while True:
+            if isinstance(inner, functools.partial):
+                num_bound += len(inner.args)
+                bound |= set(inner.keywords)
+                inner = inner.func
+            elif isinstance(inner, types.MethodType):
+                num_bound += 1
+                inner = inner.__func__
+            elif isinstance(inner, staticmethod):
+                inner = inner.__func__
+            elif not hasattr(inner, "__name__") and isinstance(getattr(inner, "__call__", None), types.MethodType):  # noqa: B004
+                name = name or type(inner).__name__
+                doc = doc or inspect.getdoc(type(inner)) or ""
+                inner = inner.__call__
+            else:
+                break
+        own = inspect.getdoc(inner) if getattr(inner, "__doc__", None) or not doc else None
+        return cls(function=inner, name=name or str(getattr(inner, "__name__", type(inner).__name__)), doc=own or doc,
+                   num_bound=num_bound, bound=bound)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """The validated shape of a function's parameters, and what its docstring says."""
+
+    description: str
+    """Of the function."""
+    model: type[BaseModel]
+    """One field per parameter, `p0`, `p1`, ..., with the parameter's name as alias: no name can clash."""
+    names: Mapping[str, str]
+    """Parameter name to field name."""
+    by_position: tuple[str, ...]
+    """Parameters that cannot be given by name."""
+    schema: Mapping[str, Any]
+    """JSON schema of an object with one property per parameter."""
+    returns: Mapping[str, Any] | None
+    """JSON schema of the value; None where nothing, or nothing that JSON knows, is said about it."""
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Checked as JSON, strictly: "5" is not an integer, but a date may be a string.
+
+        Raises:
+            ToolArgumentsError: they do not fit; says where and why.
+        """
+        unknown = [name for name in arguments if name not in self.names]
+        if unknown:
+            near = get_close_matches(unknown[0], self.names, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ToolArgumentsError(f"unknown argument {unknown[0]}; expected {_listed(self.names)}.{hint}")
+        try:
+            checked = self.model.model_validate_json(json.dumps(dict(arguments)), strict=True)
+        except ValidationError as error:
+            raise ToolArgumentsError("; ".join(_explain(item) for item in error.errors())) from None
+        return {name: getattr(checked, field) for name, field in self.names.items()}
+
+
+def read_signature(subject: Subject) -> Signature:
+    """The parameters of a callable that are not bound yet.
+
+    Raises:
+        ComponentError: a parameter without a type, with a type that JSON cannot carry, or of variable number.
+    """
+    return _read(subject.function, subject.doc, subject.num_bound, subject.bound)
+
+
+# By the plain function, so that a tool made anew for each episode costs no new model.
+@lru_cache(maxsize=1024)
+def _read(function: Callable[..., Any], doc: str, num_bound: int, bound: frozenset[str]) -> Signature:
+    where = f"tool {getattr(function, '__qualname__', function)!s}"
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters = list(inspect.signature(function).parameters.values())
+    except (NameError, TypeError, ValueError) as error:
+        raise ComponentError(f"{where}: its type hints cannot be read: {error}") from error
+    parameters = [parameter for parameter in parameters[num_bound:] if parameter.name not in bound]
+    said = read_docstring(doc, [parameter.name for parameter in parameters])
+    fields: dict[str, Any] = {}
+    for index, parameter in enumerate(parameters):
+        _check_parameter(parameter, hints, where, is_first=index == 0 and not num_bound)
+        fields[f"p{index}"] = _field(parameter, hints[parameter.name], said.arguments.get(parameter.name))
+    try:
+        model = create_model("Arguments", __config__=ConfigDict(arbitrary_types_allowed=False), **fields)
+        raw = model.model_json_schema(by_alias=True, schema_generator=ToolSchema)
+    except PydanticUserError as error:
+        if error.code == "typed-dict-version":
+            raise ComponentError(f"{where}: a typed dict inside a dataclass; before Python 3.12 write `from "
+                                 "typing_extensions import TypedDict` for it") from error  # fmt: skip
+        raise ComponentError(f"{where}: a parameter's type has no JSON form: {error}") from error
+    except (PydanticSchemaGenerationError, TypeError) as error:
+        raise ComponentError(f"{where}: a parameter's type has no JSON form: {error}") from error
+    return Signature(
+        description=said.description,
+        model=model,
+        names={parameter.name: f"p{index}" for index, parameter in enumerate(parameters)},
+        by_position=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY),
+        schema=_object(raw),
+        returns=_returns(hints["return"], said.returns) if "return" in hints else None,
+    )
+
+
+def _check_parameter(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str, *, is_first: bool) -> None:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        raise ComponentError(f"{where}: parameter {parameter} stands for any number of arguments; expected ordinary "
+                             "named parameters, such as `number: int` or `numbers: list[int]`")  # fmt: skip
+    if parameter.name in hints:
+        return
+    if is_first and parameter.name in ("self", "cls"):
+        raise ComponentError(f"{where}: a method without its object; give the object's own, such as "
+                             f"`FunctionTool(thing.{where.rpartition('.')[2]})`")  # fmt: skip
+    raise ComponentError(f"{where}: parameter {parameter.name} has no type; write for example `{parameter.name}: str`")
+
+
+def _field(parameter: inspect.Parameter, hint: Any, said: str | None) -> tuple[Any, Any]:
+    hint = readable(hint)
+    about: dict[str, Any] = {"alias": parameter.name}
+    if isinstance(parameter.default, FieldInfo):  # `number: int = Field(3, ge=0)`
+        hint = Annotated[hint, parameter.default]
+    elif parameter.default is not parameter.empty:
+        about["default"] = parameter.default
+    if said:
+        about["description"], choices = _choices(said)
+        if choices:
+            hint = Annotated[hint, AfterValidator(functools.partial(_one_of, choices))]
+            about["json_schema_extra"] = {"enum": list(choices)}
+    return hint, Field(**about)
+
+
+def _choices(said: str) -> tuple[str, tuple[Any, ...]]:
+    """The description, and the values of a `(choices: ["tea", "coffee"])` at its end."""
+    match = _CHOICES.search(said)
+    try:
+        values = json.loads(match[1]) if match else None
+    except json.JSONDecodeError:
+        values = None
+    if match is None or not isinstance(values, list):
+        return said, ()
+    return said[: match.start()].strip(), tuple(v.strip() if isinstance(v, str) else v for v in values)
+
+
+def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
+    if value not in choices:
+        raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, choices))})
+    return value
+
+
+def _object(raw: dict[str, Any]) -> dict[str, Any]:
+    """pydantic's schema of the arguments, without what only pydantic needs."""
+    raw = with_enums_inside(raw)
+    properties = untitled(raw.get("properties", {}), names_first=True)
+    schema = {"type": "object", "properties": {name: _in_order(about) for name, about in properties.items()}}
+    if raw.get("required"):
+        schema["required"] = raw["required"]
+    if "$defs" in raw:
+        schema["$defs"] = untitled(raw["$defs"], names_first=True)
+    return schema
+
+
+def _in_order(schema: dict[str, Any]) -> dict[str, Any]:
+    """As transformers orders it, and the default last: a prompt holds the schema as text."""
+    last = [key for key in ("description", "default") if key in schema]
+    return {**{key: value for key, value in schema.items() if key not in last}, **{key: schema[key] for key in last}}
+
+
+def _returns(hint: Any, said: str | None) -> dict[str, Any] | None:
+    try:
+        adapter = TypeAdapter(readable(hint))
+        schema = untitled(with_enums_inside(adapter.json_schema(mode="serialization", schema_generator=ToolSchema)))
+    except (PydanticSchemaGenerationError, PydanticUserError, TypeError):
+        return None  # the model never writes the value
+    return {**schema, **({"description": said} if said is not None else {})}
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"]) or "arguments"
+    found = json.dumps(error["input"], ensure_ascii=False, default=str)
+    if error["type"] == "missing":
+        return f"{where}: missing"
+    return f"{where}: {error['msg'][:1].lower()}{error['msg'][1:]}, found {found[:80]}"
+
+
+def _listed(names: Mapping[str, str]) -> str:
+    return ", ".join(names) if names else "no arguments"
