@@ -121,3 +121,18 @@ def test_a_reward_that_is_no_number_is_dropped_and_counted():
     assert group.dropped == {"error": 5} and group.num_trained_tokens == 6
     assert group.reasons == (None, None, "error")
     assert rollout_metrics([group], 0, {"0": False, "1": True})["errors/reward"] == 1
+
+
+def test_where_a_teacher_is_followed_rollouts_without_a_reward_are_trained_and_in_no_baseline():
+    rollouts = [
+        rollout(1.0, turn(2), trajectory_id="a"), rollout(None, turn(3), trajectory_id="b", index=1),
+        rollout(0.0, turn(4), trajectory_id="c", index=2),
+    ]  # fmt: skip
+    rules = Rules(
+        advantage=ADVANTAGES["default"], filters={}, strategy="interleaved", max_length=100, max_off_policy_steps=8,
+        needs_rewards=False,
+    )  # fmt: skip
+    group = assemble_group(0, group_of(*rollouts), rules, step=0)
+    found = {s.trajectory_id: set(s.advantages[s.loss_mask].tolist()) for s in group.samples}
+    assert found == {"a": {0.5}, "b": {0.0}, "c": {-0.5}}
+    assert (group.dropped, group.reasons) == ({}, (None, None, None))

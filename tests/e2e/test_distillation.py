@@ -36,6 +36,21 @@ class Sum(Episode):
         return 1.0
 
 
+class Unscored(Sum):
+    """Earns nothing: what is learned is the teacher."""
+
+    async def score(self, trajectory):
+        return None
+
+
+class UnscoredSums:
+    def examples(self, split):
+        return Sums().examples(split)
+
+    async def start(self, example, seed):
+        return Unscored(example.payload["numbers"])
+
+
 class Sums:
     def examples(self, split):
         return [Example(id=f"{n}", payload={"numbers": f"{n} 2 3"}) for n in range(1, 5)]
@@ -119,6 +134,37 @@ def test_a_student_imitates_what_a_teacher_behind_a_server_says(place):
     assert all(turn["logprobs"] is None for turn in said["turns"])
     last = assert_ledger_adds_up(place / "imitation")
     assert last["ledger/trained"] == last["ledger/sampled"]
+
+
+def assert_everything_was_trained(folder):
+    last = assert_ledger_adds_up(folder)
+    assert last["ledger/trained"] == last["ledger/sampled"] > 0
+    assert all(line["metrics"]["grad_norm"] > 0 for line in train_lines(folder))
+
+
+def test_distillation_needs_no_reward(place):
+    options = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
+               "--orchestrator.train.env.0.import-path", "sums.UnscoredSums", "--run-dir", "unscored"]  # fmt: skip
+    assert run(*options) == 0
+    assert_everything_was_trained(place / "unscored")
+
+
+def test_a_loss_of_ones_own_distils_without_a_reward(place):
+    (place / "my_distillation.py").write_text(DISTIL)
+    options = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
+               "--trainer.loss", '{ type = "custom", import_path = "my_distillation.distil" }',
+               "--orchestrator.train.env.0.import-path", "sums.UnscoredSums", "--run-dir", "own_unscored"]  # fmt: skip
+    assert run(*options) == 0
+    assert_everything_was_trained(place / "own_unscored")
+
+
+def test_imitation_needs_no_reward(place):
+    with chat_server() as server:
+        teacher = f'{{ model = "adder", base_url = "{server.url}" }}'
+        options = ["--orchestrator.training-mode", "sft", "--orchestrator.teacher", teacher,
+                   "--orchestrator.train.env.0.import-path", "sums.UnscoredSums", "--run-dir", "copy"]  # fmt: skip
+        assert run(*options) == 0
+    assert_everything_was_trained(place / "copy")
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,7 @@ def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> 
             max_length=orchestrator.seq_len,
             max_off_policy_steps=orchestrator.max_off_policy_steps,
             needs_logprobs=orchestrator.training_mode != "sft",
+            needs_rewards=orchestrator.training_mode == "rl",
         )
         for label, (env, _) in environments.train.items()
     }

@@ -94,7 +94,7 @@ def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: st
 def _credit(trajectory: Trajectory, advantage: Any, where: str) -> Trajectory:
     of_turns = isinstance(advantage, Iterable) and getattr(advantage, "ndim", 1) > 0
     try:
-        values = [float(value) for value in (advantage if of_turns else [advantage])]
+        values = [_number(value) for value in (advantage if of_turns else [advantage])]
     except (TypeError, ValueError) as error:
         raise ComponentError(f"{where}: returned {advantage!r} for rollout {trajectory.sample_index} ({error}); "
                              "expected a number, or a list with one for each of its turns") from error  # fmt: skip
@@ -107,6 +107,12 @@ def _credit(trajectory: Trajectory, advantage: Any, where: str) -> Trajectory:
         return trajectory.replace(advantage=values[0])
     turns = tuple(t.replace(advantage=v) for t, v in zip(trajectory.turns, values, strict=True))
     return trajectory.replace(turns=turns)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError("a text")
+    return float(value)
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -10,7 +10,8 @@ from verbatim.tools.base import Tool
 from verbatim.types import Example, Message, StopReason, Trajectory
 
 Score = float | Mapping[str, float] | None
-"""A reward, or its named parts, which are added up; None where nothing is earned (such episodes are not trained on)."""
+"""A reward, or its named parts, which are added up; None where nothing is earned. Such episodes are not trained on in
+mode "rl"; where a teacher is followed ("opd", "sft") they are trained on like any other."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ class Rules:
     """Oldest age that is trained."""
     needs_logprobs: bool = True
     """Whether a turn without logprobs is context only: not where texts are imitated."""
+    needs_rewards: bool = True
+    """Whether a rollout without a reward, or with one that no advantage can be made of, fails: not where a teacher is
+    followed. Its advantages are 0 then."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +69,7 @@ def assemble_group(index: int, group: Group, rules: Rules, step: int) -> Assembl
     Example: of four rollouts with rewards 1, 0, 0 and an error, the three get advantages 2/3, -1/3, -1/3; the
     tokens of the fourth are dropped as `error`.
     """
-    credited = assign_advantages(group, rules.advantage, rules.length_penalty)
+    credited = _credited(group, rules)
     dropped: Counter[str] = Counter()
     samples: list[TrainingSample] = []
     verdicts: list[FilterVerdict] = []
@@ -98,6 +102,18 @@ def assemble_group(index: int, group: Group, rules: Rules, step: int) -> Assembl
     sampled = sum(t.num_sampled_tokens for t in credited.trajectories)
     assert assembled.num_trained_tokens + sum(dropped.values()) == sampled, f"group {group.group_id} lost tokens"
     return assembled
+
+
+def _credited(group: Group, rules: Rules) -> Group:
+    """With advantages; what has none fails, unless rewards are not needed."""
+    credited = assign_advantages(group, rules.advantage, rules.length_penalty)
+    if rules.needs_rewards:
+        return credited
+    kept = tuple(
+        before if before.error is None and after.error is not None else after
+        for before, after in zip(group.trajectories, credited.trajectories, strict=True)
+    )
+    return dataclasses.replace(credited, trajectories=kept)
 
 
 def rollout_metrics(groups: Sequence[AssembledGroup], step: int, succeeded: Mapping[str, bool]) -> dict[str, float]:
