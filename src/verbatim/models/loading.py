@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from verbatim.errors import ModelError
+from verbatim.models.conversion import to_model_tensors
 from verbatim.models.float64 import keep_float64
 from verbatim.models.mixing import plan_attention
 
@@ -137,6 +138,8 @@ def load_tokenizer(name: str | Path) -> Any:
 def load_weights(model: Any, folder: Path) -> None:
     """Replace a model's weights in place by a folder's, without building a second model.
 
+    The folder is in the format that `save_model` writes and `from_pretrained` reads.
+
     Raises:
         ModelError: tensors that are missing, unknown or of another shape; the model is then unchanged.
     """
@@ -149,12 +152,15 @@ def load_weights(model: Any, folder: Path) -> None:
             incoming.update(load_file(file))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
+    try:
+        incoming, unknown = to_model_tensors(model, incoming)
+    except ModelError as error:
+        raise ModelError(f"{folder} does not fit the model: {error}") from error
     own = dict(model.named_parameters(remove_duplicate=False))
     own.update({k: v for k, v in model.named_buffers() if k in model.state_dict()})
-    unknown = [k for k in incoming if k not in own]
-    storages = {own[k].data_ptr() for k in incoming if k in own}
+    storages = {own[k].data_ptr() for k in incoming}
     missing = [k for k, v in own.items() if k not in incoming and v.data_ptr() not in storages]
-    shapes = [k for k, v in incoming.items() if k in own and own[k].shape != v.shape]
+    shapes = [k for k, v in incoming.items() if own[k].shape != v.shape]
     _refuse_two_values_for_one_tensor(folder, incoming, own)
     if unknown or missing or shapes:
         raise ModelError(f"{folder} does not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
@@ -170,11 +176,10 @@ def _refuse_two_values_for_one_tensor(
     """A tied head has two names and one storage: of two different values the later would silently win."""
     first_name: dict[int, str] = {}
     for key, value in incoming.items():
-        if key in own:
-            first = first_name.setdefault(own[key].data_ptr(), key)
-            if first != key and not torch.equal(incoming[first], value):
-                raise ModelError(f"{folder} does not fit the model: it has different values for {first} and {key}, "
-                                 "which the model ties together")  # fmt: skip
+        first = first_name.setdefault(own[key].data_ptr(), key)
+        if first != key and not torch.equal(incoming[first], value):
+            raise ModelError(f"{folder} does not fit the model: it has different values for {first} and {key}, "
+                             "which the model ties together")  # fmt: skip
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:

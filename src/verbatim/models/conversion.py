@@ -1,0 +1,81 @@
+"""From the tensors of a Hugging Face folder to those of the model, as `transformers` converts them.
+
+`save_pretrained` writes the layout that the architecture was published in, which vLLM and others read: a
+mixture-of-experts layer is one tensor per expert there, and one fused tensor in the model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from verbatim.errors import ModelError
+
+
+def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Convert tensors as `from_pretrained` does for this model: renamed, and stacked, split or transposed where needed.
+
+    Example: a Mixtral's `model.layers.0.block_sparse_moe.experts.{0..7}.w1.weight` and `...w3.weight` are
+    `model.layers.0.mlp.experts.gate_up_proj`.
+
+    Args:
+        model: A `transformers` model; it is not changed.
+        saved: Tensors by their names in the folder, of any dtype.
+
+    Returns:
+        The tensors by the model's names, and those names of the folder that the model does not have. Tensors that
+        need no conversion are passed on, not copied. Their shapes are not compared with the model's.
+
+    Raises:
+        ModelError: tensors that cannot be converted: one of them is missing, or has another shape than the others.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    own, prefix = model.state_dict(), model.base_model_prefix
+    unknown: list[str] = []
+    saved_as: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    conversions: dict[str, Any] = {}
+    for key in sorted(saved, key=dot_natural_key):  # the order in which experts are stacked
+        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        if name not in own and key in own:
+            name, pattern = rename_source_key(key, [], [], prefix, own)
+        if name not in own:
+            unknown.append(key)
+            continue
+        saved_as[name, pattern].append(key)
+        if pattern is not None:
+            conversion = conversions.setdefault(name, deepcopy(converter_of[pattern]))
+            conversion.add_tensor(name, key, pattern, saved[key])
+    converted: dict[str, Tensor] = {}
+    for (name, pattern), keys in saved_as.items():
+        if pattern is not None:
+            _refuse_gaps(name, keys)
+        elif len(keys) > 1:
+            raise ModelError(f"{keys[0]} and {keys[1]} are both the model's {name}")
+        else:
+            converted[name] = saved[keys[0]]
+    for name, conversion in conversions.items():
+        try:
+            made = conversion.convert(name, model=model, config=model.config)
+        except (RuntimeError, ValueError, KeyError, IndexError) as error:
+            raise ModelError(f"the tensors of the model's {name} do not fit each other: {error}") from error
+        for target, value in made.items():
+            converted[target] = value[0] if isinstance(value, list) else value
+    return converted, unknown
+
+
+def _refuse_gaps(name: str, keys: Iterable[str]) -> None:
+    """Experts are stacked in the order of their numbers; without this, expert 4 would take the place of a missing 3."""
+    for numbers in zip(*([int(part) for part in key.split(".") if part.isdigit()] for key in keys), strict=False):
+        found = sorted(set(numbers))
+        if len(found) > 1 and found != list(range(len(found))):
+            raise ModelError(f"the model's {name} is stacked from tensors 0 to {len(found) - 1}; the folder numbers "
+                             f"them {found}")  # fmt: skip

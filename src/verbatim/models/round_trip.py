@@ -1,0 +1,45 @@
+"""Whether the weights that a trainer saves are the weights that a sampler has after it loaded them."""
+
+from __future__ import annotations
+
+import tempfile
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verbatim.errors import ModelError
+from verbatim.models.loading import load_weights, save_model
+
+
+@torch.no_grad()
+def check_round_trip(model: Any) -> None:
+    """Save random weights of a model's shapes and load them into a copy, bit for bit.
+
+    Args:
+        model: A small `transformers` model on any device: two copies of it are made. It is not changed.
+
+    Raises:
+        ModelError: a tensor comes back with other values, or not at all; the architecture is named.
+    """
+    architecture = type(model).__name__
+    trained, updated = deepcopy(model), deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in trained.state_dict().values():
+        if tensor.is_floating_point():  # distinct values: two biases of zeros could change places unseen
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    for tensor in updated.state_dict().values():
+        tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.bitwise_not_()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(trained, None, Path(folder))
+            load_weights(updated, Path(folder))
+    except (ModelError, RuntimeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
+        raise ModelError(f"{architecture} cannot take new weights: what it saves does not load into it again: "
+                         f"{error}") from error  # fmt: skip
+    after = updated.state_dict()
+    changed = [name for name, value in trained.state_dict().items() if not torch.equal(value, after[name])]
+    if changed:
+        raise ModelError(f"{architecture} cannot take new weights: {len(changed)} of its tensors come back from "
+                         f"a saved folder with other values, {changed[0]} first")  # fmt: skip
