@@ -124,14 +124,6 @@ def test_a_tool_may_end_it():
     assert result.info["timeline"][-1]["reward"] == 0.5
 
 
-def test_a_call_without_a_tool_manager_is_an_error_of_that_trajectory():
-    with chat_server() as server:
-        one, other = rollout_of(server, tool_manager=None)([ask("3 4"), ask("5")])
-    assert (one["stop_reason"], one["turns"]) == ("api_error", 1)
-    assert one["error"] == "tool: the model called add, and nothing runs it; pass tool_manager="
-    assert (other["stop_reason"], other["messages"][-1]["content"]) == ("stop", "5")
-
-
 def test_each_trajectory_may_have_tools_of_its_own():
     def managers(count: int) -> list[ToolManager]:
         def manager(extra: int) -> ToolManager:

@@ -131,6 +131,8 @@ def _limits(orchestrator: OrchestratorConfig, env: EnvConfig) -> EpisodeLimits:
         timeout=orchestrator.episode_timeout,
         tool_timeout=orchestrator.tool_timeout,
         tool_output_limit=orchestrator.tool_output_limit,
+        tool_error=orchestrator.tool_error,
+        max_malformed_retries=orchestrator.max_malformed_retries,
     )
 
 

@@ -374,6 +374,10 @@ class OrchestratorConfig(Section):
     """Seconds after which a tool call becomes an error message to the model."""
     tool_output_limit: PositiveInt = 16_384
     """Characters of a tool's answer; the rest is cut and the model is told."""
+    tool_error: Literal["message", "stop"] = "message"
+    """What a tool that raises or hangs does: tells the model, or ends the episode as failed."""
+    max_malformed_retries: NonNegativeInt = 2
+    """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as malformed."""
     heartbeat_timeout: PositiveFloat = 30.0
     """Seconds without a sign of life after which the other process of a run is taken for dead."""
     stall_timeout: PositiveFloat = 1800.0

@@ -17,6 +17,7 @@ from verbatim.inference.chat_request import chat_body, samples_as_modelled
 from verbatim.inference.openai import Connection
 from verbatim.rollouts.base import Opening
 from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.rewards import add_reward
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.turn_loop import EpisodeLimits
 from verbatim.token_tree import LARGEST_ID
@@ -47,12 +48,12 @@ class ChatEpisode:
     Args:
         connection: To the server.
         opening: Where it begins.
-        tools: What the model may call; None = nothing can be run.
+        tools: What the model is offered, and what runs it.
         rules: As for every episode.
     """
 
     def __init__(
-        self, *, connection: Connection, opening: Opening, tools: ToolManager | None, rules: ChatRules
+        self, *, connection: Connection, opening: Opening, tools: ToolManager, rules: ChatRules
     ) -> None:
         self._connection = connection
         self._opening = opening
@@ -130,7 +131,7 @@ class ChatEpisode:
             rules.seed, self._opening.identity["example_id"], self._opening.identity["sample_index"], self._num_turns
         )  # fmt: skip
         body = chat_body(
-            self._connection.api.model, self._messages, self._offered(), rules.params, extra_body=rules.extra_body,
+            self._connection.api.model, self._messages, self._tools.schemas, rules.params, extra_body=rules.extra_body,
             seed=seed, send_reasoning=rules.send_reasoning,
         )  # fmt: skip
         entry = self._enter(what="generation")
@@ -144,10 +145,6 @@ class ChatEpisode:
         self._usage.update(answer.usage)
         self._record(answer, calls, body, entry["seconds"])
         return answer, calls
-
-    def _offered(self) -> list[Mapping[str, Any]]:
-        """The opening's own tool schemas, or else the tool manager's."""
-        return list(self._opening.tools) or (self._tools.schemas if self._tools is not None else [])
 
     def _record(
         self, answer: ChatAnswer, calls: tuple[ToolCall, ...], body: Mapping[str, Any], seconds: float
@@ -176,10 +173,9 @@ class ChatEpisode:
 
     async def _run_tools(self, calls: tuple[ToolCall, ...]) -> bool:
         """Answer the calls in order, until one of them ends the episode; whether one did."""
-        if self._tools is None:
-            raise EnvironmentFault(f"the model called {calls[0].name}, and nothing runs it; pass tool_manager=")
         limits = self._rules.limits
         outcomes: list[ToolOutcome] = []
+        reward: float | None = None
         started = time.perf_counter()
         try:
             for call in calls:
@@ -192,17 +188,18 @@ class ChatEpisode:
                     self._leave(entry)
                 outcomes.append(outcome)
                 self._note(outcome, entry)
+                reward = add_reward(reward, outcome.reward, f"tool {call.name}")
+                if outcome.reward is not None:
+                    entry["reward"] = float(outcome.reward)
                 if outcome.done:
                     return True
         finally:
-            self._amend(outcomes, time.perf_counter() - started)
+            self._amend(outcomes, reward, time.perf_counter() - started)
         return False
 
     def _note(self, outcome: ToolOutcome, entry: dict[str, Any]) -> None:
         kind = outcome.error_kind
         self._messages.append(outcome.message)
-        if outcome.reward is not None:
-            entry["reward"] = outcome.reward
         if kind is None:
             return
         entry["error"] = kind
@@ -210,17 +207,16 @@ class ChatEpisode:
         if self._rules.tool_error == "stop" and kind in ("exception", "timeout"):
             raise EnvironmentFault(outcome.message["content"])
 
-    def _amend(self, outcomes: list[ToolOutcome], seconds: float) -> None:
+    def _amend(self, outcomes: list[ToolOutcome], reward: float | None, seconds: float) -> None:
         """Add to the recorded turn what its calls came to."""
         if not self._recorder.turns:
             return
         turn = self._recorder.turns[-1]
         assert turn.timing is not None
-        rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
         kinds = [outcome.error_kind for outcome in outcomes if outcome.error_kind in PARSE_STATUSES]
         self._recorder.amend(
             len(self._recorder.turns) - 1,
-            reward=sum(rewards) if rewards else None,
+            reward=reward,
             timing=TurnTiming(generated=turn.timing.generated, tools=seconds),
             parse_status=cast(ParseStatus, kinds[0]) if turn.parse_status == "ok" and kinds else turn.parse_status,
         )

@@ -15,13 +15,12 @@ from verbatim.inference.base import SamplingParams
 from verbatim.inference.openai import Connection, OpenAI
 from verbatim.rollouts.api_episode import ChatEpisode, ChatRules
 from verbatim.rollouts.base import Conversation, Opening, check_settings, read_openings, run_to_end
+from verbatim.rollouts.offered import Managers, offered_tools
 from verbatim.rollouts.progress import progress_bar
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.rollouts.turn_loop import EpisodeLimits
 from verbatim.tools.manager import ToolManager
 from verbatim.types import StopReason, Trajectory
-
-Managers = ToolManager | Sequence[ToolManager | None] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +41,8 @@ class APIMultiTurnRollout:
     api: OpenAI
     """The server and the model."""
     tool_manager: Managers = None
-    """What runs the calls: one for all, or a list with one for each trajectory."""
+    """What runs the calls: one for all, or a list with one for each trajectory. Where it is None, a call is answered
+    with an error, and counted."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """How to sample."""
     max_turns: int = 6
@@ -125,7 +125,7 @@ class APIMultiTurnRollout:
         """
         settings = self._override(overrides)
         openings = read_openings(trajectories)
-        waiting = iter(zip(range(len(openings)), openings, settings._managers(len(openings)), strict=True))
+        waiting = iter(zip(range(len(openings)), openings, offered_tools(openings, settings.tool_manager), strict=True))
         async with settings.api.connect() as connection:
             with progress_bar(len(openings), settings.progress) as advance:
 
@@ -140,15 +140,6 @@ class APIMultiTurnRollout:
                             workers.create_task(call.work(waiting))
                 except BaseExceptionGroup as group:
                     raise group.exceptions[0] from None
-
-    def _managers(self, count: int) -> Sequence[ToolManager | None]:
-        given = self.tool_manager
-        if given is None or isinstance(given, ToolManager):
-            return [given] * count
-        if len(given) != count:
-            raise UsageError(f"tool_manager holds {len(given)} tool managers for {count} trajectories; give one for "
-                             "each, or a single one for all")  # fmt: skip
-        return given
 
     def _override(self, overrides: Mapping[str, Any]) -> APIMultiTurnRollout:
         names = [f.name for f in dataclasses.fields(self)]
@@ -182,12 +173,12 @@ class _Call:
             seed=settings.seed,
         )  # fmt: skip
 
-    async def work(self, waiting: Iterator[tuple[int, Opening, ToolManager | None]]) -> None:
+    async def work(self, waiting: Iterator[tuple[int, Opening, ToolManager]]) -> None:
         """Play one after the other of what no other worker has taken."""
         for index, opening, tools in waiting:
             await self._play(index, opening, tools)
 
-    async def _play(self, index: int, opening: Opening, tools: ToolManager | None) -> None:
+    async def _play(self, index: int, opening: Opening, tools: ToolManager) -> None:
         episode = ChatEpisode(connection=self._connection, opening=opening, tools=tools, rules=self._rules)
         try:
             trajectory = await episode.run()

@@ -146,12 +146,15 @@ def check_settings(rollout: Any, numbers: Sequence[str]) -> None:
     """Refuse what no rollout engine can work with, before anything is asked.
 
     Raises:
-        UsageError: a number that is none or not above 0, sampling parameters or tool managers of another type.
+        UsageError: a number that is none or out of range, sampling parameters or tool managers of another type.
     """
     for name in numbers:
         value = getattr(rollout, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise UsageError(f"{name} = {value!r:.80}; expected a number above 0")
+    retries = rollout.max_malformed_retries
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise UsageError(f"max_malformed_retries = {retries!r:.80}; expected a whole number, at least 0")
     if rollout.tool_error not in ("message", "stop"):
         raise UsageError(f'tool_error = {rollout.tool_error!r}; expected "message" or "stop"')
     if not isinstance(rollout.sampling_params, SamplingParams):

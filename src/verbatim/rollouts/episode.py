@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
-import numbers
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from verbatim.environments.base import Environment, Episode, Reply, Score
 from verbatim.errors import ComponentError, EnvironmentFault, RolloutError
 from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.rewards import add_reward, checked_reward
 from verbatim.rollouts.teacher_loop import TeacherLoop
 from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits, EpisodeOver
 from verbatim.tools.manager import ToolManager
@@ -136,7 +139,9 @@ async def _converse(
             if not isinstance(answer, Reply):
                 raise EnvironmentFault(f"reply returned {answer!r}; expected verbatim.environments.Reply")
             _checked_messages(answer.messages, "the reply's messages")
-            _checked_reward(answer.reward, "reply")
+            if not isinstance(answer.done, bool | np.bool_):
+                raise EnvironmentFault(f"reply returned done={answer.done!r:.80}; expected True or False")
+            answer = dataclasses.replace(answer, reward=checked_reward(answer.reward, "reply"))
             parse_status, malformed_in_a_row = "ok", 0
             ends = None if answer.messages else StopReason.STOP
         messages.extend(answer.messages)
@@ -153,13 +158,14 @@ async def _run_tools(
     tools: ToolManager, calls: tuple[ToolCall, ...], limits: EpisodeLimits, info: dict[str, Any]
 ) -> tuple[Reply, ParseStatus]:
     """Run the calls in order, until one of them ends the episode; also the first thing wrong with any of them."""
-    messages, rewards, done = [], [], False
+    messages: list[Message] = []
+    reward: float | None = None
+    done = False
     parse_status: ParseStatus = "ok"
     for call in calls:
         outcome = await tools.dispatch(call, timeout=limits.tool_timeout, output_limit=limits.tool_output_limit)
         messages.append(outcome.message)
-        if outcome.reward is not None:
-            rewards.append(_checked_reward(outcome.reward, f"tool {call.name}") or 0.0)
+        reward = add_reward(reward, outcome.reward, f"tool {call.name}")
         kind = outcome.error_kind
         if kind in ("exception", "timeout") and limits.tool_error == "stop":
             raise EnvironmentFault(f"tool {call.name}: {outcome.message['content']}")
@@ -171,7 +177,7 @@ async def _run_tools(
         if outcome.done:
             done = True
             break
-    return Reply(messages=messages, done=done, reward=sum(rewards) if rewards else None), parse_status
+    return Reply(messages=messages, done=done, reward=reward), parse_status
 
 
 async def _guarded(what: str, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -196,15 +202,6 @@ def _checked_messages(messages: Any, what: str) -> Sequence[Message]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise EnvironmentFault(f'{what}: {message!r} at {index}; expected {{"role": ..., "content": ...}}')
     return messages
-
-
-def _checked_reward(reward: Any, who: str) -> float | None:
-    """A turn's own reward; one that is no finite number fails the rollout."""
-    if reward is None:
-        return None
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise EnvironmentFault(f"{who} gave the reward {reward!r}; expected a finite number")
-    return float(reward)
 
 
 def _state_key(episode: Episode) -> str | None:

@@ -19,14 +19,13 @@ from verbatim.renderers.base import Renderer
 from verbatim.rollouts.base import Conversation, Opening, check_settings, read_openings, run_to_end
 from verbatim.rollouts.episode import run_episode
 from verbatim.rollouts.group import run_together
+from verbatim.rollouts.offered import Managers, offered_tools
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits
-from verbatim.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
+from verbatim.tools import ToolManager
 from verbatim.types import Example, StopReason, Trajectory
-
-Managers = ToolManager | Sequence[ToolManager] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +52,8 @@ class MultiTurnRollout:
     template: Renderer
     """The renderer of the sampler's model."""
     tool_manager: Managers = None
-    """What runs the calls: one for all, or a list with one for each trajectory."""
+    """What runs the calls: one for all, or a list with one for each trajectory. Where it is None, a call is answered
+    with an error, and counted."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """How tokens are drawn."""
     max_turns: int = 6
@@ -134,8 +134,7 @@ class MultiTurnRollout:
         """The same, awaited."""
         settings = self._override(overrides)
         openings = read_openings(trajectories)
-        managers = settings._managers(len(openings))
-        shown = [_shown(opening, manager) for opening, manager in zip(openings, managers, strict=True)]
+        offered = offered_tools(openings, settings.tool_manager)
         seed = derive_seed(settings.seed, next(self._calls))
         slots = asyncio.Semaphore(settings.concurrency)
         traces: TraceFolder | None = None
@@ -152,7 +151,7 @@ class MultiTurnRollout:
             return trajectory
 
         return await run_together(
-            one(index, opening, tools) for index, (opening, tools) in enumerate(zip(openings, shown, strict=True))
+            one(index, opening, tools) for index, (opening, tools) in enumerate(zip(openings, offered, strict=True))
         )
 
     async def _play(self, opening: Opening, tools: ToolManager, seed: int, traces: TraceFolder | None) -> Trajectory:
@@ -191,15 +190,6 @@ class MultiTurnRollout:
             tool_error=self.tool_error, max_malformed_retries=self.max_malformed_retries,
         )  # fmt: skip
 
-    def _managers(self, count: int) -> list[ToolManager]:
-        given = self.tool_manager
-        if given is None or isinstance(given, ToolManager):
-            return [given or ToolManager()] * count
-        if len(given) != count:
-            raise UsageError(f"tool_manager holds {len(given)} tool managers for {count} trajectories; give one for "
-                             "each, or a single one for all")  # fmt: skip
-        return list(given)
-
     def _override(self, overrides: Mapping[str, Any]) -> MultiTurnRollout:
         names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
         for name in overrides:
@@ -235,22 +225,3 @@ class _Answering(Episode):
 
     async def score(self, trajectory: Trajectory) -> None:
         return None
-
-
-def _shown(opening: Opening, manager: ToolManager) -> ToolManager:
-    """The opening's own schemas, run by the manager's tools of these names; or the manager's own."""
-    return ToolManager(_Shown(schema, manager) for schema in opening.tools) if opening.tools else manager
-
-
-class _Shown:
-    """A tool that is described in one place and run in another."""
-
-    def __init__(self, schema: Mapping[str, Any], manager: ToolManager) -> None:
-        self.name: str = schema["function"]["name"]
-        self.schema = schema
-        self._tool: Tool | None = manager.get(self.name)
-
-    async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        if self._tool is None:
-            raise ToolArgumentsError("it is described, but nobody runs it here. Answer without it.")
-        return await self._tool(arguments)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
+
 from verbatim.errors import ComponentError
 from verbatim.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
 from verbatim.tools.function_tool import FunctionTool
@@ -161,6 +163,10 @@ def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, 
     if not isinstance(result, ToolResult) or not isinstance(result.content, str):
         found = type(result.content if isinstance(result, ToolResult) else result).__name__
         return "exception", ToolResult(content=f"Error: {tool.name} failed: it returned {found}, not text")
+    done: object = result.done
+    if not isinstance(done, bool | np.bool_):
+        return "exception", ToolResult(content=f"Error: {tool.name} failed: it returned done={done!r:.80}, not True or "
+                                       "False")  # fmt: skip
     return None, result
 
 
