@@ -3,14 +3,16 @@
 import copy
 import dataclasses
 import doctest
+import json
 from fractions import Fraction
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 
 import verbatim.types
 from verbatim import Group, StopReason, Trajectory, Turn
-from verbatim.errors import RecordError
+from verbatim.errors import NoFlatList, RecordError
 from verbatim.types import MicroBatch, Targets
 
 
@@ -139,6 +141,52 @@ def test_one_list_cannot_hold_two_contexts():
     for key in ("input_ids", "labels", "logprobs"):
         with pytest.raises(ValueError, match="samples"):
             broken[key]
+
+
+def broken_trajectory(**fields):
+    turns = (Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5]),
+             Turn(prompt_ids=[9, 8], completion_ids=[3], logprobs=[-0.25]))  # fmt: skip
+    return Trajectory(example_id="x", turns=turns, reward=1, **fields)
+
+
+def test_everything_but_the_flat_lists_can_be_read_of_a_trajectory_with_a_break():
+    broken = broken_trajectory()
+    found = dict(broken)
+    assert found == dict(broken.items()) and list(found) == list(broken.keys()) and len(broken) == len(found)
+    assert {"messages", "turns", "stop_reason", "truncated", "samples", "reward"} <= found.keys()
+    for key in ("input_ids", "labels", "logprobs"):
+        assert key not in broken and key not in found
+        assert (broken.get(key), broken.get(key, [])) == (None, [])
+        with pytest.raises(NoFlatList, match=r"^trajectory 'x' has 1 break\(s\): one list cannot .*samples"):
+            broken[key]
+    assert (found["turns"], broken.get("nonsense"), "nonsense" in broken, "reward" in broken) == (2, None, False, True)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_mapping_view_is_json(broken):
+    details = {
+        "info": MappingProxyType({"score": np.float32(0.5), "seen": np.arange(2), "task": {"answer": (7,)}}),
+        "reward_parts": MappingProxyType({"exact": np.float64(1.0)}), "stop_reason": "stop", "advantage": np.float32(2),
+        "messages": ({"role": "user", "content": "hi"},), "tools": ({"type": "function", "function": {"name": "add"}},),
+    }  # fmt: skip
+    trajectory = broken_trajectory(**details)
+    if not broken:
+        trajectory = trajectory.replace(turns=trajectory.turns[:1])
+    found = json.loads(json.dumps(dict(trajectory), allow_nan=False))
+    assert found == dict(trajectory) | {"stop_reason": "stop", "answer": [7]}
+    assert (found["reward"], found["reward_parts"], found["messages"]) == (1.0, {"exact": 1.0}, trajectory["messages"])
+    assert found["info"] == {"score": 0.5, "seen": [0, 1], "task": {"answer": [7]}}
+    assert found["tools"] == [{"type": "function", "function": {"name": "add"}}]
+    first = {"token_ids": [1, 2], "loss_mask": [False, True], "logprobs": [None, -0.5], "advantages": [0.0, 2.0]}
+    assert {name: found["samples"][0][name] for name in first} == first
+    assert len(found["samples"]) == 1 + broken
+
+
+def test_a_caller_s_field_is_read_by_its_name_unless_the_trajectory_has_one_of_that_name():
+    trajectory = Trajectory(example_id="q7", reward=0.5, info={"task": {"answer": 42, "reward": "gold", "id": 7}})
+    assert (trajectory["answer"], trajectory["reward"], trajectory["id"]) == (42, 0.5, "q7")
+    assert trajectory.info["task"]["reward"] == "gold"
+    assert "answer" in trajectory and list(trajectory).count("reward") == 1
 
 
 def test_a_group_knows_which_of_its_rollouts_completed():

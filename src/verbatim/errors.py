@@ -9,6 +9,7 @@ VerbatimError
 │   └── CheckpointError          a checkpoint that is missing, damaged, or of another run
 ├── RolloutError                 bad data from a rollout: kept on its trajectory, counted, the run goes on
 │   ├── RecordError (ValueError) ids, logprobs or turns that cannot be what a sampler returned
+│   │   └── NoFlatList (KeyError)    one list of a trajectory's ids, where a break makes them two contexts
 │   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
 │   └── SamplerFault             an inference engine failed for good
 └── RunStopped                   the run cannot usefully go on (every rollout fails, a loss that is no number)
@@ -50,6 +51,12 @@ class RolloutError(VerbatimError):
 
 class RecordError(RolloutError, ValueError):
     """Ids, logprobs or turns that cannot be what a sampler returned."""
+
+
+class NoFlatList(RecordError, KeyError):
+    """A trajectory with a break has no flat list of this name: one list cannot hold two contexts."""
+
+    __str__ = Exception.__str__  # a KeyError shows its message in quotes
 
 
 class EnvironmentFault(RolloutError):

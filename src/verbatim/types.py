@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verbatim import token_tree
-from verbatim.errors import RecordError
+from verbatim.errors import NoFlatList, RecordError
 from verbatim.token_tree import LARGEST_ID, Segment, TokenPath, TokenTree, as_ids
 
 Ids: TypeAlias = token_tree.Ids
@@ -287,8 +287,11 @@ def _repeated(number: bytes, count: int) -> Int32:
 class Trajectory(Mapping[str, Any]):
     """The record of one episode: every turn as exact ids, the conversation, and what it earned.
 
-    It is also a read-only mapping: every field by its name, and the keys that rollouts document (`messages`,
-    `input_ids`, `labels`, `logprobs`, `turns` as a count, `samples`).
+    It is also a read-only mapping of plain values, so that `json.dumps(dict(trajectory))` works: every field by its
+    name, the keys that rollouts document (`messages`, `input_ids`, `labels`, `logprobs`, `turns` as a count,
+    `samples`), `id` for the example's, and what the caller of a rollout put beside `messages`. Of a trajectory with a
+    break, the flat lists `input_ids`, `labels` and `logprobs` are not among the keys, and reading one raises
+    `NoFlatList`.
 
     Raises:
         RecordError: a reward, a part of it or an advantage that is not one number.
@@ -309,6 +312,8 @@ class Trajectory(Mapping[str, Any]):
     """Every request and response, in the order of sampling, sub-agents' included."""
     messages: tuple[Message, ...] = ()
     """The main agent's conversation, for people and tools; never the source of ids."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The tool schemas that the caller of a rollout put beside `messages`; empty = the tool manager's."""
     reward: float | None = None
     """What it earned; None if it was never scored."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
@@ -332,9 +337,11 @@ class Trajectory(Mapping[str, Any]):
     error: str | None = None
     """What went wrong; a trajectory with an error is never trained on."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the environment wants kept. JSON values."""
+    """Whatever else the environment wants kept. JSON values. `info["task"]` is what the caller of a rollout put beside
+    `messages`."""
     num_unrecorded_tokens: int = 0
-    """Tokens that the sampler returned and that could not be recorded (then `error` says why)."""
+    """Tokens that were sampled and are in no turn: of a completion that could not be recorded (then `error` says why),
+    or that was cut off."""
     num_unrecorded_turns: int = 0
     """Turns that a server answered without token ids: they are in `messages`, and never trained."""
 
@@ -342,6 +349,7 @@ class Trajectory(Mapping[str, Any]):
         put = object.__setattr__
         put(self, "turns", _in_one_tree(self.turns))
         put(self, "messages", tuple(self.messages))
+        put(self, "tools", tuple(self.tools))
         put(self, "reward", _as_number(self.reward, "reward", "; a turn's own goes into Turn(reward=...)"))
         put(self, "advantage", _as_number(self.advantage, "advantage", "; a turn's own goes into Turn(advantage=...)"))
         for name, part in self.reward_parts.items():
@@ -390,23 +398,38 @@ class Trajectory(Mapping[str, Any]):
         match key:
             case "turns":
                 return len(self.turns) + self.num_unrecorded_turns
-            case "messages":
-                return [dict(message) for message in self.messages]
             case "input_ids" | "labels" | "logprobs":
                 return getattr(self._flat(), key)
             case "samples":
                 from verbatim.trajectories import build_samples  # the one look to the right, for this view
 
-                return build_samples(self)
-            case _ if key in _TRAJECTORY_KEYS:
-                return getattr(self, key)
-        raise KeyError(f"{key!r}; a trajectory has {', '.join(_TRAJECTORY_KEYS)}")
+                return [_plain_sample(sample) for sample in build_samples(self)]
+            case "id":
+                return self.example_id
+            case _ if key in _FIELDS:
+                return _plain(getattr(self, key))
+        beside = self._beside_messages()
+        if key in beside:
+            return beside[key]
+        raise KeyError(f"{key!r}; a trajectory has {', '.join(self)}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_TRAJECTORY_KEYS)
+        yield from _FIELDS
+        if not self.num_breaks:
+            yield from _FLAT
+        yield from ("samples", "id")
+        yield from (name for name in self._beside_messages() if name not in TRAJECTORY_KEYS)
+
+    def __contains__(self, key: object) -> bool:
+        return any(key == name for name in self)
 
     def __len__(self) -> int:
-        return len(_TRAJECTORY_KEYS)
+        return sum(1 for _ in self)
+
+    def _beside_messages(self) -> Mapping[str, Any]:
+        """What the caller of a rollout gave with the messages. A field of the trajectory hides one of its name."""
+        task = self.info.get("task", {})
+        return task if isinstance(task, Mapping) else {}
 
     def __hash__(self) -> int:
         return id(self)
@@ -416,9 +439,9 @@ class Trajectory(Mapping[str, Any]):
 
     def _flat(self) -> _Flat:
         if self.num_breaks:
-            raise ValueError(
+            raise NoFlatList(
                 f"trajectory {self.trajectory_id or self.example_id!r} has {self.num_breaks} break(s): one list "
-                "cannot hold two contexts. Read trajectory['samples'] instead"
+                "cannot hold two contexts. Read trajectory['samples'] instead, or build_samples(trajectory)"
             )
         if not self.turns:
             return _Flat([], [], [])
@@ -441,7 +464,30 @@ class _Flat:
     logprobs: list[float | None]
 
 
-_TRAJECTORY_KEYS = (*(f.name for f in dataclasses.fields(Trajectory)), "input_ids", "labels", "logprobs", "samples")
+_FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory))
+_FLAT = tuple(f.name for f in dataclasses.fields(_Flat))
+TRAJECTORY_KEYS = frozenset({*_FIELDS, *_FLAT, "samples", "id"})
+"""What the mapping view of a trajectory calls its own."""
+
+
+def _plain(value: Any) -> Any:
+    """Records and arrays as dicts, lists and numbers; what is none of them as it is."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _plain_sample(sample: TrainingSample) -> dict[str, Any]:
+    """Lists, one entry per token; a logprob that is not there is None, as in the flat list."""
+    fields = {f.name: _plain(getattr(sample, f.name)) for f in dataclasses.fields(sample)}
+    for name in ("logprobs", "teacher_logprobs"):
+        if fields[name] is not None:
+            fields[name] = [None if math.isnan(logprob) else logprob for logprob in fields[name]]
+    return fields
 
 
 def _in_one_tree(turns: Iterable[Turn]) -> tuple[Turn, ...]:
@@ -529,6 +575,9 @@ class TrainingSample:
     """That trajectory's group."""
     env: str = ""
     """Its environment."""
+    part: int = -1
+    """Which of its trajectory's samples it is, from 0; -1 = unknown. Two samples of one `trajectory_id` and part are of
+    two trajectories."""
 
     def __post_init__(self) -> None:
         shape = self.token_ids.shape

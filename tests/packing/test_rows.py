@@ -1,9 +1,13 @@
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.packing import pack_rows
+from verbatim import Trajectory, Turn, build_samples
+from verbatim.errors import UsageError
+from verbatim.packing import PACKERS, pack_rows
 from verbatim.types import TrainingSample
 
 
@@ -180,3 +184,32 @@ def test_whole_means_one_micro_batch_where_the_budget_allows(samples, budget):
     for trajectory_id, count in tokens.items():
         homes = [batch for batch in batches if trajectory_id in batch.trajectory_ids]
         assert len(homes) == 1 or count > budget
+
+
+# ---- two trajectories of one id
+
+
+def samples_of(*, trajectory_id, breaks, group_id="g"):
+    prompts = [[1], [7, 8, 9]] if breaks else [[1], [1, 2, 3]]
+    turns = tuple(Turn(prompt_ids=ids, completion_ids=[2], logprobs=[-0.5]) for ids in prompts)
+    return build_samples(Trajectory(example_id="x", turns=turns, trajectory_id=trajectory_id, group_id=group_id))
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("keep_whole", [False, True])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_two_trajectories_of_one_id_are_refused(packer, keep_whole, breaks):
+    one, other = (samples_of(trajectory_id=name, breaks=breaks) for name in ("a", "b"))
+    pack = partial(PACKERS[packer], micro_batch_tokens=100, keep_whole=keep_whole)
+    assert sorted(pack([*one, *other])[0].trajectory_ids) == ["a", "b"]
+    for again in (one, samples_of(trajectory_id="a", breaks=not breaks, group_id="h")):
+        with pytest.raises(UsageError, match=r"two trajectories of one batch have the trajectory_id 'a'"):
+            pack([*one, *other, *again])
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+def test_without_ids_they_are_refused_where_a_trajectory_is_seen_whole(packer):
+    one, other = (samples_of(trajectory_id="", breaks=True) for _ in range(2))
+    assert sum(len(b.targets) for b in PACKERS[packer]([*one, *other], micro_batch_tokens=100, keep_whole=False)) == 4
+    with pytest.raises(UsageError, match="give each an id of its own"):
+        PACKERS[packer]([*one, *other], micro_batch_tokens=100, keep_whole=True)

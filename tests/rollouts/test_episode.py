@@ -1,6 +1,7 @@
 """Episodes: exact ids, bounded, and whatever goes wrong stays on the trajectory."""
 
 import asyncio
+import copy
 import math
 
 import numpy as np
@@ -403,3 +404,86 @@ async def test_agents_that_speak_at_the_same_time_have_seeds_of_their_own():
     trajectory = await play(sampler, Environment())
     assert len({request.seed for request in sampler.requests}) == 3
     assert len(trajectory.turns) == 3
+
+
+# ---- what an environment does to the messages it has shown
+
+
+class EditsInPlace(Episode):
+    """Shows a secret, and later changes what it has shown, in the very objects."""
+
+    def __init__(self, edit):
+        self.edit = edit
+
+    async def start(self, example, seed):
+        return self
+
+    async def run(self, agent):
+        messages = [{"role": "user", "content": "secret"}]
+        messages.append(await agent.sample(messages))
+        messages.append({"role": "user", "content": "again", "details": [{"n": 1}]})
+        messages.append(await agent.sample(messages))
+        self.edit(messages)
+        messages.append({"role": "user", "content": "last"})
+        await agent.sample(messages)
+
+    async def score(self, trajectory):
+        return 1.0
+
+
+def redact(messages):
+    messages[0]["content"] = "redacted"
+
+
+def reword_the_model(messages):
+    messages[1]["content"] = "other"
+
+
+def change_a_nested_type(messages):
+    messages[2]["details"][0]["n"] = True
+
+
+@pytest.mark.parametrize("edit", [redact, reword_the_model, change_a_nested_type])
+async def test_a_message_that_was_edited_in_place_is_shown_as_it_is_now_and_breaks_the_history(edit):
+    trajectory = await play(sampler_of(say("one"), say("two"), say("three")), EditsInPlace(edit))
+    assert trajectory.error is None
+    now = [
+        {"role": "user", "content": "secret"}, {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "again", "details": [{"n": 1}]}, {"role": "assistant", "content": "two"},
+    ]  # fmt: skip
+    edit(now)
+    rendered = ByteRenderer(bridges=False).render_ids([*now, {"role": "user", "content": "last"}])
+    assert trajectory.turns[2].prompt_ids.tolist() == rendered.tolist()
+    assert trajectory.messages[: len(now)] == tuple(now)
+
+
+async def test_messages_that_stay_as_they_are_are_bridged_whoever_holds_them():
+    """Copies, other orders of keys and other lists are the same messages."""
+
+    def copy_all(messages):
+        messages[:] = [dict(reversed(copy.deepcopy(m).items())) for m in messages]
+
+    class Counts(ByteRenderer):
+        def bridge_to_next_turn(self, *args):
+            bridged.add(len(args[0]))
+            return super().bridge_to_next_turn(*args)
+
+    bridged = set()  # by the length of the prompt that is bridged
+    trajectory = await play(sampler_of(say("one"), say("two"), say("three")), EditsInPlace(copy_all), Counts())
+    assert (trajectory.error, len(bridged), trajectory.num_breaks) == (None, 2, 0)
+
+
+async def test_what_is_edited_while_it_is_sampled_from_is_recorded_as_it_was_shown():
+    class EditsMeanwhile(EditsInPlace):
+        async def run(self, agent):
+            messages = [{"role": "user", "content": "secret"}]
+            speaking = asyncio.ensure_future(agent.sample(messages))
+            await asyncio.sleep(0)  # the prompt is rendered
+            redact(messages)
+            messages += [await speaking, {"role": "user", "content": "last"}]
+            await agent.sample(messages)
+
+    trajectory = await play(sampler_of(say("one"), say("two")), EditsMeanwhile(None))
+    assert trajectory.error is None
+    assert b"secret" in bytes(i for i in trajectory.turns[0].prompt_ids if i < 256)
+    assert b"secret" not in bytes(i for i in trajectory.turns[1].prompt_ids if i < 256)

@@ -74,6 +74,45 @@ def test_a_call_and_its_answer_make_the_documented_keys():
     )
 
 
+def test_fields_beside_the_messages_stay_where_they_were_and_a_result_can_be_fed_back():
+    """Also as its dict: the model is shown the tools that came with the conversation."""
+    rollout, _ = make()
+    schema = {"type": "function", "function": {"name": "add", "description": "Mine.", "parameters": {
+        "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}  # fmt: skip
+    shown = []
+
+    class Watches(ByteRenderer):
+        def render_ids(self, messages, tools=None, add_generation_prompt=True):
+            shown.append(tools)
+            return super().render_ids(messages, tools, add_generation_prompt)
+
+    given = {**talk("add 2 3"), "tools": [schema], "id": 7, "answer": 5, "info": {"hard": True}}
+    before = copy.deepcopy(given)
+    (first,) = rollout([given], template=Watches(bridges=False))
+    assert given == before
+    for result in (first, dict(first), json.loads(json.dumps(dict(first)))):
+        assert (result["answer"], result["tools"], result["id"]) == (5, [schema], "7")
+        assert result["info"]["task"] == {"answer": 5, "info": {"hard": True}}
+        shown.clear()
+        (again,) = rollout([result], template=Watches(bridges=False))
+        assert shown[0] == [schema]
+        assert (again["answer"], again["tools"], again["info"]["task"]) == (5, [schema], first["info"]["task"])
+        assert (again.example_id, again.trajectory_id) == ("7", "7-0")
+        assert again["messages"][: len(first["messages"])] == first["messages"]
+
+
+def test_several_samples_of_one_conversation_have_ids_of_their_own():
+    rollout, _ = make()
+    (one,) = rollout([talk("hello")])
+    for given in ([one] * 3, [dict(one)] * 3, [Trajectory(example_id="0", messages=one.messages)] * 3,
+                  [{**talk("hello"), "trajectory_id": "0-0", "id": 0}] * 3):  # fmt: skip
+        results = rollout(given)
+        assert [(r.trajectory_id, r.sample_index) for r in results] == [("0-0", 0), ("0-1", 1), ("0-2", 2)]
+    mixed = rollout([{**talk("hello"), "id": "m"}, {**talk("hello"), "id": "m", "sample_index": 5},
+                     {**talk("hello"), "id": "m"}, {**talk("hello"), "trajectory_id": "m-0"}])  # fmt: skip
+    assert [r.trajectory_id for r in mixed] == ["m-0", "m-5", "m-2", "3-0"]
+
+
 def test_the_same_number_comes_out_in_the_same_order_and_the_inputs_stay_as_they_were():
     rollout, _ = make()
     given = [

@@ -138,6 +138,36 @@ def test_a_conversation_that_is_not_what_it_was_is_refused_on_its_trajectory():
     assert trajectory.error.startswith("record: agent main: its conversation or its tools are not what they were")
 
 
+class RewritingInPlace(Sums):
+    """Changes what the teacher was shown: an earlier message, or an argument of the tool, in the very objects."""
+
+    def __init__(self, of_the_tool):
+        self.of_the_tool = of_the_tool
+
+    class Episode(_Sum):
+        async def run(self, agent):
+            messages, tool = [{"role": "user", "content": "3"}], FunctionTool(add)
+            messages.append(await agent.sample(messages, [tool]))
+            if self.of_the_tool:
+                tool.schema["function"]["description"] = "Subtract."
+            else:
+                messages[0]["content"] = "4"
+            messages.append({"role": "user", "content": "5"})
+            await agent.sample(messages, [tool])
+
+    async def start(self, example, seed):
+        episode = self.Episode()
+        episode.of_the_tool = self.of_the_tool
+        return episode
+
+
+@pytest.mark.parametrize("of_the_tool", [False, True])
+def test_a_conversation_that_was_edited_in_place_is_not_what_it_was_either(of_the_tool):
+    group, _ = play(RewritingInPlace(of_the_tool))
+    (trajectory,) = group.trajectories
+    assert trajectory.error.startswith("record: agent main: its conversation or its tools are not what they were")
+
+
 @pytest.mark.parametrize("size", [4])
 def test_every_request_has_a_seed_of_its_own(size):
     seeds = []

@@ -17,7 +17,7 @@ from verbatim.errors import RecordError, RunStopped
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder, run_episode
-from verbatim.trajectories import build
+from verbatim.trajectories import build, build_samples
 from verbatim.trajectories.extension import OpenSamples
 from verbatim.types import Group
 
@@ -419,3 +419,26 @@ def test_with_64_open_branches_and_256_turns_it_is_what_lists_share():
             texts[sample], ends[sample] = text, each.path
     assert len(texts) == 64
     check_interleaving(turns)
+
+
+# ---- what failed, and what was cut off
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+def test_a_failed_trajectory_trains_nothing_unless_it_is_asked_for(strategy):
+    good = Trajectory(example_id="x", turns=THREE, advantage=1.0)
+    failed = good.replace(error="environment: broke", num_unrecorded_tokens=5)
+    recorded = sum(len(turn.completion_ids) for turn in THREE)
+    assert build_samples(failed, strategy) == failed["samples"] == []
+    assert build(failed, strategy=strategy).dropped == {"error": recorded + 5}
+    asked = build(failed, strategy=strategy, include_failed=True)
+    assert asked.dropped == {"error": 5}
+    for samples in (asked.samples, build_samples(failed, strategy, include_failed=True)):
+        assert [s.token_ids.tolist() for s in samples] == [s.token_ids.tolist() for s in build_samples(good, strategy)]
+        assert sum(s.num_trained_tokens for s in samples) == recorded
+
+
+def test_what_was_cut_off_in_an_episode_that_went_on_is_dropped_as_cancelled():
+    found = build(Trajectory(example_id="x", turns=THREE, num_unrecorded_tokens=4))
+    assert found.dropped == {"cancelled": 4}
+    assert sum(s.num_trained_tokens for s in found.samples) == sum(len(turn.completion_ids) for turn in THREE)

@@ -27,6 +27,7 @@ def make_sample(length, *, name="t", teacher=False, seed=0):
         trajectory_id=f"{name}-{length}",
         group_id=f"group-{name}",
         env=f"env-{name}",
+        part=length,
     )
 
 

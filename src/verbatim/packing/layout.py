@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verbatim.errors import UsageError
 from verbatim.types import Float32, Int32, Targets, TrainingSample
 
 
@@ -22,8 +23,13 @@ class Row:
     """Tokens of all the trajectory's samples."""
 
 
-def rows_of(samples: Sequence[TrainingSample]) -> list[Row]:
-    """Each sample that has a trained token; all of them count in the offsets."""
+def rows_of(samples: Sequence[TrainingSample], *, keep_whole: bool = False) -> list[Row]:
+    """Each sample that has a trained token; all of them count in the offsets.
+
+    Raises:
+        UsageError: two trajectories of one id, which a loss would take for one.
+    """
+    _refuse_two_of_one_id(samples, keep_whole)
     lengths: dict[str, int] = {}
     offsets = []
     for sample in samples:
@@ -34,6 +40,20 @@ def rows_of(samples: Sequence[TrainingSample]) -> list[Row]:
         for sample, offset in zip(samples, offsets, strict=True)
         if sample.num_trained_tokens
     ]
+
+
+def _refuse_two_of_one_id(samples: Sequence[TrainingSample], keep_whole: bool) -> None:
+    """Where the loss sees one token at a time, samples without an id are none's in particular."""
+    known: set[tuple[str, int]] = set()
+    for sample in samples:
+        name = sample.trajectory_id
+        if sample.part >= 0 and (name or keep_whole):
+            if (name, sample.part) in known:
+                raise UsageError(
+                    f"two trajectories of one batch have the trajectory_id {name!r}, and a loss would see them as one; "
+                    "give each an id of its own before build_samples: trajectory.replace(trajectory_id=...)"
+                )
+            known.add((name, sample.part))
 
 
 def token_order(sample: TrainingSample) -> bytes:

@@ -26,8 +26,11 @@ def pack_rows(
             in which they are laid one after the other for losses that see a trajectory whole.
         micro_batch_tokens: Most tokens of a micro-batch; a longer sample is alone in its own.
         keep_whole: Keep all samples of a trajectory in one micro-batch, where together they fit.
+
+    Raises:
+        UsageError: two trajectories of one id.
     """
-    items = _items(rows_of(samples), micro_batch_tokens, keep_whole)
+    items = _items(rows_of(samples, keep_whole=keep_whole), micro_batch_tokens, keep_whole)
     sizes = [_num_tokens(item) for item in items]
     return [_micro_batch(rows) for rows in first_fit_decreasing(items, sizes, micro_batch_tokens)]
 

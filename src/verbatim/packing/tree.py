@@ -35,8 +35,11 @@ def pack_tree(
         samples: As for `pack_rows`.
         micro_batch_tokens: Most distinct tokens of a micro-batch; a longer sample is alone in its own.
         keep_whole: Keep all samples of a trajectory in one micro-batch, where together they fit.
+
+    Raises:
+        UsageError: two trajectories of one id.
     """
-    rows = sorted(rows_of(samples), key=_order)
+    rows = sorted(rows_of(samples, keep_whole=keep_whole), key=_order)
     if not rows:
         return []
     if keep_whole:

@@ -100,8 +100,9 @@ class ChatEpisode:
             if found:
                 info[name] = found
         return Trajectory(
-            turns=turns, messages=tuple(self._messages), stop_reason=stop_reason, truncated=stop_reason.truncated,
-            error=error, info=info, seed=self._rules.seed, num_unrecorded_turns=self._num_turns - len(turns),
+            turns=turns, messages=tuple(self._messages), tools=self._opening.tools, stop_reason=stop_reason,
+            truncated=stop_reason.truncated, error=error, info=info,
+            seed=self._rules.seed, num_unrecorded_turns=self._num_turns - len(turns),
             num_unrecorded_tokens=self._recorder.num_sampled_tokens - sum(len(t.completion_ids) for t in turns),
             **self._opening.identity,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 from verbatim.errors import UsageError
 from verbatim.inference.base import SamplingParams
 from verbatim.tools.manager import ToolManager
-from verbatim.types import Example, Message, Trajectory
+from verbatim.types import TRAJECTORY_KEYS, Example, Message, Trajectory
 
 Conversation: TypeAlias = Example | Trajectory | Mapping[str, Any]
 """What a rollout starts from; a mapping has `messages`, and may have `tools`, `id` and anything else."""
@@ -65,7 +65,8 @@ class Opening:
     identity: Mapping[str, Any]
     """`example_id`, `trajectory_id`, `group_id`, `sample_index` and `env` of the trajectory."""
     task: Mapping[str, Any]
-    """Whatever else the caller's object held (the answer to check against, ...): not copied, and never changed."""
+    """Whatever else the caller's object held (the answer to check against, ...): not copied, and never changed. On the
+    result it is in `info["task"]`, and each of its fields under its own name in the mapping view."""
 
 
 _OWN = ("messages", "tools", "id", "example_id", "trajectory_id", "group_id", "sample_index", "env")
@@ -76,7 +77,7 @@ def read_openings(trajectories: Sequence[Conversation]) -> list[Opening]:
     """Every conversation as an `Opening`.
 
     One without an id is called by its place in the list. Several of one id are that example's samples: they are
-    numbered, unless they are already.
+    numbered, unless they are already. No two get one `trajectory_id`: where it is given again, it is numbered too.
 
     Raises:
         UsageError: something is no conversation; says which.
@@ -85,20 +86,27 @@ def read_openings(trajectories: Sequence[Conversation]) -> list[Opening]:
         raise UsageError(f"a rollout takes a list of conversations, found a {type(trajectories).__name__}; write "
                          "rollout([conversation])")  # fmt: skip
     num_samples: Counter[str] = Counter()
-    return [_read_opening(given, index, num_samples) for index, given in enumerate(trajectories)]
+    taken: set[str] = set()
+    return [_read_opening(given, index, num_samples, taken) for index, given in enumerate(trajectories)]
 
 
-def _read_opening(given: Conversation, index: int, num_samples: Counter[str]) -> Opening:
+def _read_opening(given: Conversation, index: int, num_samples: Counter[str], taken: set[str]) -> Opening:
     fields, task = _parts(given, index)
     example_id = str(fields.get("id", fields.get("example_id", index)))
     sample = fields.get("sample_index", num_samples[example_id])
+    name = fields.get("trajectory_id") or f"{example_id}-{sample}"
+    while name in taken:  # the same conversation again
+        sample = num_samples[example_id]
+        name = f"{example_id}-{sample}"
+        num_samples[example_id] += name in taken
+    taken.add(name)
     num_samples[example_id] += 1
     return Opening(
         messages=_checked_copy(fields.get("messages"), f"trajectories[{index}]"),
         tools=_checked_tools(fields.get("tools"), f"trajectories[{index}]"),
         identity={
             "example_id": example_id,
-            "trajectory_id": fields.get("trajectory_id") or f"{example_id}-{sample}",
+            "trajectory_id": name,
             "group_id": fields.get("group_id", ""),
             "sample_index": sample,
             "env": fields.get("env", ""),
@@ -112,8 +120,11 @@ def _parts(given: Conversation, index: int) -> tuple[Mapping[str, Any], Mapping[
     if isinstance(given, Example):
         return {name: getattr(given, name) for name in ("id", "env", "messages", "tools")}, given.payload
     if isinstance(given, Trajectory):
-        names = ("example_id", "trajectory_id", "group_id", "sample_index", "env", "messages")
+        names = ("example_id", "trajectory_id", "group_id", "sample_index", "env", "messages", "tools")
         return {name: getattr(given, name) for name in names}, given.info.get("task", {})
+    if isinstance(given, Mapping) and {"trajectory_id", "turns", "info"} <= given.keys():  # dict(trajectory)
+        task = {name: value for name, value in given.items() if name not in TRAJECTORY_KEYS}
+        return given, {**given["info"].get("task", {}), **task}
     if isinstance(given, Mapping):
         return given, {name: value for name, value in given.items() if name not in _OWN}
     raise UsageError(f"trajectories[{index}] is a {type(given).__name__}; expected an Example, a Trajectory, or a "

@@ -177,10 +177,12 @@ class MultiTurnRollout:
             if traces is not None:
                 traces.store(Trajectory(
                     example_id=example_id, turns=tuple(recorder.turns), messages=tuple(loop.messages()),
+                    tools=opening.tools,
                     stop_reason=StopReason.CANCELLED, truncated=True, info={"task": dict(opening.task)}, **identity,
                 ))  # fmt: skip
             raise
-        return trajectory.replace(info={"task": dict(opening.task), **trajectory.info}) if opening.task else trajectory
+        info = {"task": dict(opening.task), **trajectory.info} if opening.task else trajectory.info
+        return trajectory.replace(info=info, tools=opening.tools)
 
     def _limits(self) -> EpisodeLimits:
         longest = self.sampler.context_length

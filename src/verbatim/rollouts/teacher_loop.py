@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from verbatim.renderers.base import ParsedResponse, Renderer
 from verbatim.rollouts.demonstrations import trajectory_from_messages
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.turn_loop import EpisodeLimits, EpisodeOver
+from verbatim.rollouts.turn_loop import EpisodeLimits, EpisodeOver, same_messages
 from verbatim.tools.base import Tool
 from verbatim.types import Message, ParseStatus, StopReason, ToolCall, Turn, TurnTiming
 
@@ -110,8 +111,9 @@ class TeacherLoop:
             self.stop_reason = StopReason.MAX_TURNS
             raise EpisodeOver(self.stop_reason)
         number, self._num_started = self._num_started, self._num_started + 1
-        schemas: list[Mapping[str, Any]] = [dict(tool.schema) for tool in tools]
+        schemas: list[Mapping[str, Any]] = [copy.deepcopy(dict(tool.schema)) for tool in tools]
         thread = self._thread(agent, messages, schemas)
+        messages = copy.deepcopy(list(messages))  # those who gave them may change theirs
         body = chat_body(
             self._connection.api.model, messages, schemas, self._params, extra_body={},
             seed=derive_seed(self._seed, number) % 2**31,
@@ -121,7 +123,7 @@ class TeacherLoop:
         message = ParsedResponse(
             content=answer.content, reasoning_content=answer.reasoning, tool_calls=calls
         ).message()
-        thread.messages = [*messages, message]
+        thread.messages = [*messages, copy.deepcopy(message)]
         thread.said.append(len(self._said))
         self._said.append(
             _Said(
@@ -170,7 +172,7 @@ class TeacherLoop:
     def _thread(self, agent: str, messages: Sequence[Message], schemas: list[Mapping[str, Any]]) -> _Thread:
         thread = self._threads.setdefault(agent, _Thread(messages=[], schemas=schemas, said=[]))
         known = thread.messages
-        if list(messages[: len(known)]) != known or (thread.said and thread.schemas != schemas):
+        if not same_messages(messages[: len(known)], known) or (thread.said and thread.schemas != schemas):
             raise RecordError(
                 f"agent {agent}: its conversation or its tools are not what they were in turn {thread.said[-1]}; what "
                 "a teacher said is imitated in one conversation, so give another history another agent name"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class _Thread:
     turn: int
     """The index of its last turn."""
     messages: tuple[Message, ...]
-    """Everything it has been given and has said."""
+    """Everything it has been given and has said: copies, because those who gave them may change theirs."""
     prompt_ids: Int32
     completion_ids: Int32
     tools: tuple[str, ...]
@@ -143,14 +144,15 @@ class AgentLoop:
         self._refuse_if_over()
         schemas = [dict(tool.schema) for tool in tools]
         names = tuple(map(str, schemas))
-        prompt_ids, extends = self._prompt(messages, schemas, names, agent)
+        given = self._copied(messages, agent)
+        prompt_ids, extends = self._prompt(given, schemas, names, agent)
         index, completion, parsed = await self._take_turn(
             prompt_ids, self._params, schemas, extends=extends, agent=agent, state_key=state_key
         )
         message = parsed.message()
         self._threads[agent] = _Thread(
             turn=index,
-            messages=(*messages, message),
+            messages=(*given, copy.deepcopy(message)),
             prompt_ids=prompt_ids,
             completion_ids=completion.ids,
             tools=names,
@@ -254,17 +256,36 @@ class AgentLoop:
         self._num_calls += 1
         return call if call.id else dataclasses.replace(call, id=f"call_{self._num_calls - 1}")
 
+    def _copied(self, messages: Sequence[Message], agent: str) -> tuple[Message, ...]:
+        """The messages as they are now; those that are what they were in the agent's last turn are copied once."""
+        thread = self._threads.get(agent)
+        known = thread.messages if thread is not None else ()
+        if not same_messages(messages[: len(known)], known):
+            known = ()
+        return (*known, *copy.deepcopy(list(messages[len(known) :])))
+
     def _prompt(
-        self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], names: tuple[str, ...], agent: str
+        self, messages: tuple[Message, ...], schemas: Sequence[Mapping[str, Any]], names: tuple[str, ...], agent: str
     ) -> tuple[Int32, int | None]:
         """The next prompt, and the turn that it extends by a bridge."""
         thread = self._threads.get(agent)
         if thread is not None and thread.tools == names:
             known = len(thread.messages)
-            if len(messages) > known and tuple(messages[:known]) == thread.messages:
+            if len(messages) > known and same_messages(messages[:known], thread.messages):
                 bridged = self._renderer.bridge_to_next_turn(
                     thread.prompt_ids, thread.completion_ids, messages[known:], schemas or None
                 )
                 if bridged is not None:
                     return bridged, thread.turn
         return self._renderer.render_ids(messages, schemas or None, add_generation_prompt=True), None
+
+
+def same_messages(messages: Any, others: Any) -> bool:
+    """Whether a template would write them alike. Python's own 1 == 1.0 == True would be written differently."""
+    if isinstance(messages, Mapping) and isinstance(others, Mapping):
+        return messages.keys() == others.keys() and all(same_messages(messages[key], others[key]) for key in messages)
+    if isinstance(messages, list | tuple) and isinstance(others, list | tuple):
+        return len(messages) == len(others) and all(map(same_messages, messages, others))
+    if isinstance(messages, bool | float) or isinstance(others, bool | float):
+        return type(messages) is type(others) and messages == others
+    return bool(messages == others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -35,6 +36,11 @@ def warm_start(
         while len(order) < min(batch_size, len(conversations)):
             order.extend(rng.permutation(len(conversations)).tolist())
         batch, order = order[:batch_size], order[batch_size:]
-        metrics = trainer.train_batch([sample for i in batch for sample in conversations[i]])
+        # A batch may end one pass and begin the next: a conversation that is in it twice is two trajectories.
+        metrics = trainer.train_batch([
+            dataclasses.replace(sample, trajectory_id=f"{place}:{sample.trajectory_id}")
+            for place, i in enumerate(batch)
+            for sample in conversations[i]
+        ])
         if on_step is not None:
             on_step(step, metrics)

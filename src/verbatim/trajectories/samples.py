@@ -31,14 +31,21 @@ class BuiltSamples:
     samples: list[TrainingSample]
     """Each with at least one trained token."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Sampled tokens that are not trained, by reason: `missing_logprobs`, `over_length`."""
+    """Sampled tokens that are not trained, by reason: `error`, `cancelled`, `missing_logprobs`, `over_length`."""
 
 
-def build_samples(trajectory: Trajectory, strategy: str = "interleaved") -> list[TrainingSample]:
-    """The training samples of a trajectory.
+def build_samples(
+    trajectory: Trajectory, strategy: str = "interleaved", *, include_failed: bool = False
+) -> list[TrainingSample]:
+    """The training samples of a trajectory: none of one that failed.
 
     A turn whose logprobs are missing is context only. The advantage of a token is its turn's, or else its
     trajectory's, or else 0.
+
+    Args:
+        trajectory: Its advantages are already assigned.
+        strategy: A name from `STRATEGIES`.
+        include_failed: Build also from a trajectory with an `error`, of the turns up to there.
 
     Raises:
         ValueError: an unknown strategy.
@@ -52,7 +59,7 @@ def build_samples(trajectory: Trajectory, strategy: str = "interleaved") -> list
         >>> sample.advantages.tolist(), sample.chunk_ids.tolist()
         ([0.0, 0.0, 2.0, 0.0, 2.0], [-1, -1, 0, -1, 1])
     """
-    return build(trajectory, strategy=strategy).samples
+    return build(trajectory, strategy=strategy, include_failed=include_failed).samples
 
 
 def build(
@@ -62,8 +69,12 @@ def build(
     on_break: OnBreak = "split",
     max_length: int | None = None,
     needs_logprobs: bool = True,
+    include_failed: bool = False,
 ) -> BuiltSamples:
     """The training samples of a trajectory, and a count of what is left out.
+
+    Of a trajectory with an `error` everything is left out. Tokens that were sampled and are in no turn are left out as
+    `cancelled`: their completion was cut off.
 
     Args:
         trajectory: Its advantages are already assigned.
@@ -72,6 +83,8 @@ def build(
         max_length: Most tokens of a sample. A turn that ends beyond it is dropped whole, as `over_length`, so that cuts
             fall on turn boundaries.
         needs_logprobs: False for supervised training, where recorded text has none.
+        include_failed: Take a trajectory with an `error` as far as it came, as one without; what was sampled of it and
+            is in no turn is left out as `error`.
 
     Raises:
         ValueError: an unknown strategy.
@@ -79,7 +92,12 @@ def build(
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"trajectory strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
+    failed = trajectory.error is not None
     dropped: dict[str, int] = {}
+    if failed and not include_failed:
+        _add(dropped, "error", trajectory.num_sampled_tokens)
+        return BuiltSamples(samples=[], dropped=dropped)
+    _add(dropped, "error" if failed else "cancelled", trajectory.num_unrecorded_tokens)
     kept: list[tuple[int, Turn]] = []
     for index, turn in enumerate(trajectory.turns):
         count = len(turn.completion_ids)
@@ -94,17 +112,17 @@ def build(
     assert places == list(range(len(kept))), f"{strategy} lost or repeated turns"
     if on_break == "error" and strategy != "branching":
         refuse_breaks(trajectory, kept, runs)
-    samples = []
+    samples: list[TrainingSample] = []
     for run in runs:
         joined = [kept[place][1] for place in run]
         assert all(turn.extends(before) for before, turn in pairwise(joined)), f"{strategy} joined turns across a break"
         trained = [kept[place] for place in run if kept[place][1].logprobs is not None or not needs_logprobs]
         if trained:
-            samples.append(_sample(trajectory, trained))
+            samples.append(_sample(trajectory, trained, part=len(samples)))
     num_trained = sum(sample.num_trained_tokens for sample in samples)
-    recorded = sum(len(turn.completion_ids) for turn in trajectory.turns)
-    assert num_trained + sum(dropped.values()) == recorded, (
-        f"trajectory {trajectory.trajectory_id}: {recorded} recorded, {num_trained} trained, dropped {dropped}"
+    sampled = trajectory.num_sampled_tokens
+    assert num_trained + sum(dropped.values()) == sampled, (
+        f"trajectory {trajectory.trajectory_id}: {sampled} sampled, {num_trained} trained, dropped {dropped}"
     )
     return BuiltSamples(samples=samples, dropped=dropped)
 
@@ -114,7 +132,7 @@ def _add(dropped: dict[str, int], reason: str, count: int) -> None:
         dropped[reason] = dropped.get(reason, 0) + count
 
 
-def _sample(trajectory: Trajectory, trained: Sequence[tuple[int, Turn]]) -> TrainingSample:
+def _sample(trajectory: Trajectory, trained: Sequence[tuple[int, Turn]], *, part: int) -> TrainingSample:
     """One sample: the tokens up to the end of the last turn that is trained, and in them all that are.
 
     What follows it, a turn without logprobs, would be context of nothing.
@@ -143,7 +161,7 @@ def _sample(trajectory: Trajectory, trained: Sequence[tuple[int, Turn]]) -> Trai
     return TrainingSample(
         token_ids=last.path.ids(), loss_mask=loss_mask, logprobs=logprobs, advantages=advantages, chunk_ids=chunk_ids,
         policy_versions=versions, temperatures=temperatures, trajectory_id=trajectory.trajectory_id,
-        group_id=trajectory.group_id, env=trajectory.env,
+        group_id=trajectory.group_id, env=trajectory.env, part=part,
     )  # fmt: skip
 
 

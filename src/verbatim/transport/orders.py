@@ -34,7 +34,7 @@ from verbatim.types import TrainingSample
 
 _ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
 _TEACHER = "teacher_logprobs"
-_NAMES = ("trajectory_id", "group_id", "env")
+_NAMES = ("trajectory_id", "group_id", "env", "part")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
