@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import importlib
 import inspect
+import io
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -71,18 +73,20 @@ def snippets(language: str, *pages: Path) -> list[Snippet]:
 
 PYTHON = snippets("python", ROOT / "README.md", ROOT / "docs" / "extending.md")
 MODULES = {snippet.module: snippet.text for snippet in PYTHON if snippet.module}
+(RUN_FILE,) = [s.text for s in snippets("toml", ROOT / "README.md") if "parcel_desk.ParcelDesk" in s.text]
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
     """A folder with every module that the documentation tells a reader to write; the current directory."""
     with workplace(tmp_path, {**MODULES, "lots": LOTS}) as folder:
+        (folder / "parcel_desk.toml").write_text(RUN_FILE)
         yield folder
 
 
 def test_the_documentation_shows_how_to_write_each_kind_of_plug_in():
     assert set(MODULES) >= {
-        "sums", "my_losses", "my_token_losses", "my_advantages", "my_turn_advantages", "my_filters"
+        "parcel_desk", "my_losses", "my_token_losses", "my_advantages", "my_turn_advantages", "my_filters"
     }  # fmt: skip
 
 
@@ -108,15 +112,15 @@ def toml_about(word: str) -> str:
 
 
 def play(*completions: list[int]) -> Trajectory:
-    """One scripted episode of the README's first example, 0 + 0."""
-    environment = create_environment("sums.Sums")
+    """One scripted episode of the README's environment: a lost parcel, for which a refund is right."""
+    environment = create_environment("parcel_desk.ParcelDesk")
     left = list(completions)
     setup = RolloutSetup(
-        env="sums", environment=environment, renderer=ByteRenderer(),
+        env="parcel_desk", environment=environment, renderer=ByteRenderer(),
         sampler=ScriptedSampler(script=lambda request: left.pop(0), vocab_size=VOCAB_SIZE, context_length=1000),
         params=SamplingParams(), limits=EpisodeLimits(), slots=asyncio.Semaphore(1),
     )  # fmt: skip
-    example = next(e for e in environment.examples("train") if e.payload == {"a": 7, "b": 8})
+    example = next(e for e in environment.examples("train") if e.payload == {"status": "lost"})
     group = asyncio.run(GroupRun(setup, example, index=0, size=1, run_seed=0).run())
     assert not left
     (trajectory,) = group.trajectories
@@ -124,27 +128,34 @@ def play(*completions: list[int]) -> Trajectory:
     return trajectory
 
 
-def test_the_readmes_environment_rewards_the_right_sum(place: Path):
-    trajectory = play(call("submit", result=15))
+def test_the_readmes_environment_rewards_the_right_action(place: Path):
+    trajectory = play(call("track"), call("act", action="refund"))
     assert trajectory.reward == 1.0
-    assert trajectory.messages[0]["content"] == "What is 7 + 8? Call submit."
-    assert trajectory.messages[-1]["content"] == "right"
+    assert [message["content"] for message in trajectory.messages if message["role"] == "tool"] == ["lost", "done"]
 
 
 def test_the_readmes_environment_does_not_reward_a_wrong_one(place: Path):
-    trajectory = play(call("submit", result=16))
-    assert trajectory.reward == 0.0
-    assert trajectory.messages[-1]["content"] == "wrong"
+    assert play(call("act", action="wait")).reward == 0.0
 
 
 def test_the_readmes_environment_does_not_reward_talk(place: Path):
-    assert play(say("fifteen")).reward == 0.0
+    assert play(say("refund")).reward == 0.0
 
 
-def test_the_readmes_environment_is_accepted_by_the_table_beside_it(place: Path):
-    (place / "run.toml").write_text('[model]\nname = "some/model"\n' + toml_about("sums.Sums"))
-    config = load_config("run.toml", tables=component_tables())
-    assert config.orchestrator.train.env[0].label == "sums.Sums"
+def test_the_readmes_environment_lies_in_the_recipes_as_it_is_shown(place: Path):
+    for name in ("parcel_desk.py", "parcel_desk.toml"):
+        assert (place / name).read_text() == (ROOT / "recipes" / name).read_text()
+
+
+@pytest.mark.slow
+def test_the_readmes_environment_is_learned_from_the_table_beside_it(place: Path):
+    """The seeds decide how fast: 0.19 to 0.25 before and 0.85 to 1 after are measured for seeds 0, 1 and 2."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(["config", "parcel_desk.toml"]) == 0
+        assert main(["rl", "parcel_desk.toml", "--run-dir", "run"]) == 0
+    summary = json.loads((place / "run" / "summary.json").read_text())
+    assert summary["success_before_rl"] <= 0.4
+    assert summary["success_after_rl"] >= 0.7
 
 
 # ---- the plug-ins

@@ -1,6 +1,15 @@
 """Tasks: examples, tools and rewards, in messages only."""
 
-from verbatim.environments.base import Agent, Demonstrates, Demonstration, Environment, Episode, Reply, Score
+from verbatim.environments.base import (
+    Agent,
+    Demonstrates,
+    Demonstration,
+    Environment,
+    Episode,
+    Reply,
+    Score,
+    tool_exchange,
+)
 
 ENVIRONMENTS = {
     "alphabet_sort": "verbatim.environments.alphabet_sort:AlphabetSort",
@@ -12,4 +21,5 @@ ENVIRONMENTS = {
 }
 """Where each bundled environment lives."""
 
-__all__ = ["ENVIRONMENTS", "Agent", "Demonstrates", "Demonstration", "Environment", "Episode", "Reply", "Score"]
+__all__ = ["ENVIRONMENTS", "Agent", "Demonstrates", "Demonstration", "Environment", "Episode", "Reply", "Score",
+           "tool_exchange"]

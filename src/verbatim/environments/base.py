@@ -101,6 +101,25 @@ class Demonstration:
     """The schemas of the tools that were offered."""
 
 
+def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_id: str = "call_0") -> list[Message]:
+    """A tool call and its answer, as the two messages that a demonstration holds.
+
+    Args:
+        name: The tool's name.
+        arguments: What the assistant calls it with (JSON values).
+        answer: The text that the tool gives back.
+        call_id: Ties the answer to its call; templates that write ids need a different one for each call.
+
+    Example: `tool_exchange("look", {"at": "Bonn"}, "rain")` gives an assistant message whose `tool_calls` holds
+    `look(at="Bonn")`, and the message `{"role": "tool", "content": "rain", "tool_call_id": "call_0", "name": "look"}`.
+    """
+    function = {"name": name, "arguments": dict(arguments)}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
+        {"role": "tool", "content": answer, "tool_call_id": call_id, "name": name},
+    ]
+
+
 @runtime_checkable
 class Demonstrates(Protocol):
     """An environment that can show how to talk in it: needed for `warm_start` and `[model.build]`."""

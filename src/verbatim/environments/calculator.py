@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verbatim.environments.base import Demonstration, Episode, Reply
+from verbatim.environments.base import Demonstration, Episode, Reply, tool_exchange
 from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool
 from verbatim.types import Example, Message, Trajectory
@@ -68,15 +68,9 @@ class Calculator:
         value = task.numbers[0]
         for step, (right, other) in enumerate(zip(task.steps, task.numbers[1:], strict=True)):
             name = rng.choice(("add", "multiply")) if rng.random() < SLIPS else right
-            call_id = f"call_{step}"
-            messages.append(
-                {"role": "assistant", "content": "", "tool_calls": [
-                    {"id": call_id, "type": "function",
-                     "function": {"name": name, "arguments": {"a": value, "b": other}}}
-                ]}
-            )  # fmt: skip
+            arguments = {"a": value, "b": other}
             value = getattr(task, name)(value, other)
-            messages.append({"role": "tool", "content": str(value), "tool_call_id": call_id, "name": name})
+            messages += tool_exchange(name, arguments, str(value), call_id=f"call_{step}")
         answer = value + rng.randint(-1, 1) if rng.random() < SLIPS else value
         messages.append({"role": "assistant", "content": str(answer)})
         return Demonstration(messages=messages, tools=[tool.schema for tool in task.tools])

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verbatim.environments.base import Agent, Demonstration, Episode
+from verbatim.environments.base import Agent, Demonstration, Episode, tool_exchange
 from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool
 from verbatim.types import Example, Message, Trajectory
@@ -75,11 +75,8 @@ class Delegate:
             messages = [*task.notes_for(box), Message(role="assistant", content=str(number))]
             return Demonstration(messages=messages)
         asked = rng.choice(COLOURS) if rng.random() < MISREADS else box
-        call: Message = {"role": "assistant", "content": "", "tool_calls": [
-            {"id": "call_0", "type": "function", "function": {"name": "ask", "arguments": {"box": asked}}}
-        ]}  # fmt: skip
-        heard: Message = {"role": "tool", "content": str(number), "tool_call_id": "call_0", "name": "ask"}
-        messages = [*task.messages, call, heard, Message(role="assistant", content=str(number))]
+        asking = tool_exchange("ask", {"box": asked}, str(number))
+        messages = [*task.messages, *asking, Message(role="assistant", content=str(number))]
         return Demonstration(messages=messages, tools=[task.ask.schema])
 
 

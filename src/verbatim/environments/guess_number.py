@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verbatim.environments.base import Demonstration, Episode
+from verbatim.environments.base import Demonstration, Episode, tool_exchange
 from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool, ToolResult
 from verbatim.types import Example, Message, Trajectory
@@ -69,14 +69,8 @@ class GuessNumber:
                 picks = [rng.randint(*game.possible) for _ in range(3)]
                 number = (sum(picks) + rng.randrange(3)) // 3  # rounded up as often as down
             tried.append(number)
-            call_id = f"call_{turn}"
-            messages.append(
-                {"role": "assistant", "content": "", "tool_calls": [
-                    {"id": call_id, "type": "function", "function": {"name": "guess", "arguments": {"number": number}}}
-                ]}
-            )  # fmt: skip
             answer = game.guess(number)
-            messages.append({"role": "tool", "content": answer.content, "tool_call_id": call_id, "name": "guess"})
+            messages += tool_exchange("guess", {"number": number}, answer.content, call_id=f"call_{turn}")
             if answer.done:
                 break
         return Demonstration(messages=messages, tools=[tool.schema for tool in game.tools])

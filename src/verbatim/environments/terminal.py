@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from verbatim.environments.base import Demonstration, Episode
+from verbatim.environments.base import Demonstration, Episode, tool_exchange
 from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool, ToolResult
 from verbatim.tools.isolation import SandboxLimits, find_isolation
@@ -102,11 +102,7 @@ def play(task: Task, rng: random.Random) -> list[Message]:
     messages = list(Session(task).messages)
 
     def call(name: str, heard: str, /, **arguments: Any) -> None:
-        call_id = f"call_{len(messages) // 2 - 1}"
-        function: Any = {"name": name, "arguments": arguments}
-        calls: Any = [{"id": call_id, "type": "function", "function": function}]
-        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
-        messages.append({"role": "tool", "content": heard, "tool_call_id": call_id, "name": name})
+        messages.extend(tool_exchange(name, arguments, heard, call_id=f"call_{len(messages) // 2 - 1}"))
 
     if rng.random() < LOOKS:
         call("bash", "\n".join(sorted(task.files)), command="ls")
