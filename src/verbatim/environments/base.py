@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from verbatim.tools.base import Tool
-from verbatim.types import Example, Message, StopReason, Trajectory
+from verbatim.types import Example, FunctionCall, Message, StopReason, Trajectory
 
 Score = float | Mapping[str, float] | None
 """A reward, or its named parts, which are added up; None where nothing is earned. Such episodes are not trained on in
@@ -113,7 +113,7 @@ def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_
     Example: `tool_exchange("look", {"at": "Bonn"}, "rain")` gives an assistant message whose `tool_calls` holds
     `look(at="Bonn")`, and the message `{"role": "tool", "content": "rain", "tool_call_id": "call_0", "name": "look"}`.
     """
-    function = {"name": name, "arguments": dict(arguments)}
+    function: FunctionCall = {"name": name, "arguments": dict(arguments)}
     return [
         {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
         {"role": "tool", "content": answer, "tool_call_id": call_id, "name": name},
