@@ -123,16 +123,19 @@ def test_every_float32_logprob_survives_the_wire(style: wire.LogprobStyle, bits:
     assert read.logprobs.tobytes() == logprobs.tobytes()
 
 
+@pytest.mark.parametrize("seed_for_all", [False, True])
 @given(
     prompt=st.lists(st.integers(0, 9), min_size=1, max_size=15), seed=st.integers(0, 2**63 - 1), session=st.text(),
     temperature=st.just(0.0) | st.floats(1e-6, 10), max_tokens=st.integers(1, 100),
     top_p=st.floats(0, 1, exclude_min=True), top_k=st.integers(0, 50), min_p=st.floats(0, 1, exclude_max=True),
     stop=st.lists(st.integers(0, 9), unique=True),
 )  # fmt: skip
-def test_every_request_survives_the_wire(prompt, seed, session, temperature, max_tokens, top_p, top_k, min_p, stop):
+def test_every_request_survives_the_wire(
+    seed_for_all, prompt, seed, session, temperature, max_tokens, top_p, top_k, min_p, stop
+):
     sent = request(*prompt, seed=seed, session=session, temperature=temperature, max_tokens=max_tokens, top_p=top_p,
                    top_k=top_k, min_p=min_p, stop_token_ids=tuple(stop))  # fmt: skip
-    body = json.loads(json.dumps(wire.request_body(sent, "m")))
+    body = json.loads(json.dumps(wire.request_body(sent, "m", seed_for_all=seed_for_all)))
     read, logprobs = read_request(body, seed=-1, room=16, end_ids=(9,))
     assert (read.prompt_ids.tolist(), read.params, read.seed, read.session, logprobs) == (
         prompt, sent.params, seed, session, "plain")  # fmt: skip
@@ -378,8 +381,26 @@ async def test_what_may_pass_is_tried_again_with_the_same_seed():
         client = HttpSampler(server.url, vocab_size=10, context_length=64)
         completion = await client.generate(request(1, seed=11))
         assert completion.ids.tolist() == [4, 5]
-        assert [body["sampling_params"]["seed"] for body in server.seen] == [11] * 5
+        assert [body["verbatim"]["seed"] for body in server.seen] == [11] * 5
         await client.close()
+
+
+@pytest.mark.parametrize(("settings", "seed"), [({}, None), ({"send_seeds": True}, 11)])
+async def test_a_server_that_is_not_ours_gets_a_seed_only_where_it_is_asked_for(settings: Any, seed: int | None):
+    """vLLM for CPUs ends at a seed where it computes a prompt in parts: a request must not be able to do that."""
+    with answering(as_vllm) as server:
+        client = HttpSampler(server.url, vocab_size=10, context_length=64, **settings)
+        await client.generate(request(1, seed=11))
+        assert server.seen[0]["sampling_params"].get("seed") == seed
+        await client.close()
+
+
+async def test_our_server_samples_with_the_seed_of_the_request():
+    sampler = scripted([[5]] * 3)
+    async with behind_http(sampler) as client:
+        for seed in (0, 11, 2**63 - 1):
+            await client.generate(request(1, seed=seed))
+    assert [r.seed for r in sampler.requests] == [0, 11, 2**63 - 1]
 
 
 @pytest.mark.parametrize("answer", [(400, "no"), (404, "no"), (200, {"choices": []})])

@@ -1,7 +1,7 @@
 """A sampler behind HTTP, used like any other: ids, logprobs and versions are those that the engine gave, bit for bit.
 
-A request that failed on its way is made again (`http_lines`). That is harmless: randomness is a function of seed and
-position, so the same request gives the same tokens, and nothing was kept of the try that failed.
+A request that failed on its way is made again (`http_lines`). That is harmless: nothing was kept of the try that
+failed. Over our own server randomness is a function of seed and position, so the same request gives the same tokens.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class HttpSampler:
         policy_version: Of the weights that the server has now; None asks the server. Over vLLM it is that of the
             weights whose version there is no number, as that of the ones it was started with ("default").
         processed_logprobs: vLLM was started with `--logprobs-mode processed_logprobs`.
+        send_seeds: Send the seeds of requests to a vLLM too. Our own servers always get them; vLLM for CPUs (0.32) ends
+            at a prompt with a seed that is longer than what it computes at once.
         request_timeout: Seconds for one try, waiting for a place in the batch included.
         max_retries: Tries after the first.
 
@@ -70,6 +72,7 @@ class HttpSampler:
         vocab_size: int | None = None,
         policy_version: int | None = None,
         processed_logprobs: bool = False,
+        send_seeds: bool = False,
         request_timeout: float = 3600.0,
         max_retries: int = 5,
     ) -> None:
@@ -77,6 +80,7 @@ class HttpSampler:
         self._told: dict[str, Any] = {"model": model, "context_length": context_length, "vocab_size": vocab_size,
                                       "policy_version": policy_version}  # fmt: skip
         self._processed_logprobs = processed_logprobs
+        self._send_seeds = send_seeds
         self._facts: _Facts | None = None
 
     @classmethod
@@ -126,9 +130,8 @@ class HttpSampler:
         facts = self._facts
         model = facts.model if facts is not None else self._told["model"]
         try:
-            answer = await self._sampled(
-                wire.GENERATE, wire.request_body(request, model), if_missing="vLLM has it with --enable-scale-out"
-            )
+            body = wire.request_body(request, model, seed_for_all=self._send_seeds)
+            answer = await self._sampled(wire.GENERATE, body, if_missing="vLLM has it with --enable-scale-out")
         except HungUp:
             return nothing_sampled()
         try:

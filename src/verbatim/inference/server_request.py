@@ -57,7 +57,7 @@ def read_request(
     request = SampleRequest(
         prompt_ids=ids,
         params=read_params(given, max_tokens=max(1, room - len(ids)), end_ids=ends),
-        seed=read_seed(given, seed),
+        seed=read_seed(ours if ours.get("seed") is not None else given, seed),
         session=str(ours.get("session") or session),
     )
     return request, None if logprobs is None else "plain" if ours.get("plain_logprobs") else "objects"

@@ -41,20 +41,27 @@ _FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CANC
 _STOP_REASONS = {finish: reason for reason, finish in _FINISH.items()}
 
 
-def request_body(request: SampleRequest, model: str | None) -> dict[str, Any]:
+def request_body(request: SampleRequest, model: str | None, *, seed_for_all: bool = False) -> dict[str, Any]:
     """A request for one completion, everything that has a default said out loud: servers have defaults of their own.
 
-    `ignore_eos`, because a completion ends at the stop ids that are given, and at no other.
+    `ignore_eos`, because a completion ends at the stop ids that are given, and at no other. The seed stands under our
+    own key, which only our servers read: a vLLM for CPUs dies of a seed where it computes a prompt in parts.
+
+    Args:
+        request: What is asked for.
+        model: Its name at the server; None names none.
+        seed_for_all: Put the seed where vLLM reads it too.
     """
     params = request.params
+    seed = {"seed": request.seed} if seed_for_all else {}
     body: dict[str, Any] = {
         "token_ids": request.prompt_ids.tolist(),
         "sampling_params": {
             "temperature": params.temperature, "max_tokens": params.max_tokens, "top_p": params.top_p,
             "top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_token_ids),
-            "seed": request.seed, "logprobs": 1, "ignore_eos": True, "skip_special_tokens": False,
+            "logprobs": 1, "ignore_eos": True, "skip_special_tokens": False, **seed,
         },
-        OURS: {"session": request.session, "plain_logprobs": True},
+        OURS: {"session": request.session, "plain_logprobs": True, "seed": request.seed},
     }  # fmt: skip
     return body if model is None else {**body, "model": model}
 
