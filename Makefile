@@ -11,7 +11,7 @@ help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
 	@echo "make demo      train an agent to play guess-the-number, on a CPU"
 	@echo "make test      lint, types and all tests that need no extras"
-	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers) installed, and all tests"
+	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, W&B) installed, and all tests"
 	@echo "make check     the fast part of it"
 	@echo "make clean     remove $(VENV) and caches; runs/ stays"
 
@@ -38,7 +38,7 @@ test: lint types
 	$(BIN)/pytest -m "not extras"
 
 test-all: install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,serve,mcp,data,ray,verifiers,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,serve,mcp,data,ray,verifiers,wandb,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest

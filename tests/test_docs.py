@@ -71,7 +71,7 @@ def snippets(language: str, *pages: Path) -> list[Snippet]:
     return found
 
 
-PYTHON = snippets("python", ROOT / "README.md", ROOT / "docs" / "extending.md")
+PYTHON = snippets("python", ROOT / "README.md", ROOT / "docs" / "extending.md", ROOT / "docs" / "monitors.md")
 MODULES = {snippet.module: snippet.text for snippet in PYTHON if snippet.module}
 (RUN_FILE,) = [s.text for s in snippets("toml", ROOT / "README.md") if "parcel_desk.ParcelDesk" in s.text]
 
@@ -86,7 +86,8 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_documentation_shows_how_to_write_each_kind_of_plug_in():
     assert set(MODULES) >= {
-        "parcel_desk", "my_losses", "my_token_losses", "my_advantages", "my_turn_advantages", "my_filters"
+        "parcel_desk", "my_losses", "my_token_losses", "my_advantages", "my_turn_advantages", "my_filters",
+        "my_monitors",
     }  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def test_the_readmes_environment_is_learned_from_the_table_beside_it(place: Path
 
 
 def plug_ins() -> str:
-    return "\n".join(toml_about(word) for word in ("my_losses", "my_advantages", "my_filters"))
+    return "\n".join(toml_about(word) for word in ("my_losses", "my_advantages", "my_filters", "my_monitors"))
 
 
 def test_the_plug_ins_are_accepted_with_the_tables_beside_them(place: Path):
@@ -212,6 +213,7 @@ def test_the_plug_ins_train(place: Path, tmp_path_factory):
         assert metrics["filters/custom/dropped"] == 0
         assert metrics["clip_frac"] == 0  # on-policy: no ratio is far from 1
         assert metrics["grad_norm"] > 0
+    assert [line.split(":")[0] for line in (place / "run" / "notes.md").read_text().splitlines()] == ["1", "2"]
     # Nothing is dropped: the list of filters replaces the default one.
     assert steps[-1]["ledger/trained"] == steps[-1]["ledger/sampled"] > 0
     groups: dict[str, list[dict]] = {}

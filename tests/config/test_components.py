@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from verbatim.config import ComponentTables, import_object, load_config, resolve
+from verbatim.config import ComponentTables, dump_config, import_object, load_config, resolve
 from verbatim.config.schema import ComponentConfig
 from verbatim.errors import ComponentError, ConfigError
 
@@ -201,7 +201,9 @@ def test_custom_knobs_are_named_inside_kwargs():
 
 # -- a whole file
 
-TABLES = ComponentTables(losses=TABLE, advantages=TABLE, filters=TABLE, strategies=TABLE, environments={"game": Rule})
+TABLES = ComponentTables(
+    losses=TABLE, advantages=TABLE, filters=TABLE, strategies=TABLE, environments={"game": Rule}, monitors=TABLE
+)
 
 FILE = """\
 [model]
@@ -261,3 +263,43 @@ def test_nothing_is_constructed_by_the_check(tmp_path: Path):
     """-1 is refused by `Rule` itself; the check looks at names and types only."""
     (tmp_path / "run.toml").write_text(FILE.replace('id = "game"', 'id = "game"\nargs = { threshold = -1 }'))
     assert load_config(tmp_path / "run.toml", tables=TABLES).orchestrator.train.env[0].args == {"threshold": -1}
+
+
+# -- monitors, whose tables are named by their keys
+
+MONITOR = '[monitor]\nsave_trajectories = false\n[monitor.scaled]\nscale = 2.0\n[monitor.own]\ntype = "custom"\n'
+
+
+def test_a_table_of_monitor_is_a_component_by_its_key(tmp_path: Path):
+    (tmp_path / "run.toml").write_text(FILE + MONITOR + 'import_path = "os.path.join"\n')
+    monitor = load_config(tmp_path / "run.toml").monitor
+    assert not monitor.save_trajectories
+    assert {name: (m.type, m.knobs) for name, m in monitor.components.items()} == {
+        "scaled": ("scaled", {"scale": 2.0}), "own": ("custom", {}),
+    }  # fmt: skip
+
+
+def test_monitors_survive_the_dump_and_overrides(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text(FILE)
+    config = load_config(file, ["--monitor.scaled.window", "5", "--monitor.open.tags", '["a"]'], TABLES)
+    assert config.monitor.components["scaled"].knobs == {"window": 5}
+    file.write_text(dump_config(config))
+    assert load_config(file, tables=TABLES) == config
+    assert load_config(file, ["--monitor.scaled", "null"], TABLES).monitor.components.keys() == {"open"}
+
+
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        ("[monitor.scald]\n", "FILE:13: monitor.scald.type: there is no monitor 'scald'; did you mean \"scaled\"?"),
+        ("[monitor.scaled]\nwindw = 4\n",
+         'FILE:14: monitor.scaled.windw: unknown knob "windw"; did you mean "window"?'),
+        ("[monitor]\nsave_trajectory = true\n", 'FILE:14: monitor.save_trajectory: unknown key "save_trajectory" in '
+         '[monitor]; did you mean "save_trajectories"?'),
+        ("[monitor]\nscaled = true\n", "FILE:14: monitor.scaled: found true (a boolean), expected a table"),
+        ("monitor = 3\n", "FILE:13: trainer.loss.monitor: unknown knob"),
+    ],
+)  # fmt: skip
+def test_a_wrong_monitor_is_named_with_file_and_line(tmp_path: Path, toml: str, expected: str):
+    assert problems_of(tmp_path, FILE + toml).startswith(expected)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from verbatim.monitors import MetricsLog, Monitor, Monitors
-from verbatim.monitors.base import Metrics
+from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
 
 
 class Recording:
     def __init__(self) -> None:
         self.seen: list[object] = []
 
-    def on_step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         self.seen.append((step, dict(metrics)))
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
@@ -27,7 +27,7 @@ class Recording:
 
 
 class Broken(Recording):
-    def on_step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         raise OSError("disk full")
 
 
@@ -53,7 +53,7 @@ def test_a_monitor_that_raises_is_reported_and_the_others_still_hear(caplog: pyt
 
 def test_ctrl_c_inside_a_monitor_still_stops_the_run():
     class Interrupted(Recording):
-        def on_step(self, step: int, metrics: Metrics) -> None:
+        def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from verbatim.cli.session import make_monitors
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 
@@ -20,7 +21,9 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: anything in it that would stop a run before it starts.
+        UsageError: a package that a monitor needs is missing.
     """
     config = load_config(args.file, args.overrides, component_tables())
+    make_monitors(config)
     sys.stdout.write(dump_config(config))
     return 0

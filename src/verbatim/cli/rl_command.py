@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -26,16 +27,19 @@ from verbatim.cli.session import (
     check_environments,
     make_dispatcher,
     make_environments,
+    make_monitors,
     make_rules,
     make_sampler,
     make_setups,
     open_player,
 )
 from verbatim.cli.tables import component_tables
-from verbatim.config import load_config
+from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
 from verbatim.inference.base import Sampler
 from verbatim.inference.openai import Connection, OpenAI
+from verbatim.monitors.base import OpenMonitor, RunInfo, open_monitors
+from verbatim.monitors.secrets import redacted
 from verbatim.rollouts import RolloutSetup
 
 if TYPE_CHECKING:
@@ -65,6 +69,7 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
     environments = make_environments(config)
     check_environments(config, environments)
     make_rules(config.orchestrator, environments)
+    monitors = make_monitors(config)
     _check_model(config)
     name = config.name or args.file.stem
     config = config.model_copy(update={"name": name})  # stored with the run, which may be resumed from its own file
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
         folder = RunFolder.create(config, name=name, now=datetime.now())
     with folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
-        program = Program(config, environments, folder, console, name=name, started=started)
+        program = Program(config, environments, monitors, folder, console, name=name, started=started)
         finished = False
         try:
             finished = program.run(trainer_elsewhere=trainer_elsewhere)
@@ -116,6 +121,7 @@ class Program:
         self,
         config: RunConfig,
         environments: Environments,
+        monitors: Mapping[str, OpenMonitor],
         folder: RunFolder,
         console: RichConsole,
         *,
@@ -124,6 +130,7 @@ class Program:
     ) -> None:
         self._config = config
         self._environments = environments
+        self._monitors = monitors
         self._folder = folder
         self._console = console
         self._name = name
@@ -166,6 +173,7 @@ class Program:
             max_steps=self._config.max_steps,
             first_step=ready.version,
             save_trajectories=self._config.monitor.save_trajectories,
+            monitors=open_monitors(self._monitors, self._about(ready.version)),
             store=self._store,
             environments={label: environment for label, (_, environment) in self._environments.eval.items()},
             earlier_seconds=state.get("seconds", 0.0),
@@ -175,6 +183,10 @@ class Program:
             return await self._train(side, state, log), log
         finally:
             log.close()
+
+    def _about(self, first_step: int) -> RunInfo:
+        config = redacted(tomllib.loads(dump_config(self._config)))
+        return RunInfo(name=self._name, folder=self._folder.path, config=config, first_step=first_step)
 
     async def _train(self, side: TrainerSide, state: dict[str, Any], log: RunLog) -> bool:
         teacher = self._config.orchestrator.teacher

@@ -14,12 +14,13 @@ from typing import Any
 from verbatim.checkpoints import CheckpointStore, RunFolder, write_json, write_loop_state
 from verbatim.environments.base import Environment
 from verbatim.errors import RunStopped
-from verbatim.monitors.base import Monitors
+from verbatim.monitors.base import Monitor, Monitors
 from verbatim.monitors.console import Console
 from verbatim.monitors.jsonl import read_jsonl
 from verbatim.monitors.learning_curve import LearningCurve
 from verbatim.monitors.metrics_log import MetricsLog
 from verbatim.monitors.trajectory_log import TrajectoryLog
+from verbatim.orchestrator.distributions import rollout_distributions
 from verbatim.orchestrator.evaluate import Evaluation
 from verbatim.transport import TrainerLink
 from verbatim.types import Group
@@ -36,6 +37,7 @@ class RunLog:
         max_steps: Batches in all.
         first_step: Batches that an earlier process trained; what that process logged beyond them is dropped.
         save_trajectories: Whether every training trajectory is written.
+        monitors: Those that listen beside the console, the metrics log and the learning curve.
         store: Of the checkpoints.
         environments: Those that are evaluated, by label.
         earlier_seconds: What earlier processes of this run took.
@@ -50,6 +52,7 @@ class RunLog:
         max_steps: int,
         first_step: int,
         save_trajectories: bool,
+        monitors: Sequence[Monitor] = (),
         store: CheckpointStore,
         environments: Mapping[str, Environment],
         earlier_seconds: float,
@@ -74,7 +77,7 @@ class RunLog:
         curve = LearningCurve(
             folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant
         )
-        self._monitors = Monitors([metrics, Console(max_steps, first_step=first_step), curve])
+        self._monitors = Monitors([metrics, Console(max_steps, first_step=first_step), curve, *monitors])
 
     @property
     def seconds(self) -> float:
@@ -83,7 +86,7 @@ class RunLog:
 
     def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Batch `step` was trained."""
-        self._monitors.on_step(step, metrics)
+        self._monitors.on_step(step, metrics, rollout_distributions(groups, step - 1))
         if self._trajectories is not None:
             try:
                 for group in groups:

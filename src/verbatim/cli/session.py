@@ -21,6 +21,7 @@ from verbatim.errors import ComponentError, ConfigError
 from verbatim.inference import SAMPLERS
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.openai import Connection, OpenAI
+from verbatim.monitors.base import OpenMonitor
 from verbatim.orchestrator.assemble import Rules
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.renderers.base import Renderer
@@ -184,6 +185,19 @@ async def open_player(
 
 _OFF = {"opd": ("zero_advantage",), "sft": ("zero_advantage", "gibberish")}
 """Filters that make no sense in a mode: rollouts teach there whatever they earned, and texts have no logprobs."""
+
+
+def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
+    """The monitors of [monitor], by the name of their table; none of them is started.
+
+    Raises:
+        UsageError: a package that one of them needs is missing, or it refuses its knobs.
+    """
+    table = component_tables().monitors
+    return {
+        key: resolve(component, table, what="monitor", where=f"monitor.{key}")
+        for key, component in config.monitor.components.items()
+    }
 
 
 def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> dict[str, Rules]:

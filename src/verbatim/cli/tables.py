@@ -11,8 +11,10 @@ def component_tables() -> ComponentTables:
     from verbatim.environments import ENVIRONMENTS
     from verbatim.filters import FILTERS
     from verbatim.losses import LOSSES
+    from verbatim.monitors import MONITORS
     from verbatim.trajectories import STRATEGIES
 
     return ComponentTables(
-        losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES, environments=ENVIRONMENTS
+        losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES, environments=ENVIRONMENTS,
+        monitors=MONITORS,
     )

@@ -41,6 +41,8 @@ class ComponentTables:
     """For orchestrator.trajectory_strategy."""
     environments: Table
     """For the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
+    monitors: Table
+    """For the tables below [monitor]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +173,8 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
     yield _Use.of(orchestrator.advantage, "advantage", ("orchestrator", "advantage"), 1), tables.advantages
     for i, rule in enumerate(orchestrator.filters):
         yield _Use.of(rule, "filter", ("orchestrator", "filters", i), 1), tables.filters
+    for label, monitor in config.monitor.components.items():
+        yield _Use.of(monitor, "monitor", ("monitor", label), 1), tables.monitors
     evals = orchestrator.eval.env if orchestrator.eval else ()
     strategies: list[tuple[KeyPath, str | None]] = [(("orchestrator",), orchestrator.trajectory_strategy)]
     for kind, envs in (("train", orchestrator.train.env), ("eval", evals)):

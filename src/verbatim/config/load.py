@@ -23,7 +23,7 @@ from verbatim.config.components import ComponentTables, check_components
 from verbatim.config.fields import annotation_at, description_at, nearest, section_at, sections_with
 from verbatim.config.origins import KeyPath, line_numbers
 from verbatim.config.overrides import UNSET, Override, apply_override, parse_overrides, parse_value
-from verbatim.config.schema import ComponentConfig, RunConfig
+from verbatim.config.schema import RunConfig
 from verbatim.errors import ConfigError
 
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
@@ -150,7 +150,7 @@ def _apply(document: dict[str, Any], overrides: Sequence[Override], places: _Pla
 def _may_be_unset(path: KeyPath) -> bool:
     """Whether there is such a key (free-form tables may hold any)."""
     section = section_at(RunConfig, path[:-1])
-    free = section is None or issubclass(section, ComponentConfig)
+    free = section is None or section.model_config.get("extra") == "allow"
     return free or isinstance(path[-1], int) or str(path[-1]) in section.model_fields  # type: ignore[union-attr]
 
 
@@ -204,6 +204,8 @@ def _explain(error: ErrorDetails, places: _Places) -> str:
             return f"{where}: {f'{name}: ' if name else ''}{error['ctx']['error']}"
         case "tuple_type":
             expected = f"a list, or [[{name}]] tables" if section_at(RunConfig, path) else "a list"
+        case "model_type" | "dict_type" if _near_a_key(path):  # in [monitor], where other keys are tables
+            return f"{where}: {_unknown_key(path)}"
         case "model_type" | "dict_type":
             expected = "a table"
         case "too_short":
@@ -213,6 +215,12 @@ def _explain(error: ErrorDetails, places: _Places) -> str:
     kind = _KINDS.get(type(found), type(found).__name__)
     near = nearest(found, re.findall("'([^']*)'", expected)) if isinstance(found, str) else ""
     return f"{where}: {name}: found {_short(found)} ({kind}), expected {expected}{near}"
+
+
+def _near_a_key(path: KeyPath) -> bool:
+    section = section_at(RunConfig, path[:-1])
+    key = str(path[-1])
+    return section is not None and key not in section.model_fields and bool(nearest(key, section.model_fields))
 
 
 def _short(value: Any) -> str:

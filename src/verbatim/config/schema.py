@@ -476,10 +476,29 @@ class CheckpointConfig(Section):
 
 
 class MonitorConfig(Section):
-    """What is written down."""
+    """What is written down. Every other key is a monitor's table: its name from `MONITORS`, or any name with
+    `type = "custom"`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, ComponentConfig] = Field(init=False)
 
     save_trajectories: bool = True
     """Every training trajectory as JSONL, with ids, logprobs, versions."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_their_keys(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {
+            key: {"type": key, **value} if key not in cls.model_fields and isinstance(value, dict) else value
+            for key, value in data.items()
+        }
+
+    @property
+    def components(self) -> dict[str, ComponentConfig]:
+        """The monitors beside the run folder's own, by key."""
+        return dict(self.__pydantic_extra__)
 
 
 class RunConfig(Section):

@@ -1,19 +1,29 @@
-"""What a run writes down: the console, metrics and trajectories as JSONL, the learning curve."""
+"""What a run writes down: the console, metrics and trajectories as JSONL, the learning curve, and services."""
 
-from verbatim.monitors.base import Monitor, Monitors
+from collections.abc import Mapping
+
+from verbatim.monitors.base import Monitor, Monitors, RunInfo
 from verbatim.monitors.console import Console
 from verbatim.monitors.jsonl import JsonlWriter, read_jsonl
 from verbatim.monitors.learning_curve import LearningCurve
 from verbatim.monitors.metrics_log import MetricsLog
 from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
 
+MONITORS: Mapping[str, str] = {
+    "wandb": "verbatim.monitors.wandb:Wandb",
+}
+"""By the name of their table, [monitor.NAME]. The table's keys are the knobs; called with a `RunInfo` as the run
+starts, a component gives a `Monitor`."""
+
 __all__ = [
+    "MONITORS",
     "Console",
     "JsonlWriter",
     "LearningCurve",
     "MetricsLog",
     "Monitor",
     "Monitors",
+    "RunInfo",
     "TrajectoryLog",
     "read_jsonl",
     "read_trajectories",

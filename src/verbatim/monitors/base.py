@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from verbatim.monitors.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
 """Name to value. A value may be NaN (nothing to average) or infinite."""
+
+Distributions = Mapping[str, Sequence[float]]
+"""Name to one value for each rollout of a batch, filtered ones included."""
+NO_DISTRIBUTIONS: Distributions = MappingProxyType({})
 
 REWARD = "reward/mean"
 """Mean raw reward of the batch's rollouts."""
@@ -35,7 +45,7 @@ TRAINER_IDLE = "time/trainer_idle"
 class Monitor(Protocol):
     """Listens to a run. It never decides anything, and the run goes on without it."""
 
-    def on_step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """A batch was trained; `step` is the number of batches trained so far, 1 after the first."""
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
@@ -43,6 +53,41 @@ class Monitor(Protocol):
 
     def close(self) -> None:
         """The run is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What a monitor from `MONITORS` is told before the run starts."""
+
+    name: str
+    """The run's name."""
+    folder: Path
+    """The run folder; a monitor keeps there what a resumed run needs."""
+    config: Mapping[str, Any]
+    """The whole configuration as plain values, without secrets."""
+    first_step: int = 0
+    """Batches that earlier processes of this run trained."""
+
+
+OpenMonitor = Callable[[RunInfo], Monitor]
+"""A monitor with its knobs set, as the configuration names it."""
+
+
+def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[Monitor]:
+    """Start them. One that raises is reported, and the run goes on without it.
+
+    Args:
+        components: By the name of their table.
+        run: What they are told.
+    """
+    monitors = []
+    for name, component in components.items():
+        try:
+            monitors.append(component(run))
+        except Exception as error:  # noqa: BLE001  as below; without a traceback, which may quote a key
+            logger.error("monitor %s could not be started, and the run goes on without it: %s: %s", name,
+                         type(error).__name__, without_secrets(str(error)))  # fmt: skip
+    return monitors
 
 
 class Monitors:
@@ -53,15 +98,15 @@ class Monitors:
         self.num_failures = 0
         """Calls that raised."""
 
-    def on_step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """Tell all of them, in order."""
         for monitor in self.monitors:
-            self._guard(monitor, lambda monitor=monitor: monitor.on_step(step, metrics))  # type: ignore[misc]
+            self._guard(monitor, functools.partial(monitor.on_step, step, metrics, distributions))
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
         """Tell all of them, in order."""
         for monitor in self.monitors:
-            self._guard(monitor, lambda monitor=monitor: monitor.on_eval(step, env, metrics))  # type: ignore[misc]
+            self._guard(monitor, functools.partial(monitor.on_eval, step, env, metrics))
 
     def close(self) -> None:
         """Close all of them, in order."""

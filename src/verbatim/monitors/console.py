@@ -10,6 +10,7 @@ from rich.text import Text
 
 from verbatim.monitors.base import (
     MISMATCH_KL,
+    NO_DISTRIBUTIONS,
     REWARD,
     SAMPLER_IDLE,
     SAMPLER_SPEED,
@@ -18,6 +19,7 @@ from verbatim.monitors.base import (
     TRAINER_IDLE,
     TRAINER_SPEED,
     TURNS,
+    Distributions,
     Metrics,
 )
 
@@ -60,7 +62,7 @@ class Console:
         self._task = self._progress.add_task("training", total=max_steps, completed=first_step)
         self._progress.start()
 
-    def on_step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """One line, under a heading every so often."""
         if self._num_lines % HEADER_EVERY == 0:
             self._print(header(self.max_steps), style="dim")

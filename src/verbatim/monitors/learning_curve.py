@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.errors import UsageError
-from verbatim.monitors.base import REWARD, SUCCESS, Metrics
+from verbatim.monitors.base import NO_DISTRIBUTIONS, REWARD, SUCCESS, Distributions, Metrics
 from verbatim.monitors.jsonl import read_jsonl
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class LearningCurve:
         if not self.available:
             logger.warning("no %s for this run: %s", path.name, INSTALL)
 
-    def on_step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """Nothing: a drawing costs as much as a small step."""
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verbatim.monitors.base import Metrics
+from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
 from verbatim.monitors.jsonl import JsonlWriter
 
 
@@ -14,7 +14,7 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         self.writer = JsonlWriter(path)
 
-    def on_step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """One line."""
         self.writer.write({"step": step, "kind": "train", "metrics": metrics})
 

@@ -1,0 +1,192 @@
+"""A run with [monitor.wandb], recorded by the real package without a network, and read back from its files."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
+from monitors.wandb_file import WandbRecord, read_wandb_file
+from verbatim.cli.main import main
+
+pytestmark = pytest.mark.extras
+
+KEY = "hf_abcdefghijklmnopqrstuv"
+
+EVERY_OTHER = '''
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EveryOther:
+    """Drops the second and the fourth of a group."""
+
+    action: str = "drop"
+
+    def __call__(self, trajectory):
+        return trajectory.sample_index % 2 == 1
+'''
+
+MONITOR = f"""\
+import_path = "lots.Lots"
+[[orchestrator.filters]]
+type = "custom"
+import_path = "every_other.EveryOther"
+[orchestrator.eval]
+episodes = 5
+[[orchestrator.eval.env]]
+import_path = "lots.Lots"
+name = "held-out"
+args = {{{{ delay = 0.0 }}}}
+[monitor.wandb]
+project = "lots-of-lots"
+tags = ["tiny"]
+[monitor.mine]
+type = "custom"
+import_path = "broken_monitor.open_it"
+kwargs = {{{{ api_key = "{KEY}" }}}}
+"""
+
+BROKEN = """
+class Broken:
+    def on_step(self, step, metrics, distributions):
+        raise OSError("disk full")
+    on_eval = on_step
+    def close(self):
+        raise OSError("disk full")
+
+def open_it(run, *, api_key):
+    return Broken()
+"""
+
+
+@dataclass
+class Recorded:
+    """A run of two steps, resumed for a third."""
+
+    folder: Path
+    model: Path
+    metrics: dict[int, dict[str, float]]
+    first: WandbRecord
+    second: WandbRecord
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Iterator[Recorded]:
+    place = tmp_path_factory.mktemp("wandb")
+    model = build_tiny_model(place / "model")
+    modules = {"lots": LOTS, "every_other": EVERY_OTHER, "broken_monitor": BROKEN}
+    with pytest.MonkeyPatch.context() as patch, workplace(place / "here", modules) as here:
+        patch.setenv("WANDB_MODE", "offline")
+        for name in ("WANDB_API_KEY", "WANDB_DIR", "WANDB_RUN_ID"):
+            patch.delenv(name, raising=False)
+        (here / "run.toml").write_text(TOML.format(model=model) + MONITOR.format())
+        with contextlib.redirect_stdout(None):
+            assert main(["rl", "run.toml", "--run-dir", "run"]) == 0
+            assert main(["rl", "run.toml", "--resume", "run", "--max-steps", "3"]) == 0
+        run = here / "run"
+        first, second = (finished_record(path) for path in records(run))
+        metrics = {line["step"]: line["metrics"] for line in train_lines(run)}
+        yield Recorded(folder=run, model=model, metrics=metrics, first=first, second=second)
+
+
+def records(run: Path) -> list[Path]:
+    return sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.parent.name)
+
+
+def finished_record(path: Path) -> WandbRecord:
+    """wandb's own process writes the file, and its end a moment after the run's."""
+    for _ in range(300):
+        record = read_wandb_file(path)
+        if record.is_finished:
+            return record
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no end")
+
+
+def test_a_resumed_run_goes_on_in_its_own_record(recorded: Recorded):
+    first, second = recorded.first, recorded.second
+    assert first.run_id == second.run_id == (recorded.folder / "wandb_run_id").read_text()
+    assert (first.project, first.name, first.tags) == ("lots-of-lots", "run", ["tiny"])
+    assert set(first.history) == {0, 1, 2}
+    assert set(second.history) == {3}
+
+
+def test_the_configuration_is_recorded(recorded: Recorded):
+    config = recorded.first.config
+    assert config["orchestrator"]["batch_size"] == 8
+    assert config["model"]["name"] == str(recorded.model)
+    assert config["monitor"]["mine"]["kwargs"] == {"api_key": "[redacted]"}
+    assert (config["max_steps"], recorded.second.config["max_steps"]) == (2, 3)
+
+
+def test_every_metric_is_recorded_by_step(recorded: Recorded):
+    history = {**recorded.first.history, **recorded.second.history}
+    assert "eval/held-out/reward/mean" in history[0]
+    assert set(recorded.metrics) == {1, 2, 3}
+    for step, metrics in recorded.metrics.items():
+        for name, value in metrics.items():
+            expected, found = float(value), float(history[step][name])
+            assert found == expected or (math.isnan(found) and math.isnan(expected)), (step, name)
+
+
+def test_dropped_rollouts_are_in_the_histograms(recorded: Recorded):
+    history = {**recorded.first.history, **recorded.second.history}
+    for step in (1, 2, 3):
+        assert recorded.metrics[step]["filters/custom/dropped"] == 4
+        for name in ("reward", "advantage", "completion_tokens", "turns", "staleness"):
+            histogram = history[step][f"distribution/{name}"]
+            assert histogram["_type"] == "histogram"
+            assert sum(histogram["values"]) == 8, (step, name)
+    assert history[1]["distribution/turns"] == {"_type": "histogram", "values": [8], "bins": [0.5, 1.5]}
+
+
+def test_no_key_is_in_any_file_of_the_record(recorded: Recorded):
+    files = [path for path in (recorded.folder / "wandb").rglob("*") if path.is_file()]
+    assert set(records(recorded.folder)) <= set(files)
+    for path in [*files, *(recorded.folder / "logs").iterdir()]:
+        assert KEY.encode() not in path.read_bytes(), path
+
+
+def test_a_monitor_that_fails_stops_nothing_and_is_reported(recorded: Recorded):
+    log = (recorded.folder / "logs" / "orchestrator.log").read_text()
+    assert "monitor Broken failed; the run goes on without what it would have shown" in log
+    assert (recorded.folder / "final").is_dir()
+
+
+UNREACHABLE = """
+import logging, sys, time
+from pathlib import Path
+from verbatim.monitors import RunInfo, wandb
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+wandb.INIT_SECONDS = 2.0
+began = time.monotonic()
+monitor = wandb.Wandb(project="p", mode="online")(RunInfo(name="n", folder=Path(sys.argv[1]), config={}))
+for step in range(5):
+    monitor.on_step(step, {"x": 1.0})
+assert time.monotonic() - began < 0.5
+monitor.close()
+"""
+
+
+def test_a_server_that_cannot_be_reached_leaves_an_offline_record(tmp_path: Path):
+    """Port 9 of the loopback: nothing listens there."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    env = {**inherited, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0123456789" * 4}
+    done = subprocess.run(
+        [sys.executable, "-c", UNREACHABLE, str(tmp_path)], env=env, capture_output=True, text=True, timeout=60,
+        check=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert "W&B: the service cannot be used (" in done.stderr
+    assert "0123456789" not in done.stderr
+    (path,) = records(tmp_path)
+    assert set(finished_record(path).history) == {0, 1, 2, 3, 4}

@@ -1,0 +1,219 @@
+"""Weights & Biases, with a stand-in for the package: whatever it does, the run is neither stopped nor slowed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verbatim.errors import UsageError
+from verbatim.monitors import RunInfo, wandb
+from verbatim.monitors.wandb import Wandb
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+class FakeRun:
+    def __init__(self, fake: FakeWandb, settings: dict[str, Any]) -> None:
+        self._fake = fake
+        self.settings = settings
+        self.url = None
+        self.dir = "files"
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self._fake.on_log()
+        self._fake.logged.append((step, values))
+
+    def finish(self) -> None:
+        self._fake.on_finish()
+        self._fake.finished = True
+
+
+class FakeWandb(types.ModuleType):
+    """A stand-in for the package; `on_init(mode)`, `on_log()` and `on_finish()` are called where the service is."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]  # `find_spec` looks for one
+        self.on_init: Callable[[str], None] = lambda mode: None
+        self.on_log: Callable[[], None] = lambda: None
+        self.on_finish: Callable[[], None] = lambda: None
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.runs: list[dict[str, Any]] = []
+        self.finished = False
+
+    def Settings(self, **values: Any) -> dict[str, Any]:
+        return values
+
+    def setup(self, settings: dict[str, Any]) -> None:
+        assert settings == {"silent": True}
+
+    def teardown(self) -> None: ...
+
+    def Histogram(self, np_histogram: tuple[Any, Any]) -> tuple[list[int], list[float]]:
+        counts, edges = np_histogram
+        return counts.tolist(), edges.tolist()
+
+    def init(self, **settings: Any) -> FakeRun:
+        self.runs.append(settings)
+        self.on_init(settings["mode"])
+        return FakeRun(self, settings)
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return fake
+
+
+def about(folder: Path) -> RunInfo:
+    return RunInfo(name="lots", folder=folder, config={"max_steps": 2, "model": {"name": "x"}})
+
+
+def test_metrics_evaluations_and_histograms_are_logged_by_step(tmp_path: Path, fake_wandb: FakeWandb):
+    monitor = Wandb(project="mine", tags=("a", "b"))(about(tmp_path))
+    monitor.on_eval(0, "lots", {"success": 0.25})
+    monitor.on_step(1, {"reward/mean": 0.5}, {
+        "distribution/staleness": [0, 2, 2, 0, 0],
+        "distribution/reward": [0.0, 0.5, math.nan, 1.0],
+        "distribution/advantage": [],
+    })  # fmt: skip
+    monitor.close()
+    (first, second) = fake_wandb.logged
+    assert first == (0, {"eval/lots/success": 0.25})
+    step, values = second
+    assert (step, values.pop("reward/mean")) == (1, 0.5)
+    assert values.pop("distribution/staleness") == ([3, 0, 2], [-0.5, 0.5, 1.5, 2.5])
+    counts, edges = values.pop("distribution/reward")
+    assert (len(counts), len(edges), edges[0], edges[-1]) == (64, 65, 0.0, 1.0)
+    assert [(i, n) for i, n in enumerate(counts) if n] == [(0, 1), (32, 1), (63, 1)]  # NaN is in no bin
+    assert values == {}
+    assert fake_wandb.finished
+
+
+def test_the_record_has_the_configuration_and_none_of_the_command_line(tmp_path: Path, fake_wandb: FakeWandb):
+    Wandb(project="mine", tags=("a", "b"), mode="offline")(about(tmp_path)).close()
+    (run,) = fake_wandb.runs
+    assert (run["project"], run["name"], run["tags"], run["mode"]) == ("mine", "lots", ["a", "b"], "offline")
+    assert (run["config"], run["dir"]) == ({"max_steps": 2, "model": {"name": "x"}}, str(tmp_path))
+    hidden = {"console": "off", "x_disable_meta": True, "disable_git": True, "save_code": False}
+    assert hidden.items() <= run["settings"].items()
+
+
+def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path, fake_wandb: FakeWandb):
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path, tmp_path / "other"):
+        Wandb(project="mine")(about(folder)).close()
+    first, second, other = [(run["id"], run["resume"]) for run in fake_wandb.runs]
+    assert first == second != other
+    assert first[1] == "allow"
+
+
+@pytest.mark.parametrize(("env", "mode"), [(None, "online"), ("offline", "offline")])
+def test_the_mode_is_the_environments_where_the_file_has_none(
+    tmp_path: Path, fake_wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, env: str | None, mode: str
+):
+    if env:
+        monkeypatch.setenv("WANDB_MODE", env)
+    Wandb(project="mine")(about(tmp_path)).close()
+    assert fake_wandb.runs[0]["mode"] == mode
+
+
+def refuse(*args: str) -> None:
+    raise ConnectionError(f"401 for key {KEY}\nmore")
+
+
+def refuse_online(mode: str) -> None:
+    if mode == "online":
+        refuse()
+
+
+def test_a_service_that_cannot_be_reached_is_a_warning_and_an_offline_record(
+    tmp_path: Path, fake_wandb: FakeWandb, caplog: pytest.LogCaptureFixture
+):
+    fake_wandb.on_init = refuse_online
+    monitor = Wandb(project="mine")(about(tmp_path))
+    monitor.on_step(1, {"x": 1.0})
+    monitor.close()
+    assert [run["mode"] for run in fake_wandb.runs] == ["online", "offline"]
+    assert fake_wandb.logged == [(1, {"x": 1.0})]
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning == (
+        "W&B: the service cannot be used (ConnectionError: 401 for key [redacted]); "
+        f"type `wandb sync {tmp_path}/wandb/*run-*` to upload what is recorded there"
+    )
+
+
+def test_a_package_that_fails_altogether_is_one_warning(
+    tmp_path: Path, fake_wandb: FakeWandb, caplog: pytest.LogCaptureFixture
+):
+    fake_wandb.on_init = refuse
+    monitor = Wandb(project="mine")(about(tmp_path))
+    for step in range(3 * wandb.MAX_RECORDS):
+        monitor.on_step(step, {"x": 1.0})
+    monitor.close()
+    assert fake_wandb.logged == []
+    assert KEY not in caplog.text
+    assert "the record could not be opened, and the run goes on without it: ConnectionError" in caplog.text
+
+
+def test_a_record_that_is_refused_costs_no_other(tmp_path: Path, fake_wandb: FakeWandb, caplog):
+    calls = iter(range(10))
+    fake_wandb.on_log = lambda: refuse() if next(calls) in (1, 2) else None
+    fake_wandb.on_finish = refuse
+    monitor = Wandb(project="mine")(about(tmp_path))
+    for step in range(4):
+        monitor.on_step(step, {"x": 1.0})
+    monitor.close()
+    assert [step for step, _ in fake_wandb.logged] == [0, 3]
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text.partition(":")[2].partition(":")[0] for text in warnings] == [
+        " a record was refused, and so may be others", " the record is not complete"
+    ]  # fmt: skip
+    assert KEY not in caplog.text
+
+
+def test_a_service_that_hangs_holds_up_nothing_and_no_more_memory_than_its_queue(
+    tmp_path: Path, fake_wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(wandb, "MAX_RECORDS", 5)
+    monkeypatch.setattr(wandb, "INIT_SECONDS", 0.1)
+    monkeypatch.setattr(wandb, "FINISH_SECONDS", 0.2)
+    released, hangs = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        assert released.wait(30)
+
+    fake_wandb.on_log = hang
+    monitor = Wandb(project="mine")(about(tmp_path))
+    monitor.on_step(0, {"x": 1.0})
+    assert hangs.wait(30)
+    began = time.monotonic()
+    for step in range(1, 101):
+        monitor.on_step(step, {"x": 1.0})
+    assert time.monotonic() - began < 1
+    monitor.close()
+    assert time.monotonic() - began < 5
+    assert "did not finish within 0 seconds" in caplog.text
+    assert "5 records wait for the service; further ones are dropped" in caplog.text
+    assert "95 records were dropped" in caplog.text
+    released.set()
+    monitor._thread.join(30)
+    assert [step for step, _ in fake_wandb.logged] == [0, 1, 2, 3, 4, 5]
+
+
+def test_without_the_package_the_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'verbatim-rl\[wandb\]'"):
+        Wandb(project="mine")
