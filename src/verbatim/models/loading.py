@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from verbatim.errors import ModelError
 from verbatim.models.conversion import to_model_tensors
 from verbatim.models.float64 import keep_float64
 from verbatim.models.mixing import plan_attention
+from verbatim.models.source import find_source
 
 transformers_logging.disable_progress_bar()  # weights are saved and loaded at every step of a run
 
@@ -29,40 +29,37 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 
 def resolve_device(device: str) -> torch.device:
-    """"auto" takes CUDA where there is one.
+    """A device that tensors can be on here; "auto" takes CUDA where there is one.
 
     Raises:
-        ModelError: no such device.
+        ModelError: no such device, or none of it in this machine or this build of torch.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError:
         raise ModelError(f'there is no device {device!r}; expected "auto", "cpu", "cuda" or "cuda:0"') from None
+    if found.type == "cuda":
+        _check_cuda(device, found.index)
+    elif found.type != "cpu":
+        try:
+            torch.zeros(1, device=found).item()
+        except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+            said = str(error).partition("\n")[0]
+            raise ModelError(f'device {device!r} cannot be used here ({said}); take "auto", "cpu" or "cuda"') from None
+    return found
 
 
-def _looks_local(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
-
-
-def _check_exists(name: str) -> str:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"model folder {name!r} has no config.json; expected a folder that "
-                             "`model.save_pretrained` wrote")  # fmt: skip
-        return str(path)
-    if _looks_local(name):
-        raise ModelError(f"there is no model folder {name!r}; set model.name to a folder in Hugging Face format, to a "
-                         "hub id such as \"Qwen/Qwen3-0.6B\", or use a [model.build] table")  # fmt: skip
-    if "/" not in name:
-        logger.warning("there is no folder %r here; it is taken for a hub id", name)
-    return name
-
-
-def _taken_for_hub_id(source: str) -> str:
-    return "" if Path(source).is_dir() else " (there is no such folder here, so it was taken for a hub id)"
+def _check_cuda(device: str, index: int | None) -> None:
+    """Counts devices without starting CUDA, which takes seconds and memory."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise ModelError(f'device {device!r}, but torch {torch.__version__} is a build without CUDA; take "auto" or '
+                         '"cpu", or install a build of torch for CUDA')  # fmt: skip
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available() or (index or 0) >= count:
+        raise ModelError(f'device {device!r}, but torch sees {count} CUDA devices here; take "auto" or "cpu", or look '
+                         "at nvidia-smi and CUDA_VISIBLE_DEVICES")  # fmt: skip
 
 
 def check_weights(name: str | Path) -> None:
@@ -71,7 +68,7 @@ def check_weights(name: str | Path) -> None:
     Raises:
         ModelError: no such folder, or no weights in it.
     """
-    source = Path(_check_exists(str(name)))
+    source = Path(find_source(name))
     if source.is_dir() and not any(source.glob("*.safetensors")):
         raise ModelError(f"model folder {str(name)!r} has no *.safetensors; expected the weights beside config.json")
 
@@ -91,16 +88,16 @@ def load_model(
     Raises:
         ModelError: no such folder or id, no causal language model, or one that is refused.
     """
-    source = _check_exists(str(name))
+    place = resolve_device(str(device))
+    source = find_source(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype])
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {str(name)!r} cannot be loaded as a causal language model"
-                         f"{_taken_for_hub_id(source)}: {error}") from error  # fmt: skip
+        raise ModelError(f"model {str(name)!r} cannot be loaded as a causal language model: {error}") from error
     if dtype == "float64":
         keep_float64(model)
     model.eval()
-    model = model.to(resolve_device(str(device)))
+    model = model.to(place)
     other = plan_attention(model)
     if other is not None and only_attention:
         raise ModelError(
@@ -119,12 +116,11 @@ def load_tokenizer(name: str | Path) -> Any:
     Raises:
         ModelError: none there, or a slow one, or one without a chat template.
     """
-    source = _check_exists(str(name))
+    source = find_source(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {str(name)!r} has no tokenizer that can be loaded{_taken_for_hub_id(source)}: "
-                         f"{error}") from error  # fmt: skip
+        raise ModelError(f"model {str(name)!r} has no tokenizer that can be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise ModelError(f"model {str(name)!r} has only a slow tokenizer; a tokenizer.json is needed")
     if not tokenizer.chat_template:

@@ -1,0 +1,91 @@
+"""Where a model's files are: a folder here, the hub's cache on this machine, or the hub."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from pathlib import Path
+from typing import cast
+
+from verbatim.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+_TRIES = (5.0, 10.0)
+"""Seconds that the hub has to answer, try by try. What comes after the first answer is `transformers`' to wait for."""
+
+
+def find_source(name: str | Path) -> str:
+    """What `from_pretrained` is to load: an existing folder, or the id of a model that the hub has.
+
+    A model that is in the cache is used from there where the hub cannot be reached, or is not to be (HF_HUB_OFFLINE).
+    The hub is asked once per process and model, for about 16 seconds at most.
+
+    Raises:
+        ModelError: no such folder, or no such model on the hub, or neither hub nor cache has it for us.
+    """
+    name = str(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model folder {name!r} has no config.json; expected a folder that "
+                             "`model.save_pretrained` wrote")  # fmt: skip
+        return str(folder)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name):
+        raise ModelError(f"there is no model folder {name!r}; set model.name to a folder in Hugging Face format, to a "
+                         "hub id such as \"Qwen/Qwen3-0.6B\", or use a [model.build] table")  # fmt: skip
+    if "/" not in name:
+        logger.warning("there is no folder %r here; it is taken for a hub id", name)
+    return _on_hub(name)
+
+
+@functools.cache
+def _on_hub(name: str) -> str:
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    # The errors of whichever HTTP library the hub's client is built on.
+    network = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+    taken = f"there is no folder {name!r} here, so it was taken for a hub id"
+    hub = constants.ENDPOINT
+    try:
+        url = hf_hub_url(name, "config.json")
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError as error:
+        raise ModelError(f"{taken}, which it cannot be: {error}") from None
+    reason = ""
+    for number, seconds in enumerate(_TRIES):
+        if number:
+            time.sleep(1)
+        try:
+            get_hf_file_metadata(url, timeout=seconds)
+        except GatedRepoError:
+            reason = f"{hub} gives it only to those who were let in: ask for access on its page, then `hf auth login`"
+        except RepositoryNotFoundError:
+            reason = f"{hub} has no such model for us; check the id, and for a private model `hf auth login`"
+        except EntryNotFoundError:
+            raise ModelError(f"{taken}; the model of that id on {hub} has no config.json") from None
+        except HfHubHTTPError:
+            return name  # it is there, and busy
+        except OfflineModeIsEnabled:
+            reason = f"HF_HUB_OFFLINE is set, so {hub} is not asked"
+        except network as error:
+            reason = f"{hub} cannot be reached ({error})"
+            continue
+        else:
+            return name
+        break
+    if isinstance(cached, str):
+        logger.warning("model %r is taken from the cache, as %s", name, reason)
+        return str(Path(cached).parent)
+    raise ModelError(f"{taken}; it is not in the cache {constants.HF_HUB_CACHE}, and {reason}. Set model.name to a "
+                     "folder in Hugging Face format to do without the hub")  # fmt: skip
