@@ -56,3 +56,31 @@ def test_neither_torch_nor_transformers_is_imported(file: Path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "[]\n"
+
+
+FILTERING = ["--orchestrator.buffer.online-difficulty-filtering", "true"]
+
+
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        (["--orchestrator.oversampling-factor", "2"], []),
+        (["--orchestrator.oversampling-factor", "2.5"],
+         ["oversampling_factor = 2.5 acts as 2: with max_async_level = 1"]),
+        (["--orchestrator.oversampling-factor", "3", "--orchestrator.max-async-level", "0"],
+         ["oversampling_factor = 3 acts as 1: with max_async_level = 0 rollouts may start for 1 batch at a time"]),
+        (["--orchestrator.oversampling-factor", "2", "--orchestrator.max-async-level", "0", *FILTERING], []),
+        (["--orchestrator.oversampling-factor", "3", "--orchestrator.max-async-level", "0", *FILTERING],
+         ["max_concurrent = 256 holds less than the 384 episodes in flight that oversampling_factor = 3 asks for"]),
+        (["--orchestrator.max-async-level", "3", "--orchestrator.max-off-policy-steps", "1"],
+         ["max_async_level = 3 acts as 1: a rollout that started 3 batches ahead would be older than"]),
+    ],
+)  # fmt: skip
+def test_what_the_staleness_rule_caps_is_said(file: Path, capsys, options, notes):
+    assert main(["config", str(file), *options]) == 0
+    printed = capsys.readouterr()
+    tomllib.loads(printed.out)
+    lines = printed.err.splitlines()
+    assert len(lines) == len(notes)
+    for line, note in zip(lines, notes, strict=True):
+        assert line.startswith(f"note: orchestrator.{note}")

@@ -172,8 +172,8 @@ class Notes:
 
 
 def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=None, filters=None, evaluate=False,
-         token_seconds=0.0, interval=100, max_off_policy_steps=8, oversampling=1.0, sampler=None, probes=None,
-         max_length=100, strategy="interleaved", on_break="split", online_filtering=False,
+         token_seconds=0.0, interval=100, max_off_policy_steps=8, launch_bound=8, oversampling=1.0, sampler=None,
+         probes=None, max_length=100, strategy="interleaved", on_break="split", online_filtering=False,
          pool_rules=None, teacher=None,
          ):  # fmt: skip
     environment = environment or Coins()
@@ -191,7 +191,7 @@ def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=No
             {"coins": environment.examples("train")}, {"coins": 1.0}, seed=0, pool_rules=pool_rules
         ),
         setups={"coins": setup}, ledger=ledger, group_size=GROUP, groups_per_batch=GROUPS, max_async_level=level,
-        oversampling_factor=oversampling, run_seed=5, num_batches=steps,
+        max_off_policy_steps=launch_bound, oversampling_factor=oversampling, run_seed=5, num_batches=steps,
         online_difficulty_filtering=online_filtering,
     )  # fmt: skip
     rules = Rules(

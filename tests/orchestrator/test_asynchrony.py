@@ -1,6 +1,7 @@
 """`max_async_level` and `max_off_policy_steps` at their boundaries: who may start when, who waits, who is too old."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from loop_runs import (
@@ -15,8 +16,9 @@ from loop_runs import (
     versions,
 )
 
-from verbatim.orchestrator.staleness import first_version
-from verbatim.trajectories import build
+from byte_renderer import VOCAB_SIZE, say
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.trajectories import build, first_version
 
 BATCH = GROUP * GROUPS
 
@@ -83,7 +85,8 @@ async def test_a_batch_is_handed_over_before_the_report_of_the_one_before_only_w
 
 async def test_queue_time_makes_old_and_what_is_too_old_is_dropped_and_counted(tmp_path):
     """With k = 3 all four batches are sampled with version 0 while the trainer does nothing. At training their ages
-    are 0, 1, 2, 3: of these 1 is the oldest that is trained."""
+    are 0, 1, 2, 3: of these 1 is the oldest that is trained. The trainer's door checks that by itself: here the
+    dispatcher is told another bound."""
     trainer = GatedTrainer(tmp_path)
     orchestrator, notes, sampler = make(tmp_path, level=3, steps=4, trainer=trainer, max_off_policy_steps=1)
     running = asyncio.ensure_future(orchestrator.run())
@@ -91,7 +94,11 @@ async def test_queue_time_makes_old_and_what_is_too_old_is_dropped_and_counted(t
     trainer.let(4)
     assert await running
     assert [versions(groups) for _, _, groups in notes.steps] == [{0}] * 4
-    assert [metrics["staleness/mean"] for _, metrics, _ in notes.steps] == [0, 1, 2, 3]
+    assert [metrics.get("staleness/max") for _, metrics, _ in notes.steps] == [0, 1, None, None]
+    assert [metrics.get("staleness/mean") for _, metrics, _ in notes.steps] == [0, 1, None, None]
+    ages = [[metrics[f"staleness/age/{a}"] for a in (0, 1)] for _, metrics, _ in notes.steps]
+    assert ages == [[BATCH, 0], [0, BATCH], [0, 0], [0, 0]]
+    assert all("staleness/age/2" not in metrics for _, metrics, _ in notes.steps)
     assert [metrics["staleness/dropped"] for _, metrics, _ in notes.steps] == [0, 0, BATCH, BATCH]
     tokens = [sum(t.num_sampled_tokens for g in groups for t in g.trajectories) for _, _, groups in notes.steps]
     ledger = orchestrator.ledger_for_tests
@@ -100,6 +107,43 @@ async def test_queue_time_makes_old_and_what_is_too_old_is_dropped_and_counted(t
     assert ledger.sampled == sum(tokens)
     assert notes.steps[-1][1]["ledger/dropped/stale"] == tokens[2] + tokens[3]
     assert [len(samples) > 0 for samples in trainer.batches] == [True, True, False, False]  # the trainer saw no stale
+
+
+async def test_what_is_too_old_before_a_batch_takes_it_is_dropped_counted_and_logged(tmp_path):
+    """Two of the first three groups are held until they are too old for any batch that comes."""
+    sampler = Held({0, 1, 2, 3})
+    trainer = FakeTrainer(tmp_path)
+    orchestrator, notes, _ = make(
+        tmp_path, level=1, steps=6, trainer=trainer, sampler=sampler, max_off_policy_steps=1, launch_bound=1
+    )
+    running = asyncio.ensure_future(orchestrator.run())
+    await until(lambda: len(notes.steps) == 3)
+    sampler.go_on.set()
+    assert await running
+    old = [g for _, _, groups in notes.steps for g in groups if g.group_id in ("train-0", "train-1")]
+    assert len(old) == 2
+    assert {first_version(t) for g in old for t in g.trajectories} == {0}
+    assert sum(metrics["staleness/dropped"] for _, metrics, _ in notes.steps) == 2 * GROUP
+    assert [metrics["rollouts"] for _, metrics, _ in notes.steps] == [BATCH] * 6
+    assert max(metrics["staleness/max"] for _, metrics, _ in notes.steps) <= 1
+    ledger = orchestrator.ledger_for_tests
+    assert ledger.dropped["stale"] == sum(t.num_sampled_tokens for g in old for t in g.trajectories)
+    ledger.check(pending=0)
+
+
+class Held(ScriptedSampler):
+    """Requests of these numbers are answered when `go_on` is set, as if by the weights of their beginning."""
+
+    def __init__(self, numbers):
+        super().__init__(script=lambda request: say("xyz"), vocab_size=VOCAB_SIZE, context_length=100)
+        self.numbers, self.go_on = numbers, asyncio.Event()
+
+    async def _answer(self, index, request):
+        version = self.policy_version
+        if index in self.numbers:
+            await self.go_on.wait()
+        completion = await super()._answer(index, request)
+        return replace(completion, policy_versions=completion.policy_versions * 0 + version)
 
 
 async def test_the_first_token_sets_the_age_however_new_the_last_one_is(tmp_path):
@@ -115,7 +159,7 @@ async def test_the_first_token_sets_the_age_however_new_the_last_one_is(tmp_path
     assert await running
     last = notes.steps[1]
     assert versions(last[2]) == {0, 1}
-    assert last[1]["staleness/mean"] == 1
+    assert last[1]["staleness/age/0"] == 0
     assert last[1]["staleness/dropped"] == BATCH  # 0 steps off policy are allowed
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from verbatim import Trajectory, Turn
-from verbatim.orchestrator.staleness import age, first_version, may_start
+from verbatim import Group, Trajectory, Turn
+from verbatim.orchestrator.staleness import age_metrics, newest_batch, too_old
+from verbatim.trajectories import age, first_version
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from verbatim.orchestrator.staleness import age, first_version, may_start
     ],
 )
 def test_rollouts_for_batch_n_start_with_version_n_minus_k_or_newer(batch, version, level, allowed):
-    assert may_start(batch, version, level) is allowed
+    assert (batch <= newest_batch(version, level)) is allowed
 
 
 def sampled_by(*versions):
@@ -33,6 +34,26 @@ def sampled_by(*versions):
 
 
 def test_age_counts_from_the_first_sampled_token():
-    assert age(sampled_by([3, 4], [9]), step=11) == 8
+    assert age(sampled_by([3, 4], [9]), batch=11) == 8
     assert first_version(sampled_by([], [5])) == 5
-    assert age(sampled_by(), step=4) == 0
+    assert age(sampled_by(), batch=4) == 0
+
+
+def test_a_group_is_too_old_when_all_that_completed_in_it_is():
+    def group(*trajectories):
+        return Group(group_id="g", example_id="x", env="e", trajectories=trajectories)
+
+    assert not too_old(group(sampled_by([3]), sampled_by([4])), batch=5, max_off_policy_steps=1)
+    assert too_old(group(sampled_by([3]), sampled_by([3, 9])), batch=5, max_off_policy_steps=1)
+    failed = sampled_by([0]).replace(error="tool: broke")
+    assert too_old(group(sampled_by([3]), failed), batch=5, max_off_policy_steps=1)
+    assert not too_old(group(failed), batch=5, max_off_policy_steps=1)
+
+
+def test_ages_are_counted_with_a_column_for_each_that_may_be_trained():
+    assert age_metrics([0, 1, 1], 2) == {
+        "staleness/mean": pytest.approx(2 / 3), "staleness/max": 1, "staleness/age/0": 1, "staleness/age/1": 2,
+        "staleness/age/2": 0,
+    }  # fmt: skip
+    assert age_metrics([], 1) == {"staleness/age/0": 0, "staleness/age/1": 0}
+    assert age_metrics([40], 100)["staleness/age/40"] == 1

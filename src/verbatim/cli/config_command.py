@@ -9,6 +9,7 @@ from pathlib import Path
 from verbatim.cli.session import make_monitors
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
+from verbatim.orchestrator.staleness import capped_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the configuration, defaults and overrides included.
+    """Print the configuration, defaults and overrides included; on standard error, what the staleness rule caps.
 
     Raises:
         ConfigError: anything in it that would stop a run before it starts.
@@ -26,4 +27,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.file, args.overrides, component_tables())
     make_monitors(config)
     sys.stdout.write(dump_config(config))
+    sys.stdout.flush()
+    for sentence in capped_settings(config.orchestrator):
+        print(f"note: {sentence}", file=sys.stderr)
     return 0

@@ -24,6 +24,7 @@ from verbatim.inference.openai import Connection, OpenAI
 from verbatim.monitors.base import OpenMonitor
 from verbatim.orchestrator.assemble import Rules
 from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.orchestrator.staleness import capped_settings
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts import EpisodeLimits, LocalPlayer, Player, RolloutSetup, derive_seed
 from verbatim.trajectories import Ledger
@@ -242,6 +243,8 @@ def make_dispatcher(
     """What keeps rollouts in flight."""
     orchestrator = config.orchestrator
     _warn_of_useful_flat_groups(orchestrator)
+    for sentence in capped_settings(orchestrator):
+        logger.warning("%s", sentence)
     schedule = ExampleSchedule(
         {label: environment.examples("train") for label, environment in environments.by_label.items()},
         {label: env.ratio for label, (env, _) in environments.train.items()},
@@ -255,6 +258,7 @@ def make_dispatcher(
         group_size=orchestrator.group_size,
         groups_per_batch=orchestrator.batch_size // orchestrator.group_size,
         max_async_level=orchestrator.max_async_level,
+        max_off_policy_steps=orchestrator.max_off_policy_steps,
         oversampling_factor=orchestrator.oversampling_factor,
         run_seed=config.seed,
         num_batches=config.max_steps,

@@ -350,11 +350,14 @@ class OrchestratorConfig(Section):
     max_concurrent: PositiveInt = 256
     """Episodes in flight."""
     max_async_level: NonNegativeInt = 1
-    """New rollouts for batch n start with weights of version n minus this, or newer. 0 = synchronous."""
+    """New rollouts for batch n start with weights of version n minus this, or newer. 0 = synchronous. A rollout that
+    takes long may be trained in a later batch than the one it was started for."""
     max_off_policy_steps: NonNegativeInt = 8
-    """Rollouts whose first token is older than this at training are dropped, and counted."""
+    """The oldest that is trained: rollouts whose first token was sampled by version n minus more than this are dropped
+    from batch n as `stale`."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Rollouts in flight, over the batch size."""
+    """Groups in flight, over the groups of a batch: as many where online difficulty filtering replaces groups,
+    otherwise up to max_async_level + 1."""
     trajectory_strategy: str = "interleaved"
     """How a trajectory becomes training samples: "interleaved" (turns that extend each other exactly share one) or
     "branching" (one for each turn)."""

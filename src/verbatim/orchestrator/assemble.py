@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import AdvantageFunction, assign_advantages
 from verbatim.filters import Filter, FilterVerdict, apply_filters
-from verbatim.orchestrator.staleness import age
-from verbatim.trajectories import OnBreak, build
+from verbatim.orchestrator.staleness import age_metrics
+from verbatim.trajectories import OnBreak, age, build
 from verbatim.types import Group, StopReason, TrainingSample, Trajectory
 
 
@@ -116,13 +116,16 @@ def _credited(group: Group, rules: Rules) -> Group:
     return dataclasses.replace(credited, trajectories=kept)
 
 
-def rollout_metrics(groups: Sequence[AssembledGroup], step: int, succeeded: Mapping[str, bool]) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[AssembledGroup], step: int, succeeded: Mapping[str, bool], max_off_policy_steps: int = 0
+) -> dict[str, float]:
     """What the rollouts of a batch were like, filtered and failed ones included.
 
     Args:
         groups: The batch.
         step: Its number.
         succeeded: By trajectory id.
+        max_off_policy_steps: Ages up to this one have a metric also where there is no such rollout.
     """
     everything = [t for g in groups for t in g.group.trajectories]
     completed = [t for t in everything if t.error is None]
@@ -137,8 +140,11 @@ def rollout_metrics(groups: Sequence[AssembledGroup], step: int, succeeded: Mapp
         own = [t for t in completed if t.env == env]
         metrics[f"reward/{env}/mean"] = _mean(t.reward for t in own if t.reward is not None)
         metrics[f"success/{env}"] = _mean(float(succeeded[t.trajectory_id]) for t in own)
-    ages = [age(t, step) for t in completed]
-    metrics |= {"staleness/mean": _mean(ages), "staleness/max": max(ages, default=0)}
+    let_through = [
+        age(t, step) for g in groups for t, reason in zip(g.group.trajectories, g.reasons, strict=True)
+        if reason not in ("error", "stale")
+    ]  # fmt: skip
+    metrics |= age_metrics(let_through, max_off_policy_steps)
     reasons = Counter(reason for g in groups for reason in g.reasons)
     metrics["staleness/dropped"] = reasons["stale"]
     verdicts = [v for g in groups for v in g.verdicts]

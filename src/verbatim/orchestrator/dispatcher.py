@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
+from bisect import insort
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from verbatim.curriculum import ExampleSchedule, Flatness, ScheduledExample, flatness
 from verbatim.errors import NothingToSample, RunStopped
-from verbatim.orchestrator.staleness import may_start
+from verbatim.orchestrator.staleness import newest_batch, too_old
 from verbatim.rollouts import GroupRun, RolloutSetup
 from verbatim.trajectories import Ledger
 from verbatim.types import Group
@@ -18,13 +21,49 @@ from verbatim.types import Group
 MOST_FILTERED_BATCHES = 50
 """A run in which online difficulty filtering drops this many batches' worth of groups in a row is dead."""
 
+PATIENCE = 0.5
+"""A batch goes without an unfinished group that would be lost by it, once this share of a batch more than it needs is
+finished."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Launched:
+    """A group in flight."""
+
+    run: GroupRun
+    """The episodes; `run.index` counts launches, so a smaller one was launched earlier."""
+    drawn: ScheduledExample
+    """What it is about."""
+    version: int
+    """The weights in use when it was launched: none of its tokens is older."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Ended(_Launched):
+    """A group whose episodes have ended."""
+
+    group: Group
+    """The trajectories."""
+
 
 class Dispatcher:
-    """Launches groups and collects them.
+    """Launches groups, collects them, and hands them out batch by batch.
 
-    A group is launched for the earliest batch that still needs one; whether it may start is decided by
-    `staleness.may_start`. What was launched and not yet handed out is in `state_dict`, so that nothing in flight
-    is lost by a resume: those groups are run again, with their own seeds.
+    Launching. From the batch that comes next up to `staleness.newest_batch`, each place that no finished group fills
+    may have one group in flight. Where online difficulty filtering replaces groups it may have `oversampling_factor`
+    of them, because some will be dropped. At most `oversampling_factor` batches of groups are in flight.
+
+    Handing out. A batch takes the finished groups that were launched first, as soon as there are enough of them. A
+    group that was launched earlier and still runs does not hold it. Only where going without that group would lose it,
+    because it will be older than `max_off_policy_steps` in the batch after, the batch first lets half a batch more
+    finish, if so much is in flight: the group may be among them, and the sampler works on meanwhile. With
+    `max_async_level = 0` every batch is the groups that were launched first, however long they take.
+
+    What is left over waits for the next batch. Once it is older than `max_off_policy_steps` there, it is dropped as
+    `stale` and another group is launched in its place.
+
+    What was launched and not yet handed out is in `state_dict`, so that nothing in flight is lost by a resume: those
+    groups are run again, with their own seeds.
     """
 
     def __init__(
@@ -36,6 +75,7 @@ class Dispatcher:
         group_size: int,
         groups_per_batch: int,
         max_async_level: int,
+        max_off_policy_steps: int,
         oversampling_factor: float,
         run_seed: int,
         num_batches: int,
@@ -47,21 +87,24 @@ class Dispatcher:
         self._ledger = ledger
         self._group_size = group_size
         self._groups_per_batch = groups_per_batch
-        self._max_async_level = max_async_level
+        self._max_async_level = min(max_async_level, max_off_policy_steps)  # what is born too old is never trained
+        self._max_off_policy_steps = max_off_policy_steps
         self._max_running = max(1, round(oversampling_factor * groups_per_batch))
-        self._has_spares = online_difficulty_filtering and self._max_running > groups_per_batch
+        self._groups_per_place = oversampling_factor if online_difficulty_filtering else 1.0
+        self._patience = math.ceil(PATIENCE * groups_per_batch)
         self._run_seed = run_seed
         self._num_batches = num_batches
         self._online_difficulty_filtering = online_difficulty_filtering
         self._needs_rewards = needs_rewards
         self._filtered: list[tuple[Flatness, Group]] = []
+        self._stale: list[Group] = []
         self._filtered_in_a_row = 0
         self._version = 0
         self._next_batch = 0
         self._again: list[ScheduledExample] = []
-        self._running: dict[asyncio.Task[Group], tuple[GroupRun, ScheduledExample]] = {}
-        self._ready: list[tuple[GroupRun, ScheduledExample, Group]] = []
-        self._taken: deque[list[tuple[GroupRun, ScheduledExample, Group]]] = deque()
+        self._running: dict[asyncio.Task[Group], _Launched] = {}
+        self._ready: list[_Ended] = []
+        self._taken: deque[list[_Ended]] = deque()
         self._failures_in_a_row = 0
         self._failure: BaseException | None = None
         self.drained: str | None = None
@@ -72,9 +115,7 @@ class Dispatcher:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens it answers for: of episodes in flight, and of finished groups that are not settled."""
-        return sum(run.num_sampled_tokens for run, _ in self._running.values()) + sum(
-            run.num_sampled_tokens for run, *_ in self._finished_groups()
-        )
+        return sum(launched.run.num_sampled_tokens for launched in self._held())
 
     @property
     def num_running(self) -> int:
@@ -97,7 +138,7 @@ class Dispatcher:
         self._launch()
 
     async def next_batch(self) -> list[tuple[int, Group]] | None:
-        """The next whole batch of groups, in the order of their numbers; those that finish first are taken.
+        """The next whole batch of groups, in the order in which they were launched.
 
         Batches may be taken before the ones before are settled. None when the examples are used up: the groups that
         are left do not make a batch, and no other can be launched.
@@ -109,7 +150,7 @@ class Dispatcher:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if len(self._ready) >= self._groups_per_batch:
+            if self._is_due():
                 break
             if self.drained is not None and not self._running:
                 return None
@@ -118,21 +159,42 @@ class Dispatcher:
         taken, self._ready = self._ready[: self._groups_per_batch], self._ready[self._groups_per_batch :]
         self._taken.append(taken)
         self._next_batch += 1
+        self._drop_stale()
         self._launch()
-        return sorted(((run.index, group) for run, _, group in taken), key=lambda pair: pair[0])
+        return [(ended.run.index, ended.group) for ended in taken]
+
+    def _is_due(self) -> bool:
+        """Whether the next batch is handed out as things stand."""
+        if len(self._ready) < self._groups_per_batch:
+            return False
+        last = self._ready[self._groups_per_batch - 1].run.index
+        earlier = [launched for launched in self._useful() if launched.run.index < last]
+        if self._max_async_level == 0:
+            return not earlier
+        if all(self._next_batch + 1 - launched.version <= self._max_off_policy_steps for launched in earlier):
+            return True
+        short = self._groups_per_batch + self._patience - len(self._ready)
+        later = sum(launched.run.index > last for launched in self._running.values())
+        return short <= 0 or later < short
+
+    def _useful(self) -> list[_Launched]:
+        """The groups in flight that the next batch could train, were they finished."""
+        oldest = self._next_batch - self._max_off_policy_steps
+        return [launched for launched in self._running.values() if launched.version >= oldest]
 
     def settled(self) -> None:
         """The earliest batch that was handed out is in the ledger; its examples are judged."""
-        for _, drawn, group in sorted(self._taken.popleft(), key=lambda taken: taken[0].index):
-            self._judge(drawn, group)
+        for ended in self._taken.popleft():
+            self._judge(ended.drawn, ended.group)
 
     def _judge(self, drawn: ScheduledExample, group: Group) -> None:
         rewards = [trajectory.reward for trajectory in group.scored if trajectory.reward is not None]
         if rewards:
             self._schedule.pools.observe(drawn.env, drawn.example.id, statistics.fmean(rewards))
 
-    def _finished_groups(self) -> list[tuple[GroupRun, ScheduledExample, Group]]:
-        return [*(group for batch in self._taken for group in batch), *self._ready]
+    def _held(self) -> list[_Launched]:
+        """Every group that was launched and is not settled."""
+        return [*self._running.values(), *self._ready, *(ended for batch in self._taken for ended in batch)]
 
     async def stop(self) -> None:
         """Cancel what is in flight. Its tokens stay pending: its groups are sampled again when the run goes on."""
@@ -146,19 +208,12 @@ class Dispatcher:
         """After `stop`: nothing of what it holds will be trained. The tokens; a run that is made longer samples those
         groups again."""
         held = self.num_pending_tokens
-        self._again += [drawn for _, drawn in self._running.values()]
-        self._again += [drawn for _, drawn, _ in self._finished_groups()]
+        self._again += [launched.drawn for launched in self._held()]
         self._running, self._ready, self._taken = {}, [], deque()
         return held
 
     def _launch(self) -> None:
-        while len(self._running) < self._max_running and not self._stopped and self.drained is None:
-            waiting = len(self._running) + len(self._ready)
-            batch = self._next_batch + waiting // self._groups_per_batch
-            if self._has_spares and len(self._ready) < self._groups_per_batch and self._next_batch < self._num_batches:
-                batch = min(batch, self._num_batches - 1)  # of the last batch, too, some may be dropped
-            if batch >= self._num_batches or not may_start(batch, self._version, self._max_async_level):
-                return
+        while self._has_room() and not self._stopped and self.drained is None:
             try:
                 drawn = self._again.pop(0) if self._again else self._schedule.draw()
             except NothingToSample as end:
@@ -175,8 +230,15 @@ class Dispatcher:
                 on_lost=lambda num_tokens: self._ledger.drop({"lost_actor": num_tokens}),
             )
             task = asyncio.create_task(run.run(), name=run.group_id)
-            self._running[task] = (run, drawn)
+            self._running[task] = _Launched(run=run, drawn=drawn, version=self._version)
             task.add_done_callback(self._finished)
+
+    def _has_room(self) -> bool:
+        """Whether one more group may be in flight now."""
+        batches = min(newest_batch(self._version, self._max_async_level) + 1, self._num_batches) - self._next_batch
+        empty_places = batches * self._groups_per_batch - len(self._ready)
+        wanted = round(empty_places * self._groups_per_place)
+        return len(self._running) < self._max_running and len(self._useful()) < wanted
 
     def _finished(self, task: asyncio.Task[Group]) -> None:
         if self._stopped:
@@ -186,12 +248,14 @@ class Dispatcher:
         if error is not None:
             self._failure = self._failure or error
             return
-        run, drawn = self._running.pop(task)
-        group = task.result()
+        launched, group = self._running.pop(task), task.result()
+        run, drawn = launched.run, launched.drawn
         kind = flatness(group) if self._online_difficulty_filtering else None
         if kind is None:
-            self._ready.append((run, drawn, group))
+            ended = _Ended(run=run, drawn=drawn, version=launched.version, group=group)
+            insort(self._ready, ended, key=lambda one: one.run.index)
             self._filtered_in_a_row = 0
+            self._drop_stale()
         else:
             self._filter(run, group, kind)
             self._judge(drawn, group)
@@ -216,6 +280,22 @@ class Dispatcher:
                 "other examples, or switch it off: orchestrator.buffer.online_difficulty_filtering = false"
             )
 
+    def _drop_stale(self) -> None:
+        """What would be too old in the next batch ends here, before it takes the place of a group that is not."""
+        if self._next_batch >= self._num_batches:
+            return  # nothing is trained any more: it is unused, however old
+        waiting, self._ready = self._ready, []
+        for ended in waiting:
+            run, group = ended.run, ended.group
+            if not too_old(group, self._next_batch, self._max_off_policy_steps):
+                self._ready.append(ended)
+                continue
+            failed = sum(t.num_sampled_tokens for t in group.trajectories if t.error is not None)
+            dropped = {"stale": run.num_sampled_tokens - failed, "error": failed}
+            self._ledger.settle_group(run.index, trained=0, dropped=dropped)
+            self._stale.append(group)
+            self._judge(ended.drawn, group)
+
     def metrics(self) -> dict[str, float]:
         """Difficulty pools, since this was last asked; and what the players of the episodes say."""
         played = {name: value for setup in self._setups.values() for name, value in setup.player.metrics().items()}
@@ -226,10 +306,14 @@ class Dispatcher:
         filtered, self._filtered = self._filtered, []
         return filtered
 
+    def take_stale(self) -> list[Group]:
+        """The groups that became too old before a batch took them, since this was last asked."""
+        stale, self._stale = self._stale, []
+        return stale
+
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: the schedule, and every group that was launched and is not settled."""
-        held = [drawn for _, drawn in self._running.values()] + self._again
-        held += [drawn for _, drawn, _ in self._finished_groups()]
+        held = [*self._again, *(launched.drawn for launched in self._held())]
         return {
             "schedule": self._schedule.state_dict(),
             "held": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verbatim.orchestrator.staleness import age
+from verbatim.trajectories import age
 from verbatim.types import Group
 
 

@@ -338,17 +338,22 @@ class Orchestrator:
             **self._sampler_metrics(seconds),
             **self._dispatcher.metrics(),
         }
-        await asyncio.to_thread(self._tell, submitted, metrics, self._dispatcher.take_filtered())
+        filtered, stale = self._dispatcher.take_filtered(), self._dispatcher.take_stale()
+        await asyncio.to_thread(self._tell, submitted, metrics, filtered, stale)
 
     def _tell(
-        self, submitted: _Submitted, metrics: Mapping[str, float], filtered: Sequence[tuple[Flatness, Group]]
-    ) -> None:
+        self, submitted: _Submitted, metrics: Mapping[str, float], filtered: Sequence[tuple[Flatness, Group]],
+        stale: Sequence[Group],
+    ) -> None:  # fmt: skip
         batch, number = submitted.batch, submitted.number
-        everything = {**rollout_metrics(batch, number, self._successes(batch)), **metrics}
+        oldest = max(rules.max_off_policy_steps for rules in self._rules.values())
+        everything = {**rollout_metrics(batch, number, self._successes(batch), oldest), **metrics}
         for kind, group in filtered:
             name = f"filtered_rollouts/{group.env}/{kind}"
             everything[name] = everything.get(name, 0) + len(group.completed)
-        self._observer.on_step(number + 1, everything, [*(g.group for g in batch), *(group for _, group in filtered)])
+        everything["staleness/dropped"] += sum(len(group.completed) for group in stale)
+        groups = [*(g.group for g in batch), *(group for _, group in filtered), *stale]
+        self._observer.on_step(number + 1, everything, groups)
 
     def _settle(self, submitted: _Submitted, report: StepReport) -> None:
         """The batch's tokens end. From here on, `step` counts it."""

@@ -1,27 +1,78 @@
-"""How old weights may be: for rollouts that start, and for tokens that are trained. One definition of each."""
+"""The staleness rule: which batches new rollouts may start for, and which finished rollouts are too old to train."""
 
 from __future__ import annotations
 
-from verbatim.types import Trajectory
+from collections import Counter
+from collections.abc import Sequence
+
+from verbatim.config.schema import OrchestratorConfig
+from verbatim.trajectories import age
+from verbatim.types import Group
+
+MOST_AGES = 16
+"""Ages up to this one are counted in every step; older ones where they occur."""
 
 
-def may_start(batch: int, version: int, max_async_level: int) -> bool:
-    """Whether new rollouts for this batch may start with weights of this version: `v >= max(0, n - k)`.
+def newest_batch(version: int, max_async_level: int) -> int:
+    """The last batch that new rollouts may start for with weights of this version: rollouts for batch n start with
+    version `max(0, n - k)` or newer.
 
-    Example: with k = 1, rollouts for batch 3 may start with versions 2 and up.
+    Example: with k = 1 and version 2, rollouts may start for batch 3, and not yet for batch 4.
     """
-    return version >= max(0, batch - max_async_level)
+    return version + max_async_level
 
 
-def first_version(trajectory: Trajectory) -> int | None:
-    """The policy version of the first sampled token; None if nothing was sampled, or it is unknown."""
-    for turn in trajectory.turns:
-        if len(turn.completion_ids):
-            return None if turn.policy_versions is None else int(turn.policy_versions[0])
-    return None
+def too_old(group: Group, batch: int, max_off_policy_steps: int) -> bool:
+    """Whether nothing of the group may be trained in this batch: every completed rollout is older than the bound.
+
+    A group in which every rollout failed is not judged by its age.
+    """
+    completed = group.completed
+    return bool(completed) and all(age(trajectory, batch) > max_off_policy_steps for trajectory in completed)
 
 
-def age(trajectory: Trajectory, step: int) -> int:
-    """`n - version of the first sampled token`: counts time in flight and in queues; 0 if unknown."""
-    version = first_version(trajectory)
-    return 0 if version is None else step - version
+def age_metrics(ages: Sequence[int], max_off_policy_steps: int) -> dict[str, float]:
+    """`staleness/mean`, `staleness/max`, and the histogram: `staleness/age/{a}` rollouts of age a.
+
+    Args:
+        ages: Of a batch's rollouts, those that are too old left out. Without any there is only the histogram.
+        max_off_policy_steps: The oldest age that is trained.
+
+    Example: ages 0, 1, 1 with a bound of 2 give mean 2/3, max 1, age/0 1, age/1 2, age/2 0.
+    """
+    metrics: dict[str, float] = {}
+    if ages:
+        metrics |= {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
+    found = Counter(ages)
+    for old in sorted({*range(min(max_off_policy_steps, MOST_AGES) + 1), *found}):
+        metrics[f"staleness/age/{old}"] = found[old]
+    return metrics
+
+
+def capped_settings(orchestrator: OrchestratorConfig) -> list[str]:
+    """A sentence for each setting that the staleness rule, or another setting, keeps from having its full effect."""
+    level, oldest = orchestrator.max_async_level, orchestrator.max_off_policy_steps
+    notes = []
+    if oldest < level:
+        notes.append(
+            f"orchestrator.max_async_level = {level} acts as {oldest}: a rollout that started {level} batches ahead "
+            f"would be older than max_off_policy_steps = {oldest} when it is trained"
+        )
+        level = oldest
+    factor = orchestrator.oversampling_factor
+    replaces = orchestrator.buffer.online_difficulty_filtering and orchestrator.training_mode == "rl"
+    if factor > level + 1 and not replaces:
+        ahead = "1 batch" if level == 0 else f"{level + 1} batches"
+        notes.append(
+            f"orchestrator.oversampling_factor = {factor:g} acts as {level + 1}: with max_async_level = {level} "
+            f"rollouts may start for {ahead} at a time, and no group gives its place in a batch to another. Raise "
+            "max_async_level, or set buffer.online_difficulty_filtering = true, which replaces groups"
+        )
+        factor = level + 1
+    episodes = round(factor * orchestrator.batch_size)
+    if orchestrator.oversampling_factor > 1 and episodes > orchestrator.max_concurrent:
+        notes.append(
+            f"orchestrator.max_concurrent = {orchestrator.max_concurrent} holds less than the {episodes} episodes in "
+            f"flight that oversampling_factor = {orchestrator.oversampling_factor:g} asks for: the others wait"
+        )
+    return notes

@@ -1,6 +1,16 @@
 """Trajectory to training samples: pure functions over records; no torch, no asyncio."""
 
+from verbatim.trajectories.age import age, first_version
 from verbatim.trajectories.ledger import Ledger
 from verbatim.trajectories.samples import STRATEGIES, BuiltSamples, OnBreak, build, build_samples
 
-__all__ = ["STRATEGIES", "BuiltSamples", "Ledger", "OnBreak", "build", "build_samples"]
+__all__ = [
+    "STRATEGIES",
+    "BuiltSamples",
+    "Ledger",
+    "OnBreak",
+    "age",
+    "build",
+    "build_samples",
+    "first_version",
+]

@@ -1,0 +1,100 @@
+"""A dispatcher on a clock that jumps from event to event: episodes of given lengths, a trainer of a given speed."""
+
+import asyncio
+import selectors
+from types import SimpleNamespace
+
+from verbatim import Example, Trajectory, Turn
+from verbatim.curriculum import ExampleSchedule
+from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.trajectories import Ledger, age
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """Time stands still while anything can run, then jumps to the next timer."""
+
+    class Selector(selectors.DefaultSelector):
+        loop = None
+
+        def select(self, timeout=None):
+            assert timeout is not None, "everybody waits, and no timer is left"
+            self.loop.now += timeout
+            return super().select(0)
+
+    def __init__(self):
+        self.now = 0.0
+        selector = self.Selector()
+        selector.loop = self
+        super().__init__(selector)
+
+    def time(self):
+        return self.now
+
+
+def on_virtual_time(coroutine):
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        return runner.run(coroutine)
+
+
+class Play:
+    """Plays groups of one rollout, or of two where they are filtered: group i takes `seconds(i)`, samples one token by
+    the version in use when it begins and one at its end, and is flat where `flat(i)`."""
+
+    def __init__(self, *, seconds, flat=lambda index: False, groups_per_batch=16, level=1, bound=8,
+                 factor=1.0, batches=20, filtering=False):  # fmt: skip
+        self.seconds, self.flat, self.batches = seconds, flat, batches
+        self.version, self.ledger = 0, Ledger()
+        self.launched, self.finished, self.taken, self.in_flight = {}, {}, [], []
+        setup = SimpleNamespace(
+            env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(10_000),
+            player=SimpleNamespace(play=self.play, metrics=dict),
+        )  # fmt: skip
+        examples = {"e": [Example(id=f"e{i}") for i in range(7)]}
+        self.dispatcher = Dispatcher(
+            schedule=ExampleSchedule(examples, {"e": 1.0}, seed=0), setups={"e": setup}, ledger=self.ledger,
+            group_size=2 if filtering else 1, groups_per_batch=groups_per_batch, max_async_level=level,
+            max_off_policy_steps=bound, oversampling_factor=factor, run_seed=0, num_batches=batches,
+            online_difficulty_filtering=filtering,
+        )  # fmt: skip
+
+    async def play(self, setup, task, recorder):
+        index = int(task.identity["group_id"].removeprefix("train-"))
+        now = asyncio.get_running_loop().time
+        self.launched.setdefault(index, (now(), self.version))
+        begun = self.version
+        await asyncio.sleep(self.seconds(index))
+        recorder.count(2)
+        turn = Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0],
+                    policy_versions=[begun, self.version])  # fmt: skip
+        self.finished[index] = now()
+        reward = 0.0 if self.flat(index) else float(task.identity["sample_index"])
+        return Trajectory(example_id=task.example.id, turns=[turn], reward=reward, **task.identity)
+
+    async def run(self, train_seconds=0.1):
+        """All batches, each trained after the one before: a list of (time handed out, numbers, ages)."""
+        self.dispatcher.start(version=0, batch=0)
+        batches, trainer = asyncio.Queue(), asyncio.create_task(self.train(train_seconds))
+        self.handed = batches
+        for number in range(self.batches):
+            groups = await self.dispatcher.next_batch()
+            ages = [max(age(t, number) for t in group.trajectories) for _, group in groups]
+            self.taken.append((asyncio.get_running_loop().time(), [index for index, _ in groups], ages))
+            batches.put_nowait(groups)
+        await trainer
+        await self.dispatcher.stop()
+        self.stale = self.dispatcher.take_stale()
+        self.ledger.drop({"unused_at_end": self.dispatcher.discard()})
+        self.ledger.check(pending=0)
+        return self.taken
+
+    async def train(self, seconds):
+        for _ in range(self.batches):
+            groups = await self.handed.get()
+            await asyncio.sleep(seconds)
+            for index, group in groups:
+                tokens = sum(t.num_sampled_tokens for t in group.trajectories)
+                self.ledger.settle_group(index, trained=tokens, dropped={})
+            self.dispatcher.settled()
+            self.version += 1
+            self.dispatcher.advance(self.version)
+            self.in_flight.append(self.dispatcher.num_running)
