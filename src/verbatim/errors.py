@@ -13,7 +13,8 @@ VerbatimError
 │   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
 │   └── SamplerFault             an inference engine failed for good
 └── RunStopped                   the run cannot usefully go on (every rollout fails, a loss that is no number)
-    └── NothingToSample          every example is in a difficulty pool: the run has reached its end
+    ├── NothingToSample          every example is in a difficulty pool: the run has reached its end
+    └── NothingTrained           the run has reached its end, and has learned from no token
 ```
 
 A broken invariant of our own (the ledger does not add up, a token trained twice) is an `AssertionError`:
@@ -73,3 +74,7 @@ class RunStopped(VerbatimError):
 
 class NothingToSample(RunStopped):
     """Every example is in a difficulty pool: the run has reached its end."""
+
+
+class NothingTrained(RunStopped):
+    """The run has reached its end and has learned from no token; the message says which reason took them."""

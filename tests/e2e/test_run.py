@@ -32,6 +32,7 @@ from e2e.tiny_runs import (
     workplace,
 )
 from verbatim.checkpoints import read_json
+from verbatim.cli.exit_status import NOTHING_TRAINED
 from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.monitors.trajectory_log import read_trajectories
@@ -168,14 +169,14 @@ def test_the_summary_says_what_was_measured(finished: Finished):
     summary = read_json(finished.folder / "summary.json")
     assert set(summary) == {
         "success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy", "seconds",
-        "steps", "sampled_tokens", "trained_tokens",
+        "steps", "rollouts", "failed_rollouts", "sampled_tokens", "trained_tokens",
     }  # fmt: skip
     evals = {m["step"]: m["metrics"] for m in lines(finished.folder / "metrics.jsonl") if m["kind"] == "eval"}
     assert summary["success_before_rl"] == evals[0]["success"]
     assert summary["valid_format_before_rl"] == evals[0]["valid_format"]
     assert summary["success_after_rl"] == evals[3]["success"]
     assert summary["success_best_constant_policy"] == pytest.approx(4 / 15)
-    assert summary["steps"] == STEPS
+    assert (summary["steps"], summary["rollouts"], summary["failed_rollouts"]) == (STEPS, STEPS * BATCH, 0)
     assert summary["sampled_tokens"] == sum(map(num_sampled, trajectory_lines(finished.folder)))
     assert summary["trained_tokens"] == train_lines(finished.folder)[-1]["metrics"]["ledger/trained"]
     assert 0 < summary["seconds"] < 600
@@ -394,6 +395,6 @@ def test_ctrl_c_while_the_model_is_prepared_ends_a_run_that_can_be_continued(pla
     said = capsys.readouterr()
     assert "Traceback" not in said.out + said.err
     assert not (place / "impatient" / "metrics.jsonl").exists()
-    assert main(command_to_go_on(said.out)) == 0
+    assert main(command_to_go_on(said.out)) == NOTHING_TRAINED  # after two steps of warm start every reward is 0
     assert [line["step"] for line in train_lines(place / "impatient")] == [1, 2]
     assert_ledger_adds_up(place / "impatient")

@@ -11,7 +11,7 @@ import rich.console
 from verbatim.monitors import Console
 from verbatim.monitors.console import format_number, header, step_line
 
-METRICS = {"reward/mean": 0.5, "success": 0.25, "turns": 3.5, "mismatch_kl": 1.2e-5,
+METRICS = {"rollouts/failed_share": 0.125, "reward/mean": 0.5, "success": 0.25, "turns": 3.5, "mismatch_kl": 1.2e-5,
            "sampler/tokens_per_second": 1234.5, "tokens_per_second": 98765.4,
            "staleness/mean": 1.0, "time/sampler_idle": 0.25, "time/trainer_idle": 12.5}  # fmt: skip
 
@@ -29,10 +29,10 @@ def test_a_step_is_one_plain_line_under_a_heading():
     monitor.close()
     heading, first, second = out.getvalue().splitlines()
     assert " ".join(heading.split()) == (
-        "step reward success turns mismatch KL age sampler tok/s idle s trainer tok/s idle s"
+        "step reward success failed turns mismatch KL age sampler tok/s idle s trainer tok/s idle s"
     )
     assert first.split() == [
-        "1/100", "0.500", "0.250", "3.500", "1.2e-05", "1.000", "1,234", "0.250", "98,765", "12.50"
+        "1/100", "0.500", "0.250", "0.125", "3.500", "1.2e-05", "1.000", "1,234", "0.250", "98,765", "12.50"
     ]  # fmt: skip
     assert second.split()[0] == "2/100"
     assert len(heading) == len(first) == len(second)
@@ -40,7 +40,7 @@ def test_a_step_is_one_plain_line_under_a_heading():
 
 def test_what_is_missing_or_nan_is_a_dash():
     line = step_line(100, 100, {"reward/mean": math.nan, "success": 1.0})
-    assert line.split() == ["100/100", "-", "1.000", *"-------"]
+    assert line.split() == ["100/100", "-", "1.000", *"--------"]
     assert len(line) == len(header(100))
 
 

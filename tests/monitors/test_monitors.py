@@ -61,11 +61,12 @@ def test_ctrl_c_inside_a_monitor_still_stops_the_run():
 
 
 def test_metrics_are_one_line_per_step_and_per_evaluation(tmp_path: Path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+    ticks = iter([1000.5, 1002.0])
+    log = MetricsLog(tmp_path / "metrics.jsonl", now=lambda: next(ticks))
     log.on_eval(0, "env", {"success": 0.25})
     log.on_step(1, {"reward/mean": 0.5})
     log.close()
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
-        {"step": 0, "kind": "eval", "env": "env", "metrics": {"success": 0.25}},
-        {"step": 1, "kind": "train", "metrics": {"reward/mean": 0.5}},
+        {"step": 0, "kind": "eval", "time": 1000.5, "env": "env", "metrics": {"success": 0.25}},
+        {"step": 1, "kind": "train", "time": 1002.0, "metrics": {"reward/mean": 0.5}},
     ]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from verbatim.cli import exit_status
+from verbatim.cli.logs import log_to_console
 from verbatim.cli.session import check_environments, make_environments, make_sampler, make_setups, open_player
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.config.schema import EvalConfig, RunConfig
-from verbatim.errors import ConfigError
+from verbatim.errors import ConfigError, RunStopped
 from verbatim.monitors.console import eval_line
+from verbatim.rollouts import EpisodeTally
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: there is no model to measure.
+        RunStopped: every episode of an environment failed.
     """
+    log_to_console(Console(stderr=True, highlight=False), logging.WARNING)
     config = load_config(args.file, args.overrides, component_tables())
     model = args.model or config.model.name
     if model is None:
@@ -43,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
     for env, metrics in results.items():
         console.print(eval_line(0, env, metrics).replace("after 0 batches", model), soft_wrap=True)
     console.print_json(json.dumps(results))
-    return 0
+    failed = [env for env, metrics in results.items() if metrics["failed"] == metrics["episodes"]]
+    if failed:
+        raise RunStopped(f"every episode failed in {', '.join(failed)}: nothing was measured")
+    return exit_status.FINISHED
 
 
 async def _evaluate(config: RunConfig, model: str, out: Path | None) -> dict[str, dict[str, Any]]:
@@ -64,13 +73,15 @@ async def _evaluate(config: RunConfig, model: str, out: Path | None) -> dict[str
     results: dict[str, dict[str, Any]] = {}
     try:
         async with open_player(orchestrator, {"eval": made}, sampler, renderer) as player:
-            setups = make_setups(orchestrator, made, sampler, renderer, slots, player=player)
+            tally = EpisodeTally("eval")
+            setups = make_setups(orchestrator, made, sampler, renderer, slots, player=player, tally=tally)
             for env, setup in setups.items():
                 found = await evaluate(setup, episodes=settings.episodes, seed=settings.seed)
                 results[env] = {**found.metrics, "episodes": found.num_episodes, "failed": found.num_failed}
                 if log is not None:
                     for trajectory in found.trajectories:
                         log.write(0, trajectory)
+            tally.log_summary()
     finally:
         await sampler.close()
         if log is not None:

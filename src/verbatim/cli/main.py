@@ -16,7 +16,7 @@ from rich.text import Text
 
 from verbatim import __version__
 from verbatim.cli import exit_status
-from verbatim.errors import UsageError, VerbatimError
+from verbatim.errors import NothingTrained, UsageError, VerbatimError
 
 COMMANDS = {
     "rl": ("verbatim.cli.rl_command", "train a model by reinforcement learning"),
@@ -40,8 +40,9 @@ OVERRIDES_HELP = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0 is success, 1 a run that stopped (`RunStopped`, a full disk), 2 a mistake in what was typed, 130 Ctrl-C.
-    Anything else that a command raises is a fault of ours and passes through with its traceback.
+    0 is success, 1 a run that stopped (`RunStopped`, a full disk), 2 a mistake in what was typed, 3 a run that trained
+    nothing, 130 Ctrl-C (`verbatim.cli.exit_status`). Anything else that a command raises is a fault of ours and passes
+    through with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         _complain("error", str(error))
         return exit_status.USAGE
+    except NothingTrained as error:
+        _complain("trained nothing", str(error))
+        return exit_status.NOTHING_TRAINED
     except VerbatimError as error:
         _complain("stopped", str(error))
         return exit_status.STOPPED

@@ -36,11 +36,12 @@ from verbatim.cli.session import (
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
+from verbatim.errors import NothingTrained
 from verbatim.inference.base import Sampler
 from verbatim.inference.openai import Connection, OpenAI
 from verbatim.monitors.base import OpenMonitor, RunInfo, open_monitors
 from verbatim.monitors.secrets import redacted
-from verbatim.rollouts import RolloutSetup
+from verbatim.rollouts import EpisodeTally, RolloutSetup
 
 if TYPE_CHECKING:
     from verbatim.cli.trainer_process import TrainerSide
@@ -61,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
-    """Train. 0 when all steps were taken, 130 when Ctrl-C ended it; then it says how to go on."""
+    """Train. 0 when all steps were taken, 130 when Ctrl-C ended it; then it says how to go on.
+
+    Raises:
+        NothingTrained: the run came to its end and learned from no token.
+    """
     started = time.monotonic()
     console = RichConsole(highlight=False)
     log_to_console(console)
@@ -89,7 +94,9 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
         finally:
             if not finished:
                 _say_how_to_go_on(folder.path, console, trainer_elsewhere=trainer_elsewhere)
-    return 0 if finished else exit_status.INTERRUPTED
+        if program.nothing_trained is not None:
+            raise NothingTrained(program.nothing_trained)
+    return exit_status.FINISHED if finished else exit_status.INTERRUPTED
 
 
 def _say_how_to_go_on(folder: Path, console: RichConsole, *, trainer_elsewhere: bool) -> None:
@@ -136,6 +143,8 @@ class Program:
         self._name = name
         self._started = started
         checkpoint = config.checkpoint
+        self.nothing_trained: str | None = None
+        """After a run that came to its end and learned nothing: why."""
         self._store = CheckpointStore(
             folder.checkpoints, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every
         )
@@ -215,21 +224,29 @@ class Program:
         try:
             async with open_player(config.orchestrator, made, sampler, renderer, api) as player:
                 slots = asyncio.Semaphore(config.orchestrator.max_concurrent)
+                tallies = {purpose: EpisodeTally(purpose) for purpose in made}
                 setups, eval_setups = (
-                    make_setups(config.orchestrator, made[purpose], sampler, renderer, slots, teacher, player)
+                    make_setups(
+                        config.orchestrator, made[purpose], sampler, renderer, slots, teacher, player, tallies[purpose]
+                    )
                     for purpose, teacher in (("train", speaker), ("eval", None))
                 )
-                return await self._train_on(side, state, log, sampler, setups, eval_setups)
+                try:
+                    return await self._train_on(side, state, log, sampler, setups, eval_setups, tallies["train"])
+                finally:
+                    for tally in tallies.values():
+                        tally.log_summary()
         finally:
             await sampler.close()
             await side.link.close()
 
     async def _train_on(
         self, side: TrainerSide, state: dict[str, Any], log: RunLog, sampler: Sampler,
-        setups: Mapping[str, RolloutSetup], eval_setups: Mapping[str, RolloutSetup],
+        setups: Mapping[str, RolloutSetup], eval_setups: Mapping[str, RolloutSetup], tally: EpisodeTally,
     ) -> bool:  # fmt: skip
         from verbatim.inference.teacher import Teacher, make_teacher
         from verbatim.orchestrator.loop import Orchestrator, Plan
+        from verbatim.orchestrator.nothing_trained import why_nothing_was_trained
         from verbatim.trajectories import Ledger
         from verbatim.transport.canary import tolerance_of
 
@@ -248,6 +265,11 @@ class Program:
                 eval_episodes=evaluation.episodes if evaluation else 0,
                 eval_seed=evaluation.seed if evaluation else 0,
                 checkpoint_interval=config.checkpoint.interval,
+                learns_from_advantages=(
+                    orchestrator_config.training_mode == "rl"
+                    and orchestrator_config.teacher is None
+                    and config.trainer.loss.type != "custom"
+                ),
                 canary_tolerance=tolerance or tolerance_of(config.trainer.dtype, config.inference.dtype),
             ),
             sampler=sampler,
@@ -260,6 +282,7 @@ class Program:
             checkpointer=log,
             probes=ready.probes,
             teacher=teacher,
+            tally=tally,
         )
         if state:
             orchestrator.load_state_dict(state)
@@ -267,8 +290,12 @@ class Program:
         try:
             with _ctrl_c(orchestrator, self._console):
                 finished = await orchestrator.run()
-            if finished:
+            if finished and orchestrator.has_learned:
                 await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))
+            elif finished:
+                self.nothing_trained = why_nothing_was_trained(
+                    ledger, tally, num_batches=orchestrator.step, seq_len=orchestrator_config.seq_len
+                )
         finally:
             signs_of_life.cancel()
             if teacher is not None:

@@ -145,6 +145,10 @@ class RunLog:
         return summary
 
 
+_ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
+"""Left out where they mean nothing: no environment offers tools, or says what a policy reaches that ignores replies."""
+
+
 def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[str, Any]:
     """Before, after, and how much it took, read from a metrics log.
 
@@ -153,7 +157,7 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
     first: dict[str, dict[str, Any]] = {}
     last: dict[str, dict[str, Any]] = {}
     final: dict[str, Any] = {}
-    steps = 0
+    steps, rollouts, failed = 0, 0, 0
     for record in read_jsonl(metrics_path):
         if record["kind"] == "eval":
             if record["step"] == 0:
@@ -161,6 +165,8 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
             last[record["env"]] = record["metrics"]
         else:
             steps, final = record["step"], record["metrics"]
+            rollouts += final.get("rollouts", 0)
+            failed += final.get("rollouts/failed", 0)
     each = {
         env: {
             "success_before_rl": first.get(env, {}).get("success"),
@@ -172,8 +178,14 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
     }
     names = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
     summary: dict[str, Any] = {name: _mean([figures[name] for figures in each.values()]) for name in names}
+    for name in _ONLY_WHERE_KNOWN:
+        for figures in (summary, *each.values()):
+            if figures[name] is None:
+                del figures[name]
     summary |= {
         "steps": steps,
+        "rollouts": rollouts,
+        "failed_rollouts": failed,
         "sampled_tokens": final.get("ledger/sampled", 0),
         "trained_tokens": final.get("ledger/trained", 0),
     }

@@ -26,7 +26,7 @@ from verbatim.orchestrator.assemble import Rules
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.staleness import capped_settings
 from verbatim.renderers.base import Renderer
-from verbatim.rollouts import EpisodeLimits, LocalPlayer, Player, RolloutSetup, derive_seed
+from verbatim.rollouts import EpisodeLimits, EpisodeTally, LocalPlayer, Player, RolloutSetup, derive_seed
 from verbatim.trajectories import Ledger
 
 logger = logging.getLogger(__name__)
@@ -107,9 +107,11 @@ def make_setups(
     slots: asyncio.Semaphore,
     teacher: Connection | None = None,
     player: Player | None = None,
+    tally: EpisodeTally | None = None,
 ) -> dict[str, RolloutSetup]:
     """How each environment's episodes are run; a `teacher` speaks instead of the sampler, a `player` runs them
-    elsewhere."""
+    elsewhere, and one `tally` counts the episodes of all environments."""
+    tally = tally or EpisodeTally()
     return {
         label: RolloutSetup(
             env=label,
@@ -121,6 +123,7 @@ def make_setups(
             slots=slots,
             teacher=teacher,
             player=player or LocalPlayer(),
+            tally=tally,
         )
         for label, (env, environment) in environments.items()
     }
@@ -201,6 +204,10 @@ def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
     }
 
 
+_READ_NO_TURN_REWARDS = ("default", "normalized", "rloo")
+"""Advantages that are made of each rollout's reward alone."""
+
+
 def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> dict[str, Rules]:
     """How each environment's groups become samples."""
     tables = component_tables()
@@ -232,6 +239,13 @@ def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> 
             max_off_policy_steps=orchestrator.max_off_policy_steps,
             needs_logprobs=orchestrator.training_mode != "sft",
             needs_rewards=orchestrator.training_mode == "rl",
+            reads_turn_rewards=(
+                orchestrator.training_mode != "rl"  # nothing is promised of rewards there
+                or (env.advantage or orchestrator.advantage).type not in _READ_NO_TURN_REWARDS
+            ),
+            truncated_sampling=(
+                orchestrator.training_mode != "sft" and (env.sampling or orchestrator.sampling).is_truncated
+            ),
         )
         for label, (env, _) in environments.train.items()
     }

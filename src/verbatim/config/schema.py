@@ -162,6 +162,11 @@ class SamplingConfig(Section):
     accept_truncation_mismatch: bool = False
     """Train although top-p, top-k or min-p cut a distribution that the trainer cannot reproduce."""
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether top-p, top-k or min-p cut the distribution."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
 
 FORMULATE_MODES = {"traj": "interleaved", "step": "branching"}
 """What the values of `formulate_mode` mean."""
@@ -610,7 +615,7 @@ class RunConfig(Section):
                     f"{where}.temperature = {sampling.temperature}: a teacher's server gives logprobs at temperature 1 "
                     "only; use 1.0, or a teacher that is loaded here (remove orchestrator.teacher.base_url)"
                 )
-            if (sampling.top_p < 1 or sampling.top_k or sampling.min_p) and not sampling.accept_truncation_mismatch:
+            if sampling.is_truncated and not sampling.accept_truncation_mismatch:
                 raise ValueError(
                     f"{where} cuts the distribution (top_p, top_k or min_p), which the trainer cannot reproduce; "
                     "remove it, or accept the mismatch with accept_truncation_mismatch = true"

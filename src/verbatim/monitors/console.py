@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from verbatim.monitors.base import (
+    FAILED,
     MISMATCH_KL,
     NO_DISTRIBUTIONS,
     REWARD,
@@ -26,6 +27,7 @@ from verbatim.monitors.base import (
 COLUMNS = (
     ("reward", REWARD),
     ("success", SUCCESS),
+    ("failed", FAILED),
     ("turns", TURNS),
     ("mismatch KL", MISMATCH_KL),
     ("age", STALENESS),
@@ -91,7 +93,7 @@ def step_line(step: int, max_steps: int, metrics: Metrics) -> str:
     """One step: `3/100`, then the columns.
 
     >>> step_line(3, 100, {"reward/mean": 0.5})
-    '   3/100    0.500        -        -            -        -              -        -              -        -'
+    '   3/100    0.500        -        -        -            -        -              -        -              -        -'
     """
     cells = [f"{format_number(metrics.get(key, math.nan)):>{_width(name)}}" for name, key in COLUMNS]
     return "  ".join([f"{f'{step}/{max_steps}':>{_step_width(max_steps)}}", *cells])

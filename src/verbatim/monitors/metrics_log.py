@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
@@ -9,18 +11,26 @@ from verbatim.monitors.jsonl import JsonlWriter
 
 
 class MetricsLog:
-    """`{"step": 3, "kind": "train", "metrics": {...}}`, or `"kind": "eval"` with `"env"`."""
+    """`{"step": 3, "kind": "train", "time": 1767225600.5, "metrics": {...}}`, or `"kind": "eval"` with `"env"`.
 
-    def __init__(self, path: Path) -> None:
+    `time` is when the line was written, in seconds since 1970 (UTC).
+
+    Args:
+        path: The file; appended to.
+        now: The clock.
+    """
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
         self.writer = JsonlWriter(path)
+        self._now = now
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """One line."""
-        self.writer.write({"step": step, "kind": "train", "metrics": metrics})
+        self.writer.write({"step": step, "kind": "train", "time": self._now(), "metrics": metrics})
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
         """One line."""
-        self.writer.write({"step": step, "kind": "eval", "env": env, "metrics": metrics})
+        self.writer.write({"step": step, "kind": "eval", "time": self._now(), "env": env, "metrics": metrics})
 
     def close(self) -> None:
         """Close the file."""

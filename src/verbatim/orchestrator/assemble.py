@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import AdvantageFunction, assign_advantages
 from verbatim.filters import Filter, FilterVerdict, apply_filters
 from verbatim.orchestrator.staleness import age_metrics
+from verbatim.rollouts.turn_loop import TOOLS_OFFERED
 from verbatim.trajectories import OnBreak, age, build
 from verbatim.types import Group, StopReason, TrainingSample, Trajectory
 
@@ -38,6 +40,11 @@ class Rules:
     needs_rewards: bool = True
     """Whether a rollout without a reward, or with one that no advantage can be made of, fails: not where a teacher is
     followed. Its advantages are 0 then."""
+    reads_turn_rewards: bool = True
+    """Whether the advantage makes anything of the turns' own rewards."""
+    truncated_sampling: bool = False
+    """Whether top-p, top-k or min-p cut the distribution that is sampled from: the trainer's logprobs are of the whole
+    one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,13 +139,16 @@ def rollout_metrics(
     metrics: dict[str, float] = {
         "rollouts": len(everything),
         "rollouts/failed": len(everything) - len(completed),
+        "rollouts/failed_share": _mean(float(t.error is not None) for t in everything),
     }
     for kind, count in Counter(t.error.partition(":")[0] for t in everything if t.error).items():
         metrics[f"errors/{kind}"] = count
     metrics.update(episode_metrics(completed, succeeded))
     for env in dict.fromkeys(t.env for t in completed):
         own = [t for t in completed if t.env == env]
-        metrics[f"reward/{env}/mean"] = _mean(t.reward for t in own if t.reward is not None)
+        rewards = [t.reward for t in own if t.reward is not None]
+        metrics |= {f"reward/{env}/mean": _mean(rewards), f"reward/{env}/std": _std(rewards)}
+        metrics |= {f"reward_part/{env}/{name}": value for name, value in reward_part_metrics(own).items()}
         metrics[f"success/{env}"] = _mean(float(succeeded[t.trajectory_id]) for t in own)
     let_through = [
         age(t, step) for g in groups for t, reason in zip(g.group.trajectories, g.reasons, strict=True)
@@ -157,14 +167,18 @@ def rollout_metrics(
 
 
 def episode_metrics(completed: Sequence[Trajectory], succeeded: Mapping[str, bool]) -> dict[str, float]:
-    """Reward, success and behaviour of finished episodes."""
-    turns = [turn for t in completed for turn in t.turns]
+    """Reward, success and behaviour of finished episodes. `valid_format` is there where tools were offered."""
+    rewards = [t.reward for t in completed if t.reward is not None]
+    with_tools = [t for t in completed if t.info.get(TOOLS_OFFERED) or any(turn.tool_calls for turn in t.turns)]
+    turns = [turn for t in with_tools for turn in t.turns]
+    valid_format = _mean(float(turn.parse_status == "ok" and bool(turn.tool_calls)) for turn in turns)
     return {
-        "reward/mean": _mean(t.reward for t in completed if t.reward is not None),
+        "reward/mean": _mean(rewards),
+        "reward/std": _std(rewards),
         "success": _mean(float(succeeded[t.trajectory_id]) for t in completed),
         "turns": _mean(len(t.turns) for t in completed),
         "tool_calls": _mean(sum(len(turn.tool_calls) for turn in t.turns) for t in completed),
-        "valid_format": _mean(float(turn.parse_status == "ok" and bool(turn.tool_calls)) for turn in turns),
+        **({"valid_format": valid_format} if with_tools else {}),
         "tool_errors": _mean(sum(t.info.get("tool_errors", {}).values()) for t in completed),
         "truncated": _mean(float(t.truncated) for t in completed),
         "malformed": _mean(float(t.stop_reason is StopReason.MALFORMED) for t in completed),
@@ -172,6 +186,33 @@ def episode_metrics(completed: Sequence[Trajectory], succeeded: Mapping[str, boo
     }
 
 
-def _mean(values: object) -> float:
-    listed = list(values)  # type: ignore[call-overload]
+def reward_part_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
+    """`{part}/mean` and `{part}/std` of each named part of the reward, over the episodes that have it."""
+    parts: dict[str, list[float]] = {}
+    for trajectory in completed:
+        for name, value in trajectory.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    metrics: dict[str, float] = {}
+    for name, values in parts.items():
+        metrics |= {f"{name}/mean": _mean(values), f"{name}/std": _std(values)}
+    return metrics
+
+
+def truncation_metrics(groups: Sequence[AssembledGroup], rules: Mapping[str, Rules]) -> dict[str, float]:
+    """`truncation_mismatch`: the share of the trained tokens that were drawn from a distribution that top-p, top-k or
+    min-p had cut, whose logprobs the trainer cannot reproduce. There only where the mismatch was accepted."""
+    if not any(rule.truncated_sampling for rule in rules.values()):
+        return {}
+    cut = sum(g.num_trained_tokens for g in groups if rules[g.group.env].truncated_sampling)
+    trained = sum(g.num_trained_tokens for g in groups)
+    return {"truncation_mismatch": cut / trained if trained else float("nan")}
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
     return float(sum(listed) / len(listed)) if listed else float("nan")
+
+
+def _std(values: Sequence[float]) -> float:
+    """Of the population."""
+    return statistics.pstdev(values) if values else float("nan")

@@ -16,7 +16,7 @@ from verbatim.errors import NothingToSample, RunStopped
 from verbatim.orchestrator.staleness import newest_batch, too_old
 from verbatim.rollouts import GroupRun, RolloutSetup
 from verbatim.trajectories import Ledger
-from verbatim.types import Group
+from verbatim.types import Group, Trajectory
 
 MOST_FILTERED_BATCHES = 50
 """A run in which online difficulty filtering drops this many batches' worth of groups in a row is dead."""
@@ -259,10 +259,10 @@ class Dispatcher:
         else:
             self._filter(run, group, kind)
             self._judge(drawn, group)
-        useful = group.scored if self._needs_rewards else group.completed
+        useful = [t for t in (group.scored if self._needs_rewards else group.completed) if t.num_sampled_tokens]
         self._failures_in_a_row = 0 if useful else self._failures_in_a_row + 1
         if self._failures_in_a_row >= 2 * self._groups_per_batch:
-            last = group.trajectories[-1].error or "no reward: `score` returned None, and no `score_group` gave one"
+            last = _why_useless(group.trajectories[-1])
             self._failure = RunStopped(
                 f"every rollout of the last {self._failures_in_a_row} groups failed; the last one said: {last}"
             )
@@ -326,3 +326,11 @@ class Dispatcher:
         """Continue from `state_dict`; held groups are run again first."""
         self._schedule.load_state_dict(state["schedule"])
         self._again = [self._schedule.lookup(h["env"], h["example_id"], h["index"]) for h in state["held"]]
+
+
+def _why_useless(trajectory: Trajectory) -> str:
+    if trajectory.error is not None:
+        return trajectory.error
+    if trajectory.num_sampled_tokens == 0:
+        return f"it ended ({trajectory.stop_reason}) before a token was sampled: is orchestrator.seq_len too short?"
+    return "no reward: `score` returned None, and neither `score_group` nor a turn gave one"

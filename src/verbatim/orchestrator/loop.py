@@ -26,19 +26,27 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_args, runtime_checkable
 
+from verbatim.credit.base import function_name
+from verbatim.credit.chunk_returns import TURN_REWARDS_SUM
 from verbatim.curriculum import Flatness
 from verbatim.environments.base import Environment, succeeded
 from verbatim.errors import RunStopped, VerbatimError
 from verbatim.inference.base import Sampler
 from verbatim.inference.teacher import Teacher
-from verbatim.orchestrator.assemble import AssembledGroup, Rules, assemble_group, rollout_metrics
+from verbatim.orchestrator.assemble import (
+    AssembledGroup,
+    Rules,
+    assemble_group,
+    rollout_metrics,
+    truncation_metrics,
+)
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.evaluate import Evaluation, evaluate
 from verbatim.orchestrator.loop_lag import LoopLag
 from verbatim.orchestrator.teaching import teach
-from verbatim.rollouts import RolloutSetup
+from verbatim.rollouts import EpisodeTally, RolloutSetup
 from verbatim.trajectories import Ledger
 from verbatim.transport import StepReport, TrainerLink
 from verbatim.transport.canary import Probes, find_mismatch
@@ -109,6 +117,8 @@ class Plan:
     """Of its episodes."""
     checkpoint_interval: int
     """Batches between checkpoints."""
+    learns_from_advantages: bool = True
+    """Whether a token with the advantage 0 teaches nothing: no teacher is followed, and the loss is one of ours."""
     canary_tolerance: float = 1e-4
     """Largest mean difference of the sampler's logprobs from the trainer's after a weight update."""
 
@@ -141,6 +151,7 @@ class Orchestrator:
         checkpointer: Checkpointer,
         probes: Probes | None = None,
         teacher: Teacher | None = None,
+        tally: EpisodeTally | None = None,
     ) -> None:
         self._plan = plan
         self._sampler = sampler
@@ -153,6 +164,8 @@ class Orchestrator:
         self._checkpointer = checkpointer
         self._probes = probes
         self._teacher = teacher
+        self._tally = tally or EpisodeTally()
+        self._warned_of_turn_rewards: set[str] = set()
         self._stopping = asyncio.Event()
         self._submitted: deque[_Submitted] = deque()
         self._more = asyncio.Event()
@@ -165,6 +178,8 @@ class Orchestrator:
         """Batches trained so far; also the policy version in use."""
         self.weights: Path | None = None
         """The folder of the weights in use; None before the first batch of this process."""
+        self.has_learned = False
+        """Whether a token was trained that teaches something."""
 
     def request_stop(self) -> None:
         """End after what the trainer has now, with a checkpoint."""
@@ -252,7 +267,32 @@ class Orchestrator:
             self._more.set()
 
     def _assemble(self, groups: Sequence[tuple[int, Group]], number: int) -> list[AssembledGroup]:
-        return [assemble_group(index, group, self._rules[group.env], number) for index, group in groups]
+        batch = []
+        for index, group in groups:
+            rules = self._rules[group.env]
+            self._warn_of_turn_rewards(group, rules)
+            assembled = assemble_group(index, group, rules, number)
+            for before, after in zip(group.trajectories, assembled.group.trajectories, strict=True):
+                if before.error is None and after.error is not None:
+                    self._tally.failed(after)
+            batch.append(assembled)
+        return batch
+
+    def _warn_of_turn_rewards(self, group: Group, rules: Rules) -> None:
+        """Say once for each environment that rewards are given which change nothing."""
+        if rules.reads_turn_rewards or group.env in self._warned_of_turn_rewards:
+            return
+        if any(
+            turn.reward and not trajectory.info.get(TURN_REWARDS_SUM)
+            for trajectory in group.completed for turn in trajectory.turns
+        ):  # fmt: skip
+            self._warned_of_turn_rewards.add(group.env)
+            logger.warning(
+                "environment %r rewards turns, and the advantage %s does not read turn rewards: beside what `score` "
+                'says they change nothing. Take [orchestrator.advantage] type = "chunk_returns"; or let `score` return '
+                "None, then the reward is their sum; or add them up in `score` and set turn_rewards_sum_to_reward = "
+                "True on the episode", group.env, function_name(rules.advantage),
+            )  # fmt: skip
 
     async def _next_batch_or_stop(self) -> list[tuple[int, Group]] | None:
         batch = asyncio.ensure_future(self._dispatcher.next_batch())
@@ -347,10 +387,15 @@ class Orchestrator:
     ) -> None:  # fmt: skip
         batch, number = submitted.batch, submitted.number
         oldest = max(rules.max_off_policy_steps for rules in self._rules.values())
-        everything = {**rollout_metrics(batch, number, self._successes(batch), oldest), **metrics}
+        everything = {
+            **rollout_metrics(batch, number, self._successes(batch), oldest),
+            **truncation_metrics(batch, self._rules),
+            **metrics,
+        }
+        counts = {(env, kind): 0 for env in self._rules for kind in get_args(Flatness)}
         for kind, group in filtered:
-            name = f"filtered_rollouts/{group.env}/{kind}"
-            everything[name] = everything.get(name, 0) + len(group.completed)
+            counts[group.env, kind] += len(group.completed)
+        everything |= {f"filtered_rollouts/{env}/{kind}": count for (env, kind), count in counts.items()}
         everything["staleness/dropped"] += sum(len(group.completed) for group in stale)
         groups = [*(g.group for g in batch), *(group for _, group in filtered), *stale]
         self._observer.on_step(number + 1, everything, groups)
@@ -361,6 +406,10 @@ class Orchestrator:
         assert report.num_trained_tokens == expected, (
             f"the trainer was given {expected} tokens and trained {report.num_trained_tokens}"
         )
+        self.has_learned |= any(
+            bool(s.advantages[s.loss_mask].any()) if self._plan.learns_from_advantages else s.num_trained_tokens > 0
+            for group in submitted.batch for s in group.samples
+        )  # fmt: skip
         for group in submitted.batch:
             self._ledger.settle_group(group.index, trained=group.num_trained_tokens, dropped=group.dropped)
         self._ledger.masked_by_loss += int(report.metrics.get("masked_by_loss", 0))
@@ -446,6 +495,7 @@ class Orchestrator:
         """Plain JSON values."""
         return {
             "step": self.step,
+            "has_learned": self.has_learned,
             "dispatcher": self._dispatcher.state_dict(),
             "ledger": self._ledger.state_dict(),
             "pending_tokens": self._dispatcher.num_pending_tokens,
@@ -455,6 +505,7 @@ class Orchestrator:
         """Continue from `state_dict`. Tokens that were in flight then are dropped as cancelled: their groups are
         sampled again."""
         self.step = state["step"]
+        self.has_learned = state.get("has_learned", self.step > 0)  # a state of an earlier version does not say
         self._dispatcher.load_state_dict(state["dispatcher"])
         self._ledger.load_state_dict(state["ledger"])
         self._ledger.drop({"cancelled": state["pending_tokens"]})

@@ -9,6 +9,7 @@ from verbatim.rollouts.multi_turn import MultiTurnRollout
 from verbatim.rollouts.player import EpisodeTask, LocalPlayer, Player, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
+from verbatim.rollouts.tally import EpisodeTally
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits, EpisodeOver
 
@@ -17,6 +18,7 @@ __all__ = [
     "AgentLoop",
     "EpisodeLimits",
     "EpisodeOver",
+    "EpisodeTally",
     "EpisodeTask",
     "GroupRun",
     "LocalPlayer",

@@ -15,10 +15,11 @@ import numpy as np
 from verbatim.environments.base import Environment, Episode, Reply, Score
 from verbatim.errors import ComponentError, EnvironmentFault, RolloutError
 from verbatim.rollouts.recorder import Recorder
-from verbatim.rollouts.rewards import add_reward, checked_reward
+from verbatim.rollouts.rewards import add_reward, checked_reward, one_number
+from verbatim.rollouts.tally import TOOL_FAULTS, TRACEBACK, failure_kind, traceback_tail
 from verbatim.rollouts.teacher_loop import TeacherLoop
-from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits, EpisodeOver
-from verbatim.tools.manager import ToolManager
+from verbatim.rollouts.turn_loop import TOOLS_OFFERED, AgentLoop, EpisodeLimits, EpisodeOver
+from verbatim.tools.manager import ToolManager, ToolOutcome
 from verbatim.types import PARSE_STATUSES, Example, Message, ParseStatus, StopReason, ToolCall, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ async def run_episode(
             messages = messages if run is None else list(loop.messages())
             loop.finish()
             info.update(getattr(episode, "info", {}))
+            if loop.offers_tools:
+                info[TOOLS_OFFERED] = True
             draft = Trajectory(
                 example_id=example.id, turns=tuple(recorder.turns), messages=tuple(messages), stop_reason=stop_reason,
                 truncated=stop_reason.truncated, info=info, **identity,
@@ -91,11 +94,13 @@ async def run_episode(
         error, stop_reason = f"timeout: the episode took more than {limits.timeout:g} s", StopReason.API_ERROR
     except RolloutError as fault:
         error, stop_reason = f"{_kind(fault)}: {fault}", StopReason.API_ERROR
-        logger.debug("trajectory %s failed", identity.get("trajectory_id"), exc_info=True)
+        _keep_traceback(info, fault)
     finally:
         if episode is not None:
             closing = await _close(episode)
-            error = error or closing
+            if closing is not None and error is None:
+                error = f"{_kind(closing)}: {closing}"
+                _keep_traceback(info, closing)
         recorder.close()
     return Trajectory(
         example_id=example.id, turns=tuple(recorder.turns), messages=tuple(messages), reward=reward,
@@ -168,7 +173,9 @@ async def _run_tools(
         reward = add_reward(reward, outcome.reward, f"tool {call.name}")
         kind = outcome.error_kind
         if kind in ("exception", "timeout") and limits.tool_error == "stop":
-            raise EnvironmentFault(f"tool {call.name}: {outcome.message['content']}")
+            raise EnvironmentFault(f"tool {call.name}: {outcome.message['content']}") from outcome.fault
+        if kind == "timeout" or outcome.fault is not None:
+            _note_tool_fault(info, outcome)
         if kind is not None:
             errors = info.setdefault("tool_errors", {})
             errors[kind] = errors.get(kind, 0) + 1
@@ -178,6 +185,14 @@ async def _run_tools(
             done = True
             break
     return Reply(messages=messages, done=done, reward=reward), parse_status
+
+
+def _note_tool_fault(info: dict[str, Any], outcome: ToolOutcome) -> None:
+    said = outcome.message["content"].removeprefix("Error: ")[:500]
+    tail = traceback_tail(outcome.fault)
+    faults = info.setdefault(TOOL_FAULTS, {})
+    fault = faults.setdefault(failure_kind(said), {"count": 0, "first": f"{said}\n{tail}" if tail else said})
+    fault["count"] += 1
 
 
 async def _guarded(what: str, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -215,25 +230,33 @@ def _reward(score: Score) -> tuple[float | None, dict[str, float]]:
     if score is None:
         return None, {}
     try:
-        parts = {str(name): float(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
-        reward = math.fsum(parts.values()) if isinstance(score, Mapping) else float(score)
+        parts = {str(name): one_number(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
+        reward = math.fsum(parts.values()) if isinstance(score, Mapping) else one_number(score)
     except (TypeError, ValueError) as error:
-        raise EnvironmentFault(f"score returned {score!r}; expected a number or {{part: number}}") from error
+        raise EnvironmentFault(
+            f"score returned {score!r:.200}; expected a number or {{part: number}} ({error})"
+        ) from None
     if not math.isfinite(reward):
         raise EnvironmentFault(f"score returned {score!r}; expected a finite number")
     return reward, parts
 
 
-async def _close(episode: Episode) -> str | None:
-    """What went wrong in it, on the trajectory."""
+async def _close(episode: Episode) -> RolloutError | EpisodeOver | None:
+    """What went wrong in it."""
     try:
         async with asyncio.timeout(CLOSING):
             await _guarded("close", episode.close)
     except TimeoutError:
-        return f"environment: close took more than {CLOSING:g} s"
+        return EnvironmentFault(f"close took more than {CLOSING:g} s")
     except (RolloutError, EpisodeOver) as fault:
-        return f"{_kind(fault)}: {fault}"
+        return fault
     return None
+
+
+def _keep_traceback(info: dict[str, Any], fault: RolloutError | EpisodeOver) -> None:
+    """Where the user's code raised: the log quotes it, here or on another host."""
+    if fault.__cause__ is not None:
+        info[TRACEBACK] = traceback_tail(fault.__cause__)
 
 
 def _kind(fault: RolloutError | EpisodeOver) -> str:

@@ -8,9 +8,12 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from verbatim.errors import RecordError
+from verbatim.rollouts.episode import TURN_REWARDS_SUM
 from verbatim.rollouts.player import EpisodeTask, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.rewards import one_number
 from verbatim.rollouts.seeds import derive_seed
+from verbatim.rollouts.tally import TRACEBACK, traceback_tail
 from verbatim.types import Example, Group, Trajectory
 
 T = TypeVar("T")
@@ -60,6 +63,10 @@ class GroupRun:
         score_group = getattr(self.setup.environment, "score_group", None)
         if score_group is not None:
             trajectories = await _score_together(score_group, trajectories)
+        trajectories = [_rewarded_by_its_turns(t) for t in trajectories]
+        for before, after in zip(ended, trajectories, strict=True):
+            if before.error is None and after.error is not None:
+                self.setup.tally.failed(after)
         return Group(
             group_id=self.group_id, example_id=self.example.id, env=self.setup.env, trajectories=tuple(trajectories)
         )
@@ -75,7 +82,9 @@ class GroupRun:
             },
         )  # fmt: skip
         async with setup.slots:
-            return await setup.player.play(setup, task, recorder)
+            trajectory = await setup.player.play(setup, task, recorder)
+        setup.tally.ended(trajectory)
+        return trajectory
 
 
 async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -93,6 +102,14 @@ def _set_aside(trajectory: Trajectory, late: RecordError | None) -> Trajectory:
     return trajectory if late is None or trajectory.error else trajectory.replace(error=f"record: {late}")
 
 
+def _rewarded_by_its_turns(trajectory: Trajectory) -> Trajectory:
+    """Where nothing else gave a reward, it is the sum of the turns' own."""
+    rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
+    if trajectory.error is not None or trajectory.reward is not None or not rewards:
+        return trajectory
+    return trajectory.replace(reward=math.fsum(rewards), info={**trajectory.info, TURN_REWARDS_SUM: True})
+
+
 async def _score_together(
     score_group: Callable[[Sequence[Trajectory]], object], trajectories: list[Trajectory]
 ) -> list[Trajectory]:
@@ -101,7 +118,7 @@ async def _score_together(
     if not completed:
         return trajectories
     try:
-        rewards = [float(r) for r in await score_group(completed)]  # type: ignore[misc]
+        rewards = [one_number(r) for r in await score_group(completed)]  # type: ignore[misc]
         if len(rewards) != len(completed) or not all(map(math.isfinite, rewards)):
             raise ValueError(f"returned {rewards}; expected {len(completed)} finite numbers")
     except (Exception, asyncio.CancelledError) as error:  # user code; every rollout of the group carries the reason
@@ -109,6 +126,7 @@ async def _score_together(
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # the group is being cancelled, not something that the user's code awaited
         reason = f"environment: score_group raised {type(error).__name__}: {error}"
-        return [t if t.error else t.replace(error=reason) for t in trajectories]
+        info = {TRACEBACK: traceback_tail(error)}
+        return [t if t.error else t.replace(error=reason, info={**t.info, **info}) for t in trajectories]
     by_id = {id(t): r for t, r in zip(completed, rewards, strict=True)}
     return [t.replace(reward=by_id[id(t)]) if id(t) in by_id else t for t in trajectories]

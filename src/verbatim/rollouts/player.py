@@ -13,6 +13,7 @@ from verbatim.inference.openai import Connection
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts.episode import run_episode
 from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.tally import EpisodeTally
 from verbatim.rollouts.teacher_loop import TeacherLoop
 from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits
 from verbatim.types import Example, Trajectory
@@ -93,3 +94,5 @@ class RolloutSetup:
     """Who plays instead of the sampler; None = the sampler does."""
     player: Player = field(default_factory=LocalPlayer)
     """Where the episodes are played."""
+    tally: EpisodeTally = field(default_factory=EpisodeTally)
+    """Counts how they end, and says what fails."""

@@ -1,4 +1,4 @@
-"""The reward that a tool or an environment gives to a turn."""
+"""The rewards that a tool or an environment gives, as finite numbers."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ def add_reward(so_far: float | None, reward: Any, who: str) -> float | None:
     if more is None or so_far is None:
         return so_far if more is None else more
     return checked_reward(so_far + more, f"{who}, with the calls before it,")
+
+
+def one_number(value: Any) -> float:
+    """What `score` returned, or a part of it: any kind of number, numpy's and torch's included, as a float.
+
+    Raises:
+        TypeError: a text, even one that reads like a number; a list; None.
+        ValueError: an array of several, or more than a float can hold.
+    """
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{value!r:.80} is a text: write float(...) around it if it is meant as a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError("it is larger than any float") from error

@@ -79,6 +79,8 @@ class TeacherLoop:
         """What went wrong with requests that were made again."""
         self.stop_reason: StopReason | None = None
         """Set once a limit was reached: nothing more is asked for."""
+        self.offers_tools = False
+        """Whether any turn was shown tools."""
 
     @property
     def last_turn(self) -> _Said:
@@ -112,6 +114,7 @@ class TeacherLoop:
             raise EpisodeOver(self.stop_reason)
         number, self._num_started = self._num_started, self._num_started + 1
         schemas: list[Mapping[str, Any]] = [copy.deepcopy(dict(tool.schema)) for tool in tools]
+        self.offers_tools |= bool(schemas)
         thread = self._thread(agent, messages, schemas)
         messages = copy.deepcopy(list(messages))  # those who gave them may change theirs
         body = chat_body(

@@ -37,6 +37,10 @@ class EpisodeLimits:
     """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as "malformed"."""
 
 
+TOOLS_OFFERED = "tools_offered"
+"""The key of `Trajectory.info` that says that the model was shown tools in some turn."""
+
+
 class EpisodeOver(VerbatimError):
     """The trajectory cannot go on: no turns or tokens are left, or the engine stopped."""
 
@@ -96,6 +100,8 @@ class AgentLoop:
         self._num_turns_of: dict[str, int] = {}
         self.stop_reason: StopReason | None = None
         """Set once a limit was reached: nothing more is sampled."""
+        self.offers_tools = False
+        """Whether any turn was shown tools."""
 
     @property
     def sampler(self) -> Sampler:
@@ -143,6 +149,7 @@ class AgentLoop:
         """
         self._refuse_if_over()
         schemas = [dict(tool.schema) for tool in tools]
+        self.offers_tools |= bool(schemas)
         names = tuple(map(str, schemas))
         given = self._copied(messages, agent)
         prompt_ids, extends = self._prompt(given, schemas, names, agent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,6 +48,8 @@ class ToolOutcome:
     error_kind: str | None = None
     """None, or what to count: a parse status ("invalid_json", ...), "unknown_tool", "invalid_arguments", "exception",
     "timeout", "oversize" (the tool ran, its answer was cut)."""
+    fault: BaseException | None = None
+    """What the tool raised that it did not mean for the model (a `ToolFailed`): a fault of the tool's own."""
 
 
 class ToolManager(Mapping[str, Tool]):
@@ -127,7 +130,8 @@ class ToolManager(Mapping[str, Tool]):
             text = f"Error: {tool.name} did not answer within {timeout:g} seconds. Try something smaller."
             return _outcome(call, ToolResult(content=text), "timeout", output_limit)
         kind, result = _settled(task, tool)
-        return _outcome(call, result, kind, output_limit)
+        outcome = _outcome(call, result, kind, output_limit)
+        return dataclasses.replace(outcome, fault=_raised(task)) if kind == "exception" else outcome
 
     def _refuse(self, call: ToolCall) -> tuple[str, str] | None:
         if call.status != "ok":
@@ -168,6 +172,13 @@ def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, 
         return "exception", ToolResult(content=f"Error: {tool.name} failed: it returned done={done!r:.80}, not True or "
                                        "False")  # fmt: skip
     return None, result
+
+
+def _raised(task: asyncio.Future[ToolResult]) -> BaseException | None:
+    if task.cancelled():
+        return asyncio.CancelledError("what it awaited was cancelled")
+    error = task.exception()
+    return None if isinstance(error, ToolFailed) else error
 
 
 def _outcome(call: ToolCall, result: ToolResult, kind: str | None, limit: int | None) -> ToolOutcome:

@@ -1,0 +1,54 @@
+"""Why a run that came to its end has trained nothing, in words, and what to do about it."""
+
+from __future__ import annotations
+
+from verbatim.rollouts import EpisodeTally
+from verbatim.trajectories import Ledger
+
+_REMEDIES = {
+    "filter:zero_advantage": "the rewards of each group were equal, so that every advantage was 0: give partial "
+    "reward, or take examples that the model solves sometimes",
+    "filter:gibberish": "the model hardly believes what it says: give it a [warm_start], or list "
+    "[[orchestrator.filters]] without it",
+    "filter:repetition": "list [[orchestrator.filters]] with a higher threshold, or without it",
+    "difficulty": "the rewards of each group were equal: take other examples, or set "
+    "orchestrator.buffer.online_difficulty_filtering = false",
+    "stale": "rollouts were too old when they were trained: raise orchestrator.max_off_policy_steps",
+    "over_length": "every turn ends beyond orchestrator.seq_len: raise it",
+    "missing_logprobs": "the sampler gave no logprobs: let it give those of the distribution that it samples from",
+}
+"""What to do, by the reason that took most tokens."""
+
+
+def why_nothing_was_trained(ledger: Ledger, tally: EpisodeTally, *, num_batches: int, seq_len: int) -> str:
+    """Which reason took the tokens, which failures there were, and what to do.
+
+    Args:
+        ledger: Of the whole run.
+        tally: Of this process.
+        num_batches: Batches that were taken.
+        seq_len: Most tokens of an episode's context.
+
+    Example:
+        >>> ledger, tally = Ledger(), EpisodeTally()
+        >>> ledger.sampled_tokens(12)
+        >>> ledger.drop({"stale": 12})
+        >>> print(why_nothing_was_trained(ledger, tally, num_batches=2, seq_len=64))
+        in 2 batches no token was trained.
+          of 12 sampled tokens: 12 stale
+          rollouts were too old when they were trained: raise orchestrator.max_off_policy_steps
+    """
+    lines = [f"in {num_batches} batch{'' if num_batches == 1 else 'es'} no token was trained."]
+    taken = ledger.dropped.most_common()
+    if ledger.trained:
+        lines = [f"{ledger.trained} tokens were trained, and the advantage of every one was 0: nothing was learned."]
+        lines.append(_REMEDIES["filter:zero_advantage"])
+    elif taken:
+        lines.append(f"of {ledger.sampled} sampled tokens: {', '.join(f'{count} {name}' for name, count in taken)}")
+        lines += [_REMEDIES[taken[0][0]]] if taken[0][0] in _REMEDIES else []
+    elif tally.num_without_turn:
+        lines.append(
+            f"{tally.num_without_turn} of {tally.num_episodes} episodes ended before their first turn: the opening "
+            f"prompt leaves no room in orchestrator.seq_len = {seq_len}; raise it, or shorten the prompt"
+        )
+    return "\n  ".join([*lines, *tally.summary()])
