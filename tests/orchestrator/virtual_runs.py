@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from verbatim import Example, Trajectory, Turn
 from verbatim.curriculum import ExampleSchedule
 from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.rollouts import EpisodeTally
 from verbatim.trajectories import Ledger, age
 
 
@@ -47,7 +48,7 @@ class Play:
         self.launched, self.finished, self.taken, self.in_flight = {}, {}, [], []
         setup = SimpleNamespace(
             env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(10_000),
-            player=SimpleNamespace(play=self.play, metrics=dict),
+            player=SimpleNamespace(play=self.play, metrics=dict), tally=EpisodeTally(),
         )  # fmt: skip
         examples = {"e": [Example(id=f"e{i}") for i in range(7)]}
         self.dispatcher = Dispatcher(
