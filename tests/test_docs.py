@@ -209,8 +209,8 @@ def test_the_plug_ins_train(place: Path, tmp_path_factory):
     steps = [line["metrics"] for line in train_lines(place / "run")]
     assert len(steps) == 2
     for metrics in steps:
-        assert metrics["filters/custom/flagged"] == 8
-        assert metrics["filters/custom/dropped"] == 0
+        assert metrics["filters/TooManyTurns/flagged"] == 8
+        assert metrics["filters/TooManyTurns/dropped"] == 0
         assert metrics["clip_frac"] == 0  # on-policy: no ratio is far from 1
         assert metrics["grad_norm"] > 0
     assert [line.split(":")[0] for line in (place / "run" / "notes.md").read_text().splitlines()] == ["1", "2"]

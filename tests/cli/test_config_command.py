@@ -13,7 +13,7 @@ from verbatim.cli.main import main
 
 FILE = """\
 [model]
-name = "some/model"
+build = { hidden_size = 64 }
 [[orchestrator.train.env]]
 id = "guess_number"
 """

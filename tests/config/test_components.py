@@ -202,8 +202,10 @@ def test_custom_knobs_are_named_inside_kwargs():
 # -- a whole file
 
 TABLES = ComponentTables(
-    losses=TABLE, advantages=TABLE, filters=TABLE, strategies=TABLE, environments={"game": Rule}, monitors=TABLE
-)
+    losses=TABLE, advantages=TABLE, filters=TABLE, strategies=TABLE, environments={"game": Rule},
+    monitors=TABLE,
+    renderers=("auto", "qwen3"),
+)  # fmt: skip
 
 FILE = """\
 [model]

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -47,6 +48,9 @@ class RunFolder:
         self.path = path
         self._lock = lock
         self._stamped = False
+        self._new = False
+        self.is_withdrawn = False
+        """Whether there is nothing here to go on with."""
 
     @classmethod
     def create(cls, config: RunConfig, *, name: str, now: datetime, root: Path = RUNS) -> RunFolder:
@@ -66,6 +70,7 @@ class RunFolder:
         folder = cls(path, _lock(path, ORCHESTRATOR))
         folder._store(dump_config(config))
         folder._stamped = config.run_dir is None
+        folder._new = True
         return folder
 
     @classmethod
@@ -155,6 +160,19 @@ class RunFolder:
         """Point `latest` here, once there is something to continue: a run that fails before hides no other one."""
         if self._stamped:
             _link_latest(self.path)
+
+    def withdraw(self) -> None:
+        """Leave no run behind that could never start: a new folder holds none any more, unless a warm start is done.
+
+        A time-stamped folder goes altogether. In one that the user named the logs stay.
+        """
+        if not self._new or (self.path / "warm_start").exists():
+            return
+        self.is_withdrawn = True
+        if self._stamped:
+            shutil.rmtree(self.path)
+        else:
+            (self.path / CONFIG).unlink()
 
     def close(self) -> None:
         """Release the folder."""

@@ -1,12 +1,13 @@
-"""`verbatim config FILE [overrides]`: the resolved configuration as TOML, everything it names looked up."""
+"""`verbatim config FILE [overrides]`: the resolved configuration as TOML, once everything that it names was tried."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
-from verbatim.cli.session import make_monitors
+from verbatim.cli.check import check_run
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 from verbatim.orchestrator.staleness import capped_settings
@@ -21,11 +22,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the configuration, defaults and overrides included; on standard error, what the staleness rule caps.
 
     Raises:
-        ConfigError: anything in it that would stop a run before it starts.
-        UsageError: a package that a monitor needs is missing.
+        UsageError: anything in it that would stop a run before it starts, as far as it can be known without loading
+            weights and asking servers.
     """
     config = load_config(args.file, args.overrides, component_tables())
-    make_monitors(config)
+    with contextlib.redirect_stdout(sys.stderr):  # what environments print is no TOML
+        check_run(config)
     sys.stdout.write(dump_config(config))
     sys.stdout.flush()
     for sentence in capped_settings(config.orchestrator):

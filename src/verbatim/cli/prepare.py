@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from verbatim.cli.conversations import Conversation, read_conversations
 from verbatim.cli.session import Environments, demonstrations
 from verbatim.config.schema import RunConfig, TrainerConfig, WarmStartConfig
 from verbatim.environments.resolve import corpus
@@ -23,10 +22,6 @@ from verbatim.rollouts import derive_seed, trajectory_from_messages
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.warm_start import warm_start
 from verbatim.trajectories import build
-from verbatim.types import Message
-
-Conversation = tuple[str, Sequence[Message], Sequence[Mapping[str, Any]]]
-"""Environment, messages, tool schemas."""
 
 
 def prepare_model(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
@@ -130,32 +125,3 @@ def _conversations(
         (env, demonstration.messages, demonstration.tools)
         for env, demonstration in demonstrations(environments, settings.conversations, config.seed)
     ]
-
-
-def read_conversations(path: Path) -> list[Conversation]:
-    """Rows of `{"messages": [...], "tools": [...]}`.
-
-    Raises:
-        UsageError: no such file, or a line that is no conversation; names the line.
-    """
-    if not path.is_file():
-        raise UsageError(f"warm_start.data: there is no file {path}")
-    rows: list[Conversation] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            messages: list[Message] = row["messages"]
-            if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
-                raise ValueError("role and content are texts")
-            if not any(message["role"] == "assistant" for message in messages):
-                raise ValueError("no assistant message to learn from")
-            rows.append(("", messages, row.get("tools") or ()))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}; {error!r}'
-            ) from error
-    if not rows:
-        raise UsageError(f"{path} holds no conversation")
-    return rows

@@ -20,13 +20,12 @@ from rich.table import Table
 
 from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder, read_loop_state
 from verbatim.cli import exit_status
+from verbatim.cli.check import check_run
 from verbatim.cli.logs import log_to_console, log_to_file
 from verbatim.cli.run_log import RunLog
 from verbatim.cli.session import (
     Environments,
-    check_environments,
     make_dispatcher,
-    make_environments,
     make_monitors,
     make_rules,
     make_sampler,
@@ -36,7 +35,7 @@ from verbatim.cli.session import (
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import NothingTrained
+from verbatim.errors import NothingTrained, UsageError
 from verbatim.inference.base import Sampler
 from verbatim.inference.openai import Connection, OpenAI
 from verbatim.monitors.base import OpenMonitor, RunInfo, open_monitors
@@ -71,11 +70,8 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
     console = RichConsole(highlight=False)
     log_to_console(console)
     config = load_config(args.file, args.overrides, component_tables())
-    environments = make_environments(config)
-    check_environments(config, environments)
-    make_rules(config.orchestrator, environments)
+    environments = check_run(config)
     monitors = make_monitors(config)
-    _check_model(config)
     name = config.name or args.file.stem
     config = config.model_copy(update={"name": name})  # stored with the run, which may be resumed from its own file
     if args.resume is not None:
@@ -91,8 +87,12 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
         finished = False
         try:
             finished = program.run(trainer_elsewhere=trainer_elsewhere)
+        except UsageError:
+            if not program.has_begun:
+                folder.withdraw()
+            raise
         finally:
-            if not finished:
+            if not finished and not folder.is_withdrawn:
                 _say_how_to_go_on(folder.path, console, trainer_elsewhere=trainer_elsewhere)
         if program.nothing_trained is not None:
             raise NothingTrained(program.nothing_trained)
@@ -105,20 +105,6 @@ def _say_how_to_go_on(folder: Path, console: RichConsole, *, trainer_elsewhere: 
         shlex.join(["verbatim", command, str(folder / "config.toml"), "--resume", str(folder)]) for command in commands
     )
     console.print(f"not finished; to go on:  {again}", soft_wrap=True, style="bold")
-
-
-def _check_model(config: RunConfig) -> None:
-    """Refuse a model that cannot be used before a folder is made for the run."""
-    if config.model.name is not None:
-        from verbatim.models.loading import check_weights, load_tokenizer
-
-        load_tokenizer(config.model.name)
-        check_weights(config.model.name)
-    teacher = config.orchestrator.teacher
-    if teacher is not None and teacher.base_url is None:
-        from verbatim.models.loading import check_weights
-
-        check_weights(teacher.model)
 
 
 class Program:
@@ -142,6 +128,9 @@ class Program:
         self._console = console
         self._name = name
         self._started = started
+        self.has_begun = False
+        """Whether everything was made, and the loop is at work: what fails from then on may be mended, and the run go
+        on."""
         checkpoint = config.checkpoint
         self.nothing_trained: str | None = None
         """After a run that came to its end and learned nothing: why."""
@@ -289,6 +278,7 @@ class Program:
         signs_of_life = asyncio.create_task(_tell_progress(side, orchestrator))
         try:
             with _ctrl_c(orchestrator, self._console):
+                self.has_begun = True
                 finished = await orchestrator.run()
             if finished and orchestrator.has_learned:
                 await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))

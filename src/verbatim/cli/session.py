@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -215,7 +216,7 @@ def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> 
     for i, component in enumerate(orchestrator.filters):
         if component.type in _OFF.get(orchestrator.training_mode, ()):
             continue
-        name = component.type if component.type not in filters else f"{component.type}_{i}"
+        name = _filter_name(component, filters)
         rule = resolve(component, tables.filters, what="filter", where=f"orchestrator.filters.{i}")
         if getattr(rule, "action", None) not in ("drop", "monitor"):
             raise ComponentError(
@@ -249,6 +250,19 @@ def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> 
         )
         for label, (env, _) in environments.train.items()
     }
+
+
+def _filter_name(component: ComponentConfig, taken: Mapping[str, Any]) -> str:
+    """What metrics call a filter: a built-in by its type, a custom one by its function or class; numbered from the
+    second of one name on.
+
+    Example: two filters "repetition" and one "my_filters.TooLong" are `repetition`, `repetition_2` and `TooLong`.
+    """
+    name = component.type
+    if component.import_path is not None:
+        name = component.import_path.replace(":", ".").rpartition(".")[2]
+    numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+    return next(candidate for candidate in numbered if candidate not in taken)
 
 
 def make_dispatcher(

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from verbatim.checkpoints import RunFolder
-from verbatim.cli.session import check_environments, make_environments
+from verbatim.cli.check import check_run
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.errors import ConfigError
@@ -30,8 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if config.warm_start is None:
         raise ConfigError(f"{args.file} has no [warm_start] table, which says what `verbatim sft` does; for example\n"
                           '[warm_start]\nsteps = 100\ndata = "conversations.jsonl"')  # fmt: skip
-    environments = make_environments(config)
-    check_environments(config, environments)
+    environments = check_run(config)
     console = Console(highlight=False)
     with RunFolder.create(config, name=f"{config.name or args.file.stem}-sft", now=datetime.now()) as folder:
         from verbatim.cli.prepare import prepare_model

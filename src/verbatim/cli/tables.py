@@ -12,9 +12,10 @@ def component_tables() -> ComponentTables:
     from verbatim.filters import FILTERS
     from verbatim.losses import LOSSES
     from verbatim.monitors import MONITORS
+    from verbatim.renderers import ALIASES, RENDERERS
     from verbatim.trajectories import STRATEGIES
 
     return ComponentTables(
         losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES, environments=ENVIRONMENTS,
-        monitors=MONITORS,
-    )
+        monitors=MONITORS, renderers=("auto", *RENDERERS, *ALIASES),
+    )  # fmt: skip

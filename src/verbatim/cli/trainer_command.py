@@ -14,9 +14,10 @@ from rich.console import Console
 
 from verbatim.checkpoints import ORCHESTRATOR, TRAINER, RunFolder
 from verbatim.cli import exit_status
+from verbatim.cli.check import check_run
 from verbatim.cli.logs import last_lines, log_to_console, log_to_file
 from verbatim.cli.orchestrator_command import add_trajectory_strategy, with_trajectory_strategy
-from verbatim.cli.session import Environments, check_environments, make_environments
+from verbatim.cli.session import Environments, make_environments
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     config = config.model_copy(update={"name": config.name or args.file.stem})
     console = Console(highlight=False)
     supervised = args.session is not None
+    if not supervised:  # `verbatim rl` has checked it before it started this process
+        check_run(config)
     log_to_console(console, logging.WARNING if supervised else logging.INFO)
     if args.resume is None:
         folder = RunFolder.join(config, role=TRAINER)
@@ -68,9 +71,7 @@ def _serve(
     from verbatim.trainer.serve import serve
 
     def environments() -> Environments:
-        made = make_environments(config)
-        check_environments(config, made)
-        return made
+        return make_environments(config)
 
     worker, ready = open_trainer(config, environments, folder, console, states=exchange.states)
     set_num_threads(threads_of(config, config.trainer.num_threads))

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ class ComponentTables:
     """For the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
     monitors: Table
     """For the tables below [monitor]."""
+    renderers: Collection[str]
+    """For the name of [orchestrator.renderer]: only looked up, since a renderer is made for a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,9 @@ def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem
         bound = _bind(use, table)
         if isinstance(bound, list):
             found += bound
+    renderer = config.orchestrator.renderer.name
+    if renderer not in tables.renderers:
+        found.append(_unknown(("orchestrator", "renderer", "name"), "renderer", renderer, tables.renderers))
     return found
 
 
@@ -195,10 +200,7 @@ def _bind(use: _Use, table: Table) -> _Bound | list[Problem]:
     entry = table.get(use.name) if use.name is not None else use.import_path
     key = use.import_key if use.name is None else use.name_key
     if entry is None:
-        hint = nearest(str(use.name), table) or "."
-        names = ", ".join(sorted(table))
-        message = f"there is no {use.what} {use.name!r}{hint} There are {names}; or import your own"
-        return [Problem(path=key, message=f"{_dotted(key)}: {message}")]
+        return [_unknown(key, use.what, str(use.name), table, "; or import your own")]
     try:
         target = import_object(entry) if isinstance(entry, str) else entry
     except ComponentError as error:
@@ -207,11 +209,50 @@ def _bind(use: _Use, table: Table) -> _Bound | list[Problem]:
     if not callable(function):
         found = f"{entry} is {type(function).__name__}"
         return [Problem(path=key, message=f"{_dotted(key)}: {found}, expected a function or a class")]
+    misshapen = _misshapen(function, use) if use.import_path is not None else None
+    if misshapen is not None:
+        return [Problem(path=key, message=f"{_dotted(key)}: {misshapen}")]
     knobs, wrong = check_knobs(function, use.knobs, num_inputs=use.num_inputs, label=use.what)
     if wrong:
         keys = [((*use.knobs_key, name), message) for name, message in wrong.items()]
         return [Problem(path=key, message=f"{_dotted(key)}: {message}") for key, message in keys]
     return _Bound(target=target, knobs=knobs)
+
+
+def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
+    """Why something imported cannot be called with the inputs of its kind."""
+    named = f"{use.what} {getattr(function, '__qualname__', type(function).__qualname__)}"
+    call: Any = function
+    if inspect.isclass(function) and use.num_inputs:
+        call = next((vars(cls)["__call__"] for cls in function.__mro__ if "__call__" in vars(cls)), None)
+        if call is None:
+            return f"{named} is a class without __call__; expected a function, or a frozen dataclass with __call__"
+    try:
+        inspect.signature(function)
+        parameters = list(inspect.signature(call).parameters.values())[int(inspect.isclass(function)) :]
+    except (TypeError, ValueError):
+        return f"{named} does not tell its parameters; expected a function or a class written in Python"
+    if not use.num_inputs:
+        return None
+    if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None)):  # noqa: B004
+        return f"{named} is async; expected a plain function"
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < use.num_inputs and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return f"{named}({', '.join(p.name for p in parameters)}) takes no input; expected it as the first parameter"
+    given = {p.name for p in positional[use.num_inputs :] if p.default is p.empty} - set(use.knobs)
+    if given and not inspect.isclass(function):
+        return (
+            f"{named} needs {', '.join(p.name for p in positional if p.name in given)}, which nothing gives; it is "
+            f"called with one record, its first parameter {positional[0].name!r}, and every other parameter is a knob: "
+            "read what you need from that record, or give the knobs in kwargs"
+        )
+    return None
+
+
+def _unknown(key: KeyPath, what: str, name: str, table: Collection[str], own: str = "") -> Problem:
+    hint = nearest(name, table) or "."
+    message = f"there is no {what} {name!r}{hint} There are {', '.join(sorted(table))}{own}"
+    return Problem(path=key, message=f"{_dotted(key)}: {message}")
 
 
 def _is_record(target: Any) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -63,14 +63,20 @@ def _check_cuda(device: str, index: int | None) -> None:
 
 
 def check_weights(name: str | Path) -> None:
-    """Refuse a local folder that holds no weights, without loading them.
+    """Refuse a local folder that holds no weights, or torn files, without loading them.
 
     Raises:
-        ModelError: no such folder, or no weights in it.
+        ModelError: no such folder, no weights in it, or a file that is damaged or cut off.
     """
     source = Path(find_source(name))
     if source.is_dir() and not any(source.glob("*.safetensors")):
         raise ModelError(f"model folder {str(name)!r} has no *.safetensors; expected the weights beside config.json")
+    for file in sorted(source.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass  # its table of contents was read, and held against its size
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
 
 
 def load_model(

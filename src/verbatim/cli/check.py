@@ -1,0 +1,110 @@
+"""What can be known of a run before weights are loaded: `verbatim config` looks at it, and so does every command that
+trains, before it makes a folder."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from verbatim.cli.conversations import read_conversations
+from verbatim.cli.session import (
+    Environments,
+    check_environments,
+    demonstrations,
+    make_environments,
+    make_monitors,
+    make_rules,
+)
+from verbatim.cli.tables import component_tables
+from verbatim.config import resolve
+from verbatim.config.schema import RunConfig, TeacherConfig
+from verbatim.environments.resolve import corpus
+from verbatim.errors import UsageError
+from verbatim.inference.openai import OpenAI
+
+_ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
+"""Renderers that every chat template has."""
+
+
+def check_run(config: RunConfig) -> Environments:
+    """Refuse what could never start; names are looked up already, by `load_config` with its tables.
+
+    Environments are made, and asked for their examples and, where the run needs some, for a demonstration. Components
+    are made with their knobs. A file of conversations is read. A model's tokenizer, chat template and renderer are
+    tried; that there are weights is looked at, but they are not loaded. Only the hub is asked, for an id.
+
+    Returns:
+        The environments, so that they are made once.
+
+    Raises:
+        UsageError: says what was found and what was expected.
+    """
+    environments = make_environments(config)
+    check_environments(config, environments)
+    make_rules(config.orchestrator, environments)
+    make_monitors(config)
+    resolve(config.trainer.loss, component_tables().losses, what="loss", where="trainer.loss")
+    if config.warm_start is not None and config.warm_start.data is not None:
+        read_conversations(config.warm_start.data)
+    if config.orchestrator.rollout.backend == "ray":
+        _need("ray", 'orchestrator.rollout.backend = "ray"', "verbatim-rl[ray]")
+    _check_devices(config)
+    if config.orchestrator.teacher is not None:
+        _check_teacher(config.orchestrator.teacher, config.orchestrator.training_mode)
+    _check_model(config, environments)
+    return environments
+
+
+def _check_devices(config: RunConfig) -> None:
+    teacher = config.orchestrator.teacher
+    places = [("trainer.device", config.trainer.device), ("inference.device", config.inference.device)]
+    if teacher is not None and teacher.base_url is None:
+        places.append(("orchestrator.teacher.device", teacher.device))
+    for where, device in places:
+        if device in ("auto", "cpu"):
+            continue  # they are everywhere, and torch takes seconds to import
+        from verbatim.models.loading import resolve_device
+
+        try:
+            resolve_device(device)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from error
+
+
+def _check_teacher(teacher: TeacherConfig, mode: str) -> None:
+    if teacher.base_url is None:
+        from verbatim.models.loading import check_weights
+
+        check_weights(teacher.model)
+        return
+    OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)  # refuses a bad address
+    if mode == "sft":
+        _need("openai", 'training_mode = "sft"', "verbatim-rl[api]")
+    else:
+        _need("httpx", "a teacher behind orchestrator.teacher.base_url", "httpx")
+
+
+def _check_model(config: RunConfig, environments: Environments) -> None:
+    renderer = config.orchestrator.renderer.name
+    if config.model.name is None and renderer in _ANY_TEMPLATE:
+        return
+    from verbatim.models.build import build_tokenizer
+    from verbatim.models.folder import check_model_config
+    from verbatim.models.loading import check_weights, load_tokenizer
+    from verbatim.renderers import create_renderer
+
+    if config.model.name is not None:
+        check_weights(config.model.name)
+        check_model_config(config.model.name, context_length=config.orchestrator.seq_len)
+        tokenizer = load_tokenizer(config.model.name)
+    else:
+        assert config.model.build is not None
+        texts = corpus([shown for _, shown in demonstrations(environments, 1, config.seed)])
+        tokenizer = build_tokenizer(
+            texts, vocab_size=config.model.build.vocab_size, context_length=config.model.build.context_length
+        )
+    create_renderer(renderer, tokenizer)
+
+
+def _need(package: str, what: str, install: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"{what} needs the package {package}: pip install '{install}'")

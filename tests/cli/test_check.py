@@ -1,0 +1,203 @@
+"""What can never start is refused alike by `verbatim config` and by `verbatim rl`, which then leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import MambaConfig, MambaForCausalLM
+
+from e2e.tiny_runs import LOTS, TOML, build_tiny_model, snapshot, train_lines, workplace
+from verbatim.cli.main import main
+from verbatim.models.loading import load_tokenizer, save_model
+
+PLUG_INS = '''
+import math
+from dataclasses import dataclass
+
+from verbatim.losses import Loss, LossOutputs
+
+THRESHOLD = 3
+
+
+def own_loss(inputs, scale=1.0): ...
+def four_tensors(trainer_logprobs, inference_logprobs, advantages, loss_mask, clip=0.2): ...
+def no_inputs(*, scale=1.0): ...
+async def slow_loss(inputs): ...
+RECORD = Loss(four_tensors, level="token")
+
+
+class NotCallable:
+    def loss(self, inputs): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Long:
+    limit: int = 8
+    action: str = "drop"
+
+    def __call__(self, trajectory):
+        return len(trajectory.turns) > self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Short(Long):
+    def __call__(self, trajectory):
+        return True
+
+
+def without_action(trajectory): ...
+'''
+
+ENVIRONMENTS = '''
+from lots import Lots
+
+
+class Raises(Lots):
+    def __init__(self):
+        raise OSError("no such data set")
+
+
+class Empty(Lots):
+    def examples(self, split):
+        return []
+
+
+class Loud(Lots):
+    def __init__(self):
+        super().__init__()
+        print("loading the data")
+
+
+class Shy(Lots):
+    def demonstrations(self, count, seed):
+        return []
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("check") / "model")
+
+
+@pytest.fixture
+def place(tmp_path: Path, model: Path) -> Iterator[Path]:
+    """A folder with `run.toml`, which trains on lots.Lots; the current directory."""
+    with workplace(tmp_path, {"lots": LOTS, "plug_ins": PLUG_INS, "tasks": ENVIRONMENTS}):
+        (tmp_path / "run.toml").write_text(TOML.format(model=model) + 'import_path = "lots.Lots"\n')
+        (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+        yield tmp_path
+
+
+ENV = "--orchestrator.train.env.0.import-path"
+WARM = "--warm-start"
+
+
+def custom(name: str, more: str = "") -> str:
+    return f'{{ type = "custom", import_path = "plug_ins.{name}"{more} }}'
+
+
+REFUSED = {
+    "renderer": (["--orchestrator.renderer.name", "qwem3"],
+                 ["orchestrator.renderer.name", "there is no renderer 'qwem3'; did you mean \"qwen3\"?"]),
+    "renderer of another model": (["--orchestrator.renderer.name", "kimi-k2"],
+                                  ['the tokenizer does not fit renderer "kimi-k2"']),
+    "renderer of another model than the one to build": (
+        ["--orchestrator.renderer.name", "kimi-k2", "--model", "{ build = { hidden_size = 32 } }", ENV, "null",
+         "--orchestrator.train.env.0.id", "guess-number"], ['the tokenizer does not fit renderer "kimi-k2"']),
+    "environment that raises": ([ENV, "tasks.Raises"], ["tasks.Raises", "OSError", "no such data set"]),
+    "environment without examples": ([ENV, "tasks.Empty"], ['examples("train") is empty']),
+    "environment without parameters to read": ([ENV, "builtins.dict"], ["does not tell its parameters"]),
+    "no demonstrations": ([WARM, "{ steps = 1 }"], ["'lots.Lots' shows no demonstrations"]),
+    "empty demonstrations": ([ENV, "tasks.Shy", WARM, "{ steps = 1 }"], ["gave none"]),
+    "conversations with nothing to learn": ([WARM, '{ data = "bad.jsonl" }'], ["bad.jsonl:1", "no assistant message"]),
+    "no conversations": ([WARM, '{ data = "none.jsonl" }'], ["there is no file none.jsonl"]),
+    "loss of four tensors": (
+        ["--trainer.loss", custom("four_tensors")],
+        ["trainer.loss.import_path", "loss four_tensors needs inference_logprobs, advantages, loss_mask",
+         "first parameter 'trainer_logprobs'"]),
+    "record of a loss of four tensors": (["--trainer.loss", custom("RECORD")], ["loss four_tensors needs"]),
+    "loss without an input": (["--trainer.loss", custom("no_inputs")], ["no_inputs(scale) takes no input"]),
+    "loss that is async": (["--trainer.loss", custom("slow_loss")], ["loss slow_loss is async"]),
+    "loss that is a number": (["--trainer.loss", custom("THRESHOLD")], ["is int, expected a function"]),
+    "loss that is a class": (["--trainer.loss", custom("NotCallable")], ["is a class without __call__"]),
+    "misspelt knob of a loss": (
+        ["--trainer.loss", custom("own_loss", ", kwargs = { scael = 2.0 }")], ['did you mean "scale"?']),
+    "filter without an action": (["--orchestrator.filters", f"[{custom('without_action')}]"], ["has no action"]),
+    "seq_len beyond the model's positions": (["--orchestrator.seq-len", "999"], ["seq_len = 999", "end at 384"]),
+    "device that does not exist": (["--trainer.device", "gpu"], ["trainer.device", "there is no device 'gpu'"]),
+    "teacher that is not there": (
+        ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "./nowhere" }'],
+        ["there is no model folder './nowhere'"]),
+    "teacher's address": (
+        ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "t", base_url = "localhost:8" }'],
+        ["base_url 'localhost:8'; expected an address such as"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["config", "rl"])
+@pytest.mark.parametrize(("arguments", "explained"), REFUSED.values(), ids=REFUSED)
+def test_what_can_never_start_is_refused_and_nothing_is_made(place: Path, capsys, command, arguments, explained):
+    before = snapshot(place)
+    assert main([command, "run.toml", *arguments]) == 2
+    said = "".join(capsys.readouterr())
+    assert all(words in said for words in explained), said
+    assert "--resume" not in said
+    assert "Traceback" not in said
+    assert snapshot(place) == before
+
+
+def test_a_model_folder_is_tried_without_its_weights(place: Path, model: Path, capsys):
+    """Of another kind of model, without a chat template, and torn: known from small files and a file's first bytes."""
+    shutil.copytree(model, place / "other")
+    shutil.copytree(model, place / "torn")
+    (place / "torn" / "model.safetensors").write_bytes(b"torn")
+    file = place / "other" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "vit", "architectures": ["ViTModel"]}))
+    shutil.copytree(model, place / "mute")
+    (place / "mute" / "chat_template.jinja").unlink()
+    for name, explained in (
+        ("other", "which is no causal language model"),
+        ("mute", "has no chat template"),
+        ("torn", "torn/model.safetensors cannot be read as safetensors"),
+    ):
+        assert main(["config", "run.toml", "--model.name", name]) == 2
+        assert explained in capsys.readouterr().err
+
+
+def test_what_an_environment_prints_is_not_in_the_configuration(place: Path, capsys):
+    assert main(["config", "run.toml", ENV, "tasks.Loud"]) == 0
+    out, err = capsys.readouterr()
+    assert tomllib.loads(out)["max_steps"] == 2
+    assert "loading the data" in err
+
+
+def test_filters_of_ones_own_are_counted_each_under_its_own_name(place: Path):
+    filters = ", ".join([
+        custom("Long", ", kwargs = { limit = 0, action = 'monitor' }"),
+        custom("Short", ", kwargs = { action = 'monitor' }"),
+        custom("Long", ", kwargs = { limit = 0, action = 'monitor' }"),
+        '{ type = "gibberish", threshold = 0.0, action = "monitor" }',
+        '{ type = "gibberish", threshold = -0.1, action = "monitor" }',
+    ])  # fmt: skip
+    options = ["--run-dir", "run", "--max-steps", "1", "--orchestrator.filters", f"[{filters}]"]
+    assert main(["rl", "run.toml", *options]) == 0
+    (line,) = train_lines(place / "run")
+    flagged = {key.split("/")[1]: value for key, value in line["metrics"].items() if key.endswith("/flagged")}
+    assert flagged == {"Long": 8, "Short": 8, "Long_2": 8, "gibberish": 8, "gibberish_2": 8}
+
+
+@pytest.mark.parametrize("options", [["--run-dir", "mine"], []])
+def test_a_model_that_the_sampler_refuses_leaves_no_run_behind(place: Path, model: Path, capsys, options):
+    """What is wrong with a model is known when it is loaded, in the run's folder."""
+    tokenizer = load_tokenizer(model)
+    recurrent = MambaForCausalLM(MambaConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1))
+    save_model(recurrent, tokenizer, place / "mamba")
+    assert main(["rl", "run.toml", "--model.name", "mamba", *options]) == 2
+    assert "--resume" not in "".join(capsys.readouterr())
+    assert not list(place.rglob("config.toml"))
+    assert main(["rl", "run.toml", "--max-steps", "1", *options]) == 0
