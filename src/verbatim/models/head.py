@@ -9,12 +9,16 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION, AttentionPlan, WholeSequencePlan
+from verbatim.models.refusal import refusing
 
 
 class CausalLM:
     """A `transformers` causal language model, taken apart at its last hidden state.
 
     Legend: U tokens of one flat forward pass, M positions that are asked about, D width, V vocabulary.
+
+    Raises:
+        ModelError: a model whose logits are not its output head of its last hidden state, named.
     """
 
     def __init__(self, model: Any) -> None:
@@ -30,7 +34,8 @@ class CausalLM:
             self.scale = self.config.logit_scale
         self.rows_alone = self.config._attn_implementation != ATTENTION
         """Whether each row needs a forward pass of its own: something besides planned attention mixes its tokens."""
-        self._check_head()
+        with refusing(f"{type(model).__name__} cannot be taken apart into its layers and its output head"):
+            self._check_head()
 
     @property
     def device(self) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from verbatim.errors import ModelError
 from verbatim.models.conversion import to_model_tensors
 from verbatim.models.float64 import keep_float64
 from verbatim.models.mixing import plan_attention
+from verbatim.models.refusal import refusing
 from verbatim.models.source import find_source
 
 transformers_logging.disable_progress_bar()  # weights are saved and loaded at every step of a run
@@ -96,15 +98,14 @@ def load_model(
     """
     place = resolve_device(str(device))
     source = find_source(name)
-    try:
+    with refusing(f"model {str(name)!r}{_kind(source)} cannot be loaded as a causal language model"):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype])
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {str(name)!r} cannot be loaded as a causal language model: {error}") from error
-    if dtype == "float64":
-        keep_float64(model)
     model.eval()
     model = model.to(place)
-    other = plan_attention(model)
+    with refusing(f"{type(model).__name__} fails in its first forward pass"):
+        if dtype == "float64":
+            keep_float64(model)
+        other = plan_attention(model)
     if other is not None and only_attention:
         raise ModelError(
             f"{type(model).__name__} mixes tokens by {other}; only attention layers that go through transformers' "
@@ -116,6 +117,16 @@ def load_model(
     return model
 
 
+def _kind(source: str) -> str:
+    """The architecture that a folder's config.json names, for a message."""
+    try:
+        config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    names = config.get("architectures") or config.get("model_type") if isinstance(config, dict) else None
+    return f" ({', '.join(names) if isinstance(names, list) else names})" if names else ""
+
+
 def load_tokenizer(name: str | Path) -> Any:
     """The model's fast tokenizer.
 
@@ -123,10 +134,8 @@ def load_tokenizer(name: str | Path) -> Any:
         ModelError: none there, or a slow one, or one without a chat template.
     """
     source = find_source(name)
-    try:
+    with refusing(f"model {str(name)!r} has no tokenizer that can be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {str(name)!r} has no tokenizer that can be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise ModelError(f"model {str(name)!r} has only a slow tokenizer; a tokenizer.json is needed")
     if not tokenizer.chat_template:
