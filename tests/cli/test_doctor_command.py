@@ -285,6 +285,40 @@ def test_a_refused_kind_of_message_is_status_1(capsys: pytest.CaptureFixture[str
     assert "line 278" in shown
 
 
+def test_a_template_without_tools_is_told_and_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert main(["doctor", "--template", str(file), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [row["outcome"] for row in found["tables"]["default"]] == ["always", "always"]
+    assert found["tools"] == {
+        "shown": False, "shown_below_system": False, "called": False, "read": False, "answered": True,
+        "hermes": "schemas in a system message, answers in a tool message",
+    }  # fmt: skip
+    assert main(["doctor", "--template", str(file)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Tools: the chat template shows no tools and writes no tool calls" in shown
+    assert 'set tools = "hermes" under [orchestrator.renderer]' in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [("qwen3", []), ("llama3_1", []), ("deepseekv3", ["shown", "shown_below_system"]), ("gemma4", ["read"]),
+     ("lfm2", ["called", "read"]), ("phi3", ["shown", "shown_below_system", "called", "read", "answered"])],
+)  # fmt: skip
+def test_what_published_templates_write_of_tools(
+    name: str, lacks: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", "--template", str(TEMPLATES / f"{name}.jinja"), "--json"])
+    tools = json.loads(capsys.readouterr().out)["tools"]
+    assert [key for key, value in tools.items() if value is False] == lacks
+
+
 def test_the_table_of_a_model_says_which_renderer_it_has(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--template", str(model)]) in (0, 1)
     assert "The renderer of this model: " in capsys.readouterr().out

@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from verbatim.errors import EnvironmentFault
 from verbatim.renderers.template import TemplateRenderer, with_arguments
+from verbatim.renderers.tool_support import COMPLETE
 
 SPECIAL = re.compile(
     r'<\|[\w/"]+\|?>|<\w+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_\w+>|</?s>|\[gMASK\]|<sop>|\[/?INST\]|</?think>'
@@ -142,6 +143,7 @@ class Tally:
 
 def check(renderer: TemplateRenderer, tokenizer: Any, tally: Tally, seed: int, hostile: bool = True) -> None:
     """One dialogue, turn by turn, each prompt bridged from the one before where that is proven."""
+    renderer.tool_support = COMPLETE  # bridges are right also where a run with tools would be refused
     dialogues = Dialogues(seed, hostile)
     tools, messages = dialogues.tools(), dialogues.opening()
     tally.num_dialogues += 1
@@ -150,9 +152,10 @@ def check(renderer: TemplateRenderer, tokenizer: Any, tally: Tally, seed: int, h
         try:
             if prompt is None:
                 prompt = renderer.render_ids(messages, tools)
+                given = renderer._wrapped(messages, tools)
                 theirs = tokenizer.apply_chat_template(
-                    [with_arguments(m, as_text=renderer._arguments_as_text) for m in messages], tools=tools,
-                    add_generation_prompt=True, return_dict=False,
+                    [with_arguments(m, as_text=renderer._arguments_as_text) for m in given],
+                    tools=renderer._given(tools), add_generation_prompt=True, return_dict=False,
                 )  # fmt: skip
                 tally.differs += not _hostile(messages, tools) and prompt.tolist() != theirs
             start = _text(renderer, messages, tools, True)
@@ -257,9 +260,8 @@ def _turn(renderer: TemplateRenderer, before: str, whole: str) -> tuple[str, str
 
 def _text(renderer: TemplateRenderer, messages: Sequence[Any], tools: Any, prompt: bool) -> str:
     guard = renderer._tokenizer.guard
-    return renderer._render(
-        [with_arguments(m, as_text=False) for m in guard.messages(messages)], guard.tools(tools), prompt
-    )
+    shown = guard.tools(tools)
+    return renderer._render(renderer._wrapped(guard.messages(messages), shown), renderer._given(shown), prompt)
 
 
 def _hostile(messages: Sequence[Any], tools: Any) -> bool:

@@ -7,6 +7,7 @@ import pytest
 from random_dialogues import byte_tokenizer
 
 from verbatim.renderers import create_renderer
+from verbatim.renderers.tool_support import COMPLETE
 
 FOLDER = Path(__file__).parent / "data" / "hostile_templates"
 TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))}
@@ -27,6 +28,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "
 def bridges(template):
     """(number made, those that are not what the template writes)"""
     renderer = create_renderer("template", byte_tokenizer(template))
+    renderer.tool_support = COMPLETE  # bridges are right also where a run with tools would be refused
     completion = np.asarray(renderer._tokenizer.encode("yo<|im_end|>"), dtype=np.int32)
     tools = TOOLS if "tools" in template else None
     made, wrong = 0, []

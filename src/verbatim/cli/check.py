@@ -4,14 +4,17 @@ trains, before it makes a folder."""
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
-from verbatim.cli.conversations import read_conversations
+from verbatim.cli.conversations import Conversation, read_conversations
 from verbatim.cli.session import (
     Environments,
     check_environments,
+    check_tools,
     demonstrations,
     make_environments,
     make_monitors,
+    make_renderer,
     make_rules,
 )
 from verbatim.cli.tables import component_tables
@@ -30,7 +33,8 @@ def check_run(config: RunConfig) -> Environments:
 
     Environments are made, and asked for their examples and, where the run needs some, for a demonstration. Components
     are made with their knobs. A file of conversations is read. A model's tokenizer, chat template and renderer are
-    tried; that there are weights is looked at, but they are not loaded. Only the hub is asked, for an id.
+    tried, also whether they show the tools of the environments and the file; that there are weights is looked at, but
+    they are not loaded. Only the hub is asked, for an id.
 
     Returns:
         The environments, so that they are made once.
@@ -43,14 +47,14 @@ def check_run(config: RunConfig) -> Environments:
     make_rules(config.orchestrator, environments)
     make_monitors(config)
     resolve(config.trainer.loss, component_tables().losses, what="loss", where="trainer.loss")
-    if config.warm_start is not None and config.warm_start.data is not None:
-        read_conversations(config.warm_start.data)
+    warm_start = config.warm_start
+    data = read_conversations(warm_start.data) if warm_start is not None and warm_start.data is not None else []
     if config.orchestrator.rollout.backend == "ray":
         _need("ray", 'orchestrator.rollout.backend = "ray"', "verbatim-rl[ray]")
     _check_devices(config)
     if config.orchestrator.teacher is not None:
         _check_teacher(config.orchestrator.teacher, config.orchestrator.training_mode)
-    _check_model(config, environments)
+    _check_model(config, environments, data)
     return environments
 
 
@@ -83,14 +87,13 @@ def _check_teacher(teacher: TeacherConfig, mode: str) -> None:
         _need("httpx", "a teacher behind orchestrator.teacher.base_url", "httpx")
 
 
-def _check_model(config: RunConfig, environments: Environments) -> None:
+def _check_model(config: RunConfig, environments: Environments, data: Sequence[Conversation]) -> None:
     renderer = config.orchestrator.renderer.name
     if config.model.name is None and renderer in _ANY_TEMPLATE:
         return
     from verbatim.models.build import build_tokenizer
     from verbatim.models.folder import check_model_config
     from verbatim.models.loading import check_weights, load_tokenizer
-    from verbatim.renderers import create_renderer
 
     if config.model.name is not None:
         check_weights(config.model.name)
@@ -102,7 +105,7 @@ def _check_model(config: RunConfig, environments: Environments) -> None:
         tokenizer = build_tokenizer(
             texts, vocab_size=config.model.build.vocab_size, context_length=config.model.build.context_length
         )
-    create_renderer(renderer, tokenizer)
+    check_tools(config, environments, make_renderer(config.orchestrator.renderer, tokenizer), data)
 
 
 def _need(package: str, what: str, install: str) -> None:

@@ -30,7 +30,7 @@ _LARGEST = 2**26
 """Bytes of a file that is looked at as a whole."""
 _EPILOG = (
     "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read; "
-    "with --template: 0 every kind of message may be appended, 1 some may not"
+    "with --template: 0 every kind of message may be appended and tools are written and read, 1 if not"
 )
 
 

@@ -1,4 +1,5 @@
-"""`verbatim doctor --template MODEL_OR_FILE`: what is proven about continuing the prompts of a chat template."""
+"""`verbatim doctor --template MODEL_OR_FILE`: what is proven about continuing the prompts of a chat template, and what
+it writes of tools."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verbatim.errors import ModelError
-from verbatim.renderers.chat_template import parse_template
+from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.renderers.chat_template import parse_template, text_of
+from verbatim.renderers.derived_syntax import derive
+from verbatim.renderers.hermes import fit
 from verbatim.renderers.proof import Row, proof_table
+from verbatim.renderers.template import with_arguments
+from verbatim.renderers.tool_support import DIALOGUES, TOOLS, USE_HERMES, ToolSupport, probe
+from verbatim.renderers.trial import check_ends
 
 _APPENDED = {"tool": "tools' answers", "user": "a user's message"}
 _LONGEST = 160
@@ -27,7 +34,7 @@ _OUTCOMES = {"always": "proven", "condition": "proven under a condition", "refus
 
 
 def report(asked: str, *, as_json: bool) -> bool:
-    """Print the table of each template there is; whether every kind of message may be appended.
+    """Print the table of each template there is; whether every kind of message may be appended, and tools are written.
 
     Raises:
         ModelError: no such model or file, no chat template, or one that is no Jinja.
@@ -36,17 +43,21 @@ def report(asked: str, *, as_json: bool) -> bool:
     for _, source, _ in templates:  # proofs take seconds: one that is no template is named before them
         parse_template(source)
     tables = {name: (source, proof_table(source, variables)) for name, source, variables in templates}
+    by_name = {name: (source, variables) for name, source, variables in templates}
+    # The template that a tokenizer takes where there are tools.
+    support, hermes = _tools(*by_name.get("tool_use", by_name.get("default", next(iter(by_name.values())))))
     if as_json:
         print(json.dumps({"template": asked, "tables": {
             name: [{**asdict(row), "text": _line(source, row)} for row in rows]
             for name, (source, rows) in tables.items()
-        }}, indent=2, ensure_ascii=False))  # fmt: skip
+        }, "tools": {**asdict(support), "hermes": hermes}}, indent=2, ensure_ascii=False))  # fmt: skip
     else:
         console = Console(highlight=False)
         for name, (source, rows) in tables.items():
             console.print(_shown(asked if name == "default" else f"{asked}, template {name!r}", source, rows))
+        console.print(f"Tools: {_said_of_tools(support, hermes)}", markup=False)
         console.print(f"The renderer of this model: {_renderer(asked)}", markup=False)
-    return all(row.outcome != "refused" for _, rows in tables.values() for row in rows)
+    return support.complete and all(row.outcome != "refused" for _, rows in tables.values() for row in rows)
 
 
 def _templates(asked: str) -> list[tuple[str, str, Sequence[str]]]:
@@ -61,6 +72,39 @@ def _templates(asked: str) -> list[tuple[str, str, Sequence[str]]]:
     given = tokenizer.chat_template
     named = given if isinstance(given, dict) else {"default": given}
     return [(name, source, tuple(tokenizer.special_tokens_map)) for name, source in named.items()]
+
+
+def _tools(source: str, variables: Sequence[str]) -> tuple[ToolSupport, str | None]:
+    """What a template writes of tools, and where tools = "hermes" would write them; None if there is no place."""
+    given = {name: f"<{name}>" for name in variables}
+    for tools, dialogue in product((None, TOOLS), DIALOGUES):
+        check_ends(source, dialogue, tools, given)
+    write = text_of(source, given)
+
+    def text(messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+        try:
+            return write(messages, tools, add_generation_prompt)
+        except EnvironmentFault:  # some templates take arguments as text only
+            as_text = [with_arguments(message, as_text=True) for message in messages]
+            return write(as_text, tools, add_generation_prompt)
+
+    try:
+        made = fit(lambda messages, prompt: write(messages, None, prompt))
+        hermes: str | None = f"schemas in a {made.opening} message, answers in a {made.answering} message"
+    except ModelError:
+        hermes = None
+    support = probe(lambda messages, tools: text(messages, tools, True),
+                    reads=derive(lambda messages, prompt: text(messages, None, prompt), ()) is not None)  # fmt: skip
+    return support, hermes
+
+
+def _said_of_tools(support: ToolSupport, hermes: str | None) -> str:
+    if support.complete:
+        return "shown, and calls are written and read back"
+    lacks = f"the chat template {' and '.join(support.lacks)}, so environments with tools are refused"
+    if hermes is None:
+        return f'{lacks}; tools = "hermes" does not fit it either: give the model a chat_template.jinja with tools'
+    return f"{lacks}; {USE_HERMES}. Hermes on this template: {hermes}"
 
 
 def _renderer(asked: str) -> str:

@@ -13,7 +13,15 @@ from rich.console import Console
 
 from verbatim.cli import exit_status
 from verbatim.cli.logs import log_to_console
-from verbatim.cli.session import check_environments, make_environments, make_sampler, make_setups, open_player
+from verbatim.cli.session import (
+    check_environments,
+    check_tools,
+    make_environments,
+    make_renderer,
+    make_sampler,
+    make_setups,
+    open_player,
+)
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.config.schema import EvalConfig, RunConfig
@@ -59,13 +67,13 @@ async def _evaluate(config: RunConfig, model: str, out: Path | None) -> dict[str
     from verbatim.models.loading import load_tokenizer
     from verbatim.monitors.trajectory_log import TrajectoryLog
     from verbatim.orchestrator.evaluate import evaluate
-    from verbatim.renderers import create_renderer
 
     orchestrator = config.orchestrator
     settings = orchestrator.eval or EvalConfig()
     environments = make_environments(config)
     check_environments(config, environments)
-    renderer = create_renderer(orchestrator.renderer.name, load_tokenizer(model))
+    renderer = make_renderer(orchestrator.renderer, load_tokenizer(model))
+    check_tools(config, environments, renderer)
     log = TrajectoryLog(out) if out is not None else None
     sampler = make_sampler(config, model)
     slots = asyncio.Semaphore(orchestrator.max_concurrent)

@@ -10,14 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from verbatim.cli.conversations import Conversation, read_conversations
-from verbatim.cli.session import Environments, demonstrations
+from verbatim.cli.session import Environments, demonstrations, make_renderer
 from verbatim.config.schema import RunConfig, TrainerConfig, WarmStartConfig
 from verbatim.environments.resolve import corpus
 from verbatim.errors import UsageError
 from verbatim.losses import LOSSES
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
-from verbatim.renderers import create_renderer
 from verbatim.rollouts import derive_seed, trajectory_from_messages
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.warm_start import warm_start
@@ -64,7 +63,7 @@ def _warm_start(
         console.print(f"warm start  done before, in {target}", soft_wrap=True)
         return target
     tokenizer = load_tokenizer(source)
-    renderer = create_renderer(config.orchestrator.renderer.name, tokenizer)
+    renderer = make_renderer(config.orchestrator.renderer, tokenizer)
     samples, left_out = [], 0
     for number, (env, messages, tools) in enumerate(_conversations(config, settings, environments)):
         trajectory = trajectory_from_messages(

@@ -27,6 +27,7 @@ from verbatim.cli.session import (
     Environments,
     make_dispatcher,
     make_monitors,
+    make_renderer,
     make_rules,
     make_sampler,
     make_setups,
@@ -200,10 +201,9 @@ class Program:
     ) -> bool:
         from verbatim.cli.trainer_setup import threads_of
         from verbatim.models.loading import load_tokenizer
-        from verbatim.renderers import create_renderer
 
         config, ready = self._config, side.ready
-        renderer = create_renderer(config.orchestrator.renderer.name, load_tokenizer(ready.weights))
+        renderer = make_renderer(config.orchestrator.renderer, load_tokenizer(ready.weights))
         sampler = make_sampler(
             config, ready.weights, policy_version=ready.version,
             num_threads=threads_of(config, config.inference.num_threads),

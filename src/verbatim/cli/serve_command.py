@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, help="(8000); 0 takes a free one")
     add("--name", help="the model's name in requests (the folder's name)")
     add("--renderer", default="auto", metavar="NAME", help='chat format (auto); "none" serves token ids only')
+    add("--tools", choices=("hermes",), help="write tools as text of the messages, for a chat template that has none")
     add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
     add("--context-length", type=int, metavar="N", help=f"most tokens of a sequence (the model's, up to {_CONTEXT})")
     add("--max-batch-size", type=int, default=64, metavar="N", help="sequences decoded together (64)")
@@ -93,7 +94,7 @@ def _make_renderer(args: argparse.Namespace) -> Any:
     from verbatim.models.loading import load_tokenizer
     from verbatim.renderers import create_renderer
 
-    return create_renderer(args.renderer, load_tokenizer(args.model))
+    return create_renderer(args.renderer, load_tokenizer(args.model), tools=args.tools)
 
 
 def _make_sampler(args: argparse.Namespace) -> Any:

@@ -12,13 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verbatim.cli.conversations import Conversation
 from verbatim.cli.tables import component_tables
 from verbatim.config import import_object, resolve
-from verbatim.config.schema import ComponentConfig, EnvConfig, OrchestratorConfig, RunConfig, SamplingConfig
+from verbatim.config.schema import (
+    ComponentConfig,
+    EnvConfig,
+    OrchestratorConfig,
+    RendererConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from verbatim.curriculum import ExampleSchedule, PoolRules
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import create_environment, demonstrations_of
-from verbatim.errors import ComponentError, ConfigError
+from verbatim.errors import ComponentError, ConfigError, EnvironmentFault, ModelError
 from verbatim.inference import SAMPLERS
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.openai import Connection, OpenAI
@@ -27,8 +35,10 @@ from verbatim.orchestrator.assemble import Rules
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.staleness import capped_settings
 from verbatim.renderers.base import Renderer
+from verbatim.renderers.tool_support import USE_HERMES
 from verbatim.rollouts import EpisodeLimits, EpisodeTally, LocalPlayer, Player, RolloutSetup, derive_seed
 from verbatim.trajectories import Ledger
+from verbatim.types import Message
 
 logger = logging.getLogger(__name__)
 
@@ -339,6 +349,56 @@ def check_environments(config: RunConfig, environments: Environments) -> None:
         raise ConfigError(f"warm_start.data: there is no file {warm_start.data}")
     if config.model.build is not None or (warm_start is not None and warm_start.data is None):
         demonstrations(environments, 1, config.seed)
+
+
+def check_tools(
+    config: RunConfig, environments: Environments, renderer: Renderer, data: Sequence[Conversation] = ()
+) -> None:
+    """Refuse, before a run folder is made, a chat format that leaves out the tools of an environment or of `data`.
+
+    An environment's tools are known when an episode starts; before that, only its demonstrations tell of them. Where
+    there are no demonstrations, a format without tools is told in a warning, and the first episode is refused.
+
+    Raises:
+        ComponentError: names the environment, what is left out and what to do.
+    """
+    using = next(((messages, tools) for _, messages, tools in data
+                  if tools or any(message.get("tool_calls") for message in messages)), None)  # fmt: skip
+    if using is not None:
+        _check_shown(renderer, "warm_start.data", *using)
+    for label, environment in environments.by_label.items():
+        if isinstance(environment, Demonstrates):
+            seed = derive_seed(config.seed, "demonstrations", label) % 2**32
+            for shown in demonstrations_of(environment, label, 1, seed)[:1]:
+                _check_shown(renderer, f"environment {label!r}", shown.messages, shown.tools)
+        else:
+            lacks = getattr(getattr(renderer, "tool_support", None), "lacks", ())
+            if lacks:
+                logger.warning(
+                    "the model's chat template %s; if environment %r has tools, its first episode is refused: %s",
+                    " and ".join(lacks), label, USE_HERMES,
+                )  # fmt: skip
+
+
+def _check_shown(
+    renderer: Renderer, where: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> None:
+    try:
+        renderer.render_ids(messages, tools or None, add_generation_prompt=False)
+    except (ModelError, EnvironmentFault) as error:
+        raise ComponentError(f"{where}: {error}") from error
+
+
+def make_renderer(renderer: RendererConfig, tokenizer: Any) -> Renderer:
+    """The configured renderer.
+
+    Raises:
+        UsageError: no such renderer.
+        ModelError: the model's tokenizer or chat template does not fit it.
+    """
+    from verbatim.renderers import create_renderer
+
+    return create_renderer(renderer.name, tokenizer, tools=renderer.tools)
 
 
 def make_sampler(

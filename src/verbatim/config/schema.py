@@ -281,6 +281,17 @@ class RendererConfig(Section):
 
     name: str = "auto"
     """"auto", a family such as "qwen3", or "template"."""
+    tools: Literal["hermes"] | None = None
+    """"hermes" writes tools as text of the messages, for a chat template that has none; otherwise the model's own."""
+
+    @model_validator(mode="after")
+    def _one_format(self) -> Self:
+        if self.tools is not None and self.name not in ("auto", "template", "default", "DefaultRenderer"):
+            raise ValueError(
+                f'tools = "{self.tools}" beside name = "{self.name}", a family with a tool format of its own; remove '
+                'one of them, or use name = "template"'
+            )
+        return self
 
 
 class TeacherConfig(Section):

@@ -6,7 +6,7 @@ import importlib
 import logging
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from verbatim.errors import ModelError, UsageError
 from verbatim.renderers.base import ParsedResponse, Renderer
@@ -43,16 +43,20 @@ AUTO_FAMILIES = tuple(name for name in RENDERERS if name != "template")
 _log = logging.getLogger(__name__)
 
 
-def create_renderer(name: str, tokenizer: Any) -> Renderer:
+def create_renderer(name: str, tokenizer: Any, tools: Literal["hermes"] | None = None) -> Renderer:
     """The renderer of that name for a tokenizer.
 
     "auto" knows published models by the name that the tokenizer was loaded by. For any other it takes the first family
     that renders every probe dialogue to the ids of the model's own chat template, or else the template itself.
 
+    With `tools="hermes"` it is the template, and tools are written as text of its messages.
+
     Raises:
-        UsageError: no such renderer.
+        UsageError: no such renderer, or a family that is to write tools in another format than its own.
         ModelError: the tokenizer does not fit it.
     """
+    if tools not in (None, "hermes"):
+        raise UsageError(f'tools = {tools!r}: expected "hermes", or nothing for the format that the model has')
     known = ALIASES.get(name, name)
     if known != "auto" and known not in RENDERERS:
         near = get_close_matches(name, ["auto", *RENDERERS, *ALIASES], n=1)
@@ -64,7 +68,10 @@ def create_renderer(name: str, tokenizer: Any) -> Renderer:
     from verbatim.renderers.recognise import check_guarded, first_difference
 
     guarded = GuardedTokenizer(tokenizer)
-    renderer = _recognise(guarded) if known == "auto" else _make(known, guarded)
+    if tools is not None:
+        renderer = _make_with_hermes(name, known, guarded)
+    else:
+        renderer = _recognise(guarded) if known == "auto" else _make(known, guarded)
     check_guarded(renderer, guarded)
     differs = first_difference(renderer, guarded) if known not in ("auto", "template") else None
     if differs is not None:
@@ -72,6 +79,19 @@ def create_renderer(name: str, tokenizer: Any) -> Renderer:
             'renderer "%s" and the chat template of this model give different ids (%s). Unless the model was trained '
             'on the format of "%s", use renderer = "auto"', known, differs, known,
         )  # fmt: skip
+    return renderer
+
+
+def _make_with_hermes(name: str, known: str, tokenizer: GuardedTokenizer) -> Renderer:
+    from verbatim.renderers.template import TemplateRenderer
+
+    if known not in ("auto", "template"):
+        raise UsageError(f'renderer "{name}" has a tool format of its own; tools = "hermes" goes with "auto" or '
+                         '"template"')  # fmt: skip
+    renderer = TemplateRenderer(tokenizer, tools="hermes")
+    if TemplateRenderer(tokenizer).tool_support.complete:
+        _log.warning("this model's chat template has a tool format of its own, which the model was trained on; "
+                     'tools = "hermes" writes another one')  # fmt: skip
     return renderer
 
 

@@ -37,7 +37,7 @@ from verbatim.renderers.chat_template import parse_template
 from verbatim.renderers.guard import BREAK, ESCAPE, LITERAL, GuardedTokenizer
 from verbatim.renderers.history import History, Notes, digest
 from verbatim.renderers.proof import Prover
-from verbatim.types import Int32, Message
+from verbatim.types import Int32
 
 Render = Callable[[list[dict[str, Any]], Any], str]
 """(messages, tools) -> text with a generation prompt, both marked by the guard."""
@@ -64,17 +64,13 @@ class TemplateBridge:
             self._notes.add(ids, History.of(messages, _digest_of(tools), self._prover.markers))
 
     def extend(
-        self, prompt_ids: Int32, completion_ids: Int32, parsed: ParsedResponse, new_messages: Sequence[Message],
+        self, prompt_ids: Int32, completion_ids: Int32, reply: dict[str, Any] | None, new: list[dict[str, Any]],
         tools: Any,
     ) -> Int32 | None:  # fmt: skip
-        """The next prompt; None where it is not proven. `parsed` is what the completion reads as."""
+        """The next prompt; None where it is not proven. `reply` is the message that the completion reads as, `new` are
+        the messages to append, as the template is given them (marked by the guard)."""
         history = self._notes.of(prompt_ids)
-        if history is None or not new_messages or not len(completion_ids):
-            return None
-        guard = self._tokenizer.guard
-        new = guard.messages(new_messages)
-        reply = self._reply(parsed, new)
-        if reply is None:
+        if history is None or not new or not len(completion_ids) or reply is None:
             return None
         shown = _digest_of(tools)
         seen = [History.of(part, shown, self._prover.markers) for part in ([reply], new)]
@@ -104,7 +100,7 @@ class TemplateBridge:
         before = self._windows[key]
         return after[len(before) :] if after.startswith(before) else None
 
-    def _reply(self, parsed: ParsedResponse, new: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    def reply(self, parsed: ParsedResponse, new: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """The sampled turn as the template is given it; None if it is not known what that would be."""
         if any(call.status != "ok" for call in parsed.tool_calls):
             return None

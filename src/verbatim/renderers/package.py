@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from verbatim.errors import EnvironmentFault, ModelError
 from verbatim.renderers.base import ParsedResponse
 from verbatim.renderers.guard import GuardedTokenizer
 from verbatim.renderers.reading import read_completion
+from verbatim.renderers.tool_support import ToolSupport, probe
 from verbatim.types import Int32, Message
 
 _REMEMBERED = 64
@@ -62,7 +64,21 @@ class PackageRenderer:
         Raises:
             EnvironmentFault: the family refuses these messages (two calls at once, for example), or they hold more
                 than text.
+            ModelError: the family would leave out the tools.
         """
+        if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+            self.tool_support.refuse(messages, tools, f'renderer "{self.name}"')
+        return self.write_ids(messages, tools, add_generation_prompt)
+
+    @cached_property
+    def tool_support(self) -> ToolSupport:
+        """What is written of tools."""
+        return probe(lambda messages, tools: self.decode(self.write_ids(messages, tools, True)), reads=True)  # type: ignore[arg-type]
+
+    def write_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
+    ) -> Int32:
+        """As `render_ids`, even if the family leaves out a part of the messages."""
         key = repr((messages, tools, add_generation_prompt))
         ids = self._rendered.get(key)
         if ids is None:

@@ -56,7 +56,7 @@ def check_guarded(renderer: Renderer, tokenizer: GuardedTokenizer) -> None:
     edges = f"x{''.join(sorted({end for token in bare for end in (token[0], token[-1])}))}x"
     # What a template does to one control token it does to the others.
     disguised = f"x{' '.join(map(_disguises, list(tokenizer.control_tokens)[:8]))}x"
-    dialogues: Sequence[_Dialogue] = (_spoken, _answered, _called)
+    dialogues: Sequence[_Dialogue] = (_spoken, _instructed, _answered, _called)
     for dialogue in dialogues:
         plain = _ids(renderer, *dialogue(lambda field: _PLAIN[field]), True)
         if plain is None:
@@ -124,9 +124,10 @@ def _ids(
     tools: Sequence[Mapping[str, Any]] | None,
     generation: bool,
 ) -> list[int] | None:
-    """What a renderer gives; None where it refuses such a dialogue."""
+    """What a renderer gives, whether or not it would leave out tools; None where it refuses such a dialogue."""
+    write = getattr(renderer, "write_ids", renderer.render_ids)
     try:
-        ids: list[int] = renderer.render_ids(messages, tools, generation).tolist()
+        ids: list[int] = write(messages, tools, generation).tolist()
     except EnvironmentFault:
         return None
     return ids
@@ -173,6 +174,10 @@ _PLAIN = {field: f"zq{number:02}zqzqz" for number, field in enumerate(_FIELDS)}
 
 def _spoken(words: _Words) -> tuple[list[Message], None]:
     return [{"role": "user", "content": words("user")}], None
+
+
+def _instructed(words: _Words) -> tuple[list[Message], None]:
+    return [{"role": "system", "content": words("system")}, {"role": "user", "content": words("user")}], None
 
 
 def _answered(words: _Words) -> tuple[list[Message], None]:

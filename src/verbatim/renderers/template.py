@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from verbatim.renderers.base import ParsedResponse
 from verbatim.renderers.bridge import TemplateBridge
 from verbatim.renderers.derived_syntax import derive
 from verbatim.renderers.guard import GuardedTokenizer
+from verbatim.renderers.hermes import SYNTAX, TAGS, HermesFormat, fit
 from verbatim.renderers.messages import check_messages
+from verbatim.renderers.tool_support import COMPLETE, ToolSupport, probe
 from verbatim.renderers.tool_syntax import hide, shown
 from verbatim.renderers.trial import check_ends
 from verbatim.types import Int32, Message
@@ -32,32 +35,41 @@ class TemplateRenderer:
     anew and, if it does not happen to extend the one before, starts a training sample of its own.
 
     Thinking is read between `<think>` and `</think>`; tool calls in the syntax that the template itself writes
-    (`derived_syntax`). From a model of another syntax no calls are read.
+    (`derived_syntax`). A conversation with tools is refused where the template would leave out a part of it.
+
+    With `tools="hermes"` the template is given plain messages, in which `hermes` has written schemas, calls and
+    answers: for a template that has no tools of its own.
 
     Raises:
-        ModelError: no chat template, one that does not end, or no token that ends a turn.
+        ModelError: no chat template, one that does not end, no token that ends a turn, or no room for `tools`.
     """
 
     renders_by_template = True
     """There is no format of its own that could differ from the template's."""
 
-    def __init__(self, tokenizer: Any, name: str = "template") -> None:
+    def __init__(self, tokenizer: Any, name: str = "template", tools: Literal["hermes"] | None = None) -> None:
         self.name = name
+        self.tool_format = tools
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
         if not self._tokenizer.chat_template:
             raise ModelError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
-        for tools, dialogue in product((None, [_TOOL]), ([_ASK], [_ASK, _ANSWER], [_ASK, _CALL, _RESULT])):
-            check_ends(self._source(tools), dialogue, tools, self._tokenizer.special_tokens_map)
+        tokens = self._tokenizer.control_tokens
+        for given, dialogue in product((None, [_TOOL]), ([_ASK], [_ASK, _ANSWER], [_ASK, _CALL, _RESULT])):
+            check_ends(self._source(given), dialogue, given, self._tokenizer.special_tokens_map)
         self._arguments_as_text = not self._renders(_CALL) and self._renders(with_arguments(_CALL, as_text=True))
+        self._hermes: HermesFormat | None = None
+        if tools is not None:
+            self._hermes = fit(lambda messages, prompt: self._render(messages, None, prompt), tokens)
         try:
             self.stop_token_ids: tuple[int, ...] = self._find_stop_tokens()
             self._preamble = self._find_preamble()
         except EnvironmentFault as error:
             raise ModelError(f"the chat template cannot render one question and its answer: {error}") from error
         stops = [text for text in (self._tokenizer.decode([i]) for i in self.stop_token_ids) if text]
-        self._syntax = derive(lambda messages, prompt: self._render(messages, None, prompt), stops)
-        names = sorted(self._tokenizer.control_tokens, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._syntax = SYNTAX if self._hermes is not None else derive(
+            lambda messages, prompt: self._render(messages, None, prompt), stops
+        )  # fmt: skip
+        self._control = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
         self._token_of = {i: token for token, i in self._tokenizer.control_tokens.items()}
         self._bridges: dict[str, TemplateBridge] = {}
 
@@ -71,11 +83,19 @@ class TemplateRenderer:
 
         Raises:
             EnvironmentFault: messages that are none, or that the template refuses (two user turns in a row).
+            ModelError: the template would leave out the tools, a call, or what a tool answered.
         """
         check_messages(messages)
+        self.tool_support.refuse(messages, tools, "the model's chat template")
+        return self.write_ids(messages, tools, add_generation_prompt)
+
+    def write_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
+    ) -> Int32:
+        """As `render_ids`, of messages that are some, even if the template leaves out a part of them."""
         guard = self._tokenizer.guard
-        marked, shown_tools = [with_arguments(m, as_text=False) for m in guard.messages(messages)], guard.tools(tools)
-        text = self._render(marked, shown_tools, add_generation_prompt)
+        marked, shown_tools = self._wrapped(guard.messages(messages), guard.tools(tools)), guard.tools(tools)
+        text = self._render(marked, self._given(shown_tools), add_generation_prompt)
         ids = np.asarray(self._tokenizer.encode(text), dtype=np.int32)
         if add_generation_prompt:
             self._bridge(shown_tools).note(ids, marked, shown_tools)
@@ -88,16 +108,7 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> ParsedResponse:
         """Read a completion; never raises on what a model may sample."""
-        ids = completion_ids.tolist()
-        end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
-        text = self._sampled_text(ids[:end])
-        thinking = prompt_ids is not None and self._sampled_text(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
-        if not thinking and text.lstrip().startswith(_OPEN):
-            thinking, text = True, text.lstrip().removeprefix(_OPEN)
-        reasoning = None
-        if thinking:
-            reasoning, _, text = text.partition(_CLOSE)
-            reasoning, text = shown(reasoning.strip("\n")), text.lstrip("\n")
+        reasoning, text = self._thought_apart(completion_ids, prompt_ids)
         content, calls = self._syntax.read(text, tools or ()) if self._syntax is not None else (text, ())
         content = content if calls else content.removeprefix(self._preamble)
         content = shown(self._control.sub("", content))
@@ -118,13 +129,59 @@ class TemplateRenderer:
             EnvironmentFault: new messages that are none.
         """
         check_messages(new_messages)
-        shown_tools = self._tokenizer.guard.tools(tools)
-        parsed = self.parse_response(prev_completion_ids, prev_prompt_ids, tools)
-        return self._bridge(shown_tools).extend(prev_prompt_ids, prev_completion_ids, parsed, new_messages, shown_tools)
+        guard = self._tokenizer.guard
+        shown_tools, marked = guard.tools(tools), guard.messages(new_messages)
+        bridge = self._bridge(shown_tools)
+        if self._hermes is not None:
+            reply: dict[str, Any] | None = self._said(prev_completion_ids, prev_prompt_ids)
+        else:
+            reply = bridge.reply(self.parse_response(prev_completion_ids, prev_prompt_ids, tools), marked)
+        new = self._wrapped(marked, None)
+        return bridge.extend(prev_prompt_ids, prev_completion_ids, reply, new, shown_tools)
 
     def decode(self, ids: Int32) -> str:
         """Text for people, special tokens included."""
         return self._tokenizer.decode(ids)
+
+    @cached_property
+    def tool_support(self) -> ToolSupport:
+        """What is written of tools."""
+        if self._hermes is not None:
+            return COMPLETE
+        return probe(lambda messages, tools: self._render(messages, tools, True), reads=self._syntax is not None)
+
+    def _wrapped(self, messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """Marked messages as the template is given them."""
+        parsed = [with_arguments(message, as_text=False) for message in messages]
+        return parsed if self._hermes is None else self._hermes.wrap(parsed, tools)
+
+    def _given(self, tools: Any) -> Any:
+        """Marked schemas as the template is given them; those that are in a message are not given again."""
+        return tools if self._hermes is None else None
+
+    def _thought_apart(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str | None, str]:
+        """The thinking, if there was any, and the rest of a completion, as `hide` leaves it."""
+        ids = completion_ids.tolist()
+        end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
+        text = self._sampled_text(ids[:end])
+        thinking = prompt_ids is not None and self._sampled_text(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
+        if not thinking and text.lstrip().startswith(_OPEN):
+            thinking, text = True, text.lstrip().removeprefix(_OPEN)
+        if not thinking:
+            return None, text
+        reasoning, _, text = text.partition(_CLOSE)
+        return shown(reasoning.strip("\n")), text.lstrip("\n")
+
+    def _said(self, completion_ids: Int32, prompt_ids: Int32 | None) -> dict[str, Any]:
+        """A completion as a message whose content is the sampled text, calls included, readable or not."""
+        reasoning, text = self._thought_apart(completion_ids, prompt_ids)
+        mark, pieces, end = self._tokenizer.guard.text, list[str](), 0
+        for found in self._control.finditer(text):
+            pieces += [mark(shown(text[end : found.start()])), found[0] if found[0] in TAGS else ""]
+            end = found.end()
+        content = "".join([*pieces, mark(shown(text[end:]))]).removeprefix(self._preamble)
+        thought = {} if reasoning is None else {"reasoning_content": mark(reasoning)}
+        return {"role": "assistant", "content": content, **thought}
 
     def _source(self, tools: Any = None) -> str:
         """The template that is used with such tools; a tokenizer may have several, by name."""
@@ -136,12 +193,12 @@ class TemplateRenderer:
         return source
 
     def _bridge(self, tools: Any) -> TemplateBridge:
-        source = self._source(tools)
+        source = self._source(self._given(tools))
         if source not in self._bridges:
             self._bridges[source] = TemplateBridge(
                 self._tokenizer,
                 source,
-                lambda messages, shown_tools: self._render(messages, shown_tools, True),
+                lambda messages, shown_tools: self._render(messages, self._given(shown_tools), True),
                 self.stop_token_ids,
             )
         return self._bridges[source]
@@ -207,7 +264,7 @@ class TemplateRenderer:
                 answered = self._controls([_ASK, _ANSWER, _ASK], after=_ANSWER["content"])
             except EnvironmentFault:
                 answered = []
-        return [*answered[:1], *self._call_ends()]
+        return [*answered[:1], *(self._call_ends() if self._hermes is None else ())]
 
     def _call_ends(self) -> list[int]:
         try:

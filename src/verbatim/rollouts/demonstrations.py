@@ -9,6 +9,7 @@ import numpy as np
 
 from verbatim.errors import UsageError
 from verbatim.renderers.base import Renderer
+from verbatim.renderers.tool_support import USE_HERMES
 from verbatim.types import Int32, Message, Trajectory, Turn
 
 
@@ -28,7 +29,9 @@ def trajectory_from_messages(
     (Qwen3 puts an empty thinking block before it), but without a user's message, which may strip its thinking.
 
     Raises:
-        UsageError: no assistant message, or one whose rendering does not begin with its prompt.
+        UsageError: no assistant message, one whose rendering does not begin with its prompt, or calls that do not read
+            back: what is learned would be something else.
+        ModelError: the chat template leaves out the tools, a call, or what a tool answered.
     """
     turns: list[Turn] = []
     known = 0
@@ -52,6 +55,15 @@ def trajectory_from_messages(
                 "its generation prompt; its completion cannot be told apart"
             )
         completion = _through_close_token(whole[len(plain) :], renderer.stop_token_ids)
+        read = renderer.parse_response(completion, plain if bridged is None else bridged, tools)
+        found = [call.name for call in read.tool_calls if call.status == "ok"]
+        wanted = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        if found != wanted:
+            raise UsageError(
+                f"demonstration {trajectory_id or env!r}: message {index} calls {', '.join(wanted) or 'no tool'}, but "
+                f"as the renderer writes it, {', '.join(map(str, found)) or 'no call'} is read back; change the "
+                f"message, or the renderer: {USE_HERMES}"
+            )
         turns.append(Turn(prompt_ids=plain if bridged is None else bridged, completion_ids=completion))
         known = index + 1
     if not turns:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from verbatim.environments.base import Environment, Episode, Reply, Score
-from verbatim.errors import ComponentError, EnvironmentFault, RolloutError
+from verbatim.errors import ComponentError, EnvironmentFault, ModelError, RolloutError
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.rewards import add_reward, checked_reward, one_number
 from verbatim.rollouts.tally import TOOL_FAULTS, TRACEBACK, failure_kind, traceback_tail
@@ -199,7 +199,7 @@ async def _guarded(what: str, call: Callable[[], Awaitable[Any]]) -> Any:
     """Run a piece of the user's environment; whatever it raises becomes an EnvironmentFault."""
     try:
         return await call()
-    except (EpisodeOver, RolloutError):
+    except (EpisodeOver, RolloutError, ModelError):  # a model that cannot do what is asked fails every episode alike
         raise
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

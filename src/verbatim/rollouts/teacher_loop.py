@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.errors import RecordError, UsageError
+from verbatim.errors import ModelError, RecordError, UsageError
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat_request import chat_body
 from verbatim.inference.openai import Connection
@@ -160,6 +160,8 @@ class TeacherLoop:
         for agent, thread in self._threads.items():
             try:
                 written = trajectory_from_messages(self._renderer, thread.messages, thread.schemas or None).turns
+            except ModelError:
+                raise
             except UsageError as error:
                 raise RecordError(f"agent {agent}: {error}") from error
             turns.update(zip(thread.said, written[-len(thread.said) :], strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from verbatim.errors import UsageError
 from verbatim.renderers import create_renderer
@@ -16,6 +16,8 @@ class RendererRecipe:
 
     name: str
     """Its family."""
+    tools: Literal["hermes"] | None
+    """The format in which it writes tools; None: the model's own."""
     tokenizer: Any
     """The model's own, without the guard that renderers put around it."""
     stop_token_ids: tuple[int, ...]
@@ -27,7 +29,7 @@ class RendererRecipe:
         Raises:
             UsageError: it ends turns differently here: a part of them is read from the model's folder.
         """
-        renderer = create_renderer(self.name, self.tokenizer)
+        renderer = create_renderer(self.name, self.tokenizer, self.tools)
         if renderer.stop_token_ids != self.stop_token_ids:
             raise UsageError(
                 f'renderer "{self.name}" ends turns with the ids {renderer.stop_token_ids} on this host, and with '
@@ -43,5 +45,6 @@ def describe_renderer(renderer: Any) -> Any:
     if type(guarded).__name__ != "GuardedTokenizer":  # by name: its module is heavy, and loaded only where it is used
         return renderer
     return RendererRecipe(
-        name=renderer.name, tokenizer=guarded._tokenizer, stop_token_ids=tuple(renderer.stop_token_ids)
+        name=renderer.name, tools=getattr(renderer, "tool_format", None), tokenizer=guarded._tokenizer,
+        stop_token_ids=tuple(renderer.stop_token_ids)
     )

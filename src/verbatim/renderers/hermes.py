@@ -1,0 +1,214 @@
+"""Tools in the Hermes format, written as plain messages, so that a chat template without tools can carry them.
+
+The messages are wrapped before the template sees them, behind the guard, so that the tags are ours and the text inside
+them is not:
+
+- the schemas of the tools join the system message, or the first user's message where the template has no system role;
+- a call is text of the assistant: `<tool_call>\\n{"name": "look", "arguments": {"at": "Bonn"}}\\n</tool_call>`;
+- the answers to one turn are one message: `<tool_response>\\n{"name": "look", "content": "20 °C"}\\n</tool_response>`,
+  of the role `tool`, or of the user where the template does not write that role as it is.
+
+Answers, arguments and schemas are JSON, in which a tag is written `\\u003c/tool_response>`: no text can close the block
+that it is in, and it reads back as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.renderers.guard import BREAK, ESCAPE, LITERAL
+from verbatim.renderers.tool_syntax import ToolSyntax
+
+Render = Callable[[list[dict[str, Any]], bool], str]
+"""(messages, add_generation_prompt) -> what the chat template writes; raises EnvironmentFault where it refuses."""
+
+HERMES = "hermes"
+"""As `orchestrator.renderer.tools` names it."""
+SYNTAX = ToolSyntax(form="whole", before="", opens="<tool_call>", closes="</tool_call>")
+"""How calls are read."""
+TAGS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_ANSWER_TAGS, _TOOLS_TAGS = TAGS[4:], TAGS[:2]
+
+_MARKS = f"(?:{BREAK})*"
+_TAG_START = re.compile(f"<(?={_MARKS}(?:{'|'.join(_MARKS.join(map(re.escape, tag[1:])) for tag in TAGS)}))")
+_PREAMBLE = (
+    "You are a function calling AI model. You are provided with function signatures within <tools></tools> XML tags. "
+    "You may call one or more functions to assist with the user query. Don't make assumptions about what values to "
+    "plug into functions. Here are the available tools:\n<tools>\n"
+)
+_INSTRUCTIONS = (
+    "\n</tools>\nUse the following pydantic model json schema for each tool call you will make: "
+    '{"properties": {"name": {"title": "Name", "type": "string"}, "arguments": {"title": "Arguments", "type": '
+    '"object"}}, "required": ["name", "arguments"], "title": "FunctionCall", "type": "object"}\nFor each function call '
+    "return a json object with function name and arguments within <tool_call></tool_call> XML tags as follows:\n"
+    '<tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HermesFormat:
+    """Where one chat template has room for tools and their answers. All texts are as the guard marked them."""
+
+    opening: Literal["system", "user"]
+    """Whose first message holds the schemas."""
+    answering: Literal["tool", "user"]
+    """The role that answers of tools are given in."""
+    plain_tags: frozenset[str] = frozenset(TAGS)
+    """Tags that are text for the tokenizer. The others are tokens, which text cannot become."""
+
+    def wrap(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[dict[str, Any]]:
+        """Messages with roles and texts only.
+
+        Example, `opening="system"`: one user's message "hi" and a tool become a system message with the schemas and
+        the user's message.
+
+        Raises:
+            EnvironmentFault: a user's text holds a tag that would pass for ours, or the schemas have no place.
+        """
+        written: list[dict[str, Any]] = []
+        in_answers = False
+        for number, message in enumerate(messages):
+            role, text = message["role"], message.get("content") or ""
+            if role == "user":
+                self._refuse_tags(text, number, with_tools=bool(tools))
+            if role == "tool":
+                self._append(written, self.answering, _answer(message), join=in_answers)
+            elif role == "user" and in_answers and self.answering == "user":
+                self._append(written, role, text, join=True)
+            else:
+                calls = [_call(call) for call in message.get("tool_calls") or ()]
+                rest = {key: value for key, value in message.items() if key != "tool_calls"}
+                written.append({**rest, "content": "\n".join(filter(None, [text, *calls]))} if calls else rest)
+            in_answers = role == "tool"
+        return self._with_tools(written, tools) if tools else written
+
+    def _append(self, written: list[dict[str, Any]], role: str, text: str, *, join: bool) -> None:
+        if join:
+            written[-1] = {"role": role, "content": f"{written[-1]['content']}\n{text}"}
+        else:
+            written.append({"role": role, "content": text})
+
+    def _with_tools(
+        self, written: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        section = _section(tools)
+        if self.opening == "system":
+            if not written or written[0]["role"] != "system":
+                return [{"role": "system", "content": section}, *written]
+            first = 0
+            texts = [written[0].get("content") or "", section]
+        else:
+            found = next((i for i, message in enumerate(written) if message["role"] == "user"), None)
+            if found is None:
+                raise EnvironmentFault('tools = "hermes" writes the tools into the first user\'s message, since the '
+                                       "chat template has no system role, and there is no user's message")  # fmt: skip
+            first = found
+            texts = [section, written[first].get("content") or ""]
+        wrapped = {**written[first], "content": "\n\n".join(filter(None, texts))}
+        return [*written[:first], wrapped, *written[first + 1 :]]
+
+    def _refuse_tags(self, text: str, number: int, *, with_tools: bool) -> None:
+        """Where users and our own blocks share a role, a user's text must not hold what begins or ends a block."""
+        ours = [*(_ANSWER_TAGS if self.answering == "user" else ()),
+                *(_TOOLS_TAGS if self.opening == "user" and with_tools else ())]  # fmt: skip
+        shown = text.replace(BREAK, "").replace(LITERAL, ESCAPE)
+        found = next((tag for tag in ours if tag in self.plain_tags and tag in shown), None)
+        if found is not None:
+            raise EnvironmentFault(
+                f'message {number} (user) holds {found}, which with tools = "hermes" and this chat template would pass '
+                "for what a tool says; take it out of the text"
+            )
+
+
+def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
+    """The places that a chat template has for tools and their answers, found by rendering.
+
+    Args:
+        render: The chat template.
+        control_tokens: Of the tokenizer.
+
+    Raises:
+        ModelError: the template has no place for one of them; says for which.
+    """
+    plain = frozenset(TAGS) - frozenset(control_tokens)
+    openings: Sequence[Literal["system", "user"]] = ("system", "user")
+    formats = [HermesFormat(opening=opening, answering="user", plain_tags=plain) for opening in openings]
+    showing = [made for made in formats if _shows(render, made)]
+    if not showing:
+        raise _no_room("the tools' schemas in a system message or a user's message as they are")
+    # A template that moves the system message along with the newest question would rewrite the history every turn.
+    opening = next((made.opening for made in showing if _keeps(render, made)), showing[0].opening)
+    answerings: Sequence[Literal["tool", "user"]] = ("tool", "user")
+    for answering in answerings:
+        made = HermesFormat(opening=opening, answering=answering, plain_tags=plain)
+        if _answers(render, made):
+            return made
+    raise _no_room("a call in an assistant's message and its answer in a tool's or a user's message as they are")
+
+
+def _shows(render: Render, made: HermesFormat) -> bool:
+    return _section([_TOOL]) in _rendered(render, made.wrap([_ASK], [_TOOL]))
+
+
+def _keeps(render: Render, made: HermesFormat) -> bool:
+    before = _rendered(render, made.wrap([_ASK], [_TOOL]))
+    return _rendered(render, made.wrap([_ASK, _ANSWER, _ASK], [_TOOL])).startswith(before)
+
+
+def _answers(render: Render, made: HermesFormat) -> bool:
+    for later in ([], [_ANSWER, _ASK]):
+        text = _rendered(render, made.wrap([_ASK, _CALLS, _RESULT, _RESULT, *later], None))
+        # A template that puts its own tags around the answers of tools would double ours.
+        own = [_call(call) for call in _CALLS["tool_calls"]] + [f"{_answer(_RESULT)}\n{_answer(_RESULT)}"]
+        if not all(part in text for part in own) or text.count("<tool_response>") != 2:
+            return False
+    return True
+
+
+def _rendered(render: Render, messages: list[dict[str, Any]]) -> str:
+    try:
+        return render(messages, True)
+    except EnvironmentFault:
+        return ""
+
+
+def _no_room(what: str) -> ModelError:
+    return ModelError(f'tools = "hermes" does not fit this chat template, which does not write {what}; give the model '
+                      "a chat_template.jinja with tools")  # fmt: skip
+
+
+def _section(tools: Sequence[Mapping[str, Any]]) -> str:
+    return _PREAMBLE + "\n".join(_json(tool) for tool in tools) + _INSTRUCTIONS
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    written = _json({"name": function["name"], "arguments": function.get("arguments") or {}})
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+def _answer(message: Mapping[str, Any]) -> str:
+    named = {"name": message["name"]} if message.get("name") else {}
+    return f"<tool_response>\n{_json({**named, 'content': message.get('content') or ''})}\n</tool_response>"
+
+
+def _json(value: Any) -> str:
+    """JSON in which no text forms one of the tags; it reads back as the same value."""
+    return _TAG_START.sub(r"\\u003c", json.dumps(value, ensure_ascii=False))
+
+
+_ASK: dict[str, Any] = {"role": "user", "content": "zq question zq"}
+_ANSWER: dict[str, Any] = {"role": "assistant", "content": "zq answer zq"}
+_CALLS: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [
+    {"id": f"zqcall00{n}", "type": "function", "function": {"name": "zqlook", "arguments": {"zqat": f"zqbonn{n}"}}}
+    for n in range(2)]}  # fmt: skip
+_RESULT: dict[str, Any] = {"role": "tool", "content": "zq result", "tool_call_id": "zqcall000", "name": "zqlook"}
+_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "zqlook", "description": "zq", "parameters": {
+    "type": "object", "properties": {"zqat": {"type": "string"}}, "required": ["zqat"]}}}  # fmt: skip

@@ -1,0 +1,144 @@
+"""What a chat format does with tools, found by rendering; and the refusal where it leaves out what it is given.
+
+A template that ignores tools says nothing about it: their schemas are not in the prompt, and a call that was made comes
+out as an empty turn. A model would be trained on episodes in which it was never told what it can do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.errors import EnvironmentFault, ModelError
+
+Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
+"""(messages, tools) -> text with a generation prompt; raises EnvironmentFault where the format refuses them."""
+
+USE_HERMES = ('set tools = "hermes" under [orchestrator.renderer], which writes tools as text of the messages, or give '
+              "the model a chat_template.jinja with tools")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolSupport:
+    """What is written of tools."""
+
+    shown: bool
+    """Schemas, in a conversation that begins with a user's message."""
+    shown_below_system: bool
+    """Schemas, in one that begins with a system message."""
+    called: bool
+    """The calls of earlier turns."""
+    read: bool
+    """Calls are written in a form that is read back from a completion."""
+    answered: bool
+    """Tools' answers."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether an environment may have tools."""
+        return not self.lacks
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What is left out, as it continues "the chat template ..."."""
+        showing = self.shown and self.shown_below_system
+        where = " without a system message" if self.shown_below_system else " below a system message"
+        return (
+            *(() if showing else (f"shows no tools{where if self.shown or self.shown_below_system else ''}",)),
+            *self._lacks_of_calls,
+            *(() if self.answered else (_NO_ANSWERS,)),
+        )
+
+    @property
+    def _lacks_of_calls(self) -> tuple[str, ...]:
+        if not self.called:
+            return ("writes no tool calls",)
+        return () if self.read else ("writes tool calls in a form that is not known, so that none could be read",)
+
+    def refuse(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, who: str
+    ) -> None:
+        """Refuse a conversation of which something would be left out by `who`.
+
+        Schemas that are not shown are allowed where the system message names every tool: the environment then describes
+        them itself, as some models want it.
+
+        Raises:
+            ModelError: says what is left out and what to do.
+        """
+        calls = any(message.get("tool_calls") for message in messages)
+        answers = any(message.get("role") == "tool" for message in messages)
+        if self.complete or not (tools or calls or answers):
+            return
+        below = bool(messages) and messages[0].get("role") == "system"
+        lacks = list[str]()
+        if tools and not (self.shown_below_system if below else self.shown) and not _described(messages, tools):
+            lacks += self.lacks[:1]
+        if tools or calls:
+            lacks += self._lacks_of_calls
+        if (tools or answers) and not self.answered:
+            lacks.append(_NO_ANSWERS)
+        if lacks:
+            names = ", ".join(map(_name, tools or ())) or "tools"
+            raise ModelError(f"{who} {' and '.join(lacks)}, but the conversation has {names}; "
+                             f"{USE_HERMES}")  # fmt: skip
+
+
+COMPLETE = ToolSupport(shown=True, shown_below_system=True, called=True, read=True, answered=True)
+"""Everything is written."""
+_NO_ANSWERS = "does not write the answers of tools"
+
+
+def probe(render: Render, *, reads: bool) -> ToolSupport:
+    """Look at what is written for conversations with words that occur nowhere else; `reads` is kept as `read`."""
+    plain = _rendered(render, [_ASK])
+    return ToolSupport(
+        shown=_NAME in plain,
+        shown_below_system=_NAME in _rendered(render, [_SYSTEM, _ASK]),
+        called=all(_is_called(render, content) for content in ("", "zq content")),
+        read=reads,
+        answered=all(_RESULT["content"] in _rendered(render, [_ASK, _calling(content), _RESULT])
+                     for content in ("", "zq content")),
+    )  # fmt: skip
+
+
+def _is_called(render: Render, content: str) -> bool:
+    # The name of the tool may stand in the call's id (Kimi).
+    called = [_ASK, _calling(content)]
+    return _VALUE in (_rendered(render, [*called, _RESULT]) or _rendered(render, called))
+
+
+def _rendered(render: Render, messages: list[dict[str, Any]]) -> str:
+    try:
+        return render(messages, [_TOOL])
+    except EnvironmentFault:
+        return ""
+
+
+def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
+    text = messages[0].get("content") if messages and messages[0].get("role") == "system" else None
+    return isinstance(text, str) and all(re.search(rf"(?<!\w){re.escape(_name(t))}(?!\w)", text) for t in tools)
+
+
+def _name(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
+
+
+def _calling(content: str) -> dict[str, Any]:
+    function = {"name": _NAME, "arguments": {"zqat": _VALUE}}
+    call = {"id": "zqcall000", "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+_NAME, _VALUE = "zqlook", "zqbonn"
+_SYSTEM: dict[str, Any] = {"role": "system", "content": "zq system zq"}
+_ASK: dict[str, Any] = {"role": "user", "content": "zq question zq"}
+_RESULT: dict[str, Any] = {"role": "tool", "content": "zq result", "tool_call_id": "zqcall000", "name": "zqother"}
+_TOOL: dict[str, Any] = {"type": "function", "function": {"name": _NAME, "description": "zq", "parameters": {
+    "type": "object", "properties": {"zqat": {"type": "string"}}, "required": ["zqat"]}}}  # fmt: skip
+DIALOGUES: Sequence[list[dict[str, Any]]] = ([_ASK], [_SYSTEM, _ASK], [_ASK, _calling(""), _RESULT])
+TOOLS = [_TOOL]
+"""What a template is tried with."""
