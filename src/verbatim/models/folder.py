@@ -8,6 +8,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from verbatim.errors import ModelError
+from verbatim.models.refusal import refusing
 from verbatim.models.source import find_source
 
 
@@ -22,10 +23,8 @@ def check_model_config(name: str | Path, *, context_length: int) -> None:
         ModelError: no such model, or one of these; says what was found.
     """
     source = find_source(name)
-    try:
+    with refusing(f"the config.json of model {str(name)!r} cannot be read"):
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"the config.json of model {str(name)!r} cannot be read: {error}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"model {str(name)!r} is of type {config.model_type!r}, which is no causal language model; "
                          "expected a folder that AutoModelForCausalLM loads")  # fmt: skip

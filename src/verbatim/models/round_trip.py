@@ -11,6 +11,7 @@ import torch
 
 from verbatim.errors import ModelError
 from verbatim.models.loading import load_weights, save_model
+from verbatim.models.refusal import refusing
 
 
 @torch.no_grad()
@@ -32,10 +33,10 @@ def check_round_trip(model: Any) -> None:
     for tensor in updated.state_dict().values():
         tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.bitwise_not_()
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, refusing("an error"):
             save_model(trained, None, Path(folder))
             load_weights(updated, Path(folder))
-    except (ModelError, RuntimeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
+    except ModelError as error:
         raise ModelError(f"{architecture} cannot take new weights: what it saves does not load into it again: "
                          f"{error}") from error  # fmt: skip
     after = updated.state_dict()
