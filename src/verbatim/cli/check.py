@@ -23,6 +23,7 @@ from verbatim.config.schema import RunConfig, TeacherConfig
 from verbatim.environments.resolve import corpus
 from verbatim.errors import UsageError
 from verbatim.inference.openai import OpenAI
+from verbatim.models.source import find_source
 
 _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
 """Renderers that every chat template has."""
@@ -91,6 +92,8 @@ def _check_model(config: RunConfig, environments: Environments, data: Sequence[C
     renderer = config.orchestrator.renderer.name
     if config.model.name is None and renderer in _ANY_TEMPLATE:
         return
+    if config.model.name is not None:
+        find_source(config.model.name)  # a folder or id that is not there is refused before torch is imported
     from verbatim.models.build import build_tokenizer
     from verbatim.models.folder import check_model_config
     from verbatim.models.loading import check_weights, load_tokenizer
