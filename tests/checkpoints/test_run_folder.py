@@ -96,6 +96,15 @@ def test_a_changed_model_is_refused_naming_both(tmp_path: Path, root: Path):
     RunFolder.resume(config_of(tmp_path), name="guess", root=root).close()
 
 
+def test_a_changed_key_is_listed_without_its_value(tmp_path: Path, root: Path, caplog):
+    create_and_link(config_of(tmp_path, "--orchestrator.train.env.0.args", "{api_key = 'open sesame'}"), root)
+    changed = config_of(tmp_path, "--orchestrator.train.env.0.args", "{api_key = 'shut sesame'}")
+    with caplog.at_level(logging.WARNING), RunFolder.resume(changed, name="guess", root=root):
+        pass
+    (message,) = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert message == "orchestrator.train.env.0.args.api_key: '[redacted]' -> '[redacted]'"
+
+
 def test_a_model_to_build_instead_of_the_named_one_is_refused(tmp_path: Path, root: Path):
     create_and_link(config_of(tmp_path), root)
     other = config_of(tmp_path, "--model", "{build = {num_layers = 1}}")

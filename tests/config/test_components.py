@@ -294,7 +294,7 @@ def test_monitors_survive_the_dump_and_overrides(tmp_path: Path):
 @pytest.mark.parametrize(
     ("toml", "expected"),
     [
-        ("[monitor.scald]\n", "FILE:13: monitor.scald.type: there is no monitor 'scald'; did you mean \"scaled\"?"),
+        ("[monitor.scald]\n", "FILE:13: monitor.scald: there is no monitor 'scald'; did you mean \"scaled\"?"),
         ("[monitor.scaled]\nwindw = 4\n",
          'FILE:14: monitor.scaled.windw: unknown knob "windw"; did you mean "window"?'),
         ("[monitor]\nsave_trajectory = true\n", 'FILE:14: monitor.save_trajectory: unknown key "save_trajectory" in '
@@ -305,3 +305,8 @@ def test_monitors_survive_the_dump_and_overrides(tmp_path: Path):
 )  # fmt: skip
 def test_a_wrong_monitor_is_named_with_file_and_line(tmp_path: Path, toml: str, expected: str):
     assert problems_of(tmp_path, FILE + toml).startswith(expected)
+
+
+def test_a_wrong_monitor_of_an_override_is_named_by_it(tmp_path: Path):
+    message = problems_of(tmp_path, FILE, "--monitor.scald.window", "4")
+    assert message.startswith("FILE (with --monitor.scald.window 4): monitor.scald: there is no monitor 'scald'")

@@ -25,6 +25,7 @@ from verbatim.checkpoints.json_files import sync
 from verbatim.checkpoints.lock import FolderLock
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
+from verbatim.config.secrets import redacted_at
 from verbatim.errors import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ class RunFolder:
         stored = _flatten(tomllib.loads(toml))
         current = _flatten(tomllib.loads(dump_config(config)))
         return [
-            f"{key}: {stored.get(key, 'not set')!r} -> {current.get(key, 'not set')!r}"
+            f"{key}: {_shown(key, stored)} -> {_shown(key, current)}"
             for key in sorted({*stored, *current} - {"run_dir"})  # where it is says nothing about what it is
             if stored.get(key) != current.get(key)
         ]
@@ -286,6 +287,11 @@ def _link_latest(path: Path) -> None:
 def _runs_near(path: Path) -> str:
     runs = sorted(p.parent for p in path.parent.glob(f"*/{CONFIG}") if not p.parent.is_symlink())
     return ", ".join(map(str, runs[-3:])) or f"none in {path.parent}"
+
+
+def _shown(key: str, values: Mapping[str, Any]) -> str:
+    """A value for people and logs: without what is secret."""
+    return repr(redacted_at(key, values.get(key, "not set")))
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

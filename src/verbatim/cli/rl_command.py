@@ -36,11 +36,11 @@ from verbatim.cli.session import (
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
+from verbatim.config.secrets import redacted
 from verbatim.errors import NothingTrained, UsageError
 from verbatim.inference.base import Sampler
 from verbatim.inference.openai import Connection, OpenAI
 from verbatim.monitors.base import OpenMonitor, RunInfo, open_monitors
-from verbatim.monitors.secrets import redacted
 from verbatim.rollouts import EpisodeTally, RolloutSetup
 
 if TYPE_CHECKING:

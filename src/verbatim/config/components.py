@@ -179,7 +179,9 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
     for i, rule in enumerate(orchestrator.filters):
         yield _Use.of(rule, "filter", ("orchestrator", "filters", i), 1), tables.filters
     for label, monitor in config.monitor.components.items():
-        yield _Use.of(monitor, "monitor", ("monitor", label), 1), tables.monitors
+        use = _Use.of(monitor, "monitor", ("monitor", label), 1)
+        named_by_key = monitor.type == label
+        yield dataclasses.replace(use, name_key=use.path) if named_by_key else use, tables.monitors
     evals = orchestrator.eval.env if orchestrator.eval else ()
     strategies: list[tuple[KeyPath, str | None]] = [(("orchestrator",), orchestrator.trajectory_strategy)]
     for kind, envs in (("train", orchestrator.train.env), ("eval", evals)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from verbatim.monitors.secrets import without_secrets
+from verbatim.config.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from verbatim.config.secrets import without_secrets
 from verbatim.errors import UsageError
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, RunInfo
-from verbatim.monitors.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,8 @@ class WandbMonitor:
             mode = "offline"
             run = self._init(wandb, mode)
             _warn(f"the service cannot be used ({_reason(error)}); {self._how_to_upload()}")
-        where = run.url if mode == "online" else f"recorded in {run.dir}"
+        # Asked for offline, the address is a warning of wandb's own.
+        where = run.url if mode == "online" else f"recorded in {run.dir}" if mode == "offline" else mode
         logger.info("W&B: %s, opened in %.0f s", where, time.monotonic() - began)
         return run
 

@@ -48,6 +48,15 @@ def redacted(value: Any) -> Any:
     return without_secrets(value) if isinstance(value, str) else value
 
 
+def redacted_at(key: str, value: Any) -> Any:
+    """The value at a dotted key, without secrets.
+
+    >>> redacted_at("orchestrator.train.env.0.args.api_key", "abc")
+    '[redacted]'
+    """
+    return REDACTED if any(_names_secret(part, value) for part in key.split(".")) else redacted(value)
+
+
 def _names_secret(key: object, value: object) -> bool:
     # Numbers are none: max_tokens. A list or table under such a name may hold several.
     return _SECRET.search(str(key)) is not None and isinstance(value, str | list | tuple | Mapping) and bool(value)

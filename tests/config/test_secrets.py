@@ -2,7 +2,7 @@
 
 import pytest
 
-from verbatim.monitors.secrets import redacted, without_secrets
+from verbatim.config.secrets import redacted, without_secrets
 
 
 def test_keys_are_redacted_wherever_they_are_and_nothing_else_is():
