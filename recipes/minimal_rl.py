@@ -125,7 +125,7 @@ async def reinforce(model: Path, folder: Path, environment: GuessNumber, steps: 
             runs = [
                 GroupRun(
                     setup, draw.example, index=draw.index, size=GROUP_SIZE, run_seed=SEED,
-                    on_sampled=ledger.sampled_tokens,
+                    on_sampled=ledger.sampled_tokens, on_dropped=ledger.drop,
                 )
                 for draw in draws
             ]  # fmt: skip

@@ -65,7 +65,16 @@ class EnvironmentFault(RolloutError):
 
 
 class SamplerFault(RolloutError):
-    """An inference engine failed for good on one request."""
+    """An inference engine failed for good on one request.
+
+    Args:
+        message: What happened.
+        num_tokens: Drawn for the request until then, where the engine knows.
+    """
+
+    def __init__(self, message: str = "", *, num_tokens: int = 0) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
 
 
 class RunStopped(VerbatimError):

@@ -1,5 +1,6 @@
 import asyncio
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
+from verbatim.inference.cut_off import num_tokens_drawn
 from verbatim.inference.torch_engine import TorchSampler
 from verbatim.types import StopReason
 
@@ -212,6 +214,68 @@ async def test_a_cancelled_call_frees_its_place(models):
     assert len(short.ids) == 3
     assert long.cancelled() and waiting.cancelled()
     assert sampler.stats().completions == 1
+    await sampler.close()
+
+
+async def test_a_cancelled_call_says_how_many_tokens_were_drawn_for_it(models):
+    """Running, waiting for a place, and cancelled twice; what was drawn for all calls is what the engine drew."""
+    sampler = make(models["tied"], max_batch_size=2, context_length=500)
+
+    async def tokens_of(seed):
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await sampler.generate(request(seed=seed, max_tokens=490))
+        return num_tokens_drawn(caught.value)
+
+    calls = [asyncio.create_task(tokens_of(seed)) for seed in range(4)]
+    await until(lambda: sampler.stats().sampled_tokens > 9)
+    for call in calls:
+        call.cancel()
+        call.cancel()
+    drawn = await asyncio.gather(*calls)
+    assert drawn[0] > 3 and drawn[1] > 3 and drawn[2:] == [0, 0]
+    assert sum(drawn) == sampler.stats().sampled_tokens
+    await sampler.close()
+
+
+async def test_a_deadline_around_a_call_is_a_timeout_and_its_tokens_are_known(models):
+    sampler = make(models["tied"], context_length=500)
+    await sampler.generate(request(max_tokens=2))
+    with pytest.raises(TimeoutError) as caught:
+        async with asyncio.timeout(0.05):
+            await sampler.generate(request(max_tokens=490))
+    assert num_tokens_drawn(caught.value.__cause__) == sampler.stats().sampled_tokens - 2
+    await sampler.close()
+
+
+async def test_a_call_that_is_cancelled_when_its_completion_is_ready_says_so_too(models):
+    sampler = make(models["tied"])
+    call = asyncio.create_task(sampler.generate(request(max_tokens=5)))
+    await asyncio.sleep(0)
+    deadline = time.monotonic() + 10
+    while sampler.stats().completions < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)  # noqa: ASYNC251  (this event loop is not to hear of the answer yet)
+    assert sampler.stats().sampled_tokens == 5
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await call
+    assert num_tokens_drawn(caught.value) == 5
+    await sampler.close()
+
+
+@pytest.mark.parametrize("numbers", [True, False])
+async def test_a_call_that_fails_says_how_many_tokens_were_drawn_for_it(models, numbers):
+    """Logits that are no numbers fail the sequence, anything else the engine and all its sequences."""
+    sampler = make(models["tied"], context_length=500)
+    decoder = sampler._decoder
+    logits, step, steps = decoder.model.logits, decoder.step, iter(range(10**9))
+    if numbers:
+        decoder.model.logits = lambda hidden: logits(hidden) * (float("nan") if next(steps) == 20 else 1.0)
+    else:
+        decoder.step = lambda: step() if next(steps) < 20 else 1 / 0
+    ends = await asyncio.gather(*(sampler.generate(request(seed=seed, max_tokens=490)) for seed in range(3)),
+                                return_exceptions=True)  # fmt: skip
+    assert all(isinstance(end, SamplerFault) for end in ends)
+    assert sum(num_tokens_drawn(end) for end in ends) == sampler.stats().sampled_tokens > 10
     await sampler.close()
 
 

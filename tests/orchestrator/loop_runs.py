@@ -174,7 +174,7 @@ class Notes:
 def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=None, filters=None, evaluate=False,
          token_seconds=0.0, interval=100, max_off_policy_steps=8, launch_bound=8, oversampling=1.0, sampler=None,
          probes=None, max_length=100, strategy="interleaved", on_break="split", online_filtering=False,
-         pool_rules=None, teacher=None,
+         pool_rules=None, teacher=None, limits=None, params=None,
          ):  # fmt: skip
     environment = environment or Coins()
     sampler = sampler or ScriptedSampler(
@@ -183,8 +183,8 @@ def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=No
     )
     ledger = Ledger()
     setup = RolloutSetup(
-        env="coins", environment=environment, sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(),
-        limits=EpisodeLimits(), slots=asyncio.Semaphore(64),
+        env="coins", environment=environment, sampler=sampler, renderer=ByteRenderer(),
+        params=params or SamplingParams(), limits=limits or EpisodeLimits(), slots=asyncio.Semaphore(64),
     )  # fmt: skip
     dispatcher = Dispatcher(
         schedule=ExampleSchedule(

@@ -308,6 +308,7 @@ def test_ids_that_were_asked_for_and_are_not_there_fail_the_trajectory(changes: 
     assert one["stop_reason"] == "api_error"
     assert said in one["error"]
     assert one["messages"][-1]["content"] == "5"
+    assert (one.turns, one.num_unrecorded_tokens) == ((), 2)  # what was sampled is counted all the same
     assert other["error"] is None
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import math
+from collections import Counter as Tokens
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ import pytest
 from byte_renderer import CALL, END, ROLES, VOCAB_SIZE, ByteRenderer, call, say, text
 from verbatim import Example, build_samples
 from verbatim.environments.base import Episode, Reply, succeeded
-from verbatim.errors import SamplerFault
+from verbatim.errors import RecordError, SamplerFault
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, GroupRun, Recorder, RolloutSetup, derive_seed, run_episode
 from verbatim.tools import FunctionTool, ToolResult
+from verbatim.trajectories import build
 
 
 class Counter(Episode):
@@ -490,3 +492,123 @@ async def test_what_is_edited_while_it_is_sampled_from_is_recorded_as_it_was_sho
     assert trajectory.error is None
     assert b"secret" in bytes(i for i in trajectory.turns[0].prompt_ids if i < 256)
     assert b"secret" not in bytes(i for i in trajectory.turns[1].prompt_ids if i < 256)
+
+
+# ---- tokens whose completion nobody gets
+
+
+class Runs(Episode):
+    messages = ({"role": "user", "content": "go"},)
+
+    def __init__(self, run):
+        self.tasks = []
+        self.run = lambda agent: run(agent, self.tasks)
+
+    async def start(self, example, seed):
+        return self
+
+    async def score(self, trajectory):
+        return 1.0
+
+
+async def ticks(count):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def speak(agent, name):
+    return agent.sample([{"role": "user", "content": name}], agent=name)
+
+
+def slow_sampler():
+    """Ten tokens, one with each turn of the event loop."""
+    return ScriptedSampler(script=lambda request: say("x" * 9), vocab_size=VOCAB_SIZE, context_length=1000)
+
+
+async def cancels_a_sibling(agent, tasks):
+    sibling = asyncio.ensure_future(speak(agent, "sub"))
+    await ticks(6)
+    sibling.cancel()
+    await asyncio.gather(sibling, return_exceptions=True)
+    await speak(agent, "main")
+
+
+async def gives_up_in_time(agent, tasks):
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.001):
+            await speak(agent, "sub")
+    await speak(agent, "main")
+
+
+@pytest.mark.parametrize("run", [cancels_a_sibling, gives_up_in_time])
+async def test_a_completion_that_an_environment_cuts_off_is_counted_and_dropped_as_cancelled(run):
+    sampler = slow_sampler()
+    sampler.seconds_per_token = 0.0 if run is cancels_a_sibling else 0.0004
+    trajectory = await play(sampler, Runs(run))
+    assert (trajectory.error, len(trajectory.turns)) == (None, 1)
+    assert 0 <= trajectory.num_unrecorded_tokens == sampler.num_drawn - 10 < 10
+    assert run is gives_up_in_time or trajectory.num_unrecorded_tokens > 0
+    dropped = {"cancelled": trajectory.num_unrecorded_tokens} if trajectory.num_unrecorded_tokens else {}
+    assert build(trajectory).dropped == dropped
+    assert sum(s.num_trained_tokens for s in build_samples(trajectory)) == 10
+
+
+async def test_what_is_in_flight_when_an_episode_ends_is_cut_off_counted_and_the_episode_set_aside():
+    async def leaves(agent, tasks):
+        tasks.append(asyncio.ensure_future(speak(agent, "behind")))
+        await ticks(4)
+
+    sampler, environment = slow_sampler(), Runs(leaves)
+    trajectory = await play(sampler, environment)
+    assert trajectory.error.startswith("record: turn 0: sampled or recorded after the episode had ended")
+    assert (trajectory.turns, trajectory.num_unrecorded_tokens) == ((), sampler.num_drawn)
+    assert 0 < sampler.num_drawn < 10  # the engine has its place back
+    (end,) = await asyncio.gather(*environment.tasks, return_exceptions=True)
+    assert "after the episode had ended" in str(end)
+
+
+async def test_siblings_of_a_turn_that_ends_the_episode_are_cut_off_and_it_stays_whole():
+    async def together(agent, tasks):
+        await asyncio.gather(speak(agent, "long"), speak(agent, "sub"))
+
+    sampler = ScriptedSampler(script=lambda request: [*b"no end"] if len(sampler.requests) == 1 else say("x" * 20),
+                              vocab_size=VOCAB_SIZE, context_length=1000)  # fmt: skip
+    trajectory = await play(sampler, Runs(together))
+    assert (trajectory.error, trajectory.stop_reason, trajectory.reward) == (None, "length", 1.0)
+    assert len(trajectory.turns) == 1
+    assert trajectory.num_unrecorded_tokens == sampler.num_drawn - 6 > 0
+
+
+async def test_who_samples_while_an_episode_is_scored_goes_on_after_its_end():
+    class Scores(Runs):
+        async def score(self, trajectory):
+            with pytest.raises(RecordError, match="after the episode had ended"):
+                await speak(self.agent, "late")
+            return 1.0
+
+    async def run(agent, tasks):
+        environment.agent = agent
+        await speak(agent, "main")
+
+    environment = Scores(run)
+    trajectory = await play(slow_sampler(), environment)
+    assert trajectory.error.startswith("record: ") and len(trajectory.turns) == 1
+
+
+async def test_a_group_s_count_and_drops_are_every_token_that_was_drawn():
+    async def insists(agent, tasks):
+        async def again_and_again():
+            for _ in range(5):
+                await asyncio.gather(speak(agent, "behind"), return_exceptions=True)
+
+        tasks.append(asyncio.ensure_future(again_and_again()))
+        await speak(agent, "main")
+
+    sampled, dropped, sampler, environment = [], Tokens(), slow_sampler(), Runs(insists)
+    run = GroupRun(setup(sampler, environment), Example(id="a"), index=0, size=3, run_seed=0,
+                   on_sampled=sampled.append, on_dropped=dropped.update)  # fmt: skip
+    group = await run.run()
+    await asyncio.gather(*environment.tasks)
+    assert sum(sampled) == sampler.num_drawn == run.num_sampled_tokens + dropped.total()
+    assert run.num_sampled_tokens == sum(t.num_sampled_tokens for t in group.trajectories)
+    assert all(t.error.startswith("record: ") for t in group.trajectories)

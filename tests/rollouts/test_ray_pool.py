@@ -70,13 +70,18 @@ async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(loc
     ]  # fmt: skip
 
 
+def lost_to(counts):
+    """A listener that takes nothing but what went down with an actor."""
+    return lambda dropped: counts.append(dropped["lost_actor"])
+
+
 @pytest.mark.parametrize("death", ["SIGKILL", "ray.kill"])
 async def test_episodes_of_a_lost_actor_are_played_again_and_its_tokens_are_counted(local_ray, death):
     """The first turns of the six are drawn, the second ones held, then one of the two actors dies."""
     players = Players(SecondTurnsWait())
     sampled, lost = [], []
     async with players.pool() as pool:
-        run = players.group(pool, size=6, on_sampled=sampled.append, on_lost=lost.append)
+        run = players.group(pool, size=6, on_sampled=sampled.append, on_dropped=lost_to(lost))
         running = asyncio.create_task(run.run())
         await until(lambda: len(sampled) == 6)
         before = sum(sampled)
@@ -106,7 +111,7 @@ async def test_an_episode_that_kills_its_actors_fails_and_the_others_do_not(loca
     players = Players(trouble={"4": "exit"})
     sampled, lost = [], []
     async with players.pool() as pool:
-        deadly = await players.group(pool, "4", size=1, on_sampled=sampled.append, on_lost=lost.append).run()
+        deadly = await players.group(pool, "4", size=1, on_sampled=sampled.append, on_dropped=lost_to(lost)).run()
         good = await players.group(pool, "3", size=4).run()
         assert (pool.num_lost, pool.num_played_again) == (3, 2)
     (failed,) = deadly.trajectories
@@ -153,7 +158,7 @@ async def test_cancelling_reaches_the_engine_and_the_episode(local_ray, tmp_path
 
     async with asyncio.timeout(180), players.pool(workers=1) as pool:
         for example, all_wait in (("3", lambda: len(sampled) == 4), ("4", lambda: number("waits") == 4)):
-            run = players.group(pool, example, on_sampled=sampled.append, on_lost=lost.append)
+            run = players.group(pool, example, on_sampled=sampled.append, on_dropped=lost_to(lost))
             running = asyncio.create_task(run.run())
             await until(all_wait)
             running.cancel()

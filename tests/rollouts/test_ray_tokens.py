@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ async def test_nobody_draws_for_a_try_that_is_not_under_way():
 
 async def test_giving_up_ends_what_is_being_drawn_and_the_count_is_final():
     sampler, engine = counted(trouble={1: "hang"})
-    lost: list[int] = []
+    lost: list[Mapping[str, int]] = []
     recorder = Recorder(VOCAB_SIZE, None, lost.append)
     current = sampler.open(recorder)
     await sampler.generate(request(f"{current.session}/main"))
@@ -62,7 +63,7 @@ async def test_giving_up_ends_what_is_being_drawn_and_the_count_is_final():
         assert (completion.ids.tolist(), completion.stop_reason) == ([], "cancelled")
     assert len(engine.requests) == 2
     recorder.lose(current.num_tokens)
-    assert (current.num_tokens, recorder.num_sampled_tokens, lost) == (4, 0, [4])
+    assert (current.num_tokens, recorder.num_sampled_tokens, lost) == (4, 0, [{"lost_actor": 4}])
 
 
 async def test_a_request_that_is_cancelled_is_cancelled_in_the_engine():

@@ -112,17 +112,20 @@ def test_a_bridge_that_does_not_extend_its_turn_is_refused(prompt, message):
 
 
 def test_nothing_is_recorded_after_the_episode_has_ended():
-    sampled = []
-    recorder = Recorder(10, sampled.append, trajectory_id="t")
+    sampled, dropped = [], []
+    recorder = Recorder(10, sampled.append, dropped.append, trajectory_id="t")
     recorder.count(1)
     record(recorder, ids(1, 2), ids(3))
     recorder.close()
     with pytest.raises(RecordError, match=r"trajectory 't', turn 1: .* after the episode had ended"):
-        recorder.count(1)
+        recorder.count(2)
     with pytest.raises(RecordError, match=r"trajectory 't', turn 1: .* after the episode had ended"):
         record(recorder, ids(1, 2, 3), ids(4))
     assert recorder.late is not None
-    assert (sampled, recorder.num_sampled_tokens, len(recorder.turns)) == ([1], 1, 1)
+    # Counted, then refused: the sampler drew it, and no trajectory will have it.
+    assert (sampled, dropped, recorder.num_sampled_tokens, len(recorder.turns)) == ([1, 2], [{"error": 2}], 1, 1)
+    recorder.count_cut_off(3)
+    assert (sampled, dropped[1:]) == ([1, 2, 3], [{"error": 3}])
 
 
 def test_amending_a_turn_makes_a_new_one_of_the_same_ids():

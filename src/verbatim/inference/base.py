@@ -113,7 +113,11 @@ class Sampler(Protocol):
         """The version of the weights in use."""
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample one completion. Cancelling the call frees its place in the batch."""
+        """Sample one completion. Cancelling the call frees its place in the batch.
+
+        An engine that knows how many tokens it had drawn for a call that was cancelled, or that failed, says so:
+        `raise cut_off(num_tokens)` (of `inference.cut_off`), `SamplerFault(..., num_tokens=...)`.
+        """
 
     async def update_weights(self, path: Path, version: int) -> None:
         """Load a Hugging Face folder between two decode steps; nothing in flight is lost."""

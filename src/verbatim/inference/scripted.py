@@ -13,6 +13,7 @@ import numpy as np
 
 from verbatim.errors import ModelError, RecordError, SamplerFault
 from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.cut_off import cut_off
 from verbatim.inference.requests import check_ids, check_prompt
 from verbatim.types import Float32, Ids, Int32, StopReason
 
@@ -71,6 +72,8 @@ class ScriptedSampler:
     """Calls whose caller cancelled them."""
     num_in_flight: int = field(default=0, init=False)
     """Calls that have not ended."""
+    num_drawn: int = field(default=0, init=False)
+    """Tokens drawn, those of cancelled calls included."""
     _closed: bool = field(default=False, init=False, repr=False)
     _hanging: list[asyncio.Future[None]] = field(default_factory=list, init=False, repr=False)
 
@@ -80,6 +83,7 @@ class ScriptedSampler:
         Raises:
             RecordError: a prompt that no sampler takes, or a script that has nothing for this request.
             SamplerFault: the request is to fail, or the sampler is closed.
+            asyncio.CancelledError: it was cancelled; holds how many tokens had been drawn.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         if self._closed:
@@ -87,15 +91,17 @@ class ScriptedSampler:
         index = len(self.requests)
         self.requests.append(request)
         self.num_in_flight += 1
+        versions: list[int] = []
         try:
-            return await self._answer(index, request)
+            return await self._answer(index, request, versions)
         except asyncio.CancelledError:
             self.num_cancelled += 1
-            raise
+            raise cut_off(len(versions)) from None
         finally:
             self.num_in_flight -= 1
 
-    async def _answer(self, index: int, request: SampleRequest) -> Completion:
+    async def _answer(self, index: int, request: SampleRequest, versions: list[int]) -> Completion:
+        """Puts the version of each token into `versions`, as it is drawn."""
         trouble = self.trouble(index, request) if callable(self.trouble) else self.trouble.get(index)
         if trouble == "fail":
             raise SamplerFault(f"request {index} fails, as scripted")
@@ -104,12 +110,12 @@ class ScriptedSampler:
         if trouble == "hang":
             self._hanging.append(asyncio.get_running_loop().create_future())
             await self._hanging[-1]
-        versions: list[int] = []
         for _ in ids:
             await asyncio.sleep(self.seconds_per_token)
             if self._closed:
                 break
             versions.append(self.policy_version)
+            self.num_drawn += 1
         if self._closed:
             ids, reason = ids[: len(versions)], StopReason.CANCELLED
         logprobs = None

@@ -198,6 +198,10 @@ class SlotTable:
         self.length[slots] = at + 1
         return slots[self.stopped(slots) | (at + 1 >= self.limit[slots])]
 
+    def num_new(self, slot: int) -> int:
+        """Tokens that were drawn for the sequence of this slot."""
+        return int(self.length[slot] - self.prompt_length[slot])
+
     def stopped(self, slots: Slots) -> NDArray[np.bool_]:
         """Which sequences' last id is one of their stop ids."""
         last = self.ids[slots, self.length[slots] - 1]

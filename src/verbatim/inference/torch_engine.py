@@ -18,6 +18,7 @@ import torch
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError, RecordError, SamplerFault, VerbatimError
 from verbatim.inference.base import Completion, SampleRequest, nothing_sampled
+from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
 from verbatim.inference.decoder import Decoder, DecoderConfig
 from verbatim.inference.requests import check_ids, check_prompt, check_temperature, check_version
 from verbatim.inference.whole_sequence import sequence_logprobs
@@ -195,23 +196,25 @@ class TorchSampler:
         return self._decoder.version
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample one completion. Cancelling the call frees its place in the batch.
+        """Sample one completion. Cancelling the call frees its place in the batch, between two steps.
 
         Raises:
             RecordError: an empty or too long prompt, or an id outside the vocabulary.
             SamplerFault: the engine failed or is closed, or the model's logits are not finite numbers.
+            asyncio.CancelledError: it was cancelled; holds how many tokens had been drawn (`num_tokens_drawn`).
         """
         check_prompt(request, vocab_size=self._vocab_size, context_length=self._context_length)
         loop = asyncio.get_running_loop()
         job = _Job(loop=loop, future=loop.create_future(), request=request, submitted=time.perf_counter())
         self._send(job)
         try:
-            completion: Completion = await job.future
+            await asyncio.wait([job.future])  # unlike `await job.future`, leaves it to the engine to end
         except asyncio.CancelledError:
             with self._wake:
                 self._inbox.append(_Cancel(job))
                 self._wake.notify()
-            raise
+            raise cut_off(await _num_drawn(job)) from None
+        completion: Completion = job.future.result()
         return completion
 
     async def update_weights(self, path: Path, version: int) -> None:
@@ -350,11 +353,14 @@ class TorchSampler:
             self._waiting.extendleft(reversed(deferred))
 
     def _drop(self, job: _Job) -> None:
+        """Answer with what there is, unless the job has its answer already."""
         if job.slot is not None and self._running.get(job.slot) is job:
             del self._running[job.slot]
+            self._outbox.put(job, self._completion(job, job.slot, cancelled=True))
             self._decoder.release(job.slot)
         elif job in self._waiting:
             self._waiting.remove(job)
+            self._outbox.put(job, nothing_sampled(time.perf_counter() - job.submitted))
 
     def _finish(self, slot: int) -> None:
         job = self._running.pop(slot)
@@ -366,7 +372,7 @@ class TorchSampler:
         job = self._running.pop(slot)
         self._outbox.put(job, SamplerFault(
             f"the logits for position {int(self._decoder.table.length[slot])} are not finite numbers under policy "
-            f"version {self.policy_version}: the weights have diverged"
+            f"version {self.policy_version}: the weights have diverged", num_tokens=self._decoder.table.num_new(slot)
         ))  # fmt: skip
         self._decoder.discard(slot)
 
@@ -391,7 +397,9 @@ class TorchSampler:
             left = [m for m in self._inbox if not isinstance(m, _Cancel)]
             self._inbox.clear()
         for slot, job in self._running.items():
-            self._outbox.put(job, _engine_failed(fault) if fault else self._completion(job, slot, cancelled=True))
+            drawn = self._decoder.table.num_new(slot)
+            answer = _engine_failed(fault, drawn) if fault else self._completion(job, slot, cancelled=True)
+            self._outbox.put(job, answer)
         for message in (*self._waiting, *left):
             if fault:
                 self._outbox.put(message, _engine_failed(fault))
@@ -416,7 +424,15 @@ def _threads(num_threads: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def _engine_failed(cause: BaseException) -> SamplerFault:
-    fault = SamplerFault(f"the sampler's thread failed: {type(cause).__name__}: {cause}")
+async def _num_drawn(job: _Job) -> int:
+    """Tokens that were drawn for a job that is being cancelled. The engine answers every job, and soon."""
+    with contextlib.suppress(asyncio.CancelledError):  # it is cancelled once more: so it is, in the end
+        await settle([job.future])
+    fault = job.future.exception()
+    return num_tokens_drawn(fault) if fault is not None else len(job.future.result().ids)
+
+
+def _engine_failed(cause: BaseException, num_tokens: int = 0) -> SamplerFault:
+    fault = SamplerFault(f"the sampler's thread failed: {type(cause).__name__}: {cause}", num_tokens=num_tokens)
     fault.__cause__ = cause
     return fault

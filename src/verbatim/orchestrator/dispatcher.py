@@ -227,7 +227,7 @@ class Dispatcher:
                 size=self._group_size,
                 run_seed=self._run_seed,
                 on_sampled=self._ledger.sampled_tokens,
-                on_lost=lambda num_tokens: self._ledger.drop({"lost_actor": num_tokens}),
+                on_dropped=self._ledger.drop,
             )
             task = asyncio.create_task(run.run(), name=run.group_id)
             self._running[task] = _Launched(run=run, drawn=drawn, version=self._version)

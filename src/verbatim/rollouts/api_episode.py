@@ -103,8 +103,7 @@ class ChatEpisode:
             turns=turns, messages=tuple(self._messages), tools=self._opening.tools, stop_reason=stop_reason,
             truncated=stop_reason.truncated, error=error, info=info,
             seed=self._rules.seed, num_unrecorded_turns=self._num_turns - len(turns),
-            num_unrecorded_tokens=self._recorder.num_sampled_tokens - sum(len(t.completion_ids) for t in turns),
-            **self._opening.identity,
+            num_unrecorded_tokens=self._recorder.num_unrecorded_tokens, **self._opening.identity,
         )  # fmt: skip
 
     async def _converse(self) -> StopReason:
@@ -151,17 +150,19 @@ class ChatEpisode:
         self, answer: ChatAnswer, calls: tuple[ToolCall, ...], body: Mapping[str, Any], seconds: float
     ) -> None:
         """The exact ids, where the server gives them: then of every turn, or the trajectory has a hole."""
+        num_tokens = 0 if answer.completion_ids is None else len(answer.completion_ids)
         if answer.completion_ids is None or answer.prompt_ids is None:
             if self._asks_for_ids or self._recorder.turns:
+                self._recorder.count(num_tokens)
                 raise RecordError(
                     f"turn {self._num_turns - 1}: the answer has no "
                     f"{'prompt_token_ids' if answer.prompt_ids is None else 'token_ids'}; expected a server that knows "
                     "return_token_ids, such as vLLM, or leave it out of extra_body"
                 )
             return
+        self._recorder.count(num_tokens)
         if self._num_turns - 1 > len(self._recorder.turns):
             raise RecordError(f"turn {self._num_turns - 1}: the answer has token ids; no earlier one had")
-        self._recorder.count(len(answer.completion_ids))
         known = self._connection.api.processed_logprobs or samples_as_modelled(body)
         self._recorder.record(
             prompt_ids=answer.prompt_ids, completion_ids=answer.completion_ids,

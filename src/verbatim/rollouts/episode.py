@@ -80,6 +80,9 @@ async def run_episode(
                     stop_reason = await _converse(episode, loop, limits, messages, info)
             except EpisodeOver as over:
                 stop_reason = over.stop_reason
+                await loop.end()  # what the environment has sampled beside the turn that ended it
+            if await loop.end():
+                raise recorder.went_on()
             messages = messages if run is None else list(loop.messages())
             loop.finish()
             info.update(getattr(episode, "info", {}))
@@ -101,13 +104,14 @@ async def run_episode(
             if closing is not None and error is None:
                 error = f"{_kind(closing)}: {closing}"
                 _keep_traceback(info, closing)
+        await loop.end()
         recorder.close()
+    if error is None and recorder.late is not None:
+        error, stop_reason = f"record: {recorder.late}", StopReason.API_ERROR
     return Trajectory(
         example_id=example.id, turns=tuple(recorder.turns), messages=tuple(messages), reward=reward,
         reward_parts=parts, stop_reason=stop_reason, truncated=stop_reason.truncated if stop_reason else True,
-        error=error, info=info,
-        num_unrecorded_tokens=recorder.num_sampled_tokens - sum(len(turn.completion_ids) for turn in recorder.turns),
-        **identity,
+        error=error, info=info, num_unrecorded_tokens=recorder.num_unrecorded_tokens, **identity,
     )  # fmt: skip
 
 

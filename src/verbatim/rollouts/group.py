@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verbatim.errors import RecordError
@@ -32,7 +32,7 @@ class GroupRun:
         run_seed: int,
         purpose: str = "train",
         on_sampled: Callable[[int], None] | None = None,
-        on_lost: Callable[[int], None] | None = None,
+        on_dropped: Callable[[Mapping[str, int]], None] | None = None,
     ) -> None:
         self.index = index
         self.example = example
@@ -41,7 +41,7 @@ class GroupRun:
         self._purpose = purpose
         self._seed = derive_seed(run_seed, purpose, setup.env, example.id, index)
         self._recorders = [
-            Recorder(setup.sampler.vocab_size, on_sampled, on_lost, trajectory_id=f"{self.group_id}-{i}")
+            Recorder(setup.sampler.vocab_size, on_sampled, on_dropped, trajectory_id=f"{self.group_id}-{i}")
             for i in range(size)
         ]
 

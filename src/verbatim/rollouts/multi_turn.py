@@ -177,7 +177,7 @@ class MultiTurnRollout:
             if traces is not None:
                 traces.store(Trajectory(
                     example_id=example_id, turns=tuple(recorder.turns), messages=tuple(loop.messages()),
-                    tools=opening.tools,
+                    tools=opening.tools, num_unrecorded_tokens=recorder.num_unrecorded_tokens,
                     stop_reason=StopReason.CANCELLED, truncated=True, info={"task": dict(opening.task)}, **identity,
                 ))  # fmt: skip
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.errors import RecordError
@@ -20,7 +20,8 @@ class Recorder:
     Args:
         vocab_size: Ids must be below this.
         on_sampled: Called with the number of tokens of each completion (the ledger listens).
-        on_lost: Called with the number of tokens that `lose` gives up (the ledger drops them).
+        on_dropped: Called with the tokens, by reason, that no trajectory will have: those that `lose` gives up, and
+            those that came after the end (the ledger drops them).
         trajectory_id: For messages.
     """
 
@@ -28,12 +29,12 @@ class Recorder:
         self,
         vocab_size: int,
         on_sampled: Callable[[int], None] | None = None,
-        on_lost: Callable[[int], None] | None = None,
+        on_dropped: Callable[[Mapping[str, int]], None] | None = None,
         *,
         trajectory_id: str = "",
     ) -> None:
         self._on_sampled = on_sampled
-        self._on_lost = on_lost
+        self._on_dropped = on_dropped
         self._trajectory_id = trajectory_id
         self._tree = TokenTree(vocab_size)
         self._closed = False
@@ -71,19 +72,34 @@ class Recorder:
         """A sampler returned this many tokens, whether or not they can be recorded.
 
         Raises:
-            RecordError: the episode has ended; these tokens are nobody's.
+            RecordError: the episode has ended; they are counted all the same, and dropped as `error`.
         """
+        self._book(num_tokens)
         self.refuse_if_closed()
-        self.num_sampled_tokens += num_tokens
+
+    def count_cut_off(self, num_tokens: int) -> None:
+        """A sampler drew this many tokens for a completion that it will not return. None of them can be recorded."""
+        self._book(num_tokens)
+
+    def _book(self, num_tokens: int) -> None:
         if self._on_sampled is not None:
             self._on_sampled(num_tokens)
+        if not self._closed:
+            self.num_sampled_tokens += num_tokens
+        elif self._on_dropped is not None:
+            self._on_dropped({"error": num_tokens})
 
     def lose(self, num_tokens: int) -> None:
         """So many of the counted tokens went down with the process that they were sampled for."""
         assert 0 <= num_tokens <= self.num_sampled_tokens
         self.num_sampled_tokens -= num_tokens
-        if self._on_lost is not None:
-            self._on_lost(num_tokens)
+        if self._on_dropped is not None:
+            self._on_dropped({"lost_actor": num_tokens})
+
+    @property
+    def num_unrecorded_tokens(self) -> int:
+        """Counted tokens that are in no turn."""
+        return self.num_sampled_tokens - sum(len(turn.completion_ids) for turn in self.turns)
 
     def amend(self, index: int, **changes: object) -> None:
         """Add what became known after the completion: tool results, timing, reward. Never ids or logprobs."""
@@ -104,9 +120,17 @@ class Recorder:
             RecordError: the episode has ended.
         """
         if self._closed:
-            error = RecordError(f"{self._where(len(self.turns))}: sampled or recorded after the episode had ended")
-            self.late = self.late or error
-            raise error
+            raise self.went_on()
+
+    def went_on(self) -> RecordError:
+        """Somebody goes on after the end: what to tell them. It is remembered as `late`."""
+        error = self.refusal()
+        self.late = self.late or error
+        return error
+
+    def refusal(self) -> RecordError:
+        """What is told to those who come after the end."""
+        return RecordError(f"{self._where(len(self.turns))}: sampled or recorded after the episode had ended")
 
     def _where(self, index: int) -> str:
         return f"trajectory {self._trajectory_id!r}, turn {index}" if self._trajectory_id else f"turn {index}"

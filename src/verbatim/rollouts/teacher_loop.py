@@ -174,6 +174,10 @@ class TeacherLoop:
                 parse_status=said.parse_status, reward=said.reward, timing=said.timing,
             )  # fmt: skip
 
+    async def end(self) -> bool:
+        """The episode is over. What a teacher says later is never written in the student's ids: nothing to count."""
+        return False
+
     def _thread(self, agent: str, messages: Sequence[Message], schemas: list[Mapping[str, Any]]) -> _Thread:
         thread = self._threads.setdefault(agent, _Thread(messages=[], schemas=schemas, said=[]))
         known = thread.messages

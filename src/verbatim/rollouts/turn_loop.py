@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Literal
 from verbatim.errors import VerbatimError
 from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams
 from verbatim.renderers.base import ParsedResponse, Renderer
+from verbatim.rollouts.draws import Draws
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.tools.base import Tool
@@ -93,6 +95,7 @@ class AgentLoop:
         self._recorder = recorder
         self._seed = seed
         self._session = str(seed) if session is None else session
+        self._draws = Draws(recorder)
         self._threads: dict[str, _Thread] = {}
         self._told: tuple[Message, ...] = ()
         self._num_calls = 0
@@ -208,10 +211,16 @@ class AgentLoop:
     def finish(self) -> None:
         """The conversation is over; every turn is recorded already."""
 
+    async def end(self) -> bool:
+        """The episode is over: what is still being sampled is cut off, and counted. Whether anything was."""
+        return await self._draws.end()
+
     def _refuse_if_over(self) -> None:
-        self._recorder.refuse_if_closed()
         if self.stop_reason is not None:
             raise EpisodeOver(self.stop_reason)
+        if self._draws.over:
+            raise self._recorder.went_on()
+        self._recorder.refuse_if_closed()
         if self.turns_left <= 0:
             self._end(StopReason.MAX_TURNS)
 
@@ -227,7 +236,7 @@ class AgentLoop:
         number = self._num_turns_of.get(agent, 0)
         self._num_turns_of[agent] = number + 1
         params = params if params.max_tokens <= room else dataclasses.replace(params, max_tokens=room)
-        completion = await self._sampler.generate(
+        completion = await self._draw(
             SampleRequest(
                 prompt_ids=prompt_ids,
                 params=params,
@@ -235,7 +244,6 @@ class AgentLoop:
                 session=f"{self._session}/{agent}",
             )
         )
-        self._recorder.count(len(completion.ids))
         parsed = self._renderer.parse_response(completion.ids, prompt_ids, schemas or None)
         calls = tuple(self._identify(call) for call in parsed.tool_calls)
         parsed = dataclasses.replace(parsed, tool_calls=calls)
@@ -254,6 +262,15 @@ class AgentLoop:
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
         )
         return index, completion, parsed
+
+    async def _draw(self, request: SampleRequest) -> Completion:
+        try:
+            return await self._draws.draw(self._sampler, request)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._draws.over and not (task is not None and task.cancelling()):
+                raise self._recorder.refusal() from None
+            raise
 
     def _end(self, reason: StopReason) -> None:
         self.stop_reason = reason

@@ -11,6 +11,7 @@ import itertools
 from verbatim.errors import SamplerFault
 from verbatim.inference.base import Completion, Sampler, SampleRequest, nothing_sampled
 from verbatim.inference.borrowed import BorrowedSampler
+from verbatim.rollouts.draws import Draws
 from verbatim.rollouts.recorder import Recorder
 
 
@@ -19,39 +20,35 @@ class Try:
 
     def __init__(self, session: str, recorder: Recorder) -> None:
         self.session = session
-        self.num_tokens = 0
-        """Drawn so far."""
-        self._recorder = recorder
-        self._drawing: set[asyncio.Task[Completion]] = set()
-        self._given_up = False
+        self._draws = Draws(recorder)
+
+    @property
+    def num_delivered(self) -> int:
+        """Tokens of completions that were answered with; where the answer got through is not known here."""
+        return self._draws.num_delivered
+
+    @property
+    def num_cut_off(self) -> int:
+        """Tokens that were drawn for requests which ended without an answer."""
+        return self._draws.num_cut_off
 
     async def draw(self, sampler: Sampler, request: SampleRequest) -> Completion:
-        """A completion, counted before anybody else sees it; once the try is given up, a cancelled one of no tokens."""
-        drawing = asyncio.create_task(self._draw(sampler, request))
-        self._drawing.add(drawing)
-        drawing.add_done_callback(self._drawing.discard)
+        """A completion, counted before anybody else sees it; once the try has ended, a cancelled one of no tokens."""
         try:
-            return await drawing
+            return await self._draws.draw(sampler, request)
         except asyncio.CancelledError:
-            if self._given_up:
+            if self._draws.over:
                 return nothing_sampled()
             raise
 
-    async def _draw(self, sampler: Sampler, request: SampleRequest) -> Completion:
-        if self._given_up:
-            return nothing_sampled()
-        completion = await sampler.generate(request)
-        self.num_tokens += len(completion.ids)
-        self._recorder.count(len(completion.ids))
-        return completion
+    @property
+    def num_tokens(self) -> int:
+        """All tokens that were drawn so far."""
+        return self.num_delivered + self.num_cut_off
 
     async def give_up(self) -> None:
-        """Cancel what is being drawn: `num_tokens` is final afterwards."""
-        self._given_up = True
-        drawing = list(self._drawing)
-        for task in drawing:
-            task.cancel()
-        await asyncio.gather(*drawing, return_exceptions=True)
+        """Cut off what is being drawn: the counts are final afterwards."""
+        await self._draws.end()
 
 
 class CountedSampler(BorrowedSampler):

@@ -21,7 +21,7 @@ from verbatim.rollouts.group import run_together
 from verbatim.rollouts.player import EpisodeTask, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.remote.cluster import ray_running
-from verbatim.rollouts.remote.counted import CountedSampler
+from verbatim.rollouts.remote.counted import CountedSampler, Try
 from verbatim.rollouts.remote.episode_actor import ActorPlan, EpisodeActor, RemoteSetup
 from verbatim.rollouts.remote.place import Place
 from verbatim.rollouts.remote.recipe import describe_renderer
@@ -197,17 +197,21 @@ class ActorPool:
         finally:
             actor.num_playing -= 1
             self._sampler.close_try(current)
+        await current.give_up()  # what the episode gave up may still be on its way to the engine's ears
         trajectory, late = pickle.loads(packed)  # noqa: S301  (from a process that we started)
-        return self._received(trajectory, late, setup, current.num_tokens, recorder)
+        return self._received(trajectory, late, setup, current, recorder)
 
     def _received(
-        self, trajectory: Trajectory, late: RecordError | None, setup: RolloutSetup, num_drawn: int, recorder: Recorder
+        self, trajectory: Trajectory, late: RecordError | None, setup: RolloutSetup, ended: Try, recorder: Recorder
     ) -> Trajectory:
         """Bring the count to what the trajectory holds."""
         if setup.teacher is not None:  # what a teacher said is counted in the student's ids, which are made there
             recorder.count(trajectory.num_sampled_tokens)
         else:  # an answer that was lost on its way was asked for, and drawn, again
-            recorder.lose(num_drawn - trajectory.num_sampled_tokens)
+            recorder.lose(ended.num_delivered - trajectory.num_sampled_tokens)
+            # What was cut off is known here alone: its actor was answered with nothing.
+            unrecorded = trajectory.num_unrecorded_tokens + ended.num_cut_off
+            trajectory = trajectory.replace(num_unrecorded_tokens=unrecorded)
         assert recorder.num_sampled_tokens == trajectory.num_sampled_tokens
         recorder.close()
         recorder.late = recorder.late or late

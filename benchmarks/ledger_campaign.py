@@ -1,0 +1,58 @@
+"""Short runs in which everything goes wrong that can: is a sampled token ever outside the ledger?
+
+Tasks that outlive their episode, cancelled siblings, tools that raise or hang, deadlines, engines that fail, trainers
+that fail, stops and resumes, in runs of a few batches, with the scripted sampler and (every fifth run) the embedded
+engine. The engine's own count of the tokens that it drew is held against the ledger, at every checkpoint and at the
+end. One JSON line.
+
+    python benchmarks/ledger_campaign.py [--runs 500] [--first-seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from orchestrator.faulty_runs import Tally, faulty_run, tiny_model
+
+EMBEDDED_EVERY = 5
+"""One run in so many has the embedded engine."""
+
+
+def main() -> None:
+    """Run, and print one JSON line; status 1 if a token is outside."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=500)
+    parser.add_argument("--first-seed", type=int, default=0)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    model, began, total = tiny_model(), time.perf_counter(), Tally()
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.runs):
+            engine = model if seed % EMBEDDED_EVERY == 0 else None
+            found = asyncio.run(faulty_run(seed, engine, Path(folder)))
+            if found.outside:
+                print(f"seed {seed}: {found.outside} of {found.drawn} tokens are outside", file=sys.stderr)
+            total.add(found)
+    shutil.rmtree(model)
+    print(json.dumps({
+        "benchmark": "ledger_campaign", "runs": total.runs, "tokens_drawn": total.drawn,
+        "tokens_outside_the_ledger": total.outside, "after_the_checkpoint_gone_on_from": total.rolled_back,
+        "fates": dict(total.fates.most_common()),
+        "ends": dict(total.ends.most_common()), "failed_episodes": dict(total.errors.most_common()),
+        "seconds": round(time.perf_counter() - began, 1),
+    }))  # fmt: skip
+    sys.exit(1 if total.outside else 0)
+
+
+if __name__ == "__main__":
+    main()
