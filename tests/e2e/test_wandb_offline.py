@@ -142,7 +142,7 @@ def test_every_metric_is_recorded_by_step(recorded: Recorded):
 def test_dropped_rollouts_are_in_the_histograms(recorded: Recorded):
     history = {**recorded.first.history, **recorded.second.history}
     for step in (1, 2, 3):
-        assert recorded.metrics[step]["filters/custom/dropped"] == 4
+        assert recorded.metrics[step]["filters/EveryOther/dropped"] == 4
         for name in ("reward", "advantage", "completion_tokens", "turns", "staleness"):
             histogram = history[step][f"distribution/{name}"]
             assert histogram["_type"] == "histogram"
