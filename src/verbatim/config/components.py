@@ -18,6 +18,7 @@ from typing import Any
 
 from verbatim.config.fields import nearest
 from verbatim.config.knobs import check_knobs
+from verbatim.config.known_names import known_elsewhere
 from verbatim.config.origins import KeyPath
 from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
 from verbatim.errors import ComponentError
@@ -252,7 +253,8 @@ def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
 
 
 def _unknown(key: KeyPath, what: str, name: str, table: Collection[str], own: str = "") -> Problem:
-    hint = nearest(name, table) or "."
+    elsewhere = known_elsewhere(what, name)
+    hint = f": here it is {elsewhere}." if elsewhere else nearest(name, table) or "."
     message = f"there is no {what} {name!r}{hint} There are {', '.join(sorted(table))}{own}"
     return Problem(path=key, message=f"{_dotted(key)}: {message}")
 
