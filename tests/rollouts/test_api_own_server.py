@@ -270,7 +270,7 @@ async def test_trajectories_over_vllm_have_the_local_models_logprobs(vllm_url: s
     from verbatim.config.schema import InferenceConfig
     from verbatim.inference.torch_engine import TorchSampler
 
-    results = await over(vllm_url).run(CONVERSATIONS)
+    results = await over(vllm_url, seed=None).run(CONVERSATIONS)
     assert [r["error"] for r in results] == [None] * len(results)
     remote = await HttpSampler.connect(vllm_url, vocab_size=SIZES.vocab_size, policy_version=2, processed_logprobs=True)
     local = TorchSampler(model, config=InferenceConfig(device="cpu"), context_length=384, num_threads=1)

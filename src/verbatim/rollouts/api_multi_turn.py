@@ -55,7 +55,8 @@ class APIMultiTurnRollout:
     send_reasoning: bool = False
     """Whether `reasoning_content` of earlier messages is sent back; it is recorded in any case."""
     seed: int | None = None
-    """Every request gets a seed of its own made from this one, its example, sample and turn; None sends none."""
+    """Every request gets a seed of its own made from this one, its example, sample and turn; None sends none. vLLM for
+    CPUs ends at a seed where it computes a prompt in parts."""
     trajectory_timeout: float = 3600.0
     """Seconds for one trajectory, pauses and tools included."""
     tool_timeout: float = 60.0
