@@ -176,6 +176,37 @@ def test_breaks_beyond_the_limit_are_counted(tmp_path: Path, model: Path, capsys
     assert "12 breaks" in out
 
 
+def test_one_break_of_each_class_is_shown_before_a_second_one(tmp_path: Path, model: Path, capsys):
+    others = [corpus_case(words).logged.trajectory for words in ("two spaces made one", "a call that is no JSON")]
+    log = write(tmp_path / "log.jsonl", *[QWEN3] * 12, SUB_AGENT, *others)
+    _, out, _ = run(capsys, log, "--model", model, "--limit", 4)
+    shown = [line.split("  ")[1].strip() for line in out.splitlines() if line.startswith("break ")]
+    assert shown == ["thinking stripped", "sub-agent", "whitespace", "part of an answer not read back"]
+    _, out, _ = run(capsys, log, "--model", model, "--limit", 3, "--json")
+    report = json.loads(out)
+    assert [found["class"] for found in report["breaks"]] == ["thinking_stripped", "whitespace", "not_read_back"]
+    assert report["summary"]["breaks"] == 15
+
+
+def test_a_log_without_ids_is_not_said_to_be_whole(tmp_path: Path, capsys):
+    log = write(tmp_path / "log.jsonl", *[Trajectory(example_id="x", trajectory_id=f"t{n}") for n in range(3)])
+    status, out, _ = run(capsys, log)
+    assert status == 2
+    assert "nothing was checked: in 3 trajectories there is no turn with the token ids" in " ".join(out.split())
+    assert "0 breaks" not in out
+    status, out, _ = run(capsys, log, "--json")
+    assert (status, json.loads(out)["summary"]["checked"]) == (2, False)
+
+
+def test_advice_about_servers_is_not_given_about_a_run_of_ours(tmp_path: Path, model: Path, capsys):
+    found = [corpus_case(words).logged.trajectory for words in ("sampled letter by letter", "Qwen3 example")]
+    _, out, _ = run(capsys, write(tmp_path / "log.jsonl", *found), "--model", model)
+    shown = " ".join(out.split())
+    assert "the conversation was rendered anew" in shown
+    assert "endpoint" not in shown
+    assert "Send token ids" not in shown
+
+
 def test_the_advice_of_a_class_is_given_once(tmp_path: Path, model: Path, capsys):
     _, out, _ = run(capsys, write(tmp_path / "log.jsonl", QWEN3, QWEN3), "--model", model)
     assert " ".join(out.split()).count("the chat template drops the thinking of earlier turns") == 1

@@ -158,6 +158,19 @@ def _thinking():
     yield _case("an empty one that the generation prompt wrote", kind,
                 turn(f"{first}<think>\n\n</think>\n\n", f"It is 20 degrees.{END}"),
                 turn(f"{first}It is 20 degrees.{END}\n<|im_start|>user\nAnd?{END}\n<|im_start|>assistant\n", f"W{END}"))
+    bad = '<tool_call>\n{"name": look}\n</tool_call>'
+    silent = f"{first}{END}\n<|im_start|>user\n"
+    for name, said in (
+        ("an empty one with a call that cannot be read", f"<think>\n\n</think>\n\n{bad}"),
+        ("one with a call that cannot be read", f"<think>\n{thought}\n</think>\n\n{bad}"),
+        ("an open one", f"<think>\n{thought}"),
+        ("two empty ones and nothing else", "<think>\n\n</think>\n\n<think></think>"),
+    ):
+        yield _case(name, kind, turn(first, f"{said}{END}"),
+                    turn(f"{silent}And?{END}\n<|im_start|>assistant\n", f"W{END}"))  # fmt: skip
+    yield _rendered("two empty ones before an answer", kind,
+                    ([ASK], f"<think></think><think></think>It is 20.{END}"),
+                    ([ASK, assistant("It is 20."), NEXT], f"W{END}"))  # fmt: skip
     yield _case("in Mistral's brackets", kind,
                 turn("[INST]How warm?[/INST]", f"[THINK]{thought}[/THINK]It is 20 degrees.{END}"),
                 turn(f"[INST]How warm?[/INST]It is 20 degrees.{END}[INST]And?[/INST]", f"W{END}"))  # fmt: skip
@@ -230,6 +243,21 @@ def _arguments():
         yield _rendered(name, kind,
                         ([ASK], f"<tool_call>\n{said}\n</tool_call>{END}"),
                         ([ASK, assistant("", calls=[arguments]), tool("20")], f"It is 20.{END}"))  # fmt: skip
+
+
+def _not_read_back():
+    kind = BreakClass.NOT_READ_BACK
+    looked = assistant("", calls=[{"place": "Bonn"}])
+    for name, said, read, status in (
+        ("a call that is no JSON", '<tool_call>\n{"name": look}\n</tool_call>', assistant(""), "invalid_json"),
+        ("a call that is not closed", 'Well.<tool_call>\n{"name": "look"', assistant("Well."), "unclosed_block"),
+        ("text after a call", f'{CALL}"cellar"}}}}\n</tool_call>', looked, "ok"),
+        ("a tag after a call", f"{CALL}</tool_call>", looked, "ok"),
+        ("a second call that is no JSON", f"{CALL}\n<tool_call>\n[\n</tool_call>", looked, "malformed_structure"),
+    ):
+        yield _case(name, kind,
+                    turn(render(ASK), f"{said}{END}", parse_status=status),
+                    turn(render(ASK, read, tool("20") if "after" in name or "second" in name else NEXT), f"W{END}"))
 
 
 def _stops():
@@ -381,6 +409,6 @@ def _truncated():
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    makers = (_thinking, _retokenised, _whitespace, _arguments, _stops, _compacted, _rewritten, _tools, _sub_agents,
-              _truncated)  # fmt: skip
+    makers = (_thinking, _retokenised, _whitespace, _arguments, _stops, _not_read_back, _compacted, _rewritten, _tools,
+              _sub_agents, _truncated)  # fmt: skip
     return tuple(case for make in makers for case in make())

@@ -18,6 +18,7 @@ from rich.console import Console
 from verbatim.cli import exit_status
 from verbatim.doctor import BreakClass, Doctor, LogFile, known_formats, recognise
 from verbatim.doctor.as_json import JsonReport
+from verbatim.doctor.choice import Choice
 from verbatim.doctor.diagnosis import TemplateLine
 from verbatim.doctor.logs import Format
 from verbatim.doctor.show import ConsoleReport
@@ -29,7 +30,7 @@ _SHOWN = 10
 _LARGEST = 2**26
 """Bytes of a file that is looked at as a whole."""
 _EPILOG = (
-    "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read; "
+    "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read or checked; "
     "with --template: 0 every kind of message may be appended and tools are written and read, 1 if not"
 )
 
@@ -84,13 +85,17 @@ def run(args: argparse.Namespace) -> int:
     trajectories = known.read(file)
     first = next(trajectories, None)  # only then a format knows how the lines hang together
     report.begin(file=str(args.file), format_name=known.name, note=known.note(), tokenizer=model, tokenizer_note=note)
+    chosen = Choice(limit)
     for logged in chain([] if first is None else [first], trajectories):
         for diagnosis in doctor.examine(logged):
-            if limit > 0:
+            if limit == sys.maxsize:
                 report.add(diagnosis)
-            limit -= 1
+            else:
+                chosen.add(diagnosis)
+    for diagnosis in chosen.breaks():
+        report.add(diagnosis)
     report.close(doctor.summary, file.problems)
-    if file.problems.count:
+    if file.problems.count or not doctor.summary.checked:
         return exit_status.USAGE
     return int(doctor.summary.breaks > doctor.summary.by_design)
 

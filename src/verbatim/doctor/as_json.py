@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verbatim.doctor.classes import CLASSES
+from verbatim.doctor.classes import advice
 from verbatim.doctor.diagnosis import Diagnosis, Summary
 from verbatim.doctor.logs import Problems
 from verbatim.doctor.windows import Cell
@@ -18,15 +18,17 @@ class JsonReport:
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
         self._separator = "\n"
+        self._format = ""
 
     def begin(self, *, file: str, format_name: str, note: str, tokenizer: str | None, tokenizer_note: str) -> None:
         """What is read, and with what."""
+        self._format = format_name
         head = {"file": file, "format": format_name, "note": note, "tokenizer": tokenizer}
         self._write(f'{json.dumps(head)[:-1]}, "breaks": [')
 
     def add(self, diagnosis: Diagnosis) -> None:
         """One break."""
-        self._write(self._separator + json.dumps(break_to_json(diagnosis)))
+        self._write(self._separator + json.dumps(break_to_json(diagnosis, self._format)))
         self._separator = ",\n"
 
     def close(self, summary: Summary, problems: Problems) -> None:
@@ -39,7 +41,7 @@ class JsonReport:
         self._write(f'"summary": {json.dumps(summary_to_json(summary))}}}\n')
 
 
-def break_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+def break_to_json(diagnosis: Diagnosis, format_name: str) -> dict[str, Any]:
     """The keys that docs/doctor.md lists."""
     d = diagnosis
     return {
@@ -57,7 +59,7 @@ def break_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
         if d.template_line is None
         else {"number": d.template_line.number, "text": d.template_line.text},
         "cost": {"tokens_again": d.repeated, "tokens_again_in_tree": d.repeated_in_tree, "share": d.share},
-        "advice": CLASSES[d.kind].advice,
+        "advice": advice(d.kind, format_name),
     }
 
 
@@ -67,6 +69,7 @@ def summary_to_json(summary: Summary) -> dict[str, Any]:
         "trajectories": summary.trajectories,
         "turns": summary.turns,
         "samples": summary.samples,
+        "checked": summary.checked,
         "breaks": summary.breaks,
         "by_design": summary.by_design,
         "tokens": {

@@ -15,6 +15,7 @@ class BreakClass(StrEnum):
     WHITESPACE = "whitespace"
     TOOL_ARGUMENTS = "tool_arguments"
     STOP_TOKEN = "stop_token"
+    NOT_READ_BACK = "not_read_back"
     HISTORY_COMPACTED = "history_compacted"
     HISTORY_REWRITTEN = "history_rewritten"
     TOOLS_CHANGED = "tools_changed"
@@ -36,6 +37,8 @@ class About:
     """What it is called."""
     advice: str
     """What to do about it."""
+    in_our_run: str | None = None
+    """The same for a run of Verbatim, where that is something else: it sends ids, and its sampler returns them."""
 
 
 CLASSES: Mapping[BreakClass, About] = {
@@ -48,7 +51,10 @@ CLASSES: Mapping[BreakClass, About] = {
     BreakClass.RETOKENISED: About(
         title="re-tokenised",
         advice="the history went through text and came back as other ids. Send token ids: the sampled completion_ids "
-        "plus the ids of the new messages only (a renderer's bridge), never messages to a chat endpoint",
+        "plus the ids of the new messages only (a renderer's bridge), never the history as text or messages",
+        in_our_run="the conversation was rendered anew, and its text came back as other ids: a control token that was "
+        "sampled inside a text, or text in other pieces than the tokenizer makes. The new sample is right as it is; "
+        "`verbatim doctor --template` says where a renderer can bridge",
     ),
     BreakClass.WHITESPACE: About(
         title="whitespace",
@@ -64,6 +70,16 @@ CLASSES: Mapping[BreakClass, About] = {
         title="stop token missing or doubled",
         advice="a turn ends otherwise when sampled than in the history. Let the engine return the token that ends a "
         "turn (include_stop_str_in_output, no stop strings), and let only one side add it",
+        in_our_run="a turn ends otherwise when sampled than the renderer writes it. Compare the renderer's "
+        "stop_token_ids with the chat template's end of a turn, and eos_token_id in generation_config.json",
+    ),
+    BreakClass.NOT_READ_BACK: About(
+        title="part of an answer not read back",
+        advice="the message that was made of an answer leaves out a part of it: a tool call that cannot be read, or "
+        "text between and after calls. Send the sampled ids (a renderer's bridge), or keep the whole text as content",
+        in_our_run="the model sampled a tool call that cannot be read, or tags where none belong; its message leaves "
+        "them out, and the next prompt starts a new sample, which is right as it is. They become fewer as calls are "
+        'learned: a longer warm start; with tools = "hermes" such turns are bridged',
     ),
     BreakClass.HISTORY_COMPACTED: About(
         title="history compacted",
@@ -89,9 +105,17 @@ CLASSES: Mapping[BreakClass, About] = {
         title="truncated",
         advice="a completion was cut off, or the prompt lost its beginning. Raise max_tokens or the context length, "
         "end the episode there (Verbatim does), and switch off the engine's prompt truncation (truncate_prompt_tokens)",
+        in_our_run="a completion was cut off, or the prompt lost its beginning. Raise max_tokens or seq_len; an "
+        "environment with its own control flow should end where a turn was cut off",
     ),
     BreakClass.UNKNOWN: About(
         title="unknown",
         advice="without a tokenizer only ids can be compared; its text would tell more: add --model FOLDER_OR_ID",
     ),
 }
+
+
+def advice(kind: BreakClass, format_name: str) -> str:
+    """What to do about a class in a log of this format."""
+    about = CLASSES[kind]
+    return about.in_our_run if about.in_our_run is not None and format_name == "verbatim" else about.advice

@@ -86,6 +86,11 @@ class Summary:
     """What was found of each class."""
 
     @property
+    def checked(self) -> bool:
+        """Whether there was anything to look at: a turn that sampled something, with its ids."""
+        return self.samples > 0
+
+    @property
     def breaks(self) -> int:
         """All that were found."""
         return sum(sums.breaks for sums in self.classes.values())

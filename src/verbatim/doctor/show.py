@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from verbatim.doctor.classes import CLASSES, BreakClass
+from verbatim.doctor.classes import CLASSES, BreakClass, advice
 from verbatim.doctor.diagnosis import Diagnosis, Summary
 from verbatim.doctor.logs import Problems
 from verbatim.doctor.text import counted, printable
@@ -25,9 +25,11 @@ class ConsoleReport:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._shown = 0
+        self._format = ""
 
     def begin(self, *, file: str, format_name: str, note: str, tokenizer: str | None, tokenizer_note: str) -> None:
         """What is read, and with what."""
+        self._format = format_name
         head = f"{file}\nformat     {format_name}: {note}\ntokenizer  {tokenizer_note}\n"
         self._console.print(Text(head), soft_wrap=True)
 
@@ -39,7 +41,7 @@ class ConsoleReport:
     def close(self, summary: Summary, problems: Problems) -> None:
         """What could not be read, what the file holds, what its breaks cost, and what to do."""
         _print_problems(self._console, problems)
-        _print_summary(self._console, summary, self._shown)
+        _print_summary(self._console, summary, self._shown, self._format)
 
 
 def _print_break(console: Console, number: int, diagnosis: Diagnosis) -> None:
@@ -101,7 +103,12 @@ def _print_problems(console: Console, problems: Problems) -> None:
         console.print(f"... and {problems.count - len(problems.kept):,} more lines that cannot be read")
 
 
-def _print_summary(console: Console, summary: Summary, shown: int) -> None:
+def _print_summary(console: Console, summary: Summary, shown: int, format_name: str) -> None:
+    if not summary.checked:
+        read = counted(summary.trajectories, "trajectory", "trajectories")
+        console.print(f"nothing was checked: in {read} there is no turn with the token ids of a prompt and a "
+                      "completion; log them (docs/doctor.md)", style=_CLASS_STYLE)  # fmt: skip
+        return
     if summary.breaks > shown:
         console.print(f"{counted(summary.breaks - shown, 'more break')} in the figures below; --limit N shows more\n")
     if summary.classes:
@@ -115,7 +122,7 @@ def _print_summary(console: Console, summary: Summary, shown: int) -> None:
         f"{summary.repeated:,} of them again because of breaks ({summary.share(summary.repeated):.1%})"
     )
     for kind in _ordered(summary):
-        console.print(Text.assemble("\n", (CLASSES[kind].title, _style(kind)), ": ", CLASSES[kind].advice))
+        console.print(Text.assemble("\n", (CLASSES[kind].title, _style(kind)), ": ", advice(kind, format_name)))
 
 
 def _by_class(summary: Summary) -> Table:

@@ -16,6 +16,7 @@ from verbatim.doctor.evidence.history import (
     cannot_tell,
     history_compacted,
     history_rewritten,
+    not_read_back,
     recorded_tools_changed,
     sampled_again,
     tools_changed,
@@ -37,6 +38,7 @@ TESTS: Sequence[tuple[BreakClass, Test, bool]] = (
     (BreakClass.STOP_TOKEN, stop_token, False),
     (BreakClass.SUB_AGENT, another_system_message, True),
     (BreakClass.UNKNOWN, cannot_tell, False),
+    (BreakClass.NOT_READ_BACK, not_read_back, True),
     (BreakClass.HISTORY_COMPACTED, history_compacted, True),
     (BreakClass.HISTORY_REWRITTEN, history_rewritten, False),
 )

@@ -84,6 +84,23 @@ def sampled_again(d: Difference) -> str | None:
     return f"nothing was changed: sampled again from a point inside the context of turn {d.opening.against[-1]}"
 
 
+def not_read_back(d: Difference) -> str | None:
+    """A part of an answer is gone where reading it leaves something out: a call that cannot be read, a stray tag."""
+    change, span = d.change, d.span
+    inside = span.start <= change.start and change.end <= span.end and d.alignment.meets_again
+    if not inside or change.now_end > change.now_start or d.is_gone(span):
+        return None
+    assert d.text is not None
+    gone = d.earlier[change.start : change.end]
+    markup = any(token in d.text.control and token not in d.stops for token in gone)
+    status = d.turns[span.turn].parse_status
+    if status == "ok" and not markup:
+        return None
+    why = f" ({status})" if status != "ok" else ""
+    length = counted(len(gone), "token")
+    return f"{length} of turn {span.turn}'s answer did not come back when it was read as a message{why}"
+
+
 def history_compacted(d: Difference) -> str | None:
     """Much of the history is gone, and at most half as much stands in its place."""
     changes = d.alignment.changes

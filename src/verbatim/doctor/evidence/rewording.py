@@ -20,25 +20,32 @@ _FOLLOWING = 8
 
 
 def thinking_stripped(d: Difference) -> str | None:
-    """A closed block of thinking is gone, or emptied, and what followed it is there."""
+    """Thinking is gone, or emptied: one block or several in a row, closed, or open to the end of its turn. What
+    followed it is there, or nothing of its turn is there but the end."""
+    assert d.text is not None
     earlier, now = d.texts
     same = common_prefix(earlier, now)
+    ends = "|".join(re.escape(d.text.decode([stop])) for stop in sorted(d.stops)) or r"(?!)"
     for opened, closed in _THINKING:
-        pattern = re.compile(rf"\s*{re.escape(opened)}(.*?){re.escape(closed)}", re.DOTALL)
+        one = rf"\s*{re.escape(opened)}((?:(?!{ends}).)*?){re.escape(closed)}"
+        pattern = re.compile(rf"(?:{one})+|\s*{re.escape(opened)}(?:(?!{ends}).)*(?={ends})", re.DOTALL)
         block = next((b for b in pattern.finditer(earlier) if b.start() <= same < b.end()), None)
         if block is None:
             continue
-        thought = block[1].strip()
+        tags = re.compile(f"{re.escape(opened)}|{re.escape(closed)}")
+        thought = tags.sub("", block[0]).strip()
         begins = min(block.start(), same)
         kept = pattern.match(now, begins)
-        if kept is not None and (kept[1].strip() or not thought):
+        if kept is not None and (tags.sub("", kept[0]).strip() or not thought):
             continue
-        rest = now[kept.end() if kept else begins :]
-        followed = _squeeze(earlier[block.end() :])[:_FOLLOWING]
-        if not _squeeze(rest).startswith(followed):
+        rest = _squeeze(now[kept.end() if kept else begins :])
+        end = re.compile(ends).search(earlier, block.end())
+        whole = rest.startswith(_squeeze(earlier[block.end() :])[:_FOLLOWING])
+        if not whole and (end is None or not rest.startswith(_squeeze(earlier[end.start() :])[:_FOLLOWING])):
             continue
-        others = 0 if kept else earlier.count(closed, block.end()) - rest.count(closed)
+        others = 0 if kept or not whole else earlier.count(closed, block.end()) - now.count(closed, begins)
         more = f", nor is that of {counted(others, 'later answer')}" if others > 0 else ""
+        more = more if whole else ", nor is what followed it"
         return f"the {opened} block of turn {d.span.turn} is {'emptied' if kept else 'not'} in turn " \
                f"{d.opening.turn}'s prompt{more}: {_quote(thought) if thought else 'an empty one'}"  # fmt: skip
     return None
