@@ -225,3 +225,24 @@ def test_every_exit_status_is_documented():
     table = (docs / "configuration.md").read_text().partition("## Exit status")[2]
     listed = [int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
     assert listed == [value for name, value in vars(exit_status).items() if name.isupper()]
+
+
+LOSSES = """
+def forgets(inputs):
+    inputs.trainer_logprobs.sum()
+
+
+def bare(inputs):
+    return -inputs.trainer_logprobs.sum()
+"""
+
+
+@pytest.mark.parametrize(("name", "found"), [("forgets", "None"), ("bare", "a bare tensor of shape ()")])
+@pytest.mark.parametrize("command", ["rl", "config"])
+def test_a_loss_without_a_result_is_refused_before_there_is_a_folder(place, capsys, command, name, found):
+    (place / "bad_losses.py").write_text(LOSSES)
+    loss = f'{{ type = "custom", import_path = "bad_losses.{name}" }}'
+    assert main([command, "run.toml", "--trainer.loss", loss, "--run-dir", "never"]) == exit_status.USAGE
+    printed = " ".join(capsys.readouterr().err.split())
+    assert f"trainer.loss: the loss {name} returned {found}; return LossOutputs(loss=...), with a scalar" in printed
+    assert not (place / "never").exists()

@@ -13,6 +13,7 @@ from verbatim.cli.session import (
     check_tools,
     demonstrations,
     make_environments,
+    make_loss,
     make_monitors,
     make_renderer,
     make_rules,
@@ -21,7 +22,7 @@ from verbatim.cli.tables import component_tables
 from verbatim.config import resolve
 from verbatim.config.schema import RunConfig, TeacherConfig
 from verbatim.environments.resolve import corpus
-from verbatim.errors import UsageError
+from verbatim.errors import ComponentError, UsageError
 from verbatim.inference.openai import OpenAI
 from verbatim.models.source import find_source
 
@@ -47,7 +48,7 @@ def check_run(config: RunConfig) -> Environments:
     check_environments(config, environments)
     make_rules(config.orchestrator, environments)
     make_monitors(config)
-    resolve(config.trainer.loss, component_tables().losses, what="loss", where="trainer.loss")
+    _check_loss(config)
     warm_start = config.warm_start
     data = read_conversations(warm_start.data) if warm_start is not None and warm_start.data is not None else []
     if config.orchestrator.rollout.backend == "ray":
@@ -57,6 +58,19 @@ def check_run(config: RunConfig) -> Environments:
         _check_teacher(config.orchestrator.teacher, config.orchestrator.training_mode)
     _check_model(config, environments, data)
     return environments
+
+
+def _check_loss(config: RunConfig) -> None:
+    loss = config.trainer.loss
+    if loss.type != "custom":
+        resolve(loss, component_tables().losses, what="loss", where="trainer.loss")
+        return  # ours are known to be right, and torch takes seconds to import
+    from verbatim.losses.results import try_loss
+
+    try:
+        try_loss(make_loss(config), has_teacher=config.orchestrator.teacher is not None)
+    except ComponentError as error:
+        raise ComponentError(f"trainer.loss: {error}") from error
 
 
 def _check_devices(config: RunConfig) -> None:

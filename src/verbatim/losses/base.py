@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -64,7 +65,10 @@ class Loss:
     @property
     def name(self) -> str:
         """What messages call it."""
-        return getattr(self.function, "__name__", type(self.function).__name__)
+        function: Any = self.function
+        while isinstance(function, functools.partial):  # a custom one, with its knobs
+            function = function.func
+        return str(getattr(function, "__name__", type(function).__name__))
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Apply the loss with its knobs."""

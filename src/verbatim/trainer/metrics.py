@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from verbatim.errors import ComponentError
+from verbatim.losses.results import as_scalar
 
 
 class MetricSums:
@@ -29,12 +29,8 @@ class MetricSums:
             ComponentError: something that is not one number.
         """
         for name, value in metrics.items():
-            tensor = torch.as_tensor(value).detach()
-            if tensor.numel() != 1:
-                raise ComponentError(f"metric {name!r} of the loss has shape {tuple(tensor.shape)}; expected a scalar: "
-                                     "reduce it, for example with .mean()")  # fmt: skip
             self._names.append(name)
-            self._values.append(tensor.reshape(()))
+            self._values.append(as_scalar(name, value))
             self._weights.append(weight)
 
     def result(self) -> dict[str, float]:

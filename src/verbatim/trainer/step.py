@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verbatim.errors import ComponentError, RunStopped
+from verbatim.errors import RunStopped
 from verbatim.losses import Loss, LossInputs
+from verbatim.losses.results import checked_outputs
 from verbatim.models.head import CausalLM
 from verbatim.trainer.device_batch import DeviceBatch, whole_trajectory
 from verbatim.trainer.logprobs import ChunkLogprobs, backward_logprobs, target_logprobs
@@ -159,18 +160,10 @@ class GradientPass:
     ) -> Tensor:
         """dL/dlogprob of the loss over these inputs, divided by the step's denominator."""
         with torch.enable_grad():
-            outputs = self.loss(inputs)
-            total = outputs.loss
-            if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
-                what = f"shape {tuple(total.shape)}, requires_grad {total.requires_grad}" if isinstance(
-                    total, Tensor) else type(total).__name__  # fmt: skip
-                raise ComponentError(
-                    f"the loss {self.loss.name} returned {what}; expected a scalar tensor that depends on "
-                    "inputs.trainer_logprobs (to leave a trajectory out, multiply by 0 instead of returning a constant)"
-                )
+            total, metrics = checked_outputs(self.loss(inputs), self.loss.name)
             (grad_M,) = torch.autograd.grad(total.reshape(()) / self.denominator, leaf_M)
         self._losses.append((total.detach().reshape(()), culprits))
-        self.metrics.add({k: v for k, v in outputs.metrics.items() if k not in _OBSERVED}, weight)
+        self.metrics.add({k: v for k, v in metrics.items() if k not in _OBSERVED}, weight)
         return grad_M
 
     def _observe(self, batch: DeviceBatch, at: slice, result: ChunkLogprobs) -> None:

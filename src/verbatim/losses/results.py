@@ -1,0 +1,106 @@
+"""What a loss returned, checked; and a trial of a loss of one's own on a few tokens, before a run begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from verbatim.errors import ComponentError
+from verbatim.losses.base import Loss, LossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ANSWER = "return LossOutputs(loss=...), with a scalar that depends on inputs.trainer_logprobs"
+TRIAL_TOKENS = 6
+
+
+def checked_outputs(outputs: Any, name: str) -> tuple[Tensor, dict[str, Any]]:
+    """The scalar to minimise and the metrics that a loss returned.
+
+    Args:
+        outputs: What the function returned.
+        name: What messages call it.
+
+    Raises:
+        ComponentError: it is None, a bare tensor, something else than `LossOutputs`, or its loss is no scalar with a
+            gradient.
+    """
+    from torch import Tensor
+
+    if not (hasattr(outputs, "loss") and hasattr(outputs, "metrics")):
+        found = f"a bare tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else (
+            "None" if outputs is None else type(outputs).__name__)  # fmt: skip
+        raise ComponentError(f"the loss {name} returned {found}; {_ANSWER}")
+    total = outputs.loss
+    if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
+        what = f"shape {tuple(total.shape)}, requires_grad {total.requires_grad}" if isinstance(
+            total, Tensor) else type(total).__name__  # fmt: skip
+        raise ComponentError(
+            f"the loss {name} returned {what}; expected a scalar tensor that depends on inputs.trainer_logprobs (to "
+            "leave a trajectory out, multiply by 0 instead of returning a constant)"
+        )
+    if not isinstance(outputs.metrics, dict):
+        raise ComponentError(f"the loss {name} returned the metrics {outputs.metrics!r:.80}; expected "
+                             "{name: scalar tensor}")  # fmt: skip
+    return total, outputs.metrics
+
+
+def as_scalar(name: str, value: Any) -> Tensor:
+    """A metric of a loss as a tensor of shape [] without a gradient.
+
+    Raises:
+        ComponentError: it is not one number.
+    """
+    import torch
+
+    try:
+        tensor = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ComponentError(f"metric {name!r} of the loss is {value!r:.80}; expected a scalar tensor") from error
+    if tensor.numel() != 1:
+        raise ComponentError(f"metric {name!r} of the loss has shape {tuple(tensor.shape)}; expected a scalar: "
+                             "reduce it, for example with .mean()")  # fmt: skip
+    return tensor.reshape(())
+
+
+def try_loss(loss: Loss, *, has_teacher: bool) -> None:
+    """Call a loss once as the trainer would, on six tokens of two turns, and take its gradient.
+
+    Args:
+        loss: With its knobs.
+        has_teacher: Whether the run has teacher logprobs.
+
+    Raises:
+        ComponentError: it raised, or returned something that cannot be minimised; says what.
+    """
+    import torch
+
+    leaf = torch.full((TRIAL_TOKENS,), -1.0, requires_grad=True)
+    mask = torch.tensor([False, True, True, False, True, True])
+    if loss.level == "token":
+        mask = torch.ones(TRIAL_TOKENS, dtype=torch.bool)  # such a loss is given trained tokens alone
+    inside = mask.to(leaf.dtype)
+    inputs = LossInputs(
+        trainer_logprobs=leaf * inside,
+        inference_logprobs=-1.125 * inside,
+        teacher_logprobs=-0.75 * inside if has_teacher else None,
+        advantages=torch.tensor([0.0, 0.5, 0.5, 0.0, -0.5, -0.5]) * inside,
+        loss_mask=mask,
+        chunk_ids=torch.where(mask, torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor(-1)),
+    )
+    try:
+        outputs = loss(inputs)
+    except ComponentError:
+        raise
+    except Exception as error:
+        raise ComponentError(
+            f"the loss {loss.name}, tried on a trajectory of {TRIAL_TOKENS} tokens"
+            f"{'' if has_teacher else ' without a teacher (teacher_logprobs = None)'}, raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    total, metrics = checked_outputs(outputs, loss.name)
+    for name, value in metrics.items():
+        as_scalar(name, value)
+    (gradient,) = torch.autograd.grad(total.reshape(()), leaf, allow_unused=True)
+    if gradient is None:
+        raise ComponentError(f"the loss {loss.name} does not depend on inputs.trainer_logprobs; {_ANSWER}")
