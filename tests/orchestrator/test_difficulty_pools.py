@@ -1,5 +1,6 @@
 """Difficulty pools in a run: what is settled is judged, a drained data set ends it, and a resume goes on with them."""
 
+import asyncio
 import logging
 from collections import Counter
 
@@ -63,6 +64,37 @@ async def test_a_drained_data_set_ends_the_run_with_everything_settled(tmp_path,
     orchestrator.ledger_for_tests.check(pending=0)
     assert notes.evals[-1][0] == orchestrator.step
     assert max(notes.saved) == orchestrator.step
+
+
+class OneHardGroup(Coins):
+    """One example; its first group earns nothing and ends first, every other one earns 0 and 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.started = -10  # the first evaluation
+
+    def examples(self, split):
+        return super().examples(split)[:1]
+
+    async def start(self, example, seed):
+        coin = Coin(seed, False)
+        self.started += 1
+        coin.reward = float(self.started > 2 and self.started % 2)
+        await asyncio.sleep(0.01 if self.started > 2 else 0.0)
+        return coin
+
+
+async def test_a_data_set_that_is_drained_while_the_last_batch_is_in_flight_cuts_nothing_short(tmp_path, caplog):
+    """Six groups are in flight for a batch of three; the first one is dropped, and its example with it."""
+    orchestrator, notes, _ = make(
+        tmp_path, steps=1, environment=OneHardGroup(), pool_rules=RULES, oversampling=2.0, online_filtering=True,
+        evaluate=True,
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        assert await orchestrator.run()
+    assert orchestrator.step == 1
+    assert not any("the run ends after" in message for message in caplog.messages)
+    assert [step for step, _ in notes.evals] == [0, 1]
 
 
 async def test_a_drained_run_goes_on_when_a_share_comes_back(tmp_path):

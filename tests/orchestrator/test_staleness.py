@@ -39,6 +39,19 @@ def test_age_counts_from_the_first_sampled_token():
     assert age(sampled_by(), batch=4) == 0
 
 
+def test_age_counts_from_the_first_sampled_token_of_agents_that_speak_side_by_side():
+    """Turns are recorded as they end: a long one that began with version 3 comes after a short one of version 5."""
+    assert age(sampled_by([5], [3, 5, 6]), batch=7) == 4
+
+
+def test_a_token_whose_version_is_unknown_has_no_age():
+    assert age(sampled_by([-1, -1], [6]), batch=7) == 1
+    assert age(sampled_by([-1, 5]), batch=7) == 2
+    assert age(sampled_by([-1]), batch=7) == 0
+    untold = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0])
+    assert age(Trajectory(example_id="x", turns=[untold, *sampled_by([2]).turns]), batch=7) == 5
+
+
 def test_a_group_is_too_old_when_all_that_completed_in_it_is():
     def group(*trajectories):
         return Group(group_id="g", example_id="x", env="e", trajectories=trajectories)

@@ -205,7 +205,8 @@ class Orchestrator:
             self._saved = self.step
             self._dispatcher.start(version=self.step, batch=self.step)
             await self._train(lag)
-            drained = self._dispatcher.drained if not self._stopping.is_set() else None
+            cut_short = self.step < self._plan.max_steps and not self._stopping.is_set()
+            drained = self._dispatcher.drained if cut_short else None
             finished = self.step >= self._plan.max_steps or drained is not None
             await self._dispatcher.stop()
             if drained is not None:

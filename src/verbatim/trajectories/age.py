@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from verbatim.types import Trajectory
+from verbatim.types import Int32, Trajectory
 
 
 def first_version(trajectory: Trajectory) -> int | None:
-    """The policy version of the first sampled token; None if nothing was sampled, or it is unknown."""
-    for turn in trajectory.turns:
-        if len(turn.completion_ids):
-            return None if turn.policy_versions is None else int(turn.policy_versions[0])
-    return None
+    """The policy version of the first sampled token; None if nothing was sampled, or it is unknown.
+
+    Turns are in the order in which they ended. Agents that speak side by side may end in another order than they began,
+    so it is the oldest of all turns.
+    """
+    return min((v for turn in trajectory.turns if (v := _first_known(turn.policy_versions)) is not None), default=None)
+
+
+def _first_known(versions: Int32 | None) -> int | None:
+    """Of a turn's versions the first that is not -1, unknown; none of the others is older."""
+    if versions is None or not len(versions):
+        return None
+    if versions[0] >= 0:
+        return int(versions[0])
+    known = versions[versions >= 0]
+    return int(known[0]) if len(known) else None
 
 
 def age(trajectory: Trajectory, batch: int) -> int:
