@@ -164,8 +164,9 @@ def test_everything_but_the_flat_lists_can_be_read_of_a_trajectory_with_a_break(
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_mapping_view_is_json(broken):
+    task = {"answer": (7,), "row": np.arange(2)}
     details = {
-        "info": MappingProxyType({"score": np.float32(0.5), "seen": np.arange(2), "task": {"answer": (7,)}}),
+        "info": MappingProxyType({"score": np.float32(0.5), "seen": np.arange(2), "task": task}),
         "reward_parts": MappingProxyType({"exact": np.float64(1.0)}), "stop_reason": "stop", "advantage": np.float32(2),
         "messages": ({"role": "user", "content": "hi"},), "tools": ({"type": "function", "function": {"name": "add"}},),
     }  # fmt: skip
@@ -173,9 +174,9 @@ def test_the_mapping_view_is_json(broken):
     if not broken:
         trajectory = trajectory.replace(turns=trajectory.turns[:1])
     found = json.loads(json.dumps(dict(trajectory), allow_nan=False))
-    assert found == dict(trajectory) | {"stop_reason": "stop", "answer": [7]}
+    assert found == dict(trajectory) | {"stop_reason": "stop", "answer": [7], "row": [0, 1]}
     assert (found["reward"], found["reward_parts"], found["messages"]) == (1.0, {"exact": 1.0}, trajectory["messages"])
-    assert found["info"] == {"score": 0.5, "seen": [0, 1], "task": {"answer": [7]}}
+    assert found["info"] == {"score": 0.5, "seen": [0, 1], "task": {"answer": [7], "row": [0, 1]}}
     assert found["tools"] == [{"type": "function", "function": {"name": "add"}}]
     first = {"token_ids": [1, 2], "loss_mask": [False, True], "logprobs": [None, -0.5], "advantages": [0.0, 2.0]}
     assert {name: found["samples"][0][name] for name in first} == first
@@ -202,7 +203,9 @@ def test_a_reward_is_one_number_of_any_type(number):
         assert (type(value), value) == (float, 1.0)
 
 
-@pytest.mark.parametrize("wrong", [[0.5, 1.0], [], (1.0,), np.array([1.0]), "1", {"a": 1.0}, b"1"])
+@pytest.mark.parametrize("wrong", [[0.5, 1.0], [], (1.0,), np.array([1.0]), "1", {"a": 1.0}, b"1", np.str_("1"),
+                                   np.array(None), np.array("x"), np.datetime64("2020-01-01"),
+                                   np.complex64(1), pytest.param(10**400, id="10**400")])
 @pytest.mark.parametrize("name", ["reward", "advantage"])
 def test_a_reward_or_an_advantage_that_is_not_one_number_is_refused_when_it_is_built(name, wrong):
     with pytest.raises(RecordError, match=f"{name}: .*; expected one number or None"):
@@ -211,6 +214,12 @@ def test_a_reward_or_an_advantage_that_is_not_one_number_is_refused_when_it_is_b
         Trajectory(example_id="x", **{name: wrong})
     with pytest.raises(RecordError, match=r"reward_parts\['exact'\]: .*; expected one number"):
         Trajectory(example_id="x", reward_parts={"exact": wrong})
+
+
+@pytest.mark.parametrize("wrong", [[0.5], None, "exact"])
+def test_reward_parts_that_have_no_names_are_refused(wrong):
+    with pytest.raises(RecordError, match=r"reward_parts: .*; expected a mapping of names to numbers"):
+        Trajectory(example_id="x", reward_parts=wrong)
 
 
 def test_a_reward_that_is_not_finite_stays_on_its_trajectory_to_be_counted():

@@ -221,13 +221,18 @@ def _as_number(value: Any, name: str, hint: str = "") -> float | None:
     """One number, NaN and infinity included: what cannot be learned from is found, and counted, where credit is given.
 
     Raises:
-        RecordError: a list, a text, an array of several.
+        RecordError: a list, a text, an array of several, an integer that no float can hold.
     """
     if value is None or type(value) is float:
         return value
-    if not hasattr(type(value), "__float__") or getattr(value, "ndim", None):
-        raise RecordError(f"{name}: {value!r:.80}; expected one number or None{hint}")
-    return float(value)
+    # numpy's texts, dates and complex numbers have a __float__ too.
+    is_number = hasattr(type(value), "__float__") and not getattr(value, "ndim", None) and not isinstance(value, str)
+    if is_number and getattr(getattr(value, "dtype", None), "kind", "f") not in "cmMOSU":
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise RecordError(f"{name}: {value!r:.80}; expected one number or None{hint}")
 
 
 def _as_logprobs(values: object, expected: int) -> Float32:
@@ -352,6 +357,8 @@ class Trajectory(Mapping[str, Any]):
         put(self, "tools", tuple(self.tools))
         put(self, "reward", _as_number(self.reward, "reward", "; a turn's own goes into Turn(reward=...)"))
         put(self, "advantage", _as_number(self.advantage, "advantage", "; a turn's own goes into Turn(advantage=...)"))
+        if not isinstance(self.reward_parts, Mapping):
+            raise RecordError(f"reward_parts: {self.reward_parts!r:.80}; expected a mapping of names to numbers")
         for name, part in self.reward_parts.items():
             if _as_number(part, f"reward_parts[{name!r}]") is None:
                 raise RecordError(f"reward_parts[{name!r}]: None; leave out a part that was not scored")
@@ -410,7 +417,7 @@ class Trajectory(Mapping[str, Any]):
                 return _plain(getattr(self, key))
         beside = self._beside_messages()
         if key in beside:
-            return beside[key]
+            return _plain(beside[key])
         raise KeyError(f"{key!r}; a trajectory has {', '.join(self)}")
 
     def __iter__(self) -> Iterator[str]:
