@@ -1,0 +1,165 @@
+"""Random settings of the dispatcher, on virtual time, with failures, flat groups, difficulty pools and a resume.
+
+Every run ends, every sampled token is booked once, no group is handed out that is too old as a whole, and a synchronous
+run takes what was launched first.
+"""
+
+import asyncio
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+from virtual_runs import on_virtual_time
+
+from verbatim import Example, Trajectory
+from verbatim.curriculum import ExampleSchedule, PoolRules
+from verbatim.errors import RunStopped
+from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.rollouts import EpisodeTally
+from verbatim.trajectories import Ledger, age
+
+LENGTHS = {
+    "even": lambda rng: 1.0,
+    "at once": lambda rng: 0.0,
+    "uneven": lambda rng: rng.uniform(0.1, 4.0),
+    "heavy tail": lambda rng: min(200.0, rng.paretovariate(0.8)),
+    "stragglers": lambda rng: 40.0 if rng.random() < 0.05 else 1.0,
+}
+POOLS = [None, None, PoolRules(easy_threshold=0.99), PoolRules(hard_threshold=0.5),
+         PoolRules(easy_threshold=0.6, hard_threshold=0.3, easy_fraction=0.3)]  # fmt: skip
+
+
+class RandomRun:
+    """One run, with settings that its seed decides."""
+
+    def __init__(self, seed):
+        self.seed, self.rng = seed, random.Random(seed)
+        choice = self.rng.choice
+        self.level, self.bound = choice(range(4)), choice(range(4))
+        self.factor, self.groups = choice([1, 1.3, 1.5, 2, 2.5, 3, 4]), choice(range(1, 9))
+        self.size, self.batches, self.filtering = choice([1, 2, 3]), choice(range(1, 13)), choice([True, False])
+        self.slots, self.flat, self.fails = choice([1, 2, 5, 999]), choice([0, 0.2, 0.5, 0.8]), choice([0, 0, 0.1, 0.4])
+        self.seconds, self.train_seconds = LENGTHS[choice(list(LENGTHS))], choice([0, 0.1, 1, 5, 30])
+        self.pools, self.examples = choice(POOLS), [Example(id=f"e{i}") for i in range(choice([1, 3, 7, 50]))]
+
+    def make(self, state):
+        self.ledger, self.version, self.saved = Ledger(), 0, []
+        setup = SimpleNamespace(
+            env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(self.slots),
+            player=SimpleNamespace(play=self.play, metrics=dict), tally=EpisodeTally(),
+        )  # fmt: skip
+        self.dispatcher = Dispatcher(
+            schedule=ExampleSchedule({"e": self.examples}, {"e": 1.0}, seed=self.seed, pool_rules=self.pools),
+            setups={"e": setup}, ledger=self.ledger, group_size=self.size, groups_per_batch=self.groups,
+            max_async_level=self.level, max_off_policy_steps=self.bound, oversampling_factor=self.factor, run_seed=0,
+            num_batches=self.batches, online_difficulty_filtering=self.filtering,
+        )  # fmt: skip
+        if state is not None:
+            self.version = state["step"]
+            self.dispatcher.load_state_dict(state["dispatcher"])
+            self.ledger.load_state_dict(state["ledger"])
+            self.ledger.drop({"cancelled": state["pending"]})
+            self.ledger.check(pending=0)
+
+    async def play(self, setup, task, recorder):
+        group, sample = task.identity["group_id"], task.identity["sample_index"]
+        rng = random.Random(f"{self.seed} {group} {sample}")
+        num_turns, error = rng.randint(1, 3), None
+        for turn in range(num_turns):
+            begun = self.version
+            await asyncio.sleep(self.seconds(rng) / num_turns)
+            count = rng.randint(1, 4)
+            recorder.count(count)
+            recorder.record(prompt_ids=[1, turn], completion_ids=[2] * count, logprobs=[-1.0] * count,
+                            policy_versions=[begun] + [self.version] * (count - 1))  # fmt: skip
+            if rng.random() < self.fails / num_turns:
+                error = "environment: broke"
+                break
+        recorder.close()
+        flat = random.Random(f"{self.seed} {group}").random() < self.flat
+        reward = None if rng.random() < 0.05 else 0.5 if flat else float(rng.random() < 0.5)
+        return Trajectory(example_id=task.example.id, turns=recorder.turns, reward=reward, error=error, **task.identity)
+
+    async def go(self, *, until, state=None):
+        """Batches up to `until`; the last of an interrupted run is not trained."""
+        self.make(state)
+        start = self.version
+        self.dispatcher.start(version=start, batch=start)
+        handed = asyncio.Queue()
+        trainer = asyncio.create_task(self.train(handed))
+        try:
+            for number in range(start, until):
+                groups = await self.dispatcher.next_batch()
+                if groups is None:
+                    break
+                self.check_batch(number, [index for index, _ in groups])
+                handed.put_nowait((number, groups))
+            if until == self.batches:
+                handed.put_nowait(None)
+                await trainer
+            else:
+                await asyncio.sleep(self.rng.uniform(0.0, 5.0))
+        except RunStopped:
+            pass  # every group failed, or was flat
+        finally:
+            trainer.cancel()
+            await asyncio.gather(trainer, return_exceptions=True)
+            await self.dispatcher.stop()
+        if trainer.done() and not trainer.cancelled():
+            trainer.result()
+        self.ledger.check(self.dispatcher.num_pending_tokens)
+
+    def check_batch(self, number, indices):
+        assert len(indices) == self.groups
+        assert indices == sorted(set(indices))
+        if min(self.level, self.bound) == 0:
+            waiting = [*self.dispatcher._running.values(), *self.dispatcher._ready]
+            passed_over = [group for group in waiting if group.run.index < indices[-1]]
+            assert all(number - group.version > self.bound for group in passed_over)
+
+    async def train(self, handed):
+        while (batch := await handed.get()) is not None:
+            number, groups = batch
+            await asyncio.sleep(self.train_seconds)
+            for index, group in groups:
+                ends = {"trained": 0, "error": 0, "stale": 0}
+                for t in group.trajectories:
+                    end = "error" if t.error else "stale" if age(t, number) > self.bound else "trained"
+                    ends[end] += t.num_sampled_tokens
+                completed = group.completed
+                assert not completed or min(age(t, number) for t in completed) <= self.bound  # a place is not wasted
+                self.ledger.settle_group(index, trained=ends.pop("trained"), dropped=ends)
+            self.dispatcher.settled()
+            self.version = number + 1
+            state = {"step": self.version, "dispatcher": self.dispatcher.state_dict(),
+                     "ledger": self.ledger.state_dict(), "pending": self.dispatcher.num_pending_tokens}  # fmt: skip
+            self.saved.append(json.loads(json.dumps(state)))
+            held = [row["index"] for row in state["dispatcher"]["held"]]
+            launched = range(state["dispatcher"]["schedule"]["drawn"])
+            ended = [index for index in launched if self.ledger.is_settled(index)]
+            assert sorted(held + ended) == list(launched)
+            self.dispatcher.advance(self.version)
+            self.ledger.check(self.dispatcher.num_pending_tokens)
+            assert self.dispatcher.num_running <= max(1, round(self.factor * self.groups))
+
+    async def straight(self):
+        await self.go(until=self.batches)
+        return self.version
+
+    async def interrupted(self):
+        await self.go(until=self.rng.randrange(self.batches))
+        await self.go(until=self.batches, state=self.rng.choice(self.saved) if self.saved else None)
+        return self.version
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_every_run_ends_and_every_token_is_booked_once(block):
+    whole = 0
+    for seed in range(20 * block, 20 * (block + 1)):
+        run = RandomRun(seed)
+        whole += on_virtual_time(run.interrupted() if seed % 2 else run.straight()) == run.batches
+        if run.version == run.batches:
+            run.ledger.drop({"unused_at_end": run.dispatcher.discard()})
+            run.ledger.check(pending=0)
+    assert whole >= 6  # the others are used up, or all flat
