@@ -255,7 +255,7 @@ def test_messages_that_are_no_list_are_the_environments_fault(plain, messages):
 
 def test_arguments_that_are_text_but_no_json_stay_text():
     renderer = TemplateRenderer(byte_tokenizer(PLAIN.replace("<eot>", "{{ m.tool_calls }}<eot>")))
-    ids = renderer.render_ids([ASK, with_call_arguments("{[[" + "{" * 99 + "x")])
+    ids = renderer.write_ids([ASK, with_call_arguments("{[[" + "{" * 99 + "x")], None, True)
     assert "'arguments': '{[[{" in renderer.decode(ids)
 
 
