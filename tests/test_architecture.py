@@ -16,7 +16,7 @@ import verbatim
 ROOT = Path(verbatim.__file__).parent
 
 ORDER = (
-    ("errors",),
+    ("errors", "texts", "user_code"),
     ("token_tree",),
     ("types",),
     ("trajectory_json",),

@@ -78,17 +78,22 @@ class Environment(Protocol):
         """A fresh episode about this example; all its randomness comes from the seed."""
 
 
+IS_SUCCESS = "is_success"
+"""The key of `Trajectory.info` for what the environment's own `is_success` said of it."""
+
+
 def succeeded(environment: Environment, trajectory: Trajectory) -> bool:
     """Whether an episode reached its goal: the environment's own `is_success`, or else a reward of at least 1.
 
-    One that failed, or ended because no more tool calls could be read, is no success.
+    A rollout asks `is_success` once, when its group has ended, and keeps the answer in `info`. An episode that failed,
+    or ended because no more tool calls could be read, is no success.
     """
     if trajectory.error is not None or trajectory.stop_reason is StopReason.MALFORMED:
         return False
     own = getattr(environment, "is_success", None)
-    if own is not None:
-        return bool(own(trajectory))
-    return trajectory.reward is not None and trajectory.reward >= 1.0
+    if own is None:
+        return trajectory.reward is not None and trajectory.reward >= 1.0
+    return bool(trajectory.info[IS_SUCCESS] if IS_SUCCESS in trajectory.info else own(trajectory))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
-from verbatim.environments.base import Environment, Episode, Reply, Score
-from verbatim.errors import ComponentError, EnvironmentFault, ModelError, RolloutError
+from verbatim.environments.base import Environment, Episode, Reply
+from verbatim.errors import ComponentError, EnvironmentFault, RolloutError
+from verbatim.rollouts import supervised
 from verbatim.rollouts.recorder import Recorder
-from verbatim.rollouts.rewards import add_reward, checked_reward, one_number
+from verbatim.rollouts.rewards import add_reward, checked_reward, read_score
+from verbatim.rollouts.supervised import Leash, LeftBehind, supervise
 from verbatim.rollouts.tally import TOOL_FAULTS, TRACEBACK, failure_kind, traceback_tail
 from verbatim.rollouts.teacher_loop import TeacherLoop
 from verbatim.rollouts.turn_loop import TOOLS_OFFERED, AgentLoop, EpisodeLimits, EpisodeOver
+from verbatim.rollouts.user_calls import UserCalls
+from verbatim.texts import LONGEST_ERROR, cut, shown
 from verbatim.tools.manager import ToolManager, ToolOutcome
 from verbatim.types import PARSE_STATUSES, Example, Message, ParseStatus, StopReason, ToolCall, Trajectory
 
@@ -42,6 +47,9 @@ async def run_episode(
 ) -> Trajectory:
     """Run one episode and score it.
 
+    The environment's code runs on a task of its own. It is cancelled at the episode's deadline; where it ignores that
+    for `supervised.GRACE` seconds, it is left behind: the episode has failed, and the run goes on.
+
     Args:
         environment: Whose episode it is.
         example: What it is about.
@@ -53,82 +61,176 @@ async def run_episode(
 
     Returns:
         The trajectory. If the environment, a tool under its own control flow, or the engine failed, `error` says
-        what happened and the turns up to there are kept.
+        what happened and the turns up to there are kept. That holds for whatever the environment raises, SystemExit and
+        KeyboardInterrupt included.
 
     Raises:
         asyncio.CancelledError: the run is shutting down; the recorder still holds what was sampled.
     """
-    episode: Episode | None = None
-    messages: list[Message] = []
-    error: str | None = None
-    stop_reason: StopReason | None = None
-    reward: float | None = None
-    parts: dict[str, float] = {}
-    info: dict[str, Any] = {}
+    play = _Play(environment, example, seed, loop, recorder, limits, identity)
     try:
-        async with asyncio.timeout(limits.timeout):
-            episode = await _guarded("start", lambda: environment.start(example, seed))
-            messages.extend(_checked_messages(getattr(episode, "messages", None), "the episode's messages"))
-            if getattr(episode, TURN_REWARDS_SUM, False):
-                info[TURN_REWARDS_SUM] = True
-            try:
-                run = getattr(episode, "run", None)
-                if run is not None:
-                    await _guarded("run", lambda: run(loop))
-                    stop_reason = StopReason.STOP
-                else:
-                    stop_reason = await _converse(episode, loop, limits, messages, info)
-            except EpisodeOver as over:
-                stop_reason = over.stop_reason
-                await loop.end()  # what the environment has sampled beside the turn that ended it
-            if await loop.end():
-                raise recorder.went_on()
-            messages = messages if run is None else list(loop.messages())
-            loop.finish()
-            info.update(getattr(episode, "info", {}))
-            if loop.offers_tools:
-                info[TOOLS_OFFERED] = True
-            draft = Trajectory(
-                example_id=example.id, turns=tuple(recorder.turns), messages=tuple(messages), stop_reason=stop_reason,
-                truncated=stop_reason.truncated, info=info, **identity,
-            )  # fmt: skip
-            reward, parts = _reward(await _guarded("score", lambda: episode.score(draft)))
-    except TimeoutError:
-        error, stop_reason = f"timeout: the episode took more than {limits.timeout:g} s", StopReason.API_ERROR
-    except RolloutError as fault:
-        error, stop_reason = f"{_kind(fault)}: {fault}", StopReason.API_ERROR
-        _keep_traceback(info, fault)
+        await supervise(play.run(), play.leash)
+    except LeftBehind:
+        play.was_left_behind()
+        await play.close()
+    except asyncio.CancelledError:
+        if play.leash.told_to_end:
+            raise
+        play.fail(EnvironmentFault(f"{play.calls.now} cancelled the task that it runs on"))
     finally:
-        if episode is not None:
-            closing = await _close(episode)
-            if closing is not None and error is None:
-                error = f"{_kind(closing)}: {closing}"
-                _keep_traceback(info, closing)
         await loop.end()
         recorder.close()
-    if error is None and recorder.late is not None:
-        error, stop_reason = f"record: {recorder.late}", StopReason.API_ERROR
-    return Trajectory(
-        example_id=example.id, turns=tuple(recorder.turns), messages=tuple(messages), reward=reward,
-        reward_parts=parts, stop_reason=stop_reason, truncated=stop_reason.truncated if stop_reason else True,
-        error=error, info=info, num_unrecorded_tokens=recorder.num_unrecorded_tokens, **identity,
-    )  # fmt: skip
+    return play.trajectory()
+
+
+class _Play:
+    """One episode under way. What it holds is the record, at any time."""
+
+    def __init__(
+        self, environment: Environment, example: Example, seed: int, loop: AgentLoop | TeacherLoop,
+        recorder: Recorder, limits: EpisodeLimits, identity: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._environment, self._example, self._seed = environment, example, seed
+        self._loop, self._recorder, self._limits, self._identity = loop, recorder, limits, identity
+        self.leash = Leash(limits.timeout + supervised.GRACE)
+        self.calls = UserCalls(self.leash)
+        self._episode: Episode | None = None
+        self._closing = False
+        self._messages: list[Message] = []
+        self._stop_reason: StopReason | None = None
+        self._reward: float | None = None
+        self._parts: dict[str, float] = {}
+        self._info: dict[str, Any] = {}
+        self._error: str | None = None
+
+    async def run(self) -> None:
+        """Take it to its end; what goes wrong is in the record."""
+        try:
+            async with asyncio.timeout(self._limits.timeout) as self.calls.deadline:
+                await self._play()
+        except TimeoutError:
+            self._error = f"timeout: the episode took more than {self._limits.timeout:g} s"
+            self._stop_reason = StopReason.API_ERROR
+        except RolloutError as fault:
+            self.fail(fault)
+        finally:
+            await self._close()
+            await self._loop.end()
+            self._recorder.close()
+
+    def fail(self, fault: RolloutError) -> None:
+        """Something went wrong for good."""
+        self._error, self._stop_reason = _said(fault), StopReason.API_ERROR
+        _keep_traceback(self._info, fault)
+
+    def was_left_behind(self) -> None:
+        """The environment's code still runs, and nothing of what it does from now on counts."""
+        # What it may still change must not be what is kept.
+        self._messages, self._info = list(self._messages), dict(self._info)
+        if self._closing:
+            self._error = self._error or f"environment: close went on after {CLOSING:g} s, and was left behind"
+            return
+        self._error = (
+            f"timeout: the episode took more than {self._limits.timeout:g} s: {self.calls.now} ignored its "
+            "cancellation, and was left behind"
+        )
+        self._stop_reason = StopReason.API_ERROR
+
+    async def close(self) -> None:
+        """Close the episode of a task that was left behind before it came to that."""
+        if not self._closing:
+            self.leash = Leash(math.inf)
+            self.calls = UserCalls(self.leash)
+            with contextlib.suppress(LeftBehind):
+                await supervise(self._close(), self.leash)
+
+    def trajectory(self) -> Trajectory:
+        """The record."""
+        if self._error is None and self._recorder.late is not None:
+            self._error, self._stop_reason = f"record: {self._recorder.late}", StopReason.API_ERROR
+        return Trajectory(
+            example_id=self._example.id, turns=tuple(self._recorder.turns), messages=tuple(self._messages),
+            reward=self._reward, reward_parts=self._parts, stop_reason=self._stop_reason,
+            truncated=self._stop_reason.truncated if self._stop_reason else True, error=self._error, info=self._info,
+            num_unrecorded_tokens=self._recorder.num_unrecorded_tokens, **self._identity,
+        )  # fmt: skip
+
+    async def _play(self) -> None:
+        calls, loop, recorder = self.calls, self._loop, self._recorder
+        with calls.guard("start"):
+            # Known at once: one that comes after the deadline is closed too.
+            self._episode = episode = await self._environment.start(self._example, self._seed)
+        with calls.guard("the episode's messages"):
+            self._messages.extend(_checked_messages(getattr(episode, "messages", None), "the episode's messages"))
+            if getattr(episode, TURN_REWARDS_SUM, False):
+                self._info[TURN_REWARDS_SUM] = True
+            run = getattr(episode, "run", None)
+        try:
+            if run is not None:
+                with calls.guard("run"):
+                    await run(loop)
+                self._stop_reason = StopReason.STOP
+            else:
+                self._stop_reason = await _converse(episode, loop, self._limits, self._messages, self._info, calls)
+        except EpisodeOver as over:
+            self._stop_reason = over.stop_reason
+            await loop.end()  # what the environment has sampled beside the turn that ended it
+        if await loop.end():
+            raise recorder.went_on()
+        if run is not None:
+            self._messages = list(loop.messages())
+        loop.finish()
+        with calls.guard("info"):
+            self._info.update(getattr(episode, "info", {}))
+        if loop.offers_tools:
+            self._info[TOOLS_OFFERED] = True
+        draft = Trajectory(
+            example_id=self._example.id, turns=tuple(recorder.turns), messages=tuple(self._messages),
+            stop_reason=self._stop_reason, truncated=self._stop_reason.truncated, info=self._info, **self._identity,
+        )  # fmt: skip
+        with calls.guard("score"):
+            score = read_score(await episode.score(draft), "score")
+        self._reward, self._parts = score
+
+    async def _close(self) -> None:
+        """Close the episode, exactly once; what goes wrong in it counts where nothing else has."""
+        if self._episode is None or self._closing:
+            return
+        self._closing = self.leash.may_not_be_cancelled = True
+        self.leash.within(CLOSING + supervised.GRACE)
+        fault: RolloutError | None = None
+        try:
+            async with asyncio.timeout(CLOSING) as self.calls.deadline:
+                with self.calls.guard("close"):
+                    await self._episode.close()
+        except TimeoutError:
+            fault = EnvironmentFault(f"close took more than {CLOSING:g} s")
+        except EpisodeOver as over:
+            fault = EnvironmentFault(f"close sampled, and the episode was over: {over}")
+        except RolloutError as raised:
+            fault = raised
+        if fault is not None and self._error is None:
+            self._error = _said(fault)
+            _keep_traceback(self._info, fault)
 
 
 async def _converse(
     episode: Episode, loop: AgentLoop | TeacherLoop, limits: EpisodeLimits, messages: list[Message],
-    info: dict[str, Any],
+    info: dict[str, Any], calls: UserCalls,
 ) -> StopReason:  # fmt: skip
     """The usual control flow: tools answer calls, the environment answers everything else."""
-    try:
-        offered: Any = episode.tools
-        tools = offered if isinstance(offered, ToolManager) else ToolManager(offered)
-    except (ComponentError, TypeError, AttributeError) as error:
-        raise EnvironmentFault(f"the episode's tools: {error}") from error
+    with calls.guard("the episode's tools"):
+        try:
+            offered: Any = episode.tools
+            tools = offered if isinstance(offered, ToolManager) else ToolManager(offered)
+        except (ComponentError, TypeError, AttributeError) as error:
+            raise EnvironmentFault(f"the episode's tools: {cut(str(error))}") from error
     malformed_in_a_row = 0
     while True:
         try:
-            key = _state_key(episode)
+            with calls.guard("state_key"):
+                key = episode.state_key()
+            calls.now = "sampling"
             messages.append(await loop.sample(messages, tuple(tools.values()), state_key=key))
         except EpisodeOver as over:
             if over.message is not None:
@@ -139,18 +241,14 @@ async def _converse(
             return StopReason.MAX_TURNS  # the pending calls are not run
         started = time.perf_counter()
         if turn.tool_calls:
+            calls.now = "a tool"
             answer, parse_status = await _run_tools(tools, turn.tool_calls, limits, info)
             malformed = all(call.status != "ok" for call in turn.tool_calls)
             malformed_in_a_row = malformed_in_a_row + 1 if malformed else 0
             ends = StopReason.MALFORMED if malformed_in_a_row > limits.max_malformed_retries else None
         else:
-            answer = await _guarded("reply", lambda: episode.reply(messages[-1]))
-            if not isinstance(answer, Reply):
-                raise EnvironmentFault(f"reply returned {answer!r}; expected verbatim.environments.Reply")
-            _checked_messages(answer.messages, "the reply's messages")
-            if not isinstance(answer.done, bool | np.bool_):
-                raise EnvironmentFault(f"reply returned done={answer.done!r:.80}; expected True or False")
-            answer = dataclasses.replace(answer, reward=checked_reward(answer.reward, "reply"))
+            with calls.guard("reply"):
+                answer = _checked_reply(await episode.reply(messages[-1]))
             parse_status, malformed_in_a_row = "ok", 0
             ends = None if answer.messages else StopReason.STOP
         messages.extend(answer.messages)
@@ -199,71 +297,32 @@ def _note_tool_fault(info: dict[str, Any], outcome: ToolOutcome) -> None:
     fault["count"] += 1
 
 
-async def _guarded(what: str, call: Callable[[], Awaitable[Any]]) -> Any:
-    """Run a piece of the user's environment; whatever it raises becomes an EnvironmentFault."""
-    try:
-        return await call()
-    except (EpisodeOver, RolloutError, ModelError):  # a model that cannot do what is asked fails every episode alike
-        raise
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise  # this episode is being cancelled, not something that the user's code awaited
-        raise EnvironmentFault(f"{what} awaited something that was cancelled") from error
-    except Exception as error:  # user code may raise anything; it is kept on the trajectory and counted
-        raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
+def _checked_reply(answer: Any) -> Reply:
+    if not isinstance(answer, Reply):
+        raise EnvironmentFault(f"reply returned {shown(answer)}; expected verbatim.environments.Reply")
+    _checked_messages(answer.messages, "the reply's messages")
+    if not isinstance(answer.done, bool | np.bool_):
+        raise EnvironmentFault(f"reply returned done={shown(answer.done, 80)}; expected True or False")
+    return dataclasses.replace(answer, reward=checked_reward(answer.reward, "reply"))
 
 
 def _checked_messages(messages: Any, what: str) -> Sequence[Message]:
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise EnvironmentFault(f"{what}: {messages!r}; expected a list of messages")
+        raise EnvironmentFault(f"{what}: {shown(messages)}; expected a list of messages")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise EnvironmentFault(f'{what}: {message!r} at {index}; expected {{"role": ..., "content": ...}}')
+            raise EnvironmentFault(
+                f'{what}: {shown(message)} at {index}; expected {{"role": ..., "content": ...}}'
+            )
     return messages
 
 
-def _state_key(episode: Episode) -> str | None:
-    try:
-        return episode.state_key()
-    except Exception as error:  # user code, as in `_guarded`
-        raise EnvironmentFault(f"state_key raised {type(error).__name__}: {error}") from error
-
-
-def _reward(score: Score) -> tuple[float | None, dict[str, float]]:
-    if score is None:
-        return None, {}
-    try:
-        parts = {str(name): one_number(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
-        reward = math.fsum(parts.values()) if isinstance(score, Mapping) else one_number(score)
-    except (TypeError, ValueError) as error:
-        raise EnvironmentFault(
-            f"score returned {score!r:.200}; expected a number or {{part: number}} ({error})"
-        ) from None
-    if not math.isfinite(reward):
-        raise EnvironmentFault(f"score returned {score!r}; expected a finite number")
-    return reward, parts
-
-
-async def _close(episode: Episode) -> RolloutError | EpisodeOver | None:
-    """What went wrong in it."""
-    try:
-        async with asyncio.timeout(CLOSING):
-            await _guarded("close", episode.close)
-    except TimeoutError:
-        return EnvironmentFault(f"close took more than {CLOSING:g} s")
-    except (RolloutError, EpisodeOver) as fault:
-        return fault
-    return None
-
-
-def _keep_traceback(info: dict[str, Any], fault: RolloutError | EpisodeOver) -> None:
+def _keep_traceback(info: dict[str, Any], fault: RolloutError) -> None:
     """Where the user's code raised: the log quotes it, here or on another host."""
     if fault.__cause__ is not None:
         info[TRACEBACK] = traceback_tail(fault.__cause__)
 
 
-def _kind(fault: RolloutError | EpisodeOver) -> str:
-    return {"EnvironmentFault": "environment", "SamplerFault": "sampler", "RecordError": "record"}.get(
-        type(fault).__name__, "rollout"
-    )
+def _said(fault: RolloutError) -> str:
+    kind = {"EnvironmentFault": "environment", "SamplerFault": "sampler", "RecordError": "record"}
+    return f"{kind.get(type(fault).__name__, 'rollout')}: {cut(str(fault), 2 * LONGEST_ERROR)}"

@@ -7,13 +7,18 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from verbatim.errors import RecordError
+from verbatim.environments.base import IS_SUCCESS, Environment
+from verbatim.errors import EnvironmentFault, RecordError
+from verbatim.rollouts import supervised
 from verbatim.rollouts.episode import TURN_REWARDS_SUM
 from verbatim.rollouts.player import EpisodeTask, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
-from verbatim.rollouts.rewards import one_number
+from verbatim.rollouts.rewards import checked_number
 from verbatim.rollouts.seeds import derive_seed
+from verbatim.rollouts.supervised import Leash, LeftBehind, supervise
 from verbatim.rollouts.tally import TRACEBACK, traceback_tail
+from verbatim.rollouts.user_calls import UserCalls
+from verbatim.texts import LONGEST_ERROR, cut, shown
 from verbatim.types import Example, Group, Trajectory
 
 T = TypeVar("T")
@@ -62,8 +67,8 @@ class GroupRun:
         ]
         score_group = getattr(self.setup.environment, "score_group", None)
         if score_group is not None:
-            trajectories = await _score_together(score_group, trajectories)
-        trajectories = [_rewarded_by_its_turns(t) for t in trajectories]
+            trajectories = await _score_together(score_group, trajectories, self.setup.limits.timeout)
+        trajectories = [_judged(self.setup.environment, _rewarded_by_its_turns(t)) for t in trajectories]
         for before, after in zip(ended, trajectories, strict=True):
             if before.error is None and after.error is not None:
                 self.setup.tally.failed(after)
@@ -107,26 +112,66 @@ def _rewarded_by_its_turns(trajectory: Trajectory) -> Trajectory:
     rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
     if trajectory.error is not None or trajectory.reward is not None or not rewards:
         return trajectory
-    return trajectory.replace(reward=math.fsum(rewards), info={**trajectory.info, TURN_REWARDS_SUM: True})
+    try:
+        reward = checked_number(math.fsum(rewards), "the turns together")
+    except EnvironmentFault as fault:
+        return trajectory.replace(error=f"environment: {fault}")
+    return trajectory.replace(reward=reward, info={**trajectory.info, TURN_REWARDS_SUM: True})
 
 
 async def _score_together(
-    score_group: Callable[[Sequence[Trajectory]], object], trajectories: list[Trajectory]
+    score_group: Callable[[Sequence[Trajectory]], Any], trajectories: list[Trajectory], timeout: float  # noqa: ASYNC109
 ) -> list[Trajectory]:
-    """Group-level rewards for the completed rollouts; a scorer that fails fails its group, not the run."""
+    """Group-level rewards for the completed rollouts; a scorer that fails fails its group, not the run.
+
+    It may take as long as one episode. Then it is cancelled, and left behind where it ignores that.
+    """
     completed = [t for t in trajectories if t.error is None]
     if not completed:
         return trajectories
+    leash = Leash(timeout + supervised.GRACE)
+    calls = UserCalls(leash)
+
+    async def score() -> list[float]:
+        async with asyncio.timeout(timeout) as calls.deadline:
+            with calls.guard("score_group"):
+                given = list(await score_group(completed))
+                if len(given) != len(completed):
+                    raise EnvironmentFault(
+                        f"score_group returned {shown(given)}; expected {len(completed)} finite numbers"
+                    )
+                return [checked_number(value, f"score_group, for rollout {i}") for i, value in enumerate(given)]
+
+    fault: BaseException
     try:
-        rewards = [one_number(r) for r in await score_group(completed)]  # type: ignore[misc]
-        if len(rewards) != len(completed) or not all(map(math.isfinite, rewards)):
-            raise ValueError(f"returned {rewards}; expected {len(completed)} finite numbers")
-    except (Exception, asyncio.CancelledError) as error:  # user code; every rollout of the group carries the reason
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # the group is being cancelled, not something that the user's code awaited
-        reason = f"environment: score_group raised {type(error).__name__}: {error}"
-        info = {TRACEBACK: traceback_tail(error)}
-        return [t if t.error else t.replace(error=reason, info={**t.info, **info}) for t in trajectories]
-    by_id = {id(t): r for t, r in zip(completed, rewards, strict=True)}
-    return [t.replace(reward=by_id[id(t)]) if id(t) in by_id else t for t in trajectories]
+        rewards = await supervise(score(), leash)
+    except EnvironmentFault as error:
+        fault, reason = error, f"environment: {cut(str(error), 2 * LONGEST_ERROR)}"
+    except TimeoutError as error:
+        fault, reason = error, f"environment: score_group took more than {timeout:g} s"
+    except LeftBehind as error:
+        fault = error
+        reason = f"environment: score_group took more than {timeout:g} s, ignored its cancellation, and was left behind"
+    except asyncio.CancelledError as error:
+        if leash.told_to_end:
+            raise
+        fault, reason = error, "environment: score_group cancelled the task that it runs on"
+    else:
+        by_id = {id(t): r for t, r in zip(completed, rewards, strict=True)}
+        return [t.replace(reward=by_id[id(t)]) if id(t) in by_id else t for t in trajectories]
+    info = {TRACEBACK: traceback_tail(fault.__cause__)} if fault.__cause__ is not None else {}
+    return [t if t.error else t.replace(error=reason, info={**t.info, **info}) for t in trajectories]
+
+
+def _judged(environment: Environment, trajectory: Trajectory) -> Trajectory:
+    """With the verdict of the environment's own `is_success`; one that fails fails the rollout."""
+    own = getattr(environment, "is_success", None)
+    if trajectory.error is not None or own is None:
+        return trajectory
+    calls = UserCalls(Leash(math.inf))
+    try:
+        with calls.guard("is_success"):
+            return trajectory.replace(info={**trajectory.info, IS_SUCCESS: bool(own(trajectory))})
+    except EnvironmentFault as fault:
+        info = {**trajectory.info, TRACEBACK: traceback_tail(fault.__cause__)}
+        return trajectory.replace(error=f"environment: {cut(str(fault), 2 * LONGEST_ERROR)}", info=info)

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 from verbatim.errors import EnvironmentFault
+from verbatim.texts import shown
+
+LARGEST = 3.4028234663852886e38
+"""Of float32, in which advantages are trained: a larger reward would become infinite there."""
 
 
 def checked_reward(reward: Any, who: str) -> float | None:
     """A turn's own reward; None where there is none.
 
     Raises:
-        EnvironmentFault: it is no finite number; fails the trajectory.
+        EnvironmentFault: it is no finite number that float32 can hold; fails the trajectory.
     """
     if reward is None:
         return None
     try:
-        finite = isinstance(reward, numbers.Real) and math.isfinite(reward)
+        fits = isinstance(reward, numbers.Real) and abs(float(reward)) <= LARGEST  # NaN is not
     except OverflowError:  # an integer that no float can hold
-        finite = False
-    if not finite:
-        raise EnvironmentFault(f"{who} gave the reward {reward!r:.80}; expected a finite number")
+        fits = False
+    if not fits:
+        raise EnvironmentFault(f"{who} gave the reward {shown(reward, 80)}; {_expected(reward)}")
     return float(reward)
 
 
@@ -38,6 +43,38 @@ def add_reward(so_far: float | None, reward: Any, who: str) -> float | None:
     return checked_reward(so_far + more, f"{who}, with the calls before it,")
 
 
+def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
+    """What `score` returned: the reward, and its parts where it has parts.
+
+    Raises:
+        EnvironmentFault: it is no number, or none that float32 can hold.
+    """
+    if score is None:
+        return None, {}
+    try:
+        parts = {str(name): one_number(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
+        reward = math.fsum(parts.values()) if isinstance(score, Mapping) else one_number(score)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EnvironmentFault(
+            f"{who} returned {shown(score)}; expected a number or {{part: number}} ({shown(str(error))[1:-1]})"
+        ) from None
+    if not all(abs(number) <= LARGEST for number in (reward, *parts.values())):
+        raise EnvironmentFault(f"{who} returned {shown(score)}; {_expected(reward)}")
+    return reward, parts
+
+
+def checked_number(value: Any, who: str) -> float:
+    """A reward that has to be there, of any kind of number.
+
+    Raises:
+        EnvironmentFault: as `read_score`.
+    """
+    reward, _ = read_score(shown(value, 80) if isinstance(value, Mapping) else value, who)
+    if reward is None:
+        raise EnvironmentFault(f"{who} returned None; expected a finite number")
+    return reward
+
+
 def one_number(value: Any) -> float:
     """What `score` returned, or a part of it: any kind of number, numpy's and torch's included, as a float.
 
@@ -46,8 +83,16 @@ def one_number(value: Any) -> float:
         ValueError: an array of several, or more than a float can hold.
     """
     if isinstance(value, str | bytes):
-        raise TypeError(f"{value!r:.80} is a text: write float(...) around it if it is meant as a number")
+        raise TypeError(f"{shown(value, 80)} is a text: write float(...) around it if it is meant as a number")
     try:
         return float(value)
     except OverflowError as error:
         raise ValueError("it is larger than any float") from error
+
+
+def _expected(reward: Any) -> str:
+    try:
+        too_large = isinstance(reward, numbers.Real) and math.isfinite(reward)
+    except OverflowError:
+        too_large = True
+    return f"expected at most {LARGEST:.1e}, all that float32 holds" if too_large else "expected a finite number"

@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 
 from verbatim.errors import ComponentError
+from verbatim.texts import cut, error_text, shown
 from verbatim.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
 from verbatim.tools.function_tool import FunctionTool
 from verbatim.tools.mcp import McpTools
 from verbatim.types import Message, ToolCall
+from verbatim.user_code import is_ctrl_c
 
 MAX_ERROR_CHARACTERS = 500
 """Of an exception's own text."""
+_LONGEST_REFUSAL = 16_384
+"""Characters of what is said about arguments that do not fit."""
 
 _KEYS = ("name", "description", "parameters", "function")
 """Of a tool given as a dict."""
@@ -148,7 +152,21 @@ async def _run(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
     try:
         return await tool(dict(arguments))
     except SystemExit as error:  # out of a task it would end the whole run
-        raise RuntimeError(f"it called sys.exit({error.code})") from error
+        raise RuntimeError(f"it called sys.exit({shown(error.code, 80)})") from error
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # so would KeyboardInterrupt
+        if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not _is_running()):
+            raise
+        raise RuntimeError(f"it raised {error_text(error)}") from error
+
+
+def _is_running() -> bool:
+    """Whether the coroutine runs on its task; it does not when it is thrown away."""
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:
+        return False
 
 
 def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, ToolResult]:
@@ -156,12 +174,12 @@ def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, 
     try:
         result: object = task.result()
     except ToolArgumentsError as error:
-        return "invalid_arguments", ToolResult(content=f"Error: {tool.name}: {error}")
+        return "invalid_arguments", ToolResult(content=f"Error: {tool.name}: {cut(str(error), _LONGEST_REFUSAL)}")
     except ToolFailed as error:
         return "exception", ToolResult(content=f"Error: {tool.name} failed: {error}")
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it is the tool's own doing, and counted
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-        return "exception", ToolResult(content=f"Error: {tool.name} failed: {reason[:MAX_ERROR_CHARACTERS]}")
+        reason = error_text(error, MAX_ERROR_CHARACTERS)
+        return "exception", ToolResult(content=f"Error: {tool.name} failed: {reason}")
     if isinstance(result, str):
         return None, ToolResult(content=result)
     if not isinstance(result, ToolResult) or not isinstance(result.content, str):
@@ -169,8 +187,8 @@ def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, 
         return "exception", ToolResult(content=f"Error: {tool.name} failed: it returned {found}, not text")
     done: object = result.done
     if not isinstance(done, bool | np.bool_):
-        return "exception", ToolResult(content=f"Error: {tool.name} failed: it returned done={done!r:.80}, not True or "
-                                       "False")  # fmt: skip
+        found = f"done={shown(done, 80)}, not True or False"
+        return "exception", ToolResult(content=f"Error: {tool.name} failed: it returned {found}")
     return None, result
 
 

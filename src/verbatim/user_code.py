@@ -1,0 +1,32 @@
+"""Tells what a user's code raised from what is meant for this process: Ctrl-C, and the cancellation of a task."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from typing import NoReturn
+
+
+def raise_ctrl_c() -> NoReturn:
+    """What our handlers of SIGINT call, so that `is_ctrl_c` knows their KeyboardInterrupt."""
+    raise KeyboardInterrupt
+
+
+_HANDLERS = {raise_ctrl_c.__code__, asyncio.Runner._on_sigint.__code__}  # type: ignore[attr-defined]
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether a KeyboardInterrupt is from the keyboard, not from `raise KeyboardInterrupt` in the user's code.
+
+    Signals reach the main thread alone, and one that a Python handler raised has the handler's frame innermost. Under
+    Python's default handler, which has no frame, the two look alike: there each one counts as Ctrl-C.
+    """
+    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return innermost is not None and innermost.tb_frame.f_code in _HANDLERS
