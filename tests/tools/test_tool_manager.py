@@ -324,3 +324,38 @@ def test_an_mcp_source_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "verbatim.tools.mcp_session", raising=False)
     with pytest.raises(UsageError, match=r"pip install 'verbatim-rl\[mcp\]'"):
         McpTools.stdio("server").open()
+
+
+class Unreadable(Exception):
+    """An exception that cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+async def test_an_exception_without_a_readable_message_is_an_answer_too():
+    def broken() -> str:
+        raise Unreadable
+
+    outcome = await ToolManager([broken]).dispatch(call("broken", {}))
+    assert outcome.message["content"] == "Error: broken failed: Unreadable: (its text cannot be read: ValueError)"
+    assert (outcome.error_kind, type(outcome.fault)) == ("exception", Unreadable)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"content": None}, "it returned NoneType, not text"),
+        ({"content": 5}, "it returned int, not text"),
+        ({"content": "a", "done": "no"}, "it returned done='no', not True or False"),
+    ],
+)
+async def test_a_result_of_the_wrong_types_is_a_fault_of_the_tool(given, says):
+    """Without a fault the log would not have it, and a tool that does it always would fail in silence."""
+    def wrong() -> ToolResult:
+        return ToolResult(**given)
+
+    outcome = await ToolManager([wrong]).dispatch(call("wrong", {}))
+    assert (outcome.error_kind, outcome.message["content"]) == ("exception", f"Error: wrong failed: {says}")
+    assert isinstance(outcome.fault, TypeError)
+    assert says in str(outcome.fault)

@@ -135,7 +135,7 @@ class ToolManager(Mapping[str, Tool]):
             return _outcome(call, ToolResult(content=text), "timeout", output_limit)
         kind, result = _settled(task, tool)
         outcome = _outcome(call, result, kind, output_limit)
-        return dataclasses.replace(outcome, fault=_raised(task)) if kind == "exception" else outcome
+        return dataclasses.replace(outcome, fault=_fault(task, result)) if kind == "exception" else outcome
 
     def _refuse(self, call: ToolCall) -> tuple[str, str] | None:
         if call.status != "ok":
@@ -192,10 +192,13 @@ def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, 
     return None, result
 
 
-def _raised(task: asyncio.Future[ToolResult]) -> BaseException | None:
+def _fault(task: asyncio.Future[ToolResult], answer: ToolResult) -> BaseException | None:
+    """What the tool raised, or that it returned something else than a result; None for what it means for the model."""
     if task.cancelled():
         return asyncio.CancelledError("what it awaited was cancelled")
     error = task.exception()
+    if error is None:
+        return TypeError(answer.content.removeprefix("Error: "))
     return None if isinstance(error, ToolFailed) else error
 
 

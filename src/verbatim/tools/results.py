@@ -49,7 +49,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_key(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, Set):
-        return sorted((_plain(item) for item in value), key=_order)
+        return _sorted([_plain(item) for item in value])
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, np.ndarray | np.generic):
@@ -60,6 +60,14 @@ def _plain(value: Any) -> Any:
         return to_jsonable_python(value)
     except ValueError as error:
         raise TypeError(f"a {type(value).__name__} has no JSON form; return a string, a dict or a dataclass") from error
+
+
+def _sorted(items: list[Any]) -> list[Any]:
+    """By value; by their JSON text where values of several types do not compare."""
+    try:
+        return sorted(items)
+    except TypeError:
+        return sorted(items, key=_order)
 
 
 def _order(plain: Any) -> str:
