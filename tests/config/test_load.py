@@ -128,6 +128,14 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(file: Path):
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("lr", "inf"), ("lr", "nan"), ("eps", "inf"), ("weight_decay", "inf"), ("beta1", "1.0"), ("beta2", "1")],
+)
+def test_an_optimizer_setting_that_adamw_cannot_step_with_is_refused(file: Path, option: str, value: str):
+    assert f"trainer.optim.{option}: found" in error_of(file, f"--trainer.optim.{option}", value)
+
+
 @pytest.mark.parametrize("temperature", ["1e-9", "-1", "inf", "nan"])
 def test_a_temperature_that_no_engine_takes_is_refused(file: Path, temperature: str):
     message = error_of(file, "--orchestrator.sampling.temperature", temperature)

@@ -11,10 +11,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 COLDEST = 1e-6
 """The lowest temperature above 0: below, logits divided by it leave float32."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -105,7 +107,7 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: PositiveFloat = 1e-6
+    lr: FinitePositive = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
@@ -115,11 +117,11 @@ class OptimConfig(Section):
     """Where linear and cosine end, as a share of `lr`."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled; not applied to norms and biases."""
-    beta1: Fraction = 0.9
+    beta1: Decay = 0.9
     """AdamW."""
-    beta2: Fraction = 0.999
+    beta2: Decay = 0.999
     """AdamW."""
-    eps: PositiveFloat = 1e-8
+    eps: FinitePositive = 1e-8
     """AdamW."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
@@ -220,7 +222,7 @@ class EnvConfig(Section):
     """What metrics call it; its id or import path by default."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
-    ratio: PositiveFloat = 1.0
+    ratio: FinitePositive = 1.0
     """Its share of the groups, relative to the others."""
     max_turns: PositiveInt = 16
     """Most turns of one trajectory."""
