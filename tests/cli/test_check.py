@@ -113,7 +113,7 @@ REFUSED = {
     "environment without examples": ([ENV, "tasks.Empty"], ['examples("train") is empty']),
     "environment without parameters to read": ([ENV, "builtins.dict"], ["does not tell its parameters"]),
     "no demonstrations": ([WARM, "{ steps = 1 }"], ["'lots.Lots' shows no demonstrations"]),
-    "empty demonstrations": ([ENV, "tasks.Shy", WARM, "{ steps = 1 }"], ["gave none"]),
+    "empty demonstrations": ([ENV, "tasks.Shy", WARM, "{ steps = 1 }"], ["gave an empty list"]),
     "conversations with nothing to learn": ([WARM, '{ data = "bad.jsonl" }'], ["bad.jsonl:1", "no assistant message"]),
     "no conversations": ([WARM, '{ data = "none.jsonl" }'], ["there is no file none.jsonl"]),
     "loss of four tensors": (

@@ -96,7 +96,8 @@ def test_a_record_keeps_its_level_and_gets_its_knobs():
 
 def test_an_unknown_name_lists_the_names_and_the_nearest():
     assert error_of("scald") == ("trainer.loss.type: there is no loss 'scald'; did you mean \"scaled\"? There are "
-                                 "needy, odd, open, record, rule, scaled; or import your own")  # fmt: skip
+                                 "needy, odd, open, record, rule, scaled; or import your own: type = \"custom\" and "
+                                 'import_path = "my_module.name"')  # fmt: skip
 
 
 def test_an_unknown_knob_lists_the_knobs_and_the_nearest():
@@ -173,9 +174,9 @@ def test_a_custom_function_comes_from_the_current_directory():
         ("my_losses.plian", 'has no \'plian\'; did you mean "plain"?'),
         ("nowhere.loss", "there is no module 'nowhere'; looked in the current directory"),
         ("my_losses.inner.loss", "there is no module 'my_losses.inner'"),
-        ("my_needs.loss", "importing my_needs failed: No module named 'nowhere_to_be_found'"),
+        ("my_needs.loss", "importing my_needs failed: ModuleNotFoundError: No module named 'nowhere_to_be_found' ("),
         ("my_broken.loss", "importing my_broken failed: ZeroDivisionError: division by zero"),
-        ("loss", "import_path 'loss'; expected module.function"),
+        ("loss", "import_path 'loss' names a module only; expected module.name"),
         ("sys.path", "trainer.loss.import_path: sys.path is list, expected a function or a class"),
     ],
 )

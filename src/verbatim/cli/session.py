@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from verbatim.config.schema import (
 )
 from verbatim.curriculum import ExampleSchedule, PoolRules
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
-from verbatim.environments.resolve import create_environment, demonstrations_of
+from verbatim.environments.resolve import create_environment, demonstrations_of, examples_of
 from verbatim.errors import ComponentError, ConfigError, EnvironmentFault, ModelError
 from verbatim.inference import SAMPLERS
 from verbatim.inference.base import Sampler, SamplingParams
@@ -284,7 +283,7 @@ def make_dispatcher(
     for sentence in capped_settings(orchestrator):
         logger.warning("%s", sentence)
     schedule = ExampleSchedule(
-        {label: environment.examples("train") for label, environment in environments.by_label.items()},
+        {label: examples_of(environment, label, "train") for label, environment in environments.by_label.items()},
         {label: env.ratio for label, (env, _) in environments.train.items()},
         seed=derive_seed(config.seed, "schedule"),
         pool_rules=PoolRules(**orchestrator.buffer.model_dump(exclude={"online_difficulty_filtering"})),
@@ -331,19 +330,7 @@ def check_environments(config: RunConfig, environments: Environments) -> None:
     """
     for split, made in (("train", environments.train), ("eval", environments.eval)):
         for label, (_, environment) in made.items():
-            try:
-                ids = [example.id for example in environment.examples(split)]
-            except Exception as error:  # a user's method may raise anything, all of it theirs to mend
-                raise ComponentError(
-                    f'environment {label!r}: examples("{split}") raised {type(error).__name__}: {error}'
-                ) from error
-            if not ids:
-                raise ComponentError(f'environment {label!r}: examples("{split}") is empty; expected at least one')
-            repeated = [example_id for example_id, count in Counter(ids).items() if count > 1]
-            if repeated:
-                raise ComponentError(
-                    f'environment {label!r}: examples("{split}") has {repeated[0]!r} twice; an id names one example'
-                )
+            examples_of(environment, label, split)
     warm_start = config.warm_start
     if warm_start is not None and warm_start.data is not None and not warm_start.data.is_file():
         raise ConfigError(f"warm_start.data: there is no file {warm_start.data}")

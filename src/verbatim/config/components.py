@@ -96,7 +96,8 @@ def import_object(import_path: str) -> Any:
     """
     module_name, _, attribute = import_path.replace(":", ".").rpartition(".")
     if not module_name:
-        raise ComponentError(f"import_path {import_path!r}; expected module.function, for example my_losses.my_loss")
+        raise ComponentError(f"import_path {import_path!r} names a module only; expected module.name, for example "
+                             f"{import_path}.MyClass or {import_path}.my_function")  # fmt: skip
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
@@ -104,19 +105,40 @@ def import_object(import_path: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ComponentError(f"importing {module_name} failed: {error}") from error
+            raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
         raise ComponentError(f"there is no module {error.name!r}; looked in the current directory, {here}, and in "
-                             "the installed packages") from error  # fmt: skip
-    except Exception as error:  # a user's module may raise anything, all of it theirs to mend
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ComponentError(f"importing {module_name} failed: {type(error).__name__}: {error} "
-                             f"({frame.filename}:{frame.lineno})") from error  # fmt: skip
+                             f"the installed packages{_where_else(module_name, attribute)}") from error  # fmt: skip
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, all of it theirs to mend
+        raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
         names = [name for name in vars(module) if not name.startswith("_")]
+        hint = nearest(attribute, names)
+        if attribute == "py":
+            hint = f"; an import_path has the name behind the module, without .py: {module_name}.MyClass"
         raise ComponentError(f"{module_name} ({getattr(module, '__file__', 'built in')}) has no "
-                             f"{attribute!r}{nearest(attribute, names)}") from None  # fmt: skip
+                             f"{attribute!r}{hint}") from None  # fmt: skip
+
+
+def told(error: BaseException) -> str:
+    """What a user's code raised and where: `SyntaxError: invalid syntax (/tasks/mine.py:3: def f(:)`.
+
+    The frames of Python's own import machinery are passed over, since they say nothing about the mistake.
+    """
+    kind = type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        line = f": {error.text.strip()}" if error.text else ""
+        return f"{kind}: {error.msg} ({error.filename}:{error.lineno}{line})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    message = f"{kind}: {error}" if str(error) else kind
+    return f"{message} ({frames[-1].filename}:{frames[-1].lineno})" if frames else message
+
+
+def _where_else(module_name: str, attribute: str) -> str:
+    if module_name.endswith(".py"):
+        return f"; write the module without .py: {module_name[:-3]}.{attribute}"
+    return f"; run the command in the folder that holds {module_name.split('.', maxsplit=1)[0]}, or install it"
 
 
 def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem]:
@@ -203,7 +225,7 @@ def _bind(use: _Use, table: Table) -> _Bound | list[Problem]:
     entry = table.get(use.name) if use.name is not None else use.import_path
     key = use.import_key if use.name is None else use.name_key
     if entry is None:
-        return [_unknown(key, use.what, str(use.name), table, "; or import your own")]
+        return [_unknown(key, use.what, str(use.name), table, _own(use.what, str(use.name)))]
     try:
         target = import_object(entry) if isinstance(entry, str) else entry
     except ComponentError as error:
@@ -250,6 +272,16 @@ def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
             "read what you need from that record, or give the knobs in kwargs"
         )
     return None
+
+
+def _own(what: str, name: str) -> str:
+    """How to name a component of one's own; empty where there can be none."""
+    if what == "environment":
+        path = name if "." in name else "my_module.MyEnvironment"
+        return f'; or import your own: import_path = "{path}" instead of id'
+    if what in ("loss", "advantage", "filter", "monitor"):
+        return '; or import your own: type = "custom" and import_path = "my_module.name"'
+    return ""
 
 
 def _unknown(key: KeyPath, what: str, name: str, table: Collection[str], own: str = "") -> Problem:

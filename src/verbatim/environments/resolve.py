@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from verbatim.config.components import import_object
+from verbatim.config.components import import_object, told
 from verbatim.config.knobs import check_knobs
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.errors import ComponentError, UsageError
+from verbatim.types import Example
 
-_METHODS = ("examples", "start")
+_METHODS = {"examples": ("split",), "start": ("example", "seed")}
+"""What an environment must have, and what each method is called with, in this order."""
 
 
 def create_environment(name: str, args: Mapping[str, Any] | None = None) -> Environment:
@@ -46,8 +48,7 @@ def create_environment(name: str, args: Mapping[str, Any] | None = None) -> Envi
     except UsageError:
         raise
     except Exception as error:
-        raise ComponentError(f"environment {name!r} raised {type(error).__name__} when it was made with "
-                             f"{arguments}: {error}") from error  # fmt: skip
+        raise ComponentError(f"environment {name!r}, made with {arguments}, raised {told(error)}") from error
     return _check_environment(name, environment)
 
 
@@ -62,13 +63,42 @@ def demonstrations_of(environment: Environment, name: str, count: int, seed: int
             f"environment {name!r} shows no demonstrations, which a warm start and [model.build] need; give it "
             "`demonstrations(count, seed) -> list[Demonstration]`, or set warm_start.data and model.name"
         )
-    shown = environment.demonstrations(count, seed)
-    wrong = next((item for item in shown if not isinstance(item, Demonstration)), None)
-    if wrong is not None or len(shown) == 0:
-        found = "none" if wrong is None else f"a {type(wrong).__name__}"
-        raise ComponentError(f"environment {name!r}: demonstrations({count}, {seed}) gave {found}; expected "
+    _check_takes(name, environment.demonstrations, "demonstrations", ("count", "seed"))
+    shown = _called(name, environment.demonstrations, count, seed)
+    if not isinstance(shown, Sequence) or isinstance(shown, str) or not shown:
+        found = "an empty list" if isinstance(shown, Sequence) and not isinstance(shown, str) else _a(shown)
+        raise ComponentError(f"environment {name!r}: demonstrations({count}, {seed}) gave {found}; expected a list of "
                              f"{count} verbatim.environments.Demonstration")  # fmt: skip
+    for number, item in enumerate(shown):
+        wrong = _wrong_demonstration(item)
+        if wrong is not None:
+            raise ComponentError(f"environment {name!r}: number {number} of demonstrations({count}, {seed}): {wrong}")
     return shown
+
+
+def examples_of(environment: Environment, name: str, split: str) -> Sequence[Example]:
+    """An environment's examples.
+
+    Raises:
+        ComponentError: `examples` raised, or gave something else than a list of examples with an id each.
+    """
+    rows = _called(name, environment.examples, split)
+    what = f'environment {name!r}: examples("{split}")'
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise ComponentError(f"{what} gave {_a(rows)}; expected a list of verbatim.Example")
+    if len(rows) == 0:
+        raise ComponentError(f"{what} is empty; expected at least one")
+    seen: set[str] = set()
+    for number, row in enumerate(rows):
+        if not isinstance(row, Example):
+            raise ComponentError(f"{what} has {_a(row)} at place {number}; expected a verbatim.Example, as in "
+                                 'Example(id="1", payload={...})')  # fmt: skip
+        if not isinstance(row.id, str):
+            raise ComponentError(f"{what} has the id {row.id!r} at place {number}; expected a string")
+        if row.id in seen:
+            raise ComponentError(f"{what} has {row.id!r} twice; an id names one example")
+        seen.add(row.id)
+    return rows
 
 
 def corpus(demonstrations: Sequence[Demonstration]) -> list[str]:
@@ -94,6 +124,72 @@ def _check_environment(name: str, environment: object) -> Environment:
             "expected `examples(split) -> Sequence[Example]` and `async start(example, seed) -> Episode`"
         )
     assert isinstance(environment, Environment)
+    for method, given in _METHODS.items():
+        _check_takes(name, getattr(environment, method), method, given)
     if not inspect.iscoroutinefunction(environment.start):
         raise ComponentError(f"environment {name!r}: start must be `async def start(self, example, seed)`")
     return environment
+
+
+def _check_takes(name: str, method: Callable[..., Any], called: str, given: Sequence[str]) -> None:
+    """Refuse a method that cannot be called with these arguments, by place."""
+    try:
+        inspect.signature(method).bind(*given)
+    except ValueError:  # written in C: it does not tell its parameters
+        return
+    except TypeError as error:
+        start = "async def" if called == "start" else "def"
+        raise ComponentError(f"environment {name!r}: {called}{inspect.signature(method)} does not fit: {error}; "
+                             f"expected `{start} {called}(self, {', '.join(given)})`") from None  # fmt: skip
+
+
+def _called(name: str, method: Callable[..., Any], *given: Any) -> Any:
+    """What a user's method gives; whatever it raises is theirs to mend, and is told with its place."""
+    arguments = ", ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in given)
+    what = f"environment {name!r}: {method.__name__}({arguments})"
+    try:
+        value = method(*given)
+    except UsageError as error:
+        raise type(error)(f"{what}: {error}") from error
+    except Exception as error:
+        raise ComponentError(f"{what} raised {told(error)}") from error
+    if inspect.iscoroutine(value):
+        value.close()
+        raise ComponentError(f"{what} is async; expected a plain `def {method.__name__}`")
+    return value
+
+
+def _wrong_demonstration(item: object) -> str | None:
+    """What is wrong with one demonstration; people write its messages and schemas, and no type checker saw them."""
+    if not isinstance(item, Demonstration):
+        return f"found {_a(item)}; expected a verbatim.environments.Demonstration"
+    messages: Any = item.messages
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return f"messages is {_a(messages)}; expected a list of messages"
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return f'message {number} is {message!r}; expected for example {{"role": "user", "content": "..."}}'
+    if not any(message["role"] == "assistant" for message in messages):
+        return "there is no assistant message to learn from"
+    tools: Any = item.tools
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        return f"tools is {_a(tools)}; expected a list of tool schemas"
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            hint = "; a tool's schema is its `.schema`" if hasattr(tool, "schema") else ""
+            return f"tool {number} is {_a(tool)}; expected a tool schema, a mapping{hint}"
+    offered = {tool.get("function", tool).get("name") for tool in tools}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            name = call.get("function", call).get("name")
+            if name not in offered:
+                return (
+                    f"it calls {name!r}, which is not among its tools ({', '.join(map(str, offered)) or 'none'}); "
+                    "give the schemas that an episode offers: tools=[tool.schema for tool in episode.tools]"
+                )
+    return None
+
+
+def _a(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
