@@ -22,6 +22,7 @@ from verbatim.config.known_names import known_elsewhere
 from verbatim.config.origins import KeyPath
 from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
 from verbatim.errors import ComponentError
+from verbatim.texts import error_text
 
 Table = Mapping[str, Any]
 """Name to component: a function, a class whose fields are its knobs, a record with a `function`, or the import path
@@ -126,12 +127,11 @@ def told(error: BaseException) -> str:
 
     The frames of Python's own import machinery are passed over, since they say nothing about the mistake.
     """
-    kind = type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         line = f": {error.text.strip()}" if error.text else ""
-        return f"{kind}: {error.msg} ({error.filename}:{error.lineno}{line})"
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}{line})"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    message = f"{kind}: {error}" if str(error) else kind
+    message = error_text(error)
     return f"{message} ({frames[-1].filename}:{frames[-1].lineno})" if frames else message
 
 
