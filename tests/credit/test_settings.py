@@ -39,7 +39,7 @@ def rules(tmp_path):
         file = tmp_path / "run.toml"
         file.write_text(TWO.format(top=top, other=other, end=end, size=size))
         config = load_config(file, tables=component_tables())
-        made = make_rules(config.orchestrator, make_environments(config))
+        made = make_rules(config, make_environments(config))
         return made["guess_number"], made["other"]
 
     return load

@@ -139,6 +139,26 @@ def test_advantages_that_are_all_zero_and_no_filter_that_says_so(run):
     assert re.search(r"\d+ tokens were trained, and the advantage of every one was 0: nothing was learned", printed)
 
 
+def test_a_teacher_that_the_loss_does_not_read_teaches_nothing(run):
+    status, printed, _ = run(
+        "Flat", "--orchestrator.filters", "[]", "--orchestrator.teacher", '{ model = "model" }', "--max-steps", "1"
+    )
+    assert status == NOTHING_TRAINED
+    assert "the advantage of every one was 0: nothing was learned" in printed
+
+
+@pytest.mark.parametrize(("environment", "weight"), [("Flat", 1.0), ("Flat", 0.0), ("Unscored", 0.0)])
+def test_a_teacher_that_the_loss_reads_teaches_whatever_was_earned(run, environment, weight):
+    """Every advantage is 0; with `adv_tau = 0` no reward is read, so that none has to be there."""
+    loss = f'{{ type = "default", adv_tau = {weight}, teacher_tau = 1.0 }}'
+    status, _, folder = run(
+        environment, "--trainer.loss", loss, "--orchestrator.teacher", '{ model = "model" }', "--max-steps", "1"
+    )
+    assert status == FINISHED
+    last = assert_ledger_adds_up(folder)
+    assert last["ledger/trained"] == last["ledger/sampled"] > 0
+
+
 def test_a_context_in_which_no_turn_has_room(run):
     status, printed, _ = run("Unscored", "--orchestrator.seq-len", "2", "--max-steps", "1")
     assert status == NOTHING_TRAINED

@@ -46,7 +46,7 @@ def check_run(config: RunConfig) -> Environments:
     """
     environments = make_environments(config)
     check_environments(config, environments)
-    make_rules(config.orchestrator, environments)
+    make_rules(config, environments)
     make_monitors(config)
     _check_loss(config)
     warm_start = config.warm_start

@@ -254,18 +254,14 @@ class Program:
                 eval_episodes=evaluation.episodes if evaluation else 0,
                 eval_seed=evaluation.seed if evaluation else 0,
                 checkpoint_interval=config.checkpoint.interval,
-                learns_from_advantages=(
-                    orchestrator_config.training_mode == "rl"
-                    and orchestrator_config.teacher is None
-                    and config.trainer.loss.type != "custom"
-                ),
+                learns_from_advantages=not config.follows_a_teacher and config.trainer.loss.type != "custom",
                 canary_tolerance=tolerance or tolerance_of(config.trainer.dtype, config.inference.dtype),
             ),
             sampler=sampler,
             trainer=side.link,
             dispatcher=make_dispatcher(config, self._environments, setups, ledger),
             ledger=ledger,
-            rules=make_rules(orchestrator_config, self._environments),
+            rules=make_rules(config, self._environments),
             environments=self._environments.by_label,
             observer=log,
             checkpointer=log,

@@ -197,10 +197,6 @@ async def open_player(
         yield player
 
 
-_OFF = {"opd": ("zero_advantage",), "sft": ("zero_advantage", "gibberish")}
-"""Filters that make no sense in a mode: rollouts teach there whatever they earned, and texts have no logprobs."""
-
-
 def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
     """The monitors of [monitor], by the name of their table; none of them is started.
 
@@ -218,12 +214,13 @@ _READ_NO_TURN_REWARDS = ("default", "normalized", "rloo")
 """Advantages that are made of each rollout's reward alone."""
 
 
-def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> dict[str, Rules]:
+def make_rules(config: RunConfig, environments: Environments) -> dict[str, Rules]:
     """How each environment's groups become samples."""
-    tables = component_tables()
+    tables, orchestrator = component_tables(), config.orchestrator
+    off = _filters_without_sense(config)
     filters: dict[str, Any] = {}
     for i, component in enumerate(orchestrator.filters):
-        if component.type in _OFF.get(orchestrator.training_mode, ()):
+        if component.type in off:
             continue
         name = _filter_name(component, filters)
         rule = resolve(component, tables.filters, what="filter", where=f"orchestrator.filters.{i}")
@@ -248,7 +245,7 @@ def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> 
             max_length=orchestrator.seq_len,
             max_off_policy_steps=orchestrator.max_off_policy_steps,
             needs_logprobs=orchestrator.training_mode != "sft",
-            needs_rewards=orchestrator.training_mode == "rl",
+            needs_rewards=config.needs_rewards,
             reads_turn_rewards=(
                 orchestrator.training_mode != "rl"  # nothing is promised of rewards there
                 or (env.advantage or orchestrator.advantage).type not in _READ_NO_TURN_REWARDS
@@ -259,6 +256,12 @@ def make_rules(orchestrator: OrchestratorConfig, environments: Environments) -> 
         )
         for label, (env, _) in environments.train.items()
     }
+
+
+def _filters_without_sense(config: RunConfig) -> set[str]:
+    """With a teacher rollouts teach whatever they earned, and the texts that are imitated have no logprobs."""
+    off = {"zero_advantage"} if config.follows_a_teacher else set()
+    return off | {"gibberish"} if config.orchestrator.training_mode == "sft" else off
 
 
 def _filter_name(component: ComponentConfig, taken: Mapping[str, Any]) -> str:
@@ -279,7 +282,7 @@ def make_dispatcher(
 ) -> Dispatcher:
     """What keeps rollouts in flight."""
     orchestrator = config.orchestrator
-    _warn_of_useful_flat_groups(orchestrator)
+    _warn_of_useful_flat_groups(config)
     for sentence in capped_settings(orchestrator):
         logger.warning("%s", sentence)
     schedule = ExampleSchedule(
@@ -302,14 +305,20 @@ def make_dispatcher(
         online_difficulty_filtering=(
             orchestrator.buffer.online_difficulty_filtering and orchestrator.training_mode == "rl"
         ),
-        needs_rewards=orchestrator.training_mode == "rl",
+        needs_rewards=config.needs_rewards,
     )
 
 
-def _warn_of_useful_flat_groups(orchestrator: OrchestratorConfig) -> None:
-    """Without a baseline a group of equal rewards has a gradient, and filtering it out loses it."""
-    if not orchestrator.buffer.online_difficulty_filtering:
+def _warn_of_useful_flat_groups(config: RunConfig) -> None:
+    """Without a baseline, or with a teacher, a group of equal rewards has a gradient, and filtering it out loses it."""
+    orchestrator = config.orchestrator
+    if not orchestrator.buffer.online_difficulty_filtering or orchestrator.training_mode != "rl":
         return
+    if config.follows_a_teacher:
+        logger.warning(
+            "online difficulty filtering drops groups of equal rewards, which trainer.loss.teacher_tau learns from; "
+            "set orchestrator.buffer.online_difficulty_filtering = false"
+        )
     for env in orchestrator.train.env:
         advantage = env.advantage or orchestrator.advantage
         if advantage.type == "chunk_returns" and advantage.knobs.get("baseline", "none") == "none":

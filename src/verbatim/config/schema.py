@@ -548,6 +548,20 @@ class RunConfig(Section):
     monitor: MonitorConfig = MonitorConfig()
     """Logs."""
 
+    @property
+    def follows_a_teacher(self) -> bool:
+        """Whether the loss reads a teacher: then a token teaches also where its advantage is 0."""
+        loss = self.trainer.loss
+        beside_the_reward = loss.type == "default" and bool(loss.knobs.get("teacher_tau"))
+        return self.orchestrator.training_mode != "rl" or beside_the_reward
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether a rollout without a reward teaches nothing."""
+        loss = self.trainer.loss
+        only_the_teacher = loss.type == "default" and loss.knobs.get("adv_tau") == 0
+        return self.orchestrator.training_mode == "rl" and not only_the_teacher
+
     @model_validator(mode="after")
     def _fits_the_model(self) -> Self:
         build, seq_len = self.model.build, self.orchestrator.seq_len
