@@ -42,7 +42,7 @@ class FakeWandb(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("wandb")
-        self.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]  # `find_spec` looks for one
+        self.__spec__ = types.SimpleNamespace(origin="here")  # type: ignore[assignment]  # `find_spec` looks for one
         self.on_init: Callable[[str], None] = lambda mode: None
         self.on_log: Callable[[], None] = lambda: None
         self.on_finish: Callable[[], None] = lambda: None
@@ -217,3 +217,41 @@ def test_without_the_package_the_run_is_refused_before_it_starts(monkeypatch: py
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'verbatim-rl\[wandb\]'"):
         Wandb(project="mine")
+
+
+def test_a_folder_that_wandb_left_behind_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    with pytest.raises(UsageError, match="which is not installed; type: pip install"):
+        Wandb(project="demo")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"project": ""}, "project = ''; expected 1 to 128 characters"),
+        ({"project": "me/demo"}, "project = 'me/demo'; .*WANDB_ENTITY"),
+        ({"project": "x" * 129}, "expected 1 to 128 characters"),
+        ({"project": "demo", "tags": ("ok", "")}, "tags: found ''; expected 1 to 64"),
+        ({"project": "demo", "tags": ("x" * 65,)}, "tags: found 'x+'; expected 1 to 64"),
+    ],
+)
+def test_what_wandb_would_not_take_is_refused_before_the_run(fake_wandb: FakeWandb, settings, says):
+    with pytest.raises(UsageError, match=says):
+        Wandb(**settings)
+
+
+def test_a_misspelt_mode_of_the_environment_is_refused(fake_wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    with pytest.raises(UsageError, match="WANDB_MODE is 'ofline'; expected online, offline, disabled"):
+        Wandb(project="demo")
+    assert Wandb(project="demo", mode="offline").mode == "offline"
+
+
+def test_an_id_that_was_not_written_to_its_end_is_made_anew(tmp_path: Path):
+    (tmp_path / wandb.RUN_ID).write_text("")
+    made = wandb._run_id(tmp_path / wandb.RUN_ID)
+    assert len(made) == 12
+    assert wandb._run_id(tmp_path / wandb.RUN_ID) == made

@@ -3,7 +3,6 @@ trains, before it makes a folder."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
 from verbatim.cli.conversations import Conversation, read_conversations
@@ -20,6 +19,7 @@ from verbatim.cli.session import (
 )
 from verbatim.cli.tables import component_tables
 from verbatim.config import resolve
+from verbatim.config.packages import is_installed
 from verbatim.config.schema import RunConfig, TeacherConfig
 from verbatim.environments.resolve import corpus
 from verbatim.errors import ComponentError, UsageError
@@ -126,5 +126,5 @@ def _check_model(config: RunConfig, environments: Environments, data: Sequence[C
 
 
 def _need(package: str, what: str, install: str) -> None:
-    if importlib.util.find_spec(package) is None:
+    if not is_installed(package):
         raise UsageError(f"{what} needs the package {package}: pip install '{install}'")

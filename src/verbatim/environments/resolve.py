@@ -178,16 +178,20 @@ def _wrong_demonstration(item: object) -> str | None:
         if not isinstance(tool, Mapping):
             hint = "; a tool's schema is its `.schema`" if hasattr(tool, "schema") else ""
             return f"tool {number} is {_a(tool)}; expected a tool schema, a mapping{hint}"
-    offered = {tool.get("function", tool).get("name") for tool in tools}
+    offered = {_name_of(tool) for tool in tools}
     for message in messages:
-        for call in message.get("tool_calls") or ():
-            name = call.get("function", call).get("name")
+        for name in map(_name_of, message.get("tool_calls") or ()):
             if name not in offered:
                 return (
                     f"it calls {name!r}, which is not among its tools ({', '.join(map(str, offered)) or 'none'}); "
                     "give the schemas that an episode offers: tools=[tool.schema for tool in episode.tools]"
                 )
     return None
+
+
+def _name_of(tool_or_call: Any) -> str | None:
+    inner = tool_or_call.get("function", tool_or_call) if isinstance(tool_or_call, Mapping) else None
+    return inner.get("name") if isinstance(inner, Mapping) else None
 
 
 def _a(value: object) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verbatim.config.packages import is_installed
 from verbatim.errors import UsageError
 from verbatim.monitors.base import NO_DISTRIBUTIONS, REWARD, SUCCESS, Distributions, Metrics
 from verbatim.monitors.jsonl import read_jsonl
@@ -122,4 +122,4 @@ def _draw_evals(axes: Any, env: str, points: list[tuple[int, float]], color: str
 
 
 def _has_matplotlib() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
+    return is_installed("matplotlib")

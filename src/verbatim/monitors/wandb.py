@@ -9,7 +9,6 @@ Whatever the service does is a warning: a record that does not fit into the queu
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import queue
@@ -23,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from verbatim.config.packages import is_installed
 from verbatim.config.secrets import without_secrets
 from verbatim.errors import UsageError
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, RunInfo
@@ -38,6 +38,9 @@ INIT_SECONDS = 30.0
 """Until a service that does not answer is given up, and the record is an offline one."""
 FINISH_SECONDS = 30.0
 """For the upload of what is left when the run is over."""
+_NOT_IN_PROJECTS = "/\\#?%:"
+_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
+"""What wandb knows; the last two are its older names of offline and online."""
 MAX_BINS = 64
 """Of a histogram."""
 
@@ -49,7 +52,7 @@ class Wandb:
     The key is wandb's own business: `wandb login`, or the environment variable WANDB_API_KEY.
 
     Raises:
-        UsageError: wandb is not installed.
+        UsageError: wandb is not installed, or it takes no such project, tag or mode.
     """
 
     project: str
@@ -62,8 +65,21 @@ class Wandb:
     """"offline" records into the run folder, for `wandb sync`; by default what WANDB_MODE says, else "online"."""
 
     def __post_init__(self) -> None:
-        if importlib.util.find_spec("wandb") is None:
+        if not is_installed("wandb"):
             raise UsageError(INSTALL)
+        if not self.project.strip() or len(self.project) > 128 or set(self.project) & set(_NOT_IN_PROJECTS):
+            raise UsageError(
+                f"[monitor.wandb] project = {self.project!r}; expected 1 to 128 characters without any of "
+                f"{' '.join(_NOT_IN_PROJECTS)}. Whose project it is, the environment variable WANDB_ENTITY says"
+            )
+        wrong = next((tag for tag in self.tags if not 1 <= len(tag) <= 64), None)
+        if wrong is not None:
+            raise UsageError(f"[monitor.wandb] tags: found {wrong!r}; expected 1 to 64 characters")
+        said = os.environ.get("WANDB_MODE")
+        if self.mode is None and said and said not in _MODES:
+            raise UsageError(
+                f"WANDB_MODE is {said!r}; expected {', '.join(_MODES)}; unset it, or give [monitor.wandb] a mode"
+            )
 
     def __call__(self, run: RunInfo) -> WandbMonitor:
         """Start the record."""
@@ -205,8 +221,8 @@ def _histogram(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _run_id(path: Path) -> str:
-    """The id of the folder's run, made by its first process."""
-    if not path.is_file():
+    """The id of the folder's run, made by its first process; anew where that was killed while it wrote the file."""
+    if not path.is_file() or not path.read_text().strip():
         path.write_text(uuid.uuid4().hex[:12])
     return path.read_text().strip()
 
