@@ -241,6 +241,25 @@ class Stopping(Lots):
             os.kill(os.getpid(), signal.SIGINT)
         return await super().start(example, seed)
 ''',
+    "leaving": '''
+import sys
+
+from lots import Lot, Lots
+
+
+class Leaving(Lot):
+    async def score(self, trajectory):
+        if self.reward > 0.6:
+            sys.exit(0)
+        return self.reward
+
+
+class Leavings(Lots):
+    """Every third episode calls `sys.exit`."""
+
+    async def start(self, example, seed):
+        return Leaving(seed)
+''',
     "impatient": '''
 import os
 import signal
@@ -286,6 +305,7 @@ def place(tmp_path_factory, model: Path) -> Iterator[Path]:
         (folder / "impatient.toml").write_text(
             text + 'import_path = "impatient.Impatient"\n[warm_start]\nsteps = 2\nconversations = 20\n'
         )
+        (folder / "leaving.toml").write_text(text + 'import_path = "leaving.Leavings"\n')
         yield folder
 
 
@@ -398,3 +418,13 @@ def test_ctrl_c_while_the_model_is_prepared_ends_a_run_that_can_be_continued(pla
     assert main(command_to_go_on(said.out)) == NOTHING_TRAINED  # after two steps of warm start every reward is 0
     assert [line["step"] for line in train_lines(place / "impatient")] == [1, 2]
     assert_ledger_adds_up(place / "impatient")
+
+
+def test_an_environment_that_exits_in_its_score_fails_episodes_and_the_run_goes_on(place: Path):
+    assert main(["rl", "leaving.toml", "--run-dir", "left"]) == 0
+    summary = read_json(place / "left" / "summary.json")
+    assert summary["steps"] == 2
+    assert 0 < summary["failed_rollouts"] < summary["rollouts"]
+    failed = [t for _, t in read_trajectories(place / "left" / "trajectories.jsonl") if t.error]
+    assert {t.error for t in failed} == {"environment: score raised SystemExit: 0"}
+    assert len(failed) == summary["failed_rollouts"]

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from verbatim.cli import exit_status
+from verbatim.cli.interrupts import two_presses
 from verbatim.cli.logs import log_to_console
 from verbatim.cli.session import (
     check_environments,
@@ -28,6 +29,7 @@ from verbatim.config.schema import EvalConfig, RunConfig
 from verbatim.errors import ConfigError, RunStopped
 from verbatim.monitors.console import eval_line
 from verbatim.rollouts import EpisodeTally
+from verbatim.rollouts.main_loop import run_main
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
                           f"runs/{args.file.stem}/latest/final")  # fmt: skip
     if args.out is not None and args.out.exists():
         raise ConfigError(f"--out {args.out} exists; name another file, or remove it")
-    results = asyncio.run(_evaluate(config, model, args.out))
+    results = run_main(_evaluate(config, model, args.out), two_presses())
     console = Console(highlight=False)
     for env, metrics in results.items():
         console.print(eval_line(0, env, metrics).replace("after 0 batches", model), soft_wrap=True)

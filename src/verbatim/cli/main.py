@@ -10,13 +10,16 @@ import argparse
 import importlib
 import sys
 from collections.abc import Container, Sequence
+from typing import NoReturn
 
 from rich.console import Console
 from rich.text import Text
 
 from verbatim import __version__
 from verbatim.cli import exit_status
-from verbatim.errors import NothingTrained, UsageError, VerbatimError
+from verbatim.cli.leaving import end_without_stragglers
+from verbatim.errors import NothingTrained, RunStopped, UsageError, VerbatimError
+from verbatim.texts import shown
 
 COMMANDS = {
     "rl": ("verbatim.cli.rl_command", "train a model by reinforcement learning"),
@@ -37,6 +40,18 @@ OVERRIDES_HELP = (
 )
 
 
+def program() -> NoReturn:
+    """The process of the command: ends with its status, whatever threads are left."""
+    status = exit_status.STOPPED
+    try:
+        status = main()
+    except SystemExit as end:  # argparse
+        status = end.code if isinstance(end.code, int) else exit_status.USAGE
+    finally:
+        end_without_stragglers(status)
+    sys.exit(status)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
@@ -47,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = parse(arguments)
-        return int(args.run(args))
+        try:
+            return int(args.run(args))
+        except SystemExit as error:
+            raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error
     except UsageError as error:
         _complain("error", str(error))
         return exit_status.USAGE

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import shlex
 import shutil
-import signal
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from rich.table import Table
 from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder, read_loop_state
 from verbatim.cli import exit_status
 from verbatim.cli.check import check_run
+from verbatim.cli.interrupts import two_presses
 from verbatim.cli.logs import log_to_console, log_to_file
 from verbatim.cli.run_log import RunLog
 from verbatim.cli.session import (
@@ -42,6 +41,7 @@ from verbatim.inference.base import Sampler
 from verbatim.inference.openai import Connection, OpenAI
 from verbatim.monitors.base import OpenMonitor, RunInfo, open_monitors
 from verbatim.rollouts import EpisodeTally, RolloutSetup
+from verbatim.rollouts.main_loop import run_main
 
 if TYPE_CHECKING:
     from verbatim.cli.trainer_process import TrainerSide
@@ -94,18 +94,20 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
             raise
         finally:
             if not finished and not folder.is_withdrawn:
-                _say_how_to_go_on(folder.path, console, trainer_elsewhere=trainer_elsewhere)
+                console.print(
+                    _how_to_go_on(folder.path, trainer_elsewhere=trainer_elsewhere), soft_wrap=True, style="bold"
+                )
         if program.nothing_trained is not None:
             raise NothingTrained(program.nothing_trained)
     return exit_status.FINISHED if finished else exit_status.INTERRUPTED
 
 
-def _say_how_to_go_on(folder: Path, console: RichConsole, *, trainer_elsewhere: bool) -> None:
+def _how_to_go_on(folder: Path, *, trainer_elsewhere: bool) -> str:
     commands = ("trainer", "orchestrator") if trainer_elsewhere else ("rl",)
     again = " & ".join(
         shlex.join(["verbatim", command, str(folder / "config.toml"), "--resume", str(folder)]) for command in commands
     )
-    console.print(f"not finished; to go on:  {again}", soft_wrap=True, style="bold")
+    return f"not finished; to go on:  {again}"
 
 
 class Program:
@@ -129,6 +131,8 @@ class Program:
         self._console = console
         self._name = name
         self._started = started
+        self._stop: Callable[[], None] | None = None
+        """Asks the loop to end; None before it is at work."""
         self.has_begun = False
         """Whether everything was made, and the loop is at work: what fails from then on may be mended, and the run go
         on."""
@@ -147,6 +151,7 @@ class Program:
         from verbatim.cli import trainer_process as places
 
         config, folder = self._config, self._folder
+        how_to_go_on = _how_to_go_on(folder.path, trainer_elsewhere=trainer_elsewhere)
         if trainer_elsewhere:
             place = places.trainer_elsewhere(config, folder, self._console)
         elif config.trainer.separate_process:
@@ -154,10 +159,19 @@ class Program:
         else:
             place = places.trainer_inside(config, self._environments, folder, self._console)
         with place as side:
-            finished, log = asyncio.run(self._orchestrate(side))
+            presses = two_presses(self._asked_to_end, lambda: how_to_go_on)
+            finished, log = run_main(self._orchestrate(side), presses)
         if finished:
             self._print_summary(log.summarize())
         return finished
+
+    def _asked_to_end(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """The first Ctrl-C or SIGTERM: end after this step. False where there is no step yet."""
+        if self._stop is None:
+            return False
+        self._console.print("ending after this step, with a checkpoint; Ctrl-C again ends at once", style="bold")
+        loop.call_soon_threadsafe(self._stop)
+        return True
 
     async def _orchestrate(self, side: TrainerSide) -> tuple[bool, RunLog]:
         ready = side.ready
@@ -273,9 +287,9 @@ class Program:
             orchestrator.load_state_dict(state)
         signs_of_life = asyncio.create_task(_tell_progress(side, orchestrator))
         try:
-            with _ctrl_c(orchestrator, self._console):
-                self.has_begun = True
-                finished = await orchestrator.run()
+            self.has_begun = True
+            self._stop = orchestrator.request_stop
+            finished = await orchestrator.run()
             if finished and orchestrator.has_learned:
                 await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))
             elif finished:
@@ -318,23 +332,3 @@ async def _tell_progress(side: TrainerSide, orchestrator: Any) -> None:
         if side.wants_to_stop():
             orchestrator.request_stop()
         await asyncio.sleep(0.5)
-
-
-@contextlib.contextmanager
-def _ctrl_c(orchestrator: Any, console: RichConsole) -> Iterator[None]:
-    """The first Ctrl-C asks the loop to end with a checkpoint; the second one ends the process."""
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        console.print("ending after this step, with a checkpoint; Ctrl-C again ends at once", style="bold")
-        loop.remove_signal_handler(signal.SIGINT)
-        loop.remove_signal_handler(signal.SIGTERM)
-        orchestrator.request_stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)

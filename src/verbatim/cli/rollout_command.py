@@ -6,7 +6,6 @@ Results are appended as they finish. Typed again, the command does what has no r
 from __future__ import annotations
 
 import argparse
-import asyncio
 import collections
 import json
 import logging
@@ -17,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from verbatim.cli import exit_status
+from verbatim.cli.interrupts import two_presses
 from verbatim.cli.logs import log_to_console
 from verbatim.cli.rollout_results import ResultFile
 from verbatim.cli.rollout_tasks import Job, read_jobs
@@ -25,6 +25,7 @@ from verbatim.errors import RunStopped, UsageError
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import APIMultiTurnRollout
+from verbatim.rollouts.main_loop import run_main
 from verbatim.tools import ToolManager
 from verbatim.types import StopReason, Trajectory
 
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"{len(jobs) - len(left)} of {len(jobs)} done before", soft_wrap=True)
         managers = _make_managers(args.tools, left)
         ends = _Ends(left, results, patience=max(LONGEST_LOSING_STREAK, 2 * args.concurrency))
-        asyncio.run(rollout.run_each([job.conversation for job in left], ends.take, tool_manager=managers))
+        everything = rollout.run_each([job.conversation for job in left], ends.take, tool_manager=managers)
+        run_main(everything, two_presses())
     counts = ", ".join(f"{count} {reason}" for reason, count in ends.counts.most_common()) or "nothing to do"
     console.print(f"{args.out}: {counts}", soft_wrap=True)
     if ends.num_failed:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from verbatim.errors import UsageError
 from verbatim.inference.base import SamplingParams
+from verbatim.rollouts.main_loop import run_main
 from verbatim.tools.manager import ToolManager
 from verbatim.types import TRAJECTORY_KEYS, Example, Message, Trajectory
 
@@ -185,7 +186,7 @@ def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work())
+        return run_main(work())
     result: Future[T] = Future()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
 
@@ -195,7 +196,7 @@ def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
     def on_thread() -> None:
         try:
-            result.set_result(asyncio.run(main()))
+            result.set_result(run_main(main()))
         except BaseException as error:  # noqa: BLE001  carried to the caller
             result.set_exception(error)
 

@@ -1,0 +1,130 @@
+"""What ends the process: one Ctrl-C asks, two end it at once, and nothing that a user's code left holds it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from verbatim.cli import main as shell
+from verbatim.rollouts.main_loop import run_main
+
+STUBBORN = """
+    import asyncio, re, time
+    from verbatim.cli.interrupts import two_presses
+    from verbatim.rollouts.main_loop import run_main
+
+    async def main():
+        print("ready", flush=True)
+        while True:
+            try:
+                {wait}
+            except BaseException:
+                pass
+
+    run_main(main(), two_presses(farewell=lambda: "goodbye"))
+"""
+ENDING = """
+    import sys, threading, time
+    from verbatim.cli import leaving, main as shell
+    leaving.PATIENCE = 0.2
+    threading.Thread(target=time.sleep, args=(60,), name="grader").start()
+    shell.main = lambda: {main}
+    shell.program()
+"""
+
+
+def started(script):
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "time.sleep(60)", "re.match('(a+)+b', 'a' * 60)"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_the_process_at_once_whatever_the_code_does(wait, number):
+    with started(STUBBORN.format(wait=wait)) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        process.send_signal(number)
+        time.sleep(0.3)
+        assert process.poll() is None
+        began = time.monotonic()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=10)
+    assert time.monotonic() - began < 2.0
+    assert process.returncode == 130
+    assert err.endswith("goodbye\n")
+
+
+@pytest.mark.parametrize(("main", "status"), [("3", 3), ("1 / 0", 1)])
+def test_a_thread_that_was_left_behind_does_not_hold_the_process(main, status):
+    with started(ENDING.format(main=main)) as process:
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == status
+    assert "1 threads that an environment or a tool started still run: grader" in err
+
+
+def test_a_background_task_that_exits_does_not_end_the_main_one(caplog):
+    async def leave(error):
+        raise error
+
+    async def main():
+        stray = [asyncio.create_task(leave(error)) for error in (SystemExit(0), KeyboardInterrupt())]
+        await asyncio.sleep(0.05)
+        return len(stray)
+
+    assert run_main(main()) == 2
+    assert [record.message for record in caplog.records if record.name == "verbatim.rollouts.main_loop"] == [
+        "a background task of an environment or a tool raised SystemExit: 0; the run goes on",
+        "a background task of an environment or a tool raised KeyboardInterrupt; the run goes on",
+    ]
+
+
+def test_a_background_task_that_ignores_its_cancellation_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("verbatim.rollouts.main_loop.PATIENCE", 0.1)
+
+    async def stubborn():
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                continue
+
+    async def main():
+        main.task = asyncio.create_task(stubborn())
+        asyncio.get_running_loop().run_in_executor(None, time.sleep, 3.0)
+        await asyncio.sleep(0)
+
+    began = time.monotonic()
+    run_main(main())
+    assert time.monotonic() - began < 2.0
+
+
+def test_ctrl_c_cancels_and_is_a_keyboard_interrupt_in_the_end():
+    cleaned = []
+
+    async def main():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            cleaned.append(True)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run_main(main())
+    assert cleaned == [True]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_module_that_exits_is_no_success(monkeypatch, capsys):
+    def leave(args):
+        sys.exit(0)
+
+    monkeypatch.setattr(shell, "parse", lambda arguments: type("Args", (), {"run": staticmethod(leave)}))
+    assert shell.main(["rl"]) == 1
+    assert "called sys.exit(0)" in capsys.readouterr().err
