@@ -101,6 +101,20 @@ def test_fields_beside_the_messages_stay_where_they_were_and_a_result_can_be_fed
         assert again["messages"][: len(first["messages"])] == first["messages"]
 
 
+@pytest.mark.parametrize("info", ["easy", None, 3])
+def test_fields_with_a_trajectorys_names_are_the_callers_own_where_they_cannot_be_a_trajectorys(info):
+    rollout, _ = make()
+    (result,) = rollout([{**talk("hello"), "trajectory_id": 12, "turns": 4, "info": info}])
+    assert (result.trajectory_id, result.info["task"]) == ("12", {"turns": 4, "info": info})
+
+
+@pytest.mark.parametrize("info", [{"task": None}, {}])
+def test_a_trajectory_without_a_task_can_be_fed_back(info):
+    rollout, _ = make()
+    given = Trajectory(example_id="0", messages=talk("hello")["messages"], info=info)
+    assert [r.example_id for r in rollout([given, dict(given)])] == ["0", "0"]
+
+
 def test_several_samples_of_one_conversation_have_ids_of_their_own():
     rollout, _ = make()
     (one,) = rollout([talk("hello")])

@@ -95,7 +95,7 @@ def _read_opening(given: Conversation, index: int, num_samples: Counter[str], ta
     fields, task = _parts(given, index)
     example_id = str(fields.get("id", fields.get("example_id", index)))
     sample = fields.get("sample_index", num_samples[example_id])
-    name = fields.get("trajectory_id") or f"{example_id}-{sample}"
+    name = str(fields.get("trajectory_id") or f"{example_id}-{sample}")
     while name in taken:  # the same conversation again
         sample = num_samples[example_id]
         name = f"{example_id}-{sample}"
@@ -122,14 +122,23 @@ def _parts(given: Conversation, index: int) -> tuple[Mapping[str, Any], Mapping[
         return {name: getattr(given, name) for name in ("id", "env", "messages", "tools")}, given.payload
     if isinstance(given, Trajectory):
         names = ("example_id", "trajectory_id", "group_id", "sample_index", "env", "messages", "tools")
-        return {name: getattr(given, name) for name in names}, given.info.get("task", {})
-    if isinstance(given, Mapping) and {"trajectory_id", "turns", "info"} <= given.keys():  # dict(trajectory)
+        return {name: getattr(given, name) for name in names}, _task_of(given.info)
+    if isinstance(given, Mapping) and _is_dict_of_trajectory(given):
         task = {name: value for name, value in given.items() if name not in TRAJECTORY_KEYS}
-        return given, {**given["info"].get("task", {}), **task}
+        return given, {**_task_of(given["info"]), **task}
     if isinstance(given, Mapping):
         return given, {name: value for name, value in given.items() if name not in _OWN}
     raise UsageError(f"trajectories[{index}] is a {type(given).__name__}; expected an Example, a Trajectory, or a "
                      'mapping such as {"messages": [...], "tools": [...]}')  # fmt: skip
+
+
+def _is_dict_of_trajectory(given: Mapping[str, Any]) -> bool:
+    return given.keys() >= {"trajectory_id", "turns", "info"} and isinstance(given["info"], Mapping)
+
+
+def _task_of(info: Any) -> Mapping[str, Any]:
+    task = info.get("task") if isinstance(info, Mapping) else None
+    return task if isinstance(task, Mapping) else {}
 
 
 def _checked_copy(messages: Any, where: str) -> tuple[Message, ...]:
