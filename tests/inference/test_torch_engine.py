@@ -398,10 +398,11 @@ def test_position_encodings_that_depend_on_the_batch_are_refused(tmp_path):
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
-        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "short_factor": [1.0] * 8,
+                         "long_factor": [2.0] * 8, "original_max_position_embeddings": 24},
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="'dynamic' rope"):
+    with pytest.raises(ModelError, match=r"'longrope' rope.*at most 24"):
         make(tmp_path, context_length=32)
 
 

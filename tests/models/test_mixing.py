@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
@@ -45,16 +46,20 @@ def test_attention_alone_follows_plans(name, tmp_path):
 def looks_back(monkeypatch):
     """Feed-forward layers that see the token before."""
     forward = Qwen3MLP.forward
-    monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: forward(self, x + x.roll(1, dims=1)))
+    monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: forward(self, x + nn.functional.pad(x, (0, 0, 1, -1))))
 
 
 @pytest.fixture
 def counts_by_itself(monkeypatch):
     """Positions that go on where a row begins."""
     forward = GPT2Model.forward
-    monkeypatch.setattr(
-        GPT2Model, "forward", lambda self, position_ids=None, **inputs: forward(self, **inputs)
-    )
+
+
+    def counted(self, input_ids, past_key_values=None, attention_mask=None, token_type_ids=None, position_ids=None,
+                **inputs):  # fmt: skip
+        return forward(self, input_ids, past_key_values, attention_mask, token_type_ids, **inputs)
+
+    monkeypatch.setattr(GPT2Model, "forward", counted)
 
 
 @pytest.mark.parametrize(("name", "fault"), [("qwen3", "looks_back"), ("gpt2", "counts_by_itself")])

@@ -38,16 +38,17 @@ def dense(query, key, value, starts, ends, depths, window):
 
 @pytest.mark.parametrize("block", [1, 7, 128])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_tree_attends_as_by_one_dense_mask_forward_and_backward(seed, window, block, monkeypatch):
+@pytest.mark.parametrize(("seed", "value_size"), [(0, 8), (1, 8), (2, 3), (3, 12)])
+def test_a_tree_attends_as_by_one_dense_mask_forward_and_backward(seed, value_size, window, block, monkeypatch):
     monkeypatch.setattr(attention_tree, "BLOCK", block)
     monkeypatch.setattr(attention_tree, "KEY_MULTIPLE", 4)
     torch.manual_seed(seed)
     batch = forest(seed)
     assert not batch.is_rows
     tokens = batch.num_tokens
-    qkv = [torch.randn(1, heads, tokens, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    outside = torch.randn(1, tokens, 4, 8, dtype=torch.float64)
+    qkv = [torch.randn(1, heads, tokens, size, dtype=torch.float64, requires_grad=True)
+           for heads, size in ((4, 8), (2, 8), (2, value_size))]  # fmt: skip
+    outside = torch.randn(1, tokens, 4, value_size, dtype=torch.float64)
     plan = TreePlan(batch.position_ids, batch.ends)
     out = plan.attend(0, *qkv, scale=SCALE, sliding_window=window)
     expected = dense(*qkv, batch.starts, batch.ends, batch.position_ids, window)

@@ -23,15 +23,17 @@ class Wrong(TreePlan):
 
 
 @pytest.fixture
-def wrong_trees(monkeypatch):
-    monkeypatch.setattr("verbatim.trainer.device_batch.TreePlan", Wrong)
+def make_trees_wrong(monkeypatch):
+    """To be called once the trainer stands: the tiny copy that it is tried on would tell."""
+    return lambda: monkeypatch.setattr("verbatim.trainer.device_batch.TreePlan", Wrong)
 
 
 @pytest.mark.parametrize("packing", ["auto", "tree"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_wrong_trees_are_named_and_rows_trained_instead(qwen, wrong_trees, caplog, packing, level):
+def test_wrong_trees_are_named_and_rows_trained_instead(qwen, make_trees_wrong, caplog, packing, level):
     loss = replace(LOSSES["default"], level=level)
     checked, rows = (make_trainer(qwen, packing=name, loss=loss) for name in (packing, "rows"))
+    make_trees_wrong()
     for seed in range(2):
         found, expected = checked.train_batch(shared_prefixes(seed)), rows.train_batch(shared_prefixes(seed))
         assert (found["packing/fallback"], found["packing/tree"]) == (1.0, 0.0)
@@ -76,8 +78,9 @@ def test_trees_are_tried_once_and_only_where_there_are_any(qwen, monkeypatch):
     assert len(tried) == 1
 
 
-def test_a_gradient_that_is_not_finite_is_the_steps_to_report(qwen, wrong_trees, caplog):
+def test_a_gradient_that_is_not_finite_is_the_steps_to_report(qwen, make_trees_wrong, caplog):
     trainer = make_trainer(qwen, packing="tree")
+    make_trees_wrong()
     trainer.model.model.norm.weight.data.fill_(np.nan)
     with pytest.raises(trainer_module.RunStopped, match="the loss is nan"):
         trainer.train_batch(shared_prefixes())

@@ -86,6 +86,7 @@ def _warm_start(
         loss=LOSSES["sft"],
         total_optimizer_steps=settings.steps,
         tokenizer=tokenizer,
+        seq_len=config.orchestrator.seq_len,
     )
     started = time.monotonic()
     last: dict[str, float] = {}

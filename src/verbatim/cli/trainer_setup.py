@@ -40,6 +40,7 @@ def open_trainer(
         loss=make_loss(config),
         total_optimizer_steps=config.max_steps * config.trainer.optimizer_steps_per_batch,
         tokenizer=load_tokenizer(source),
+        seq_len=config.orchestrator.seq_len,
     )
     if found is not None:
         trainer.load_state(found.folder / "trainer")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +71,6 @@ class Decoder:
     """
 
     def __init__(self, model: CausalLM, config: DecoderConfig, *, version: int) -> None:
-        _refuse_batch_dependent_positions(model.config)
         self.model = model
         self.config = config
         self.version = version
@@ -395,23 +393,6 @@ def probe(model: CausalLM) -> tuple[KeyValueShape, list[AttentionCall]]:
     kv_heads, key_size, value_size = shapes[0]
     shape = KeyValueShape(num_layers=len(shapes), num_kv_heads=kv_heads, key_size=key_size, value_size=value_size)
     return shape, [calls[layer] for layer in range(len(calls))]
-
-
-def _refuse_batch_dependent_positions(config: Any) -> None:
-    """Some position encodings change with the longest sequence of the batch: cached keys would be of another model."""
-    found = sorted({"dynamic", "longrope"} & set(_rope_types(getattr(config, "rope_parameters", None))))
-    if found:
-        raise ModelError(f"the model's position encoding ({found[0]!r} rope) depends on the longest sequence of the "
-                         "batch, so a cached key would differ from the trainer's; use a model without it")  # fmt: skip
-
-
-def _rope_types(parameters: Any) -> Iterable[str]:
-    if isinstance(parameters, dict):
-        for name, value in parameters.items():
-            if name == "rope_type" and isinstance(value, str):
-                yield value
-            else:
-                yield from _rope_types(value)
 
 
 def _similar(counts: Rows) -> list[Slots]:

@@ -20,10 +20,12 @@ from verbatim.errors import ModelError, RecordError, SamplerFault, VerbatimError
 from verbatim.inference.base import Completion, SampleRequest, nothing_sampled
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
 from verbatim.inference.decoder import Decoder, DecoderConfig
+from verbatim.inference.model_check import refuse_other_decoding
 from verbatim.inference.requests import check_ids, check_prompt, check_temperature, check_version
 from verbatim.inference.whole_sequence import sequence_logprobs
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
+from verbatim.models.positions import refuse_moving_positions
 from verbatim.types import Float32, Int32, StopReason
 
 _MOST_DEFERRED = 16
@@ -163,6 +165,8 @@ class TorchSampler:
             deterministic=config.deterministic,
             keep_cache=config.on_weight_update == "keep",
         )
+        refuse_moving_positions(model, context_length)
+        refuse_other_decoding(model, decoder_config)
         with _threads(num_threads):
             self._decoder = Decoder(model, decoder_config, version=policy_version)
         self._wake = threading.Condition()

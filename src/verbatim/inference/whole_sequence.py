@@ -7,6 +7,7 @@ from torch import Tensor
 
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
+from verbatim.models.positions import refuse_moving_positions
 
 _LOGITS_CHUNK = 1024
 """Positions whose vocabulary-sized logits exist at one time."""
@@ -18,8 +19,12 @@ def sequence_logprobs(model: CausalLM, token_ids_L: Tensor, temperature: float) 
 
     Args:
         token_ids_L: int64 [L], on the model's device.
+
+    Raises:
+        ModelError: so long a sequence would change the positions of its first tokens.
     """
     length = len(token_ids_L)
+    refuse_moving_positions(model, length)
     positions = torch.arange(length, device=token_ids_L.device)
     hidden = model.hidden(token_ids_L, positions, WholeSequencePlan())
     out = torch.full((length,), torch.nan, device=token_ids_L.device)

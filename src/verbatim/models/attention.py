@@ -17,7 +17,7 @@ ATTENTION = "verbatim"
 
 
 class AttentionPlan(Protocol):
-    """Legend: B batch, H query heads, K key/value heads, T tokens, D head size."""
+    """Legend: B batch, H query heads, K key/value heads, T tokens, D head size of queries and keys, E of values."""
 
     def attend(
         self,
@@ -29,7 +29,7 @@ class AttentionPlan(Protocol):
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
-        """The attention output, [B, T, H, D]."""
+        """The attention output, [B, T, H, E]."""
 
 
 class WholeSequencePlan:
@@ -72,7 +72,7 @@ def _attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer_index: int = module.layer_idx  # type: ignore[assignment]
     out = attention_plan.attend(layer_index, query, key, value, scale=scale, sliding_window=sliding_window)
-    return out, None
+    return out.contiguous(), None  # some models take a view of it
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)

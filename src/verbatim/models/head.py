@@ -34,6 +34,8 @@ class CausalLM:
             self.scale = self.config.logit_scale
         self.rows_alone = self.config._attn_implementation != ATTENTION
         """Whether each row needs a forward pass of its own: something besides planned attention mixes its tokens."""
+        self.longest_checked = 0
+        """Tokens of a sequence up to which `refuse_moving_positions` found its positions right."""
         with refusing(f"{type(model).__name__} cannot be taken apart into its layers and its output head"):
             self._check_head()
 

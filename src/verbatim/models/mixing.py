@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION, WholeSequencePlan
+from verbatim.models.own_attention import FAULTS, TOLERANCE, PlanFault, describe, mask_settings, probe_ids, tiny_pair
+from verbatim.models.positions import fixed_length
 
 ROW = 6
 """Tokens of each of the two rows that are tried."""
@@ -20,7 +23,11 @@ def plan_attention(model: Any) -> str | None:
 
     Returns:
         None, or what else mixes its tokens: a plan cannot describe that, and the model keeps its own attention.
+
+    Raises:
+        ModelError: a token sees later ones, or the model cannot be checked against its own attention.
     """
+    _refuse_unless_causal(model)
     config = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if kinds:
@@ -29,12 +36,57 @@ def plan_attention(model: Any) -> str | None:
         return "a recurrent state"
     if not model._supports_attention_backend:
         return "attention that cannot be replaced"
+    what = _another_model(model)
+    if what is not None:
+        return what
     own: str = config._attn_implementation
     model.set_attn_implementation(ATTENTION)
     what = _leak(model)
     if what is not None:
         model.set_attn_implementation(own)
     return what
+
+
+@torch.no_grad()
+def _refuse_unless_causal(model: Any) -> None:
+    """What a token is predicted from may not change with the tokens behind it: they are sampled later."""
+    config = model.config.get_text_config()
+    ends = (getattr(config, "max_position_embeddings", None), fixed_length(config))
+    length = min([8 * ROW, *(end for end in ends if end)])
+    ids = torch.arange(length, device=model.device)[None] * 5 % model.get_input_embeddings().weight.shape[0]
+    try:
+        longer, alone = (model(input_ids=x, use_cache=False).logits[0, :ROW].float() for x in (ids, ids[:, :ROW]))
+    except FAULTS as error:
+        raise ModelError(f"{type(model).__name__} does not give logits for ids alone ({describe(error)}); use a causal "
+                         "language model of another class") from error  # fmt: skip
+    if not (longer - alone).norm() <= LEAK * alone.norm():
+        raise ModelError(
+            f"{type(model).__name__}{mask_settings(model.config)}: what it predicts from a token changes with the "
+            "tokens behind it, so nothing can be sampled from it token by token; if the model was trained to look "
+            "back only, set that in its config.json (is_decoder = true, or use_bidirectional_attention = false), or "
+            "use another model"
+        )
+
+
+@torch.no_grad()
+def _another_model(model: Any) -> str | None:
+    """What tells the model under a plan from the model itself, on a tiny copy."""
+    try:
+        pair = tiny_pair(model, planned=True)
+        ids = probe_ids(pair)
+        hidden = pair.ours.hidden(ids, torch.arange(len(ids)), WholeSequencePlan())
+        found = pair.ours.logits(hidden)[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    except PlanFault as error:
+        return str(error)
+    except ModelError:
+        raise
+    except FAULTS as error:
+        return str(PlanFault(error))
+    difference = float((found - pair.own_logprobs(ids)).abs().max())
+    if difference <= TOLERANCE:
+        return None
+    return (f"a mask of its own{mask_settings(model.config)}: under a plan the logprobs of a small copy differ by "
+            f"{difference:.1g}")  # fmt: skip
 
 
 class _TwoRows(WholeSequencePlan):

@@ -24,7 +24,7 @@ class FlexPlan:
     Which blocks hold a key that some query sees, and which hold nothing else, is read off the intervals; so no mask
     over the micro-batch ever exists.
 
-    Legend: U tokens, H query heads, K key/value heads, D head size.
+    Legend: U tokens, H query heads, K key/value heads, D head size of queries and keys, E of values.
     """
 
     def __init__(self, position_ids: Int32, ends: Int32, device: torch.device | str) -> None:
@@ -44,13 +44,13 @@ class FlexPlan:
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
-        """The attention output, [1, U, H, D].
+        """The attention output, [1, U, H, E].
 
         Args:
             layer_index: Not used: all layers of a window share the plan.
             query_BHTD: [1, H, U, D].
             key_BKTD: [1, K, U, D].
-            value_BKTD: [1, K, U, D].
+            value_BKTD: [1, K, U, E].
             scale: Multiplies the scores.
             sliding_window: Ancestors a query sees, itself included; None = all.
         """

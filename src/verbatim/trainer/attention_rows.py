@@ -23,7 +23,7 @@ class RowsPlan:
     Example: rows of lengths 3, 9 and 10 become the buckets `[2, 10]` (one place of padding) and `[1, 3]`.
 
     Legend: U tokens, P places of all buckets, B rows of a bucket, L its longest row, H query heads, K key/value
-    heads, D head size.
+    heads, D head size of queries and keys, E of values.
     """
 
     def __init__(self, row_lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -48,13 +48,13 @@ class RowsPlan:
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
-        """The attention output, [1, U, H, D].
+        """The attention output, [1, U, H, E].
 
         Args:
             layer_index: Not used: all layers share the plan.
             query_BHTD: [1, H, U, D].
             key_BKTD: [1, K, U, D].
-            value_BKTD: [1, K, U, D].
+            value_BKTD: [1, K, U, E].
             scale: Multiplies the scores.
             sliding_window: Tokens a query sees, itself included; None = all before it.
         """

@@ -40,7 +40,8 @@ class TreePlan:
     Example: a path of 3 tokens from the root with branches of 2 and of 1 tokens, in blocks of 3: the keys of the second
     block are all six tokens; the last query does not see the fourth and the fifth.
 
-    Legend: U tokens, H query heads, K key/value heads, G query heads of each of them, D head size.
+    Legend: U tokens, H query heads, K key/value heads, G query heads of each of them, D head size of queries and keys,
+    E head size of values (often D too).
     """
 
     def __init__(self, position_ids: Int32, ends: Int32, device: torch.device | str = "cpu") -> None:
@@ -60,13 +61,13 @@ class TreePlan:
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
-        """The attention output, [1, U, H, D].
+        """The attention output, [1, U, H, E].
 
         Args:
             layer_index: Not used: all layers of a window share the plan.
             query_BHTD: [1, H, U, D].
             key_BKTD: [1, K, U, D].
-            value_BKTD: [1, K, U, D].
+            value_BKTD: [1, K, U, E].
             scale: Multiplies the scores.
             sliding_window: Ancestors a query sees, itself included; None = all.
         """
@@ -76,9 +77,9 @@ class TreePlan:
         blocks = self._blocks[sliding_window]
         num_keys = key_BKTD.shape[1]
         _, heads, tokens, size = query_BHTD.shape
-        query_KUGD = query_BHTD.view(num_keys, heads // num_keys, tokens, size).transpose(1, 2) * scale
-        out_KUGD: Tensor = _Attend.apply(query_KUGD, key_BKTD[0], value_BKTD[0], blocks)  # type: ignore[no-untyped-call]
-        return out_KUGD.transpose(0, 1).flatten(1, 2)[None]
+        query_KUGD = query_BHTD.reshape(num_keys, heads // num_keys, tokens, size).transpose(1, 2) * scale
+        out_KUGE: Tensor = _Attend.apply(query_KUGD, key_BKTD[0], value_BKTD[0], blocks)  # type: ignore[no-untyped-call]
+        return out_KUGE.transpose(0, 1).flatten(1, 2)[None]
 
     def _plan(self, window: int | None) -> list[_Block]:
         blocks = []
@@ -110,33 +111,33 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_KUGD: Tensor, key_KUD: Tensor, value_KUD: Tensor, blocks: Sequence[_Block]
+        ctx: Any, query_KUGD: Tensor, key_KUD: Tensor, value_KUE: Tensor, blocks: Sequence[_Block]
     ) -> Tensor:
-        ctx.save_for_backward(query_KUGD, key_KUD, value_KUD)
+        ctx.save_for_backward(query_KUGD, key_KUD, value_KUE)
         ctx.blocks = blocks
         outs = []
-        for queries, key_UD, value_UD in zip(
-            _by_block(query_KUGD), _exact(key_KUD), _exact(value_KUD), strict=True
+        for queries, key_UD, value_UE in zip(
+            _by_block(query_KUGD), _exact(key_KUD), _exact(value_KUE), strict=True
         ):
             for block, queries_RD in zip(blocks, queries, strict=True):
                 weights_RP = _weights(queries_RD, key_UD.index_select(0, block.keys_P), block)
-                outs.append(product(weights_RP, value_UD.index_select(0, block.keys_P).T))
-        return torch.cat(outs).view_as(query_KUGD).to(value_KUD.dtype)
+                outs.append(product(weights_RP, value_UE.index_select(0, block.keys_P).T))
+        return torch.cat(outs).view(*query_KUGD.shape[:3], value_KUE.shape[2]).to(value_KUE.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query_KUGD, key_KUD, value_KUD = ctx.saved_tensors
-        keys, values = _exact(key_KUD), _exact(value_KUD)
+        query_KUGD, key_KUD, value_KUE = ctx.saved_tensors
+        keys, values = _exact(key_KUD), _exact(value_KUE)
         grad_queries, grad_keys, grad_values = [], torch.zeros_like(keys), torch.zeros_like(values)
         for head, (queries, outs) in enumerate(zip(_by_block(query_KUGD), _by_block(grads[0]), strict=True)):
-            for block, queries_RD, grad_RD in zip(ctx.blocks, queries, outs, strict=True):
+            for block, queries_RD, grad_RE in zip(ctx.blocks, queries, outs, strict=True):
                 keys_PD = keys[head].index_select(0, block.keys_P)
                 weights_RP = _weights(queries_RD, keys_PD, block)
-                grad_weights_RP = product(grad_RD, values[head].index_select(0, block.keys_P))
+                grad_weights_RP = product(grad_RE, values[head].index_select(0, block.keys_P))
                 grad_scores_RP = torch._softmax_backward_data(grad_weights_RP, weights_RP, -1, weights_RP.dtype)
                 grad_queries.append(product(grad_scores_RP, keys_PD.T))
                 grad_keys[head].index_add_(0, block.keys_P, product(queries_RD.T, grad_scores_RP.T).T)
-                grad_values[head].index_add_(0, block.keys_P, product(grad_RD.T, weights_RP.T).T)
+                grad_values[head].index_add_(0, block.keys_P, product(grad_RE.T, weights_RP.T).T)
         return torch.cat(grad_queries).view_as(query_KUGD), grad_keys, grad_values, None  # autograd casts them
 
 
@@ -145,7 +146,7 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def _by_block(x_KUGD: Tensor) -> list[tuple[Tensor, ...]]:
-    """For each key/value head the blocks, [R, D] each."""
+    """For each key/value head the blocks, [R, D] each (or [R, E])."""
     return [x_RD.split(BLOCK * x_KUGD.shape[2]) for x_RD in _exact(x_KUGD).flatten(1, 2)]
 
 

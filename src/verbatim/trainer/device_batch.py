@@ -53,21 +53,23 @@ class DeviceBatch:
     def of(cls, micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
         """Move a micro-batch to a device.
 
-        A row of padding makes the tokens a multiple of what products on a CPU, and trees on CUDA, like best. Nothing is
-        predicted from it and no other row sees it, so its gradient is 0.
+        Rows of padding make the tokens a multiple of what products on a CPU, and trees on CUDA, like best. Nothing is
+        predicted from them and no other row sees them, so their gradient is 0. They are no longer than the other rows,
+        because some position encodings look at the longest one.
         """
         targets = micro_batch.targets
         multiple = {"cpu": ROW_MULTIPLE, "cuda": 1 if micro_batch.is_rows else FLEX_BLOCK}.get(device.type, 1)
         num_padding = -micro_batch.num_tokens % multiple
-        padding = np.arange(num_padding, dtype=np.int32)
+        longest = int(micro_batch.position_ids.max()) + 1
+        padding = np.arange(num_padding, dtype=np.int32) % longest
+        paddings = [min(longest, num_padding - start) for start in range(0, num_padding, longest)]
         position_ids = np.concatenate([micro_batch.position_ids, padding])
         plan: AttentionPlan
         if micro_batch.is_rows:
-            plan = RowsPlan([*micro_batch.row_lengths.tolist(), *([num_padding] if num_padding else [])], device)
+            plan = RowsPlan([*micro_batch.row_lengths.tolist(), *paddings], device)
         else:
-            end = micro_batch.num_tokens + num_padding
-            ends = np.append(micro_batch.ends, np.full(num_padding, end, dtype=np.int32))
-            plan = tree_plan(position_ids, ends, device)
+            ends = micro_batch.num_tokens + np.cumsum(paddings, dtype=np.int32)
+            plan = tree_plan(position_ids, np.append(micro_batch.ends, np.repeat(ends, paddings)), device)
 
         def ids(array: np.ndarray) -> Tensor:
             return torch.tensor(array, dtype=torch.int64, device=device)

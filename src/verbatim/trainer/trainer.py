@@ -21,11 +21,13 @@ from verbatim.errors import CheckpointError, ModelError, RunStopped, UsageError
 from verbatim.losses import Loss
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
+from verbatim.models.positions import refuse_moving_positions
 from verbatim.packing import PACKERS, num_tokens
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import target_logprobs
 from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.model_check import packing_for
 from verbatim.trainer.optim import build_optimizer, load_optimizer, save_optimizer, set_lr
 from verbatim.trainer.schedule import lr_factor
 from verbatim.trainer.split import split_batch
@@ -55,6 +57,7 @@ class Trainer:
         loss: Loss,
         total_optimizer_steps: int,
         tokenizer: Any = None,
+        seq_len: int = 0,
         dtype: Literal["float32", "float64"] = "float32",
     ) -> None:
         """Load a model and make its optimizer.
@@ -65,6 +68,7 @@ class Trainer:
             loss: What is minimised.
             total_optimizer_steps: Of the whole run: what the schedule is stretched over.
             tokenizer: Saved beside the weights, with its chat template.
+            seq_len: Most tokens of a sample, if that is known: a model that cannot take so many is refused here.
             dtype: Of the master weights. float64 is for proofs.
 
         Raises:
@@ -82,10 +86,11 @@ class Trainer:
             checkpoint_layers(self.model)
         use_onednn(self.model)
         self.lm = CausalLM(self.model)
+        refuse_moving_positions(self.lm, seq_len)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.num_optimizer_steps = 0
         """Optimizer steps done: what the schedule counts."""
-        self.packing: str = "rows" if self.lm.rows_alone else config.packing
+        self.packing: str = packing_for(self.lm, config.packing)
         """The packer: "rows" where the model can take no other, or where this process found trees to be wrong."""
         self._trees_are_right: bool | None = None
         """None = not tried yet."""
@@ -181,7 +186,12 @@ class Trainer:
         return out
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step."""
+        """The micro-batches of one optimizer step.
+
+        Raises:
+            ModelError: a sample is so long that it would change the positions of the others.
+        """
+        refuse_moving_positions(self.lm, max(map(len, samples), default=0))
         keep_whole = self.loss.level != "token"
         default = CPU_MICRO_BATCH_TOKENS if self.device.type == "cpu" and not keep_whole else MICRO_BATCH_TOKENS
         budget = self.config.micro_batch_tokens or default

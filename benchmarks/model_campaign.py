@@ -1,0 +1,113 @@
+"""Every causal language model class of the installed `transformers`: accepted and right, or refused by name?
+
+Each class, at the defaults of its configuration and with its flags set otherwise, is made tiny and random. Rows, trees
+and one sample at a time are compared with plain `transformers` in float64; sampler, trainer and saved files over weight
+updates. One JSON line per configuration; the last line is the summary, and the status is 1 if anything is wrong.
+
+    python benchmarks/model_campaign.py [--only NAME ...] [--part I/N] > RESULTS.jsonl
+    python benchmarks/model_campaign.py --document RESULTS.jsonl ...
+
+The first form takes a quarter of an hour on one core. The second puts the table into docs/models.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from models.architectures import architectures
+from models.verdict import judge, quiet
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- benchmarks/model_campaign.py: begin -->", "<!-- benchmarks/model_campaign.py: end -->"
+
+
+def campaign(only: list[str], part: tuple[int, int] = (1, 1)) -> int:
+    """Judge all of them, or those whose name contains one of these words; the number of faults.
+
+    Args:
+        only: Words; none = all.
+        part: (2, 3) = the second of three parts, every third of them.
+    """
+    quiet()
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    for architecture in architectures()[part[0] - 1 :: part[1]]:
+        if only and not any(word in str(architecture) for word in only):
+            continue
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            verdict = judge(architecture, Path(folder) / "model")
+        counts[f"trainer {verdict.trainer}"] += 1
+        counts[f"sampler {verdict.sampler}"] += 1
+        counts["faults"] += bool(verdict.faults)
+        print(json.dumps({**dataclasses.asdict(verdict), "seconds": round(time.perf_counter() - began, 1)}), flush=True)
+    print(json.dumps({"summary": dict(sorted(counts.items()))}))
+    return counts["faults"]
+
+
+def document(results: list[Path]) -> str:
+    """The table of docs/models.md, from all parts of a campaign."""
+    lines = [json.loads(line) for file in results for line in file.read_text(encoding="utf-8").splitlines()]
+    summary: Counter[str] = Counter()
+    for line in lines:
+        summary.update({k: n for k, n in line.get("summary", {}).items() if isinstance(n, int)})
+    order = [str(a) for a in architectures()]
+    verdicts = sorted((v for v in lines if "summary" not in v), key=lambda v: order.index(v["architecture"]))
+    missing = set(order) - {v["architecture"] for v in verdicts}
+    if missing:
+        raise SystemExit(f"{len(missing)} configurations are missing, {sorted(missing)[0]!r} first; run all parts")
+    wrong = sum(bool(v["faults"]) for v in verdicts)
+    lines = [
+        f"{len(verdicts)} configurations with transformers {transformers.__version__}, torch {torch.__version__}: "
+        + ", ".join(f"trainer {name} {summary.get(f'trainer {name}', 0)}" for name in ("trees", "rows", "refused"))
+        + ", " + ", ".join(f"sampler {name} {summary.get(f'sampler {name}', 0)}" for name in ("yes", "refused"))
+        + f", not made {summary.get('trainer not made', 0)}; **{wrong} wrong**.", "",
+        "| configuration | class | trainer | sampler | largest difference in float64 | why not |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for v in verdicts:
+        packed = {k: x for k, x in v["worst"].items() if k.startswith("logprobs of") and "sampler" not in k}
+        exact = v["worst"].get("precision") == 64 and packed
+        largest = f"{max(packed.values()):.0e}" if exact else "float32" if packed else ""
+        why = "WRONG: " + "; ".join(v["faults"]) if v["faults"] else _reason(v)
+        lines.append(f"| {v['architecture']} | {v['name']} | {v['trainer']} | {v['sampler']} | {largest} | {why} |")
+    return "\n".join(lines)
+
+
+def _reason(verdict: dict[str, Any]) -> str:
+    """The first refusal, as short as it is still one."""
+    if not verdict["reasons"]:
+        return ""
+    text = verdict["reasons"][-1 if verdict["trainer"] == "trees" else 0].splitlines()[0]
+    text = text.removeprefix(verdict["name"]).strip(" :")
+    for end in ("; ", ": under a plan", ", so nothing", ": the logprobs of a sample"):
+        text = text.split(end)[0]
+    return text.replace("|", "\\|")[:160]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
+    parser.add_argument("--part", default="1/1", metavar="I/N")
+    parser.add_argument("--document", nargs="+", type=Path, metavar="RESULTS")
+    arguments = parser.parse_args()
+    if arguments.document:
+        page = PAGE.read_text(encoding="utf-8")
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n{document(arguments.document)}\n{END}{after}", encoding="utf-8")
+        sys.exit(0)
+    part, parts = map(int, arguments.part.split("/"))
+    sys.exit(1 if campaign(arguments.only, (part, parts)) else 0)

@@ -1,0 +1,163 @@
+"""What a model computes with the attention that it brings, measured on a tiny copy: what every plan is held against.
+
+A mask that a model makes itself can carry what no plan does: a window that its layers do not pass on, keys that are
+chosen by their content. Under a plan such a model runs without an error, as another model. So its logprobs and their
+gradient are compared with its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.models.attention import ATTENTION
+from verbatim.models.head import CausalLM
+from verbatim.models.tiny import WINDOW, tiny_copy
+
+LENGTH = 3 * WINDOW
+"""Tokens of a probe: several times the windows of a tiny copy."""
+TOLERANCE = 2e-3
+"""The largest difference that rounding in float32 explains: of logprobs, and of gradients relative to their norm."""
+SMALL = 1e-2
+"""Parameters whose gradient is below this share of the largest one are measured against that share: some, like the
+bias of keys, have a gradient of 0 that is rounding alone."""
+FAULTS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError, AssertionError)
+"""What the code of a model raises where it is called as it does not expect."""
+
+_MASKS = (
+    "use_sliding_window", "sliding_window", "use_bidirectional_attention", "is_decoder", "keep_window_size",
+    "attention_chunk_size", "window_size", "alibi", "index_topk", "attention_dropout", "attn_logit_softcapping",
+)  # fmt: skip
+"""Fields of a configuration that say something about who attends to whom, for messages."""
+
+Gradient = Mapping[str, Tensor]
+"""By name of the parameter."""
+
+
+class PlanFault(ModelError):
+    """An attention that no plan can take the place of, by what it said."""
+
+    def __init__(self, error: Exception) -> None:
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        said = isinstance(cause, NotImplementedError)  # of our own
+        super().__init__(
+            str(cause) if said else f"attention that no plan can take the place of ({describe(cause)})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TinyPair:
+    """Two tiny models with the same weights. Their gradients are empty, before and after."""
+
+    own: Any
+    """With the attention that `transformers` gives it."""
+    ours: CausalLM
+    """As Verbatim runs the model."""
+
+    def own_logprobs(self, ids_L: Tensor) -> Tensor:
+        """log p(token t | tokens before) for t >= 1, in `transformers`' own forward pass: float32 [L - 1]."""
+        logits: Tensor = self.own(input_ids=ids_L[None], use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, ids_L[1:, None])[:, 0]
+
+
+def probe_ids(pair: TinyPair, length: int = LENGTH, *, seed: int = 0) -> Tensor:
+    """Random ids that the tiny models know: int64 [length]."""
+    return torch.randint(pair.ours.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def weights_of(offsets: Tensor) -> Tensor:
+    """A weight for each target by its place in the sequence, so that no two errors cancel: float32."""
+    return torch.cos(offsets.float())
+
+
+def gradient(model: Any, value: Callable[[], Tensor]) -> Gradient:
+    """The gradient of a value by the parameters of a model."""
+    try:
+        value().backward()  # type: ignore[no-untyped-call]
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def largest_difference(found: Gradient, expected: Gradient) -> float:
+    """Over the parameters: norm of the difference over the norm; infinite where that is not a number."""
+    floor = SMALL * max((float(g.norm()) for g in expected.values()), default=0.0)
+    worst = 0.0
+    for name in found.keys() | expected.keys():
+        a, b = found.get(name), expected.get(name)
+        difference = a if b is None else b if a is None else a - b
+        assert difference is not None
+        norm = 0.0 if b is None else float(b.norm())
+        relative = difference.norm() / max(norm, floor, 1e-30)
+        worst = max(worst, float(relative.nan_to_num(nan=torch.inf)))
+    return worst
+
+
+def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
+    """A tiny copy of a model, twice: with its own attention, and as Verbatim runs it.
+
+    Pairs are kept by class and configuration, because a run loads one model several times.
+
+    Args:
+        model: What is copied.
+        planned: Whether the second one's attention follows an `AttentionPlan`.
+
+    Raises:
+        ModelError: no small copy can be made, or it cannot be called, or more than its head makes its logits.
+        PlanFault: that is so under a plan only.
+    """
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "torch_dtype", "_name_or_path")}
+    key = (type(model), planned, json.dumps(config, sort_keys=True, default=str))
+    pair = _pairs.pop(key, None)
+    if pair is None:
+        own = tiny_copy(model)
+        _refuse_unless_callable(own)
+        ours = copy.deepcopy(own)
+        if planned:
+            ours.set_attn_implementation(ATTENTION)
+        CausalLM(own)
+        try:
+            pair = TinyPair(own, CausalLM(ours))
+        except ModelError as error:  # with its own attention there was none
+            raise PlanFault(error) from error
+    _pairs[key] = pair
+    while len(_pairs) > _KEPT:
+        _pairs.pop(next(iter(_pairs)))
+    return pair
+
+
+_pairs: dict[tuple[type, bool, str], TinyPair] = {}
+_KEPT = 4
+
+
+def _refuse_unless_callable(own: Any) -> None:
+    try:
+        with torch.no_grad():
+            finite = bool(own(input_ids=torch.arange(8)[None], use_cache=False).logits.isfinite().all())
+    except FAULTS as error:
+        raise ModelError(f"{type(own).__name__} does not give logits for ids alone ({describe(error)}); use a causal "
+                         "language model of another class") from error  # fmt: skip
+    if not finite:
+        raise ModelError(f"{type(own).__name__} gives no finite logits for a small copy with random weights, so it "
+                         "cannot be checked against its own attention; use a model of another class")  # fmt: skip
+
+
+def describe(error: Exception) -> str:
+    """An error of a model's code, in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+def mask_settings(config: Any) -> str:
+    """What a configuration says of masks, to be named in a message: " (sliding_window = 4096)", or nothing."""
+    config = config.get_text_config()
+    found = [(name, getattr(config, name, None)) for name in _MASKS]
+    said = ", ".join(f"{name} = {value}" for name, value in found if value or (name == "is_decoder" and value is False))
+    return f" ({said})" if said else ""

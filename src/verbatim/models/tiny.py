@@ -1,0 +1,248 @@
+"""A tiny copy of a model: its class and its configuration, random weights, few layers, narrow widths, short windows.
+
+What a class computes shows in a copy of a few thousand parameters as well as in the model itself, and faster: a window
+of 16 tokens is crossed by 40. The copy keeps every flag and every kind of layer; only sizes change.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from verbatim.errors import ModelError
+
+VOCAB = 96
+"""Ids of a tiny copy are below this."""
+WINDOW = 16
+"""Tokens of a window, a chunk of attention or a selection of keys in a tiny copy, at most."""
+MAX_POSITIONS = 2048
+"""Rows of a learned table of positions, at most."""
+_MOST_PARAMETERS = 30_000_000
+"""A copy that is larger has a size that is not known here."""
+
+_WIDTH, _HEADS, _HEAD, _INNER, _RANK, _EXPERTS = 64, 4, 16, 48, 16, 4
+
+SIZES: Mapping[str, int] = {
+    **dict.fromkeys((
+        "hidden_size", "d_model", "n_embd", "embedding_size", "input_embedding_size", "output_embedding_size",
+        "word_embed_proj_dim", "emb_dim", "backbone_hidden_size", "out_hidden_size", "attention_hidden_size",
+        "linear_attn_hidden_size", "projector_input_dim", "projector_output_dim", "embedding_dim",
+    ), _WIDTH),
+    **dict.fromkeys((
+        "intermediate_size", "ffn_dim", "n_inner", "d_ff", "dff", "dim_ff", "d_inner", "mlp_dim", "feed_forward_size",
+        "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "expert_ffn_hidden_size", "moe_intermediate_size",
+        "intermediate_size_mlp", "shared_expert_intermediate_size", "shared_intermediate_size",
+        "shared_experts_intermediate_size", "dense_intermediate_size", "moe_shared_expert_intermediate_size",
+        "router_hidden_size",
+    ), _INNER),
+    **dict.fromkeys((
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
+        "decoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "index_n_heads",
+        "swa_num_attention_heads", "linear_num_heads", "linear_num_value_heads",
+    ), _HEADS),
+    **dict.fromkeys(("linear_num_key_heads",), 2),
+    **dict.fromkeys((
+        "head_dim", "d_head", "dim_head", "d_kv", "kv_channels", "attention_head_dim", "index_head_dim", "swa_head_dim",
+        "global_head_dim", "linear_head_dim", "linear_key_head_dim", "linear_value_head_dim",
+    ), _HEAD),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim", "d_rel"), _HEAD // 2),
+    "qk_head_dim": _HEAD,
+    **dict.fromkeys((
+        "kv_lora_rank", "q_lora_rank", "o_lora_rank", "laurel_rank", "hidden_size_per_layer_input", "hc_lowrank",
+    ), _RANK),
+    **dict.fromkeys((
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num",
+    ), _EXPERTS),
+    **dict.fromkeys((
+        "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk", "top_k_experts",
+    ), 2),
+    **dict.fromkeys(("n_group", "num_expert_group"), 2),
+    **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys((
+        "encoder_layers", "num_encoder_layers", "depth", "num_nextn_predict_layers", "num_global_layers",
+    ), 1),
+    "num_kv_shared_layers": 2,
+    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys((
+        "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "context_length",
+        "max_target_positions", "max_source_positions",
+    ), MAX_POSITIONS),
+    **dict.fromkeys((
+        "sliding_window", "window_size", "sliding_window_size", "attention_window_size", "keep_window_size",
+        "attention_chunk_size", "local_attention", "index_topk", "local_attention_window_len", "mamba_chunk_size",
+        "chunk_size", "rel_extent",
+    ), WINDOW),
+    "mamba_n_heads": 8,
+    "mamba_d_head": _HEAD,
+    "mamba_d_ssm": _WIDTH,
+    **dict.fromkeys(("first_k_dense_replace", "max_window_layers"), 1),
+}  # fmt: skip
+"""What a field is cut to where it is larger; a per-layer list of them likewise, value by value."""
+
+_KEY_HEADS = {
+    "num_key_value_heads": "num_attention_heads", "num_kv_heads": "num_attention_heads",
+    "num_global_key_value_heads": "num_attention_heads", "num_query_groups": "num_attention_heads",
+    "swa_num_key_value_heads": "swa_num_attention_heads", "kv_n_heads": "n_heads",
+}  # fmt: skip
+"""Key/value heads, and the query heads that they stay equal to, a part of, or the only one of."""
+
+_UNUSED = ("vision_config", "audio_config", "audio_encoder", "audio_encoder_config", "vq_config")
+"""Parts of a model that text does not pass through."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+
+
+def tiny_copy(model: Any, *, seed: int = 0) -> Any:
+    """A tiny model of a model's class and configuration, on the CPU, in float32 and eval mode, with its own attention.
+
+    Raises:
+        ModelError: a configuration that cannot be made small.
+    """
+    kind = type(model)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(seed)
+            tiny = _fitting(model)
+            _randomize(tiny)
+    except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"{kind.__name__} cannot be checked against its own attention, because no small copy of it can be made "
+            f"({type(error).__name__}: {str(error)[:200]}); use a model of another class"
+        ) from error
+    return tiny.eval()
+
+
+def _fitting(model: Any) -> Any:
+    """The shallowest copy that has every kind of layer."""
+    layers = _layers(model)
+    kinds = [_kind(layer) for layer in layers]
+    first_with_all = 1 + max((kinds.index(kind) for kind in set(kinds)), default=0)
+    problem: Exception | None = None
+    most_likely = max(2, first_with_all) if first_with_all <= 8 else 2
+    for depth in dict.fromkeys([most_likely, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, max(2, first_with_all)]):
+        try:
+            tiny = type(model)(tiny_config(model.config, depth))
+        except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, ZeroDivisionError) as error:
+            problem = error
+            continue
+        size = sum(p.numel() for p in tiny.parameters())
+        if size > _MOST_PARAMETERS:
+            raise ValueError(f"it has {size:,} parameters")
+        missing = set(kinds) - {_kind(layer) for layer in _layers(tiny)}
+        if not missing:
+            return tiny
+    raise problem or ValueError(f"{len(missing)} of {len(set(kinds))} kinds of layer are missing in it")
+
+
+def tiny_config(config: Any, depth: int) -> Any:
+    """A configuration cut to `depth` layers and to `SIZES`; every flag and every other number stays."""
+    values = _cut(config.to_dict(), depth)
+    for name in ("dtype", "torch_dtype", "quantization_config", "_name_or_path"):
+        values.pop(name, None)
+    return type(config).from_dict(values)
+
+
+def _cut(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    layers = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), 0)
+    depth = min(depth, layers) if layers else depth
+    out = {name: _cut_value(name, value, values, layers, depth) for name, value in values.items()}
+    if values.get("rope_parameters"):  # no table of positions, and scaling knows the length
+        out.update({name: values[name] for name in ("max_position_embeddings",) if name in values})
+    if isinstance(values.get("attention_types"), list | tuple) and values.get("attention_layers"):  # GPT-Neo's spelling
+        out["attention_types"] = [[list(values["attention_layers"][:depth]), 1]]
+    if values.get("qk_rope_head_dim") and values.get("head_dim") == values["qk_rope_head_dim"]:  # one size, two names
+        out["head_dim"] = out["qk_rope_head_dim"]
+    if isinstance(values.get("per_layer_config"), Mapping):
+        kept = {i: part for i, part in values["per_layer_config"].items() if int(i) < depth}
+        out["per_layer_config"] = {i: _cut(part, depth) for i, part in kept.items()} or None
+    if out.get("num_kv_shared_layers"):
+        out["num_kv_shared_layers"] = max(1, depth // 3)
+    if isinstance(out.get("pad_token_id"), int):
+        out["pad_token_id"] = min(out["pad_token_id"], VOCAB - 1)
+    return out
+
+
+def _cut_value(name: str, value: Any, values: Mapping[str, Any], layers: int, depth: int) -> Any:
+    if isinstance(value, Mapping):
+        if name == "rope_parameters":
+            return _cut_rope(value, values)
+        return _cut(value, 1 if name in _UNUSED else depth)
+    if isinstance(value, bool) or value is None or isinstance(value, str | float):
+        return value
+    if isinstance(value, list | tuple):
+        if layers and len(value) == layers:
+            value = value[:depth]
+        elif layers and name.endswith(("_idxs", "_ids", "_layers", "_indices")) and all(_is_int(x) for x in value):
+            value = [x for x in value if x < depth]
+        return [_cut_value(name, x, values, layers, depth) if _is_int(x) else x for x in value]
+    if name in _LAYERS:
+        return min(value, depth)
+    if name in _KEY_HEADS:
+        return _key_heads(value, values.get(_KEY_HEADS[name]))
+    return min(value, SIZES.get(name, value))
+
+
+def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Scalings as they are, but factors of single angles for as many as a narrow head has."""
+    out = copy.deepcopy(dict(parameters))
+    partial = parameters.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    rotated = (values.get("qk_rope_head_dim") and SIZES["qk_rope_head_dim"]) or int(_HEAD * partial)
+    for name, value in parameters.items():
+        if isinstance(value, Mapping):
+            out[name] = _cut_rope(value, values)
+        elif name in ("short_factor", "long_factor"):
+            out[name] = list(value[: rotated // 2])
+    return out
+
+
+def _key_heads(value: int, heads: Any) -> int:
+    if value == 1 or not isinstance(heads, int):
+        return min(value, 2)
+    return _HEADS if value >= heads else min(value, 2)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The decoder layers: a list of modules as long as the text configuration says, or else the longest one."""
+    decoder = model.get_decoder() or model.base_model
+    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList)]
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    said = [m for m in lists if len(m) == depth]
+    return list(said[0] if said else max(lists, key=len, default=[]))
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """What tells two layers apart besides their weights: their modules, and how these are set. Numbers of experts and
+    heads do not: they are cut."""
+    found = {_settings(re.sub(r"\d+", "#", name), module) for name, module in layer.named_modules()}
+    return tuple(sorted(found, key=str))
+
+
+def _settings(name: str, module: nn.Module) -> tuple[object, ...]:
+    def of() -> Iterator[tuple[str, object]]:
+        for key, value in vars(module).items():
+            if key.startswith("_") or key == "training":
+                continue
+            if isinstance(value, bool | str):
+                yield key, value
+            elif "window" in key or "chunk" in key:
+                yield key, value is None
+
+    return (name, type(module).__name__, *sorted(of()))
+
+
+@torch.no_grad()
+def _randomize(model: nn.Module) -> None:
+    """Weights so large that the context of a token matters."""
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(0, 0.15)
+        else:
+            parameter.add_(0.1 * torch.randn_like(parameter))

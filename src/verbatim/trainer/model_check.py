@@ -1,0 +1,150 @@
+"""Before a model is trained: does a tiny copy of it have the logprobs and the gradient of its own attention here?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.models.head import CausalLM
+from verbatim.models.own_attention import (
+    FAULTS,
+    LENGTH,
+    TOLERANCE,
+    Gradient,
+    TinyPair,
+    describe,
+    gradient,
+    largest_difference,
+    mask_settings,
+    probe_ids,
+    tiny_pair,
+    weights_of,
+)
+from verbatim.models.round_trip import check_round_trip
+from verbatim.packing import PACKERS
+from verbatim.trainer.device_batch import DeviceBatch
+from verbatim.types import Int32, TrainingSample
+
+logger = logging.getLogger(__name__)
+
+
+def packing_for(model: CausalLM, packing: str) -> str:
+    """The packing that a model is trained with: what is asked for, or rows where "auto" would pack wrong trees.
+
+    Args:
+        model: As it was loaded.
+        packing: "rows", "tree" or "auto".
+
+    Raises:
+        ModelError: rows, or trees that were asked for, are not the model's own logprobs and gradient; or the weights
+            that it saves do not load.
+    """
+    if model.rows_alone:  # each row is a forward pass of the model's own
+        _refuse_without_gradient(model)
+        return "rows"
+    pair = tiny_pair(model.model, planned=True)
+    check_round_trip(pair.own)
+    name = f"{type(model.model).__name__}{mask_settings(model.model.config)}"
+    samples = _samples(pair)
+    expected = own_gradient(pair, samples)
+    fault = packed_fault(pair, samples, expected, "rows")
+    if fault is not None:
+        raise ModelError(f"{name} cannot be trained: in a small copy, {fault}; use a model of another class")
+    if packing == "rows":
+        return "rows"
+    fault = packed_fault(pair, samples, expected, "tree")
+    if fault is None:
+        return packing
+    if packing == "tree":
+        raise ModelError(f'{name} cannot be packed as trees: in a small copy, {fault}; set trainer.packing = "rows"')
+    logger.warning("%s: packing is rows, because in a small copy as trees %s", name, fault)
+    return "rows"
+
+
+def _refuse_without_gradient(model: CausalLM) -> None:
+    """Some classes have no backward pass in eval mode."""
+    try:
+        pair = tiny_pair(model.model, planned=False)
+    except ModelError:  # no small copy: nothing takes the place of its attention, so nothing has to be compared
+        return
+    ids = probe_ids(pair, 8)
+    try:
+        gradient(pair.own, lambda: pair.own_logprobs(ids).sum())
+    except FAULTS as error:
+        raise ModelError(f"{type(model.model).__name__} cannot be trained: its backward pass fails "
+                         f"({describe(error)}); use a model of another class") from error  # fmt: skip
+
+
+def own_gradient(pair: TinyPair, samples: Sequence[TrainingSample]) -> tuple[list[Tensor], Gradient]:
+    """Of each sample the logprobs by `transformers`' own forward pass, and the gradient of their weighted sum."""
+    logprobs: list[Tensor] = []
+
+    def value() -> Tensor:
+        logprobs[:] = [pair.own_logprobs(torch.tensor(s.token_ids, dtype=torch.int64)) for s in samples]
+        return torch.stack([x @ weights_of(torch.arange(1, len(x) + 1)) for x in logprobs]).sum()
+
+    found = gradient(pair.own, value)
+    return [x.detach() for x in logprobs], found
+
+
+def packed_fault(
+    pair: TinyPair, samples: Sequence[TrainingSample], expected: tuple[list[Tensor], Gradient], packing: str
+) -> str | None:
+    """What is wrong with the packed samples: None, or a sentence for a message."""
+    total = 2 * sum(map(len, samples))
+    micro_batches = PACKERS[packing](samples, micro_batch_tokens=total, keep_whole=False)
+    worst = 0.0
+
+    def value() -> Tensor:
+        nonlocal worst
+        sums = []
+        for micro_batch in micro_batches:
+            batch = DeviceBatch.of(micro_batch, torch.device("cpu"))
+            logits_MV = pair.ours.logits(batch.hidden(pair.ours)).float()
+            found_M = logits_MV.log_softmax(-1).gather(1, batch.target_ids_M[:, None])[:, 0]
+            own_M = torch.stack([
+                expected[0][int(micro_batch.trajectory_ids[int(number)])][offset - 1]
+                for number, offset in zip(micro_batch.targets.trajectories, batch.offsets_M, strict=True)
+            ])  # fmt: skip
+            worst = max(worst, float((found_M.detach() - own_M).abs().nan_to_num(nan=torch.inf).max()))
+            sums.append((found_M * weights_of(batch.offsets_M)).sum())
+        return torch.stack(sums).sum()
+
+    try:
+        found = gradient(pair.ours.model, value)
+    except FAULTS as error:
+        return f"the forward or backward pass fails ({describe(error)})"
+    if worst > TOLERANCE:
+        return f"logprobs differ by {worst:.1g} from those of its own attention"
+    difference = largest_difference(found, expected[1])
+    if difference > TOLERANCE:
+        return f"the gradient differs by {difference:.1g} of its norm from that of its own attention"
+    return None
+
+
+def _samples(pair: TinyPair) -> list[TrainingSample]:
+    """Three branches of one path, and a sample of its own; each longer than the windows of a tiny copy."""
+    ids = probe_ids(pair, 4 * LENGTH).numpy().astype(np.int32)
+    trunk, rest = ids[: LENGTH // 2], ids[LENGTH // 2 :]
+    half = LENGTH // 2
+    branches = [np.concatenate([trunk, rest[i * half : (i + 1) * half - 3 * i]]) for i in range(3)]
+    return [_sample(i, token_ids) for i, token_ids in enumerate([*branches, rest[3 * half : 4 * half]])]
+
+
+def _sample(number: int, token_ids: Int32) -> TrainingSample:
+    length = len(token_ids)
+    return TrainingSample(
+        token_ids=token_ids,
+        loss_mask=np.arange(length) > 0,
+        logprobs=np.full(length, np.nan, dtype=np.float32),
+        advantages=np.zeros(length, dtype=np.float32),
+        chunk_ids=np.zeros(length, dtype=np.int32),
+        policy_versions=np.full(length, -1, dtype=np.int32),
+        temperatures=np.ones(length, dtype=np.float32),
+        trajectory_id=str(number),
+    )

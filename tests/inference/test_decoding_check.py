@@ -1,0 +1,48 @@
+"""A sampler takes a model only if cached decoding has the logprobs of the model's own attention."""
+
+import pytest
+
+from models.architectures import Architecture, tiny_model
+from verbatim.config.schema import InferenceConfig
+from verbatim.errors import ModelError
+from verbatim.inference.kv_cache import CachePlan
+from verbatim.inference.torch_engine import TorchSampler
+
+
+@pytest.fixture
+def sampler(tmp_path):
+    made = []
+
+    def make(name, **config):
+        tiny_model(Architecture(name)).save_pretrained(tmp_path)
+        made.append(TorchSampler(tmp_path, config=InferenceConfig(device="cpu", **config), context_length=64))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine._closing = True
+        with engine._wake:
+            engine._wake.notify()
+
+
+@pytest.mark.parametrize(("name", "what"), [
+    ("diffllama", "DiffLlamaForCausalLM .*cannot be sampled from by the embedded sampler.*differ by"),
+])  # fmt: skip
+def test_layers_that_one_cache_does_not_hold_are_refused_by_name(name, what, sampler):
+    """It attends twice in each layer."""
+    with pytest.raises(ModelError, match=what):
+        sampler(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gemma3_text", "jetmoe", "gpt2"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_models_that_decode_as_they_compute_are_taken(name, deterministic, sampler):
+    assert sampler(name, deterministic=deterministic, max_batch_size=4).vocab_size == 96
+
+
+def test_a_cache_that_holds_something_else_is_found_out(sampler, monkeypatch):
+    write = CachePlan._write
+
+    monkeypatch.setattr(CachePlan, "_write", lambda self, layer, key, value: write(self, layer, key, value * 0.5))
+    with pytest.raises(ModelError, match=r"Qwen3ForCausalLM .*sampled logprobs differ by"):
+        sampler("qwen3")
