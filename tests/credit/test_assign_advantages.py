@@ -98,6 +98,21 @@ def test_a_row_of_an_array_is_one_number_for_each_turn():
     assert [t.advantage for t in credited.trajectories[0].turns] == [0.5, -2.0]
 
 
+@pytest.mark.parametrize(("advantage", "said"), [
+    (1e39, "1e+39 is larger than float32 holds"), ([-1e39], "[-1e+39] is larger than float32 holds"),
+    pytest.param(10**400, "inf is not finite", id="10**400"),
+])  # fmt: skip
+def test_an_advantage_beyond_float32_fails_its_rollout_alone(advantage, said):
+    """In a sample it would be infinite, and stop the run."""
+    credited = assign_advantages(group(1.0, 0.0), returning([advantage, 0.5]))
+    assert [t.error for t in credited.trajectories] == [f"advantage: {said}", None]
+
+
+def test_rewards_of_float32_whose_difference_is_beyond_it_fail_their_rollout_alone():
+    credited = assign_advantages(group(3.4e38, -3.4e38, -3.4e38, -3.4e38), default_advantage)
+    assert [t.error is None for t in credited.trajectories] == [False, True, True, True]
+
+
 def test_a_nan_advantage_fails_its_rollout_alone():
     credited = assign_advantages(group(1.0, 0.0), returning([math.nan, 1.0]))
     assert [t.error for t in credited.trajectories] == ["advantage: nan is not finite", None]

@@ -36,6 +36,9 @@ class AdvantageOutputs:
     """As long as `rollouts`."""
 
 
+_LARGEST = 3.4028234663852886e38
+"""Of float32, which samples hold advantages in."""
+
 AdvantageFunction = Callable[..., AdvantageOutputs]
 """`function(inputs: AdvantageInputs, **knobs) -> AdvantageOutputs`."""
 
@@ -45,9 +48,9 @@ def assign_advantages(
 ) -> Group:
     """The group with advantages on its completed trajectories.
 
-    A rollout whose reward or advantage is missing, NaN or infinite fails alone: it gets an error and never reaches the
-    trainer. A bad reward is in nobody's baseline. A length penalty shapes the rewards that the function sees; the
-    trajectories keep their own.
+    A rollout whose reward or advantage is missing, NaN, infinite or beyond float32 fails alone: it gets an error and
+    never reaches the trainer. A bad reward is in nobody's baseline. A length penalty shapes the rewards that the
+    function sees; the trajectories keep their own.
 
     Raises:
         ComponentError: the function raised, or returned something else than one number, or one list of numbers with
@@ -101,8 +104,9 @@ def _credit(trajectory: Trajectory, advantage: Any, where: str) -> Trajectory:
     if of_turns and len(values) != len(trajectory.turns):
         raise ComponentError(f"{where}: {len(values)} advantages for the {len(trajectory.turns)} turns of rollout "
                              f"{trajectory.sample_index}")  # fmt: skip
-    if not all(map(math.isfinite, values)):
-        return trajectory.replace(error=f"advantage: {values if of_turns else values[0]} is not finite")
+    if not all(abs(value) <= _LARGEST for value in values):  # NaN is not
+        fault = "larger than float32 holds" if all(map(math.isfinite, values)) else "not finite"
+        return trajectory.replace(error=f"advantage: {values if of_turns else values[0]} is {fault}")
     if not of_turns:
         return trajectory.replace(advantage=values[0])
     turns = tuple(t.replace(advantage=v) for t, v in zip(trajectory.turns, values, strict=True))
@@ -112,7 +116,10 @@ def _credit(trajectory: Trajectory, advantage: Any, where: str) -> Trajectory:
 def _number(value: Any) -> float:
     if isinstance(value, str):
         raise TypeError("a text")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer that no float can hold
+        return math.inf if value > 0 else -math.inf
 
 
 def function_name(function: Callable[..., Any]) -> str:
