@@ -12,7 +12,9 @@ import pytest
 from transformers import MambaConfig, MambaForCausalLM
 
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, snapshot, train_lines, workplace
+from verbatim.cli.conversations import read_conversations
 from verbatim.cli.main import main
+from verbatim.errors import UsageError
 from verbatim.models.loading import load_tokenizer, save_model
 
 PLUG_INS = '''
@@ -201,3 +203,11 @@ def test_a_model_that_the_sampler_refuses_leaves_no_run_behind(place: Path, mode
     assert "--resume" not in "".join(capsys.readouterr())
     assert not list(place.rglob("config.toml"))
     assert main(["rl", "run.toml", "--max-steps", "1", *options]) == 0
+
+
+@pytest.mark.parametrize("tools", ['"look"', '["look"]', '{"name": "look"}'])
+def test_tools_that_are_no_schemas_in_a_file_of_conversations_are_refused(tmp_path: Path, tools: str):
+    file = tmp_path / "talk.jsonl"
+    file.write_text('{"messages": [{"role": "assistant", "content": "a"}], "tools": ' + tools + "}\n")
+    with pytest.raises(UsageError, match=r"talk.jsonl:1: expected .*tools is a list of tool schemas"):
+        read_conversations(file)

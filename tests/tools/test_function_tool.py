@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import enum
 import threading
 from typing import Annotated, Literal
 
@@ -162,3 +163,26 @@ def test_functions_without_a_usable_signature_are_refused():
     for function, reason in refused:
         with pytest.raises(ComponentError, match=reason):
             FunctionTool(function)
+
+
+class Opaque(enum.Enum):
+    A = object()
+
+
+def opaque(x: Opaque) -> str: ...
+def empty(x: Literal[()]) -> str: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (opaque, "tool opaque: a parameter's type has no JSON form"),
+        (empty, "tool empty: a parameter's type has no JSON form"),
+        ("lost", r"FunctionTool\('lost'\): a str cannot be called; give the function itself, without parentheses"),
+        (None, "a NoneType cannot be called"),
+        (Opaque, r"FunctionTool\(Opaque\): a class is no tool"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused_with_what_to_give(given, says):
+    with pytest.raises(ComponentError, match=says):
+        FunctionTool(given)

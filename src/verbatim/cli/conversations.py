@@ -33,7 +33,10 @@ def read_conversations(path: Path) -> list[Conversation]:
                 raise ValueError("role and content are texts")
             if not any(message["role"] == "assistant" for message in messages):
                 raise ValueError("no assistant message to learn from")
-            rows.append(("", messages, row.get("tools") or ()))
+            tools = row.get("tools") or []
+            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+                raise ValueError("tools is a list of tool schemas")
+            rows.append(("", messages, tools))
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}; {error!r}'

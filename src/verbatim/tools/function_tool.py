@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verbatim.errors import ComponentError
+from verbatim.texts import shown
 from verbatim.tools.base import ToolResult
 from verbatim.tools.docstrings import read_docstring
 from verbatim.tools.json_arguments import JsonArguments
@@ -61,6 +63,13 @@ class FunctionTool:
         inline: bool = False,
         returns: bool = False,
     ) -> None:
+        if not callable(function):
+            raise ComponentError(f"FunctionTool({shown(function, 80)}): a {type(function).__name__} cannot be called; "
+                                 "give the function itself, without parentheses: FunctionTool(thing.look)")  # fmt: skip
+        if inspect.isclass(function):
+            name = function.__name__
+            raise ComponentError(f"FunctionTool({name}): a class is no tool; give a function, or a method: "
+                                 f"FunctionTool({name}().method)")  # fmt: skip
         subject = Subject.of(function)
         self._function = function
         self._inline = inline

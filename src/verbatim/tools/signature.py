@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticKnownError
+from pydantic_core import PydanticKnownError, PydanticSerializationError
 
 from verbatim.errors import ComponentError
 from verbatim.tools.base import ToolArgumentsError
@@ -138,7 +138,7 @@ def _read(function: Callable[..., Any], doc: str, num_bound: int, bound: frozens
             raise ComponentError(f"{where}: a typed dict inside a dataclass; before Python 3.12 write `from "
                                  "typing_extensions import TypedDict` for it") from error  # fmt: skip
         raise ComponentError(f"{where}: a parameter's type has no JSON form: {error}") from error
-    except (PydanticSchemaGenerationError, TypeError) as error:
+    except (PydanticSchemaGenerationError, PydanticSerializationError, TypeError, AssertionError) as error:
         raise ComponentError(f"{where}: a parameter's type has no JSON form: {error}") from error
     return Signature(
         description=said.description,
