@@ -17,7 +17,7 @@ ROOT = Path(verbatim.__file__).parent
 
 ORDER = (
     ("errors", "texts", "user_code"),
-    ("token_tree",),
+    ("token_tree", "plain_console"),
     ("types",),
     ("trajectory_json",),
     ("config",),

@@ -13,12 +13,14 @@ Example, two turns of prompts `[1, 2]` and `[1, 2, 3, 4]` with completions `[3]`
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from verbatim.texts import cut
 from verbatim.types import ToolCall, Trajectory, Turn, TurnTiming
 
 
@@ -53,6 +55,19 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
     return value
+
+
+def why_not_json(value: Any) -> str | None:
+    """What keeps a value from being written as JSON; None where nothing does.
+
+    >>> why_not_json({"a": [1.0, None]}), why_not_json({"when": {1, 2}})
+    (None, 'Object of type set is not JSON serializable')
+    """
+    try:
+        json.dumps(plain(value), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return cut(str(error))
+    return None
 
 
 def _turn_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:

@@ -248,14 +248,20 @@ from lots import Lot, Lots
 
 
 class Leaving(Lot):
+    @property
+    def info(self):
+        return {"seen": {1, 2}} if self.reward < 0.2 else {}
+
     async def score(self, trajectory):
-        if self.reward > 0.6:
+        if self.reward > 0.8:
             sys.exit(0)
+        if self.reward > 0.6:
+            raise ValueError("\\x1b]0;owned\\x07 [/red]")
         return self.reward
 
 
 class Leavings(Lots):
-    """Every third episode calls `sys.exit`."""
+    """A fifth of its episodes fail in each of three ways."""
 
     async def start(self, example, seed):
         return Leaving(seed)
@@ -420,11 +426,26 @@ def test_ctrl_c_while_the_model_is_prepared_ends_a_run_that_can_be_continued(pla
     assert_ledger_adds_up(place / "impatient")
 
 
-def test_an_environment_that_exits_in_its_score_fails_episodes_and_the_run_goes_on(place: Path):
-    assert main(["rl", "leaving.toml", "--run-dir", "left"]) == 0
-    summary = read_json(place / "left" / "summary.json")
+def test_an_environment_that_exits_and_one_that_writes_to_the_terminal_fail_episodes_and_the_run_goes_on(
+    place: Path, capsys
+):
+    """In a folder whose name reads like markup."""
+    assert main(["rl", "leaving.toml", "--run-dir", "m[/red]"]) == 0
+    run = place / "m[/red]"
+    summary = read_json(run / "summary.json")
     assert summary["steps"] == 2
-    assert 0 < summary["failed_rollouts"] < summary["rollouts"]
-    failed = [t for _, t in read_trajectories(place / "left" / "trajectories.jsonl") if t.error]
-    assert {t.error for t in failed} == {"environment: score raised SystemExit: 0"}
-    assert len(failed) == summary["failed_rollouts"]
+    logged = [t for _, t in read_trajectories(run / "trajectories.jsonl")]
+    assert len(logged) == summary["rollouts"]
+    failed = [t for t in logged if t.error]
+    assert len(failed) == summary["failed_rollouts"] < summary["rollouts"]
+    assert {t.error for t in failed} == {
+        "environment: score raised SystemExit: 0",
+        "environment: score raised ValueError: \x1b]0;owned\x07 [/red]",
+        "environment: info is not JSON: Object of type set is not JSON serializable; expected texts, numbers, "
+        "booleans, None, lists and mappings",
+    }
+    out, err = capsys.readouterr()
+    written = out + err + (run / "logs" / "orchestrator.log").read_text()
+    assert "\x1b" not in written
+    assert "\\x1b]0;owned\\x07 [/red]" in written
+    assert "m[/red]" in out

@@ -11,6 +11,7 @@ from verbatim.cli.check import check_run
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 from verbatim.orchestrator.staleness import capped_settings
+from verbatim.texts import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write(dump_config(config))
     sys.stdout.flush()
     for sentence in capped_settings(config.orchestrator):
-        print(f"note: {sentence}", file=sys.stderr)
+        print(printable(f"note: {sentence}"), file=sys.stderr)
     return 0

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
-from rich.console import Console
-
 from verbatim.cli import exit_status
 from verbatim.doctor import BreakClass, Doctor, LogFile, known_formats, recognise
 from verbatim.doctor.as_json import JsonReport
@@ -24,6 +22,7 @@ from verbatim.doctor.logs import Format
 from verbatim.doctor.show import ConsoleReport
 from verbatim.doctor.text import TokenText
 from verbatim.errors import UsageError
+from verbatim.plain_console import PlainConsole
 
 _SHOWN = 10
 """Breaks that people are shown in full."""
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
         text = TokenText(load_tokenizer(model))
     doctor = Doctor(text, _template_lines(text))
-    report = JsonReport(sys.stdout.write) if args.json else ConsoleReport(Console(highlight=False))
+    report = JsonReport(sys.stdout.write) if args.json else ConsoleReport(PlainConsole())
     limit = args.limit if args.limit is not None else sys.maxsize if args.json else _SHOWN
     trajectories = known.read(file)
     first = next(trajectories, None)  # only then a format knows how the lines hang together

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.plain_console import PlainConsole
 from verbatim.renderers.chat_template import parse_template, text_of
 from verbatim.renderers.derived_syntax import derive
 from verbatim.renderers.hermes import fit
@@ -52,7 +52,7 @@ def report(asked: str, *, as_json: bool) -> bool:
             for name, (source, rows) in tables.items()
         }, "tools": {**asdict(support), "hermes": hermes}}, indent=2, ensure_ascii=False))  # fmt: skip
     else:
-        console = Console(highlight=False)
+        console = PlainConsole()
         for name, (source, rows) in tables.items():
             console.print(_shown(asked if name == "default" else f"{asked}, template {name!r}", source, rows))
         console.print(f"Tools: {_said_of_tools(support, hermes)}", markup=False)

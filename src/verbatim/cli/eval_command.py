@@ -9,8 +9,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
 from verbatim.cli.logs import log_to_console
@@ -28,6 +26,7 @@ from verbatim.config import load_config
 from verbatim.config.schema import EvalConfig, RunConfig
 from verbatim.errors import ConfigError, RunStopped
 from verbatim.monitors.console import eval_line
+from verbatim.plain_console import PlainConsole
 from verbatim.rollouts import EpisodeTally
 from verbatim.rollouts.main_loop import run_main
 
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: there is no model to measure.
         RunStopped: every episode of an environment failed.
     """
-    log_to_console(Console(stderr=True, highlight=False), logging.WARNING)
+    log_to_console(PlainConsole(stderr=True), logging.WARNING)
     config = load_config(args.file, args.overrides, component_tables())
     model = args.model or config.model.name
     if model is None:
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and args.out.exists():
         raise ConfigError(f"--out {args.out} exists; name another file, or remove it")
     results = run_main(_evaluate(config, model, args.out), two_presses())
-    console = Console(highlight=False)
+    console = PlainConsole()
     for env, metrics in results.items():
         console.print(eval_line(0, env, metrics).replace("after 0 batches", model), soft_wrap=True)
     console.print_json(json.dumps(results))

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from verbatim.cli import exit_status
 from verbatim.rollouts.main_loop import Presses, cancel_then_raise
+from verbatim.texts import printable
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -87,5 +87,5 @@ def two_presses(
 def _end_at_once(farewell: str) -> None:
     """No `finally` of anyone's runs: whoever asks twice does not want to wait for them."""
     with contextlib.suppress(OSError):
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{farewell}\n".encode(errors="replace"))
+        os.write(2, f"\n{printable(farewell)}\n".encode(errors="replace"))
     os._exit(exit_status.INTERRUPTED)

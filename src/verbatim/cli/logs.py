@@ -12,8 +12,16 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from verbatim.errors import VerbatimError
+from verbatim.texts import printable
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class _Plain(logging.Formatter):
+    """What a record quotes is shown by a terminal, not obeyed."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def log_to_console(console: Console, level: int = logging.INFO) -> None:
@@ -35,7 +43,7 @@ _STARTED = "started (process "
 def log_to_file(path: Path) -> Iterator[None]:
     """The same into a file, and what ended the block if it was an exception: the other process quotes it."""
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(_Plain(_FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)

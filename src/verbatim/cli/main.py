@@ -9,17 +9,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from collections.abc import Container, Sequence
+from types import TracebackType
 from typing import NoReturn
 
-from rich.console import Console
 from rich.text import Text
 
 from verbatim import __version__
 from verbatim.cli import exit_status
 from verbatim.cli.leaving import end_without_stragglers
 from verbatim.errors import NothingTrained, RunStopped, UsageError, VerbatimError
-from verbatim.texts import shown
+from verbatim.plain_console import PlainConsole
+from verbatim.texts import printable, shown
 
 COMMANDS = {
     "rl": ("verbatim.cli.rl_command", "train a model by reinforcement learning"),
@@ -42,6 +44,7 @@ OVERRIDES_HELP = (
 
 def program() -> NoReturn:
     """The process of the command: ends with its status, whatever threads are left."""
+    sys.excepthook = _show_traceback
     status = exit_status.STOPPED
     try:
         status = main()
@@ -132,6 +135,11 @@ def split_overrides(arguments: Sequence[str], known: Container[str]) -> tuple[li
     return own, overrides
 
 
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As Python does, but what the error quotes is shown by the terminal, not obeyed."""
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
+
+
 def _complain(kind: str, message: str) -> None:
     # Text, not markup: messages are full of [tables]. Soft wrap keeps file:line whole for a terminal to link.
-    Console(stderr=True, highlight=False).print(Text.assemble((f"{kind}: ", "bold red"), message), soft_wrap=True)
+    PlainConsole(stderr=True).print(Text.assemble((f"{kind}: ", "bold red"), message), soft_wrap=True)

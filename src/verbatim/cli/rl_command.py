@@ -40,6 +40,7 @@ from verbatim.errors import NothingTrained, UsageError
 from verbatim.inference.base import Sampler
 from verbatim.inference.openai import Connection, OpenAI
 from verbatim.monitors.base import OpenMonitor, RunInfo, open_monitors
+from verbatim.plain_console import PlainConsole
 from verbatim.rollouts import EpisodeTally, RolloutSetup
 from verbatim.rollouts.main_loop import run_main
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
         NothingTrained: the run came to its end and learned from no token.
     """
     started = time.monotonic()
-    console = RichConsole(highlight=False)
+    console = PlainConsole()
     log_to_console(console)
     config = load_config(args.file, args.overrides, component_tables())
     environments = check_run(config)

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
 from verbatim.cli.logs import log_to_console
@@ -24,6 +22,7 @@ from verbatim.config import import_object
 from verbatim.errors import RunStopped, UsageError
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.openai import OpenAI
+from verbatim.plain_console import PlainConsole
 from verbatim.rollouts import APIMultiTurnRollout
 from verbatim.rollouts.main_loop import run_main
 from verbatim.tools import ToolManager
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.overrides:
         raise UsageError(f"verbatim rollout has no option {args.overrides[0]}; see verbatim rollout --help")
-    console = Console(stderr=True, highlight=False)
+    console = PlainConsole(stderr=True)
     log_to_console(console, logging.WARNING)
     rollout = _make_rollout(args)
     jobs = read_jobs(args.file, args.samples)

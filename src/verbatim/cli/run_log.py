@@ -22,10 +22,15 @@ from verbatim.monitors.metrics_log import MetricsLog
 from verbatim.monitors.trajectory_log import TrajectoryLog
 from verbatim.orchestrator.distributions import rollout_distributions
 from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.texts import error_text
 from verbatim.transport import TrainerLink
-from verbatim.types import Group
+from verbatim.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
+
+
+NOT_WRITTEN = "not_written"
+"""The key of a logged trajectory's `info` that says what is missing in its record."""
 
 
 class RunLog:
@@ -77,6 +82,7 @@ class RunLog:
         curve = LearningCurve(
             folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant
         )
+        self._num_incomplete = 0
         self._monitors = Monitors([metrics, Console(max_steps, first_step=first_step), curve, *monitors])
 
     @property
@@ -91,11 +97,23 @@ class RunLog:
             try:
                 for group in groups:
                     for trajectory in group.trajectories:
-                        self._trajectories.write(step, trajectory)
-            except (OSError, TypeError, ValueError) as error:  # TypeError: an environment's info that is no JSON
+                        self._write(self._trajectories, step, trajectory)
+            except OSError as error:
                 self._trajectories = None
                 logger.error("trajectories are no longer written to %s: %s; the run goes on without them",
                              self._folder.trajectories, error)  # fmt: skip
+
+    def _write(self, log: TrajectoryLog, step: int, trajectory: Trajectory) -> None:
+        """One record; where its messages or its info are not JSON, the rest of it."""
+        try:
+            log.write(step, trajectory)
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = f"messages and info were not written: {error_text(error)}"
+            log.write(step, trajectory.replace(messages=(), tools=(), info={NOT_WRITTEN: reason}))
+            self._num_incomplete += 1
+            if self._num_incomplete == 1:
+                logger.error("trajectory %s of environment %r is in %s without its messages and info: %s",
+                             trajectory.trajectory_id, trajectory.env, log.writer.path, error_text(error))  # fmt: skip
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
         """The policy after `step` batches was evaluated."""
@@ -136,6 +154,9 @@ class RunLog:
         self._monitors.close()
         if self._trajectories is not None:
             self._trajectories.close()
+        if self._num_incomplete:
+            logger.error("%d trajectories were logged without their messages and info, which are not JSON",
+                         self._num_incomplete)  # fmt: skip
 
     def summarize(self) -> dict[str, Any]:
         """What the run came to, also written to `summary.json`."""

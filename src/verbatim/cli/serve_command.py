@@ -16,6 +16,7 @@ from verbatim.cli.logs import log_to_console
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError
 from verbatim.inference.server import LAST_PORT
+from verbatim.plain_console import PlainConsole
 
 _CONTEXT = 4096
 """Tokens of the context where none are asked for and the model has as many positions."""
@@ -61,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {value}: expected at least 1")
     if not 0 <= args.port <= LAST_PORT:
         raise UsageError(f"--port {args.port}: expected 0 (any that is free) to {LAST_PORT}")
-    console = Console(highlight=False)
-    log_to_console(Console(stderr=True, highlight=False), logging.WARNING)
+    console = PlainConsole()
+    log_to_console(PlainConsole(stderr=True), logging.WARNING)
     asyncio.run(_serve(args, api_key, console))
     return 0
 

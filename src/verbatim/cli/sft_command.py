@@ -6,13 +6,12 @@ import argparse
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
-
 from verbatim.checkpoints import RunFolder
 from verbatim.cli.check import check_run
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.errors import ConfigError
+from verbatim.plain_console import PlainConsole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.file} has no [warm_start] table, which says what `verbatim sft` does; for example\n"
                           '[warm_start]\nsteps = 100\ndata = "conversations.jsonl"')  # fmt: skip
     environments = check_run(config)
-    console = Console(highlight=False)
+    console = PlainConsole()
     with RunFolder.create(config, name=f"{config.name or args.file.stem}-sft", now=datetime.now()) as folder:
         from verbatim.cli.prepare import prepare_model
 

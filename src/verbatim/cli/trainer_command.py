@@ -22,6 +22,7 @@ from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped
+from verbatim.plain_console import PlainConsole
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
 from verbatim.transport.presence import Heartbeat, PeerWatch
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve one orchestrator, until it says that the run is over."""
     config = load_config(args.file, with_trajectory_strategy(args), component_tables())
     config = config.model_copy(update={"name": config.name or args.file.stem})
-    console = Console(highlight=False)
+    console = PlainConsole()
     supervised = args.session is not None
     if not supervised:  # `verbatim rl` has checked it before it started this process
         check_run(config)

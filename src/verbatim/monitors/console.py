@@ -23,6 +23,7 @@ from verbatim.monitors.base import (
     Distributions,
     Metrics,
 )
+from verbatim.plain_console import PlainConsole
 
 COLUMNS = (
     ("reward", REWARD),
@@ -54,7 +55,7 @@ class Console:
     def __init__(
         self, max_steps: int, *, console: rich.console.Console | None = None, first_step: int = 0
     ) -> None:
-        self.console = console or rich.console.Console(highlight=False)
+        self.console = console or PlainConsole()
         self.max_steps = max_steps
         self._num_lines = 0
         self._progress = Progress(

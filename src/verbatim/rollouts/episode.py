@@ -25,6 +25,7 @@ from verbatim.rollouts.turn_loop import TOOLS_OFFERED, AgentLoop, EpisodeLimits,
 from verbatim.rollouts.user_calls import UserCalls
 from verbatim.texts import LONGEST_ERROR, cut, shown
 from verbatim.tools.manager import ToolManager, ToolOutcome
+from verbatim.trajectory_json import why_not_json
 from verbatim.types import PARSE_STATUSES, Example, Message, ParseStatus, StopReason, ToolCall, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class _Play:
             self._messages = list(loop.messages())
         loop.finish()
         with calls.guard("info"):
-            self._info.update(getattr(episode, "info", {}))
+            self._info.update(_checked_info(getattr(episode, "info", {})))
         if loop.offers_tools:
             self._info[TOOLS_OFFERED] = True
         draft = Trajectory(
@@ -304,6 +305,15 @@ def _checked_reply(answer: Any) -> Reply:
     if not isinstance(answer.done, bool | np.bool_):
         raise EnvironmentFault(f"reply returned done={shown(answer.done, 80)}; expected True or False")
     return dataclasses.replace(answer, reward=checked_reward(answer.reward, "reply"))
+
+
+def _checked_info(info: Any) -> Mapping[str, Any]:
+    if not isinstance(info, Mapping):
+        raise EnvironmentFault(f"info is {shown(info)}; expected a mapping of JSON values")
+    why = why_not_json(info)
+    if why is not None:
+        raise EnvironmentFault(f"info is not JSON: {why}; expected texts, numbers, booleans, None, lists and mappings")
+    return info
 
 
 def _checked_messages(messages: Any, what: str) -> Sequence[Message]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from verbatim.plain_console import PlainConsole
 from verbatim.types import Trajectory
 
 
@@ -19,7 +19,7 @@ def progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajector
         total: The length of the bar.
         shown: None = where standard error is a terminal.
     """
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     num_failed = 0
     progress = Progress(
         TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"),

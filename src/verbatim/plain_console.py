@@ -1,0 +1,34 @@
+"""The console that everything is shown on: text is text, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from verbatim.texts import printable
+
+
+class PlainConsole(Console):
+    r"""A rich console on which `[bold]` and `:smile:` are shown as they are written, and a control character as `\x1b`:
+    texts of environments, models and paths change neither the style nor the terminal. Styles are given as arguments.
+
+    Args:
+        stderr: Standard error in place of standard output.
+        options: As for `rich.console.Console`.
+    """
+
+    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A string as a text: written out before it is measured, so that tables have room for it."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Its segments; those that rich itself controls the terminal with are left as they are."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
