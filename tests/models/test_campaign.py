@@ -18,7 +18,7 @@ EXPECTED = {
     "mixtral sliding_window": (TREES, "yes"),
     "diffllama": (TREES, NO),
     "qwen2_moe use_sliding_window": (ROWS, NO),
-    "doge": (ROWS, NO),
+    "doge": (NO, NO),
     "gpt_oss": (ROWS, NO),
     "bloom": (ROWS, NO),
     "bert-generation": (NO, NO),

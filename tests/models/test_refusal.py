@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.other_models import write_other
 from verbatim.errors import ModelError
+from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_tokenizer
 from verbatim.models.refusal import refusing
@@ -34,6 +35,11 @@ def test_an_architecture_is_used_or_refused_by_its_name(kind, only_attention, tm
     if kind == "nemotron":  # its code reads a head_dim that its published configurations leave out
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": None}))
+    if kind == "nemotron" and not only_attention:  # its own attention does not read it
+        lm, ids = CausalLM(load_model(tmp_path, only_attention=False)), torch.arange(9)
+        own = AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(lm.logits(lm.hidden(ids, ids, WholeSequencePlan())), own)
+        return
     with pytest.raises(ModelError, match=type(model).__name__):
         CausalLM(load_model(tmp_path, only_attention=only_attention))
 

@@ -9,8 +9,17 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION, WholeSequencePlan
-from verbatim.models.own_attention import FAULTS, TOLERANCE, PlanFault, describe, mask_settings, probe_ids, tiny_pair
-from verbatim.models.positions import fixed_length
+from verbatim.models.own_attention import (
+    FAULTS,
+    TOLERANCE,
+    PlanFault,
+    describe,
+    mask_settings,
+    probe_ids,
+    raise_not_causal,
+    tiny_pair,
+)
+from verbatim.models.rope import fixed_length
 
 ROW = 6
 """Tokens of each of the two rows that are tried."""
@@ -60,12 +69,7 @@ def _refuse_unless_causal(model: Any) -> None:
         raise ModelError(f"{type(model).__name__} does not give logits for ids alone ({describe(error)}); use a causal "
                          "language model of another class") from error  # fmt: skip
     if not (longer - alone).norm() <= LEAK * alone.norm():
-        raise ModelError(
-            f"{type(model).__name__}{mask_settings(model.config)}: what it predicts from a token changes with the "
-            "tokens behind it, so nothing can be sampled from it token by token; if the model was trained to look "
-            "back only, set that in its config.json (is_decoder = true, or use_bidirectional_attention = false), or "
-            "use another model"
-        )
+        raise_not_causal(model)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,12 +19,15 @@ from torch import Tensor
 from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION
 from verbatim.models.head import CausalLM
-from verbatim.models.tiny import WINDOW, tiny_copy
+from verbatim.models.rope import fixed_length
+from verbatim.models.tiny import WINDOW, NoTinyCopy, tiny_copy
 
 LENGTH = 3 * WINDOW
 """Tokens of a probe: several times the windows of a tiny copy."""
 TOLERANCE = 2e-3
 """The largest difference that rounding in float32 explains: of logprobs, and of gradients relative to their norm."""
+CAUSAL = 2e-2
+"""The largest difference of log-probabilities, all of them, that passes of two lengths may have by rounding."""
 SMALL = 1e-2
 """Parameters whose gradient is below this share of the largest one are measured against that share: some, like the
 bias of keys, have a gradient of 0 that is rounding alone."""
@@ -118,7 +121,7 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
     pair = _pairs.pop(key, None)
     if pair is None:
         own = tiny_copy(model)
-        _refuse_unless_callable(own)
+        _refuse_unless_it_works(own)
         ours = copy.deepcopy(own)
         if planned:
             ours.set_attn_implementation(ATTENTION)
@@ -137,16 +140,47 @@ _pairs: dict[tuple[type, bool, str], TinyPair] = {}
 _KEPT = 4
 
 
-def _refuse_unless_callable(own: Any) -> None:
+def _refuse_unless_it_works(own: Any) -> None:
     try:
         with torch.no_grad():
             finite = bool(own(input_ids=torch.arange(8)[None], use_cache=False).logits.isfinite().all())
+        if finite:
+            _refuse_unless_causal(own)
+    except ModelError:
+        raise
     except FAULTS as error:
-        raise ModelError(f"{type(own).__name__} does not give logits for ids alone ({describe(error)}); use a causal "
-                         "language model of another class") from error  # fmt: skip
+        raise NoTinyCopy(f"a small copy of {type(own).__name__} does not give logits for ids alone "
+                         f"({describe(error)}); use a causal language model of another class") from error  # fmt: skip
     if not finite:
-        raise ModelError(f"{type(own).__name__} gives no finite logits for a small copy with random weights, so it "
+        raise NoTinyCopy(f"{type(own).__name__} gives no finite logits for a small copy with random weights, so it "
                          "cannot be checked against its own attention; use a model of another class")  # fmt: skip
+
+
+@torch.no_grad()
+def _refuse_unless_causal(own: Any) -> None:
+    """A selection of keys may look at all of them, as soon as there are more than a window holds."""
+    config, vocab_size = own.config.get_text_config(), own.get_input_embeddings().weight.shape[0]
+    ends = (getattr(config, "max_position_embeddings", None), fixed_length(config))
+    most = min([LENGTH, *(end for end in ends if end)])
+    ids = torch.randint(vocab_size, (most,), generator=torch.Generator().manual_seed(1))
+    whole = own(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+    for length in (WINDOW // 2, WINDOW + 3, 2 * WINDOW + 5):
+        alone = own(input_ids=ids[None, :length], use_cache=False).logits[0].float().log_softmax(-1)
+        if not (whole[: len(alone)] - alone).abs().max() <= CAUSAL:
+            raise_not_causal(own)
+
+
+def raise_not_causal(model: Any) -> NoReturn:
+    """Refuse a model in which a token sees later ones.
+
+    Raises:
+        ModelError: always.
+    """
+    raise ModelError(
+        f"{type(model).__name__}{mask_settings(model.config)}: what it predicts from a token changes with the tokens "
+        "behind it, so nothing can be sampled from it token by token; if the model was trained to look back only, set "
+        "that in its config.json (is_decoder = true, or use_bidirectional_attention = false), or use another model"
+    )
 
 
 def describe(error: Exception) -> str:

@@ -7,18 +7,14 @@ are sampled after it. Up to that length such an encoding is as good as any other
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 import torch
 
 from verbatim.errors import ModelError
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.own_attention import TOLERANCE, probe_ids, tiny_pair
+from verbatim.models.rope import fixed_length, rope_name
 from verbatim.models.tiny import WINDOW
-
-_MOVING = ("dynamic", "longrope")
 
 
 def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orchestrator.seq_len") -> None:
@@ -41,39 +37,12 @@ def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orc
     if moves:
         up_to = f" at {limit} tokens" if limit is not None else ""
         raise ModelError(
-            f"the position encoding of {type(model.model).__name__}{_rope_name(model.config)} changes{up_to} for all "
+            f"the position encoding of {type(model.model).__name__}{rope_name(model.config)} changes{up_to} for all "
             f"tokens of a forward pass: the logprobs of a sample of up to {length} tokens would depend on its "
             f"neighbours and on what is sampled later; "
             + (f"set {setting} to at most {limit}" if limit is not None else "use a model without it")
         )
     model.longest_checked = length
-
-
-def fixed_length(config: Any) -> int | None:
-    """The longest sequence that a configuration's `dynamic` or `longrope` encodings leave as it is; None = they are
-    not in it."""
-    lengths = []
-    for parameters in _encodings(getattr(config, "rope_parameters", None)):
-        kind = parameters.get("rope_type")
-        if kind == "dynamic":
-            lengths.append(config.max_position_embeddings)
-        elif kind == "longrope":
-            lengths.append(parameters["original_max_position_embeddings"])
-    return min(lengths, default=None)
-
-
-def _encodings(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """One for all layers, or one for each kind of layer."""
-    if isinstance(parameters, Mapping):
-        yield parameters
-        for value in parameters.values():
-            yield from _encodings(value)
-
-
-def _rope_name(config: Any) -> str:
-    names = {str(p.get("rope_type")) for p in _encodings(getattr(config, "rope_parameters", None))}
-    found = sorted(names & set(_MOVING))
-    return f" ({found[0]!r} rope)" if found else ""
 
 
 @torch.no_grad()

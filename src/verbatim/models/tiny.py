@@ -30,7 +30,7 @@ _WIDTH, _HEADS, _HEAD, _INNER, _RANK, _EXPERTS = 64, 4, 16, 48, 16, 4
 SIZES: Mapping[str, int] = {
     **dict.fromkeys((
         "hidden_size", "d_model", "n_embd", "embedding_size", "input_embedding_size", "output_embedding_size",
-        "word_embed_proj_dim", "emb_dim", "backbone_hidden_size", "out_hidden_size", "attention_hidden_size",
+        "word_embed_proj_dim", "emb_dim", "backbone_hidden_size", "out_hidden_size",
         "linear_attn_hidden_size", "projector_input_dim", "projector_output_dim", "embedding_dim",
     ), _WIDTH),
     **dict.fromkeys((
@@ -79,6 +79,8 @@ SIZES: Mapping[str, int] = {
     ), WINDOW),
     "mamba_n_heads": 8,
     "mamba_d_head": _HEAD,
+    "mamba_headdim": _HEAD,
+    "n_groups": 2,
     "mamba_d_ssm": _WIDTH,
     **dict.fromkeys(("first_k_dense_replace", "max_window_layers"), 1),
 }  # fmt: skip
@@ -96,11 +98,15 @@ _UNUSED = ("vision_config", "audio_config", "audio_encoder", "audio_encoder_conf
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
 
+class NoTinyCopy(ModelError):
+    """A model of which no small copy can be made that works."""
+
+
 def tiny_copy(model: Any, *, seed: int = 0) -> Any:
     """A tiny model of a model's class and configuration, on the CPU, in float32 and eval mode, with its own attention.
 
     Raises:
-        ModelError: a configuration that cannot be made small.
+        NoTinyCopy: a configuration that cannot be made small.
     """
     kind = type(model)
     try:
@@ -109,7 +115,7 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
             tiny = _fitting(model)
             _randomize(tiny)
     except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise ModelError(
+        raise NoTinyCopy(
             f"{kind.__name__} cannot be checked against its own attention, because no small copy of it can be made "
             f"({type(error).__name__}: {str(error)[:200]}); use a model of another class"
         ) from error
@@ -150,6 +156,10 @@ def _cut(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
     layers = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), 0)
     depth = min(depth, layers) if layers else depth
     out = {name: _cut_value(name, value, values, layers, depth) for name, value in values.items()}
+    if values.get("attention_hidden_size") and values.get("hidden_size"):  # RWKV's, and twice the width in Zamba
+        out["attention_hidden_size"] = _WIDTH * values["attention_hidden_size"] // values["hidden_size"]
+        if values.get("attention_head_dim"):
+            out["attention_head_dim"] = out["attention_hidden_size"] // _HEADS
     if values.get("rope_parameters"):  # no table of positions, and scaling knows the length
         out.update({name: values[name] for name in ("max_position_embeddings",) if name in values})
     if isinstance(values.get("attention_types"), list | tuple) and values.get("attention_layers"):  # GPT-Neo's spelling

@@ -26,6 +26,7 @@ from verbatim.models.own_attention import (
     weights_of,
 )
 from verbatim.models.round_trip import check_round_trip
+from verbatim.models.tiny import NoTinyCopy
 from verbatim.packing import PACKERS
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.types import Int32, TrainingSample
@@ -70,7 +71,7 @@ def _refuse_without_gradient(model: CausalLM) -> None:
     """Some classes have no backward pass in eval mode."""
     try:
         pair = tiny_pair(model.model, planned=False)
-    except ModelError:  # no small copy: nothing takes the place of its attention, so nothing has to be compared
+    except NoTinyCopy:  # no small copy: nothing takes the place of its attention, so nothing has to be compared
         return
     ids = probe_ids(pair, 8)
     try:
