@@ -2,18 +2,20 @@
 
 import asyncio
 import json
+import threading
 import time
 
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
-from verbatim import Example
+from verbatim import Example, Trajectory
 from verbatim.environments.base import Episode, Reply
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 from verbatim.rollouts.supervised import num_left_behind
 from verbatim.rollouts.tally import failure_kind
+from verbatim.rollouts.traces import TraceFolder
 from verbatim.tools import FunctionTool
 
 ENDINGS = [
@@ -273,3 +275,22 @@ async def test_turn_rewards_whose_sum_float32_cannot_hold_fail_the_rollout():
     assert trajectory.error == (
         "environment: the turns together returned 6e+38; expected at most 3.4e+38, all that float32 holds"
     )
+
+
+async def test_messages_that_cannot_be_copied_fail_their_episode():
+    async def reply():
+        return Reply(messages=[{"role": "user", "content": "more", "lock": threading.Lock()}])
+
+    (trajectory,), _ = await group_of(Tasks(reply=reply))
+    assert trajectory.error == (
+        "environment: the messages cannot be copied: TypeError: cannot pickle '_thread.lock' object"
+    )
+
+
+def test_a_callback_of_traces_that_exits_costs_nothing(tmp_path):
+    def leave(trajectory):
+        raise SystemExit(0)
+
+    traces = TraceFolder(tmp_path, trace_callback=leave, success_callback=leave)
+    stored = json.loads(traces.store(Trajectory(example_id="a")).read_text())
+    assert stored["callback_errors"] == ["trace_callback raised SystemExit: 0", "success_callback raised SystemExit: 0"]

@@ -17,8 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from verbatim.texts import error_text
 from verbatim.trajectory_json import plain, trajectory_to_json
 from verbatim.types import StopReason, Trajectory
+from verbatim.user_code import is_ctrl_c
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +76,12 @@ class TraceFolder:
     ) -> bool:  # fmt: skip
         try:
             return bool(callback(trajectory))
-        except Exception as error:  # user code may raise anything; the trace tells of it
+        except BaseException as error:  # user code may raise anything; the trace tells of it
+            if is_ctrl_c(error):
+                raise
             name = trajectory.trajectory_id or trajectory.example_id
             logger.warning("%s raised on trajectory %s; its trace is kept", which, name, exc_info=True)
-            errors.append(f"{which} raised {type(error).__name__}: {error}")
+            errors.append(f"{which} raised {error_text(error)}")
             return otherwise
 
 

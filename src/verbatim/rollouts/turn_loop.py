@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verbatim.errors import VerbatimError
+from verbatim.errors import EnvironmentFault, VerbatimError
 from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams
 from verbatim.renderers.base import ParsedResponse, Renderer
 from verbatim.rollouts.draws import Draws
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
+from verbatim.texts import error_text
 from verbatim.tools.base import Tool
 from verbatim.types import Int32, Message, ParseStatus, StopReason, ToolCall, Turn, TurnTiming
 
@@ -286,7 +287,10 @@ class AgentLoop:
         known = thread.messages if thread is not None else ()
         if not same_messages(messages[: len(known)], known):
             known = ()
-        return (*known, *copy.deepcopy(list(messages[len(known) :])))
+        try:
+            return (*known, *copy.deepcopy(list(messages[len(known) :])))
+        except Exception as error:  # what an environment puts into its messages raises what it likes
+            raise EnvironmentFault(f"the messages cannot be copied: {error_text(error)}") from error
 
     def _prompt(
         self, messages: tuple[Message, ...], schemas: Sequence[Mapping[str, Any]], names: tuple[str, ...], agent: str
