@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import tempfile
 import time
@@ -59,29 +60,27 @@ def campaign(only: list[str], part: tuple[int, int] = (1, 1)) -> int:
 
 
 def document(results: list[Path]) -> str:
-    """The table of docs/models.md, from all parts of a campaign."""
+    """The table of docs/models.md, from all parts of a campaign; of a configuration the last verdict counts."""
     lines = [json.loads(line) for file in results for line in file.read_text(encoding="utf-8").splitlines()]
-    summary: Counter[str] = Counter()
-    for line in lines:
-        summary.update({k: n for k, n in line.get("summary", {}).items() if isinstance(n, int)})
-    order = [str(a) for a in architectures()]
-    verdicts = sorted((v for v in lines if "summary" not in v), key=lambda v: order.index(v["architecture"]))
-    missing = set(order) - {v["architecture"] for v in verdicts}
+    last = {line["architecture"]: line for line in lines if "summary" not in line}
+    missing = [str(a) for a in architectures() if str(a) not in last]
     if missing:
-        raise SystemExit(f"{len(missing)} configurations are missing, {sorted(missing)[0]!r} first; run all parts")
+        raise SystemExit(f"{len(missing)} configurations are missing, {missing[0]!r} first; run all parts")
+    verdicts = [last[str(a)] for a in architectures()]
+    summary = Counter(f"{side} {v[side]}" for v in verdicts for side in ("trainer", "sampler"))
     wrong = sum(bool(v["faults"]) for v in verdicts)
     lines = [
         f"{len(verdicts)} configurations with transformers {transformers.__version__}, torch {torch.__version__}: "
-        + ", ".join(f"trainer {name} {summary.get(f'trainer {name}', 0)}" for name in ("trees", "rows", "refused"))
-        + ", " + ", ".join(f"sampler {name} {summary.get(f'sampler {name}', 0)}" for name in ("yes", "refused"))
-        + f", not made {summary.get('trainer not made', 0)}; **{wrong} wrong**.", "",
+        + ", ".join(f"trainer {name} {summary[f'trainer {name}']}" for name in ("trees", "rows", "refused"))
+        + ", " + ", ".join(f"sampler {name} {summary[f'sampler {name}']}" for name in ("yes", "refused"))
+        + f", not made {summary['trainer not made']}; **{wrong} wrong**.", "",
         "| configuration | class | trainer | sampler | largest difference in float64 | why not |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for v in verdicts:
         packed = {k: x for k, x in v["worst"].items() if k.startswith("logprobs of") and "sampler" not in k}
         exact = v["worst"].get("precision") == 64 and packed
-        largest = f"{max(packed.values()):.0e}" if exact else "float32" if packed else ""
+        largest = f"{max(packed.values()):.0e}".replace("0e+00", "0") if exact else "float32" if packed else ""
         why = "WRONG: " + "; ".join(v["faults"]) if v["faults"] else _reason(v)
         lines.append(f"| {v['architecture']} | {v['name']} | {v['trainer']} | {v['sampler']} | {largest} | {why} |")
     return "\n".join(lines)
@@ -92,7 +91,8 @@ def _reason(verdict: dict[str, Any]) -> str:
     if not verdict["reasons"]:
         return ""
     text = verdict["reasons"][-1 if verdict["trainer"] == "trees" else 0].splitlines()[0]
-    text = text.removeprefix(verdict["name"]).strip(" :")
+    text = re.sub(r"^model '[^']*' \(\w+\) ", "", text).removeprefix(verdict["name"]).strip(" :")
+    text = re.sub(r"'/[^']*'", "the folder", text)
     for end in ("; ", ": under a plan", ", so nothing", ": the logprobs of a sample"):
         text = text.split(end)[0]
     return text.replace("|", "\\|")[:160]

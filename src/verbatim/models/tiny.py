@@ -42,7 +42,7 @@ SIZES: Mapping[str, int] = {
     ), _INNER),
     **dict.fromkeys((
         "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
-        "decoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "index_n_heads",
+        "decoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads",
         "swa_num_attention_heads", "linear_num_heads", "linear_num_value_heads",
     ), _HEADS),
     **dict.fromkeys(("linear_num_key_heads",), 2),
@@ -52,6 +52,7 @@ SIZES: Mapping[str, int] = {
     ), _HEAD),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim", "d_rel"), _HEAD // 2),
     "qk_head_dim": _HEAD,
+    "index_n_heads": 16,  # with a few, the scores of many keys are 0, and which of them are taken is left to chance
     **dict.fromkeys((
         "kv_lora_rank", "q_lora_rank", "o_lora_rank", "laurel_rank", "hidden_size_per_layer_input", "hc_lowrank",
     ), _RANK),
