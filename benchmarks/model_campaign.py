@@ -78,9 +78,11 @@ def document(results: list[Path]) -> str:
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for v in verdicts:
-        packed = {k: x for k, x in v["worst"].items() if k.startswith("logprobs of") and "sampler" not in k}
+        packed = {
+            k: x for k, x in v["worst"].items() if k.startswith(("logprobs of", "gradients of")) and "sampler" not in k
+        }
         exact = v["worst"].get("precision") == 64 and packed
-        largest = f"{max(packed.values()):.0e}".replace("0e+00", "0") if exact else "float32" if packed else ""
+        largest = f"{max(packed.values()):.0e}" if exact else "float32" if packed else ""
         why = "WRONG: " + "; ".join(v["faults"]) if v["faults"] else _reason(v)
         lines.append(f"| {v['architecture']} | {v['name']} | {v['trainer']} | {v['sampler']} | {largest} | {why} |")
     return "\n".join(lines)
