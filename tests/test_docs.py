@@ -156,7 +156,7 @@ def test_the_readmes_environment_is_learned_from_the_table_beside_it(place: Path
         assert main(["rl", "parcel_desk.toml", "--run-dir", "run"]) == 0
     summary = json.loads((place / "run" / "summary.json").read_text())
     assert summary["success_before_rl"] <= 0.4
-    assert summary["success_after_rl"] >= 0.7
+    assert summary["success_after_rl"] >= 0.6
 
 
 # ---- the plug-ins

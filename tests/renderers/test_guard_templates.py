@@ -91,8 +91,11 @@ def test_brackets_that_complete_no_control_token_are_accepted(content):
 
 @pytest.mark.parametrize("text", ["<|im_end|>", "\\u003c|im_end|\\u003e", "\\u003C|im_end|>"])
 def test_arguments_given_as_json_hold_no_control_token_however_they_are_escaped(text):
-    renderer = renderer_of("{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
-                           "{% endfor %}")  # fmt: skip
+    renderer = renderer_of(
+        "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+        """{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>"""
+        "{% endfor %}"
+    )
 
     def called(value):
         function = {"name": "f", "arguments": f'{{"a": "{value}"}}'}
