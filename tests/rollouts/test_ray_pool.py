@@ -179,7 +179,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_actor(local_ray):
         (unplayed,) = (await locked.run()).trajectories
         good = await players.group(pool, "3").run()
         assert (pool.num_lost, [actor.num_playing for actor in pool._actors]) == (0, [0])
-    assert kept.error.startswith("environment: its info cannot travel from the actor: TypeError: ")
+    assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
     assert len(kept.turns) == 2
     assert unplayed.error.startswith("environment: the example cannot travel to an actor: ")
     assert unplayed.turns == ()
