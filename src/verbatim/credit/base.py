@@ -37,7 +37,7 @@ class AdvantageOutputs:
 
 
 _LARGEST = 3.4028234663852886e38
-"""Of float32, which samples hold advantages in."""
+"""The largest float32: samples hold advantages in it."""
 
 AdvantageFunction = Callable[..., AdvantageOutputs]
 """`function(inputs: AdvantageInputs, **knobs) -> AdvantageOutputs`."""
@@ -49,7 +49,7 @@ def assign_advantages(
     """The group with advantages on its completed trajectories.
 
     A rollout whose reward or advantage is missing, NaN, infinite or beyond float32 fails alone: it gets an error and
-    never reaches the trainer. A bad reward is in nobody's baseline. A length penalty shapes the rewards that the
+    never reaches the trainer. A bad reward enters no baseline. A length penalty shapes the rewards that the
     function sees; the trajectories keep their own.
 
     Raises:

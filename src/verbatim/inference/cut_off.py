@@ -1,4 +1,4 @@
-"""What is known of tokens whose completion nobody gets: a call that was cancelled, an engine that failed.
+"""Counts tokens whose completion is never delivered: a call that was cancelled, an engine that failed.
 
 Both leave `generate` as exceptions, and both know how many tokens had been drawn, so that whoever asked can count them.
 """

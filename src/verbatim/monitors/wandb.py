@@ -42,7 +42,7 @@ _NOT_IN_PROJECTS = "/\\#?%:"
 _MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 """What wandb knows; the last two are its older names of offline and online."""
 MAX_BINS = 64
-"""Of a histogram."""
+"""Most bins of a histogram."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Wandb:
     """
 
     project: str
-    """The project; made if there is none."""
+    """The project; created if it does not exist."""
     name: str | None = None
     """What the record is called; the run's name by default."""
     tags: tuple[str, ...] = ()

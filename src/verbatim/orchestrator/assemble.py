@@ -214,5 +214,5 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _std(values: Sequence[float]) -> float:
-    """Of the population."""
+    """The standard deviation of a population."""
     return statistics.pstdev(values) if values else float("nan")

@@ -52,7 +52,7 @@ def text_of(source: str, variables: Mapping[str, str]) -> Callable[[list[dict[st
         given = {"messages": messages, "tools": tools, "documents": None, **variables}
         try:
             return template.render(**given, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # somebody else's program may raise anything
+        except Exception as error:  # a chat template may raise anything
             raise EnvironmentFault(f"the chat template refuses these messages ({error})") from error
 
     return text

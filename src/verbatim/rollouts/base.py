@@ -167,7 +167,7 @@ def check_settings(rollout: Any, numbers: Sequence[str]) -> None:
     """Refuse what no rollout engine can work with, before anything is asked.
 
     Raises:
-        UsageError: a number that is none or out of range, sampling parameters or tool managers of another type.
+        UsageError: a value that is not a number or out of range, sampling parameters or tool managers of another type.
     """
     for name in numbers:
         value = getattr(rollout, name)

@@ -11,7 +11,7 @@ from verbatim.rollouts.recorder import Recorder
 
 
 class Draws:
-    """Asks the sampler. A token is counted before anybody sees its completion, and where nobody will.
+    """Asks the sampler. Tokens are counted before their completion is delivered, and also where it never is.
 
     Args:
         recorder: Is told of the tokens.

@@ -11,11 +11,11 @@ from verbatim.errors import EnvironmentFault
 from verbatim.texts import shown
 
 LARGEST = 3.4028234663852886e38
-"""Of float32, in which advantages are trained: a larger reward would become infinite there."""
+"""The largest float32: advantages are trained in it, and a larger reward would become infinite."""
 
 
 def checked_reward(reward: Any, who: str) -> float | None:
-    """A turn's own reward; None where there is none.
+    """A turn's own reward; None where it has no reward.
 
     Raises:
         EnvironmentFault: it is no finite number that float32 can hold; fails the trajectory.

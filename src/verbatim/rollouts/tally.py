@@ -24,7 +24,7 @@ _TAIL_LINES, _TAIL_CHARACTERS = 12, 2000
 
 class EpisodeTally:
     """Counts episodes. A run that trains nothing is explained from it, and a failure is in the log when it happens, not
-    when somebody looks at the metrics.
+    when a person looks at the metrics.
 
     Args:
         purpose: What the episodes are for, as the log calls them: "train" or "eval".

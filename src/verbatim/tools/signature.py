@@ -76,7 +76,7 @@ class Signature:
     """The validated shape of a function's parameters, and what its docstring says."""
 
     description: str
-    """Of the function."""
+    """The function's description."""
     model: type[BaseModel]
     """One field per parameter, `p0`, `p1`, ..., with the parameter's name as alias: no name can clash."""
     names: Mapping[str, str]

@@ -82,7 +82,7 @@ def _refuse_without_gradient(model: CausalLM) -> None:
 
 
 def own_gradient(pair: TinyPair, samples: Sequence[TrainingSample]) -> tuple[list[Tensor], Gradient]:
-    """Of each sample the logprobs by `transformers`' own forward pass, and the gradient of their weighted sum."""
+    """The logprobs of each sample by `transformers`' own forward pass, and the gradient of their weighted sum."""
     logprobs: list[Tensor] = []
 
     def value() -> Tensor:

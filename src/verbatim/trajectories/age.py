@@ -15,7 +15,7 @@ def first_version(trajectory: Trajectory) -> int | None:
 
 
 def _first_known(versions: Int32 | None) -> int | None:
-    """Of a turn's versions the first that is not -1, unknown; none of the others is older."""
+    """The first known version of a turn (-1 = unknown); the later ones are not older."""
     if versions is None or not len(versions):
         return None
     if versions[0] >= 0:
