@@ -2,7 +2,9 @@
 
 import contextlib
 import http.server
+import json
 import logging
+import re
 import threading
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
+from transformers.utils.hub import hf_api
 
 from verbatim.config.schema import BuildConfig
 from verbatim.errors import ModelError
@@ -45,7 +48,9 @@ def hub(monkeypatch):
             status, headers, body = 404, {"X-Error-Code": "EntryNotFound"}, b""
             if not isinstance(self.answer, Path):
                 status, headers = self.answer
-            elif (file := self.answer / self.path.partition("/resolve/main/")[2]).is_file():
+            elif self.path.startswith("/api/models/org/model?") or self.path == "/api/models/org/model":
+                status, headers, body = 200, {}, json.dumps({"id": "org/model", "sha": COMMIT}).encode()
+            elif (file := self.answer / re.sub("^.*/resolve/[^/]*/", "", self.path)).is_file():
                 body = file.read_bytes()
                 status, headers = 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{file.name}"'}
             self.send_response(status)
@@ -74,6 +79,7 @@ def hub(monkeypatch):
 def point_at(monkeypatch, port):
     url = f"http://127.0.0.1:{port}"
     monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(hf_api(), "endpoint", url)  # one for the process, with the address of its first use
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
 
 
