@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-all check lint types clean
+.PHONY: help install demo test test-all check faults lint types clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test      lint, types and all tests that need no extras"
 	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, W&B) installed, and all tests"
 	@echo "make check     the fast part of it"
+	@echo "make faults    the fault campaigns as a whole: kills, damaged files, hostile environments, requests, templates"
 	@echo "make clean     remove $(VENV) and caches; runs/ stays"
 
 install: $(INSTALLED)
@@ -42,6 +43,9 @@ test-all: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+faults: install
+	$(BIN)/pytest tests/faults --whole
 
 check: lint types
 	$(BIN)/pytest -m "not slow and not extras"
