@@ -238,3 +238,90 @@ def test_a_second_orchestrator_is_refused_at_once(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("verbatim.checkpoints.lock.time.sleep", lambda seconds: pytest.fail("it waits"))
     with joined(config, "orchestrator"), pytest.raises(UsageError, match=r"mine is in use by process \d+; wait"):
         joined(config, "orchestrator")
+
+
+# ---- what killed processes leave, and files that are damaged
+
+
+def test_what_a_killed_process_left_half_written_is_removed_and_nothing_else(tmp_path: Path):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    RunFolder.create(config, name="x", now=NOON).close()
+    mine = tmp_path / "mine"
+    left = {".trainer_state", "states", ".final.partial", ".probe-77", ".summary.json.tmp", ".metrics.jsonl.tmp",
+            ".config.toml.orchestrator.tmp"}  # fmt: skip
+    for name in left:
+        if name.endswith((".tmp", "-77")):
+            (mine / name).write_text("half")
+        else:
+            (mine / name / "inner").mkdir(parents=True)
+    of_trainer = {".model.partial", ".config.toml.trainer.tmp"}
+    theirs = {".notes", "notes.tmp", "final"} | of_trainer
+    for name in theirs:
+        (mine / name).mkdir()
+    known = {"config.toml", "orchestrator.lock"}
+    RunFolder.resume(config, name="x").close()
+    assert {p.name for p in mine.iterdir()} == known | theirs
+    RunFolder.resume(config, name="x", role="trainer").close()
+    assert {p.name for p in mine.iterdir()} == (known | theirs | {"trainer.lock"}) - of_trainer
+
+
+def test_a_half_made_link_of_a_killed_run_is_removed_by_the_next_one(tmp_path: Path, root: Path):
+    config = config_of(tmp_path)
+    alive = RunFolder.create(config, name="guess", now=NOON, root=root)
+    dead = RunFolder.create(config, name="guess", now=NOON, root=root)
+    dead.close()
+    for run in (alive, dead):
+        (root / "guess" / f".latest-{run.path.name}").symlink_to(run.path.name)
+    RunFolder.create(config, name="guess", now=NOON, root=root).close()
+    assert [p.name for p in (root / "guess").iterdir() if p.is_symlink()] == [f".latest-{alive.path.name}"]
+    alive.close()
+
+
+def test_a_folder_with_checkpoints_and_no_configuration_holds_a_run(tmp_path: Path):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    (tmp_path / "mine" / "checkpoints" / "step_000003").mkdir(parents=True)
+    with pytest.raises(UsageError, match="mine already holds a run"):
+        RunFolder.create(config, name="x", now=NOON)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "it has no \\[model\\] table"),
+        (b"max_steps = 3\n[mod", "it is no TOML: "),
+        (b"\0" * 50, "it is no TOML: "),
+        (b"\xff\xfe", "it is no TOML: 'utf-8' codec"),
+        (b"model = 3\n", "it has no \\[model\\] table"),
+        (b"a = " + b"[" * 100_000, "it is nested too deeply"),
+    ],
+    ids=["empty", "cut off", "zeros", "binary", "another type", "deep"],
+)
+def test_a_damaged_configuration_is_restored_from_a_checkpoint_or_says_what_to_type(
+    tmp_path: Path, caplog, content: bytes, found: str
+):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    RunFolder.create(config, name="x", now=NOON).close()
+    stored = tmp_path / "mine" / "config.toml"
+    whole = stored.read_bytes()
+    stored.write_bytes(content)
+    told = rf"config\.toml, the configuration .* is damaged: {found}.*config FILE > {stored}"
+    with pytest.raises(UsageError, match=told):
+        RunFolder.resume(config, name="x")
+    assert stored.read_bytes() == content
+    for step, text in ((1, whole), (2, b"damaged too")):
+        folder = tmp_path / "mine" / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_bytes(text)
+    RunFolder.resume(config, name="x").close()
+    assert stored.read_bytes() == whole
+    assert stored.with_name("config.toml.damaged-1").read_bytes() == content
+    assert f"it is restored from {tmp_path / 'mine' / 'checkpoints' / 'step_000001' / 'config.toml'}" in caplog.text
+
+
+def test_a_damaged_lock_file_locks(tmp_path: Path):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    with RunFolder.create(config, name="x", now=NOON) as run:
+        (run.path / "orchestrator.lock").write_bytes(b"\xff\xfe" * 1000)
+        with pytest.raises(UsageError, match=r"is in use by process \\xff"):
+            RunFolder.resume(config, name="x")
+    RunFolder.resume(config, name="x").close()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -102,7 +103,8 @@ def test_a_damaged_newest_one_is_reported_and_the_one_before_is_used(store, capl
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 1}', '{"format": 99, "files": {}}', '{"format": 1, "files": [1]}']
+    "text",
+    ["", "{", "[]", "[" * 100_000, '{"format": 1}', '{"format": 99, "files": {}}', '{"format": 1, "files": [1]}'],
 )
 def test_a_damaged_manifest_is_damage(store: CheckpointStore, text: str):
     save(store, 1)
@@ -139,7 +141,7 @@ def test_a_disk_that_fills_while_sealing_leaves_no_half_checkpoint(store: Checkp
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "sync", full)
+    monkeypatch.setattr("verbatim.disk.sync", full)
     with pytest.raises(CheckpointError, match="No space left"), store.writing(2) as folder:
         (folder / "a").write_text("x")
     assert list(store.folder.iterdir()) == []
@@ -232,3 +234,55 @@ def test_what_refused_a_checkpoint_is_told_without_what_it_quotes(store: Checkpo
         f"checkpoint {store.folder / 'step_000003'} could not be written: the trainer was ended by SIGKILL; the "
         "checkpoints before it are untouched"
     )
+
+
+def test_the_manifest_says_how_long_the_logs_are_and_can_be_corrected(store: CheckpointStore):
+    with store.writing(4, logs={"metrics.jsonl": {"size": 10}}) as folder:
+        (folder / "a").write_text("x")
+    assert store.logs(4) == {"metrics.jsonl": {"size": 10}}
+    store.set_logs(4, {"metrics.jsonl": {"size": 5}})
+    assert store.logs(4) == {"metrics.jsonl": {"size": 5}}
+    assert module.find_damage(store.folder / "step_000004") is None
+    save(store, 5)
+    assert store.logs(5) == {}
+
+
+def test_damaged_checkpoints_that_a_run_does_not_go_on_from_count_no_more(store: CheckpointStore, caplog):
+    store.keep_last = 3
+    for step in (1, 2, 3):
+        save(store, step)
+    for step in (2, 3):
+        (store.folder / f"step_{step:06d}" / "state.json").write_text("")
+    store.set_aside_after(1)
+    assert store.steps() == [1]
+    assert "the damaged checkpoint of step 3 is kept aside as" in caplog.text
+    save(store, 3)
+    assert {p.name for p in store.folder.iterdir()} == {
+        "step_000001", "step_000002.damaged-1", "step_000003", "step_000003.damaged-1"
+    }
+
+
+def test_a_file_that_cannot_be_read_is_damage(store: CheckpointStore, monkeypatch):
+    save(store, 1)
+    save(store, 2)
+    digest = hashlib.file_digest
+
+    def broken(file, name):
+        if "step_000002" in file.name and file.name.endswith("a.bin"):
+            raise OSError(errno.EIO, "Input/output error", file.name)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", broken)
+    checkpoint = store.latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+
+
+def test_a_manifest_of_another_step_is_damage(store: CheckpointStore):
+    save(store, 1)
+    save(store, 2)
+    shutil.rmtree(store.folder / "step_000002")
+    shutil.copytree(store.folder / "step_000001", store.folder / "step_000002")
+    checkpoint = store.latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 1

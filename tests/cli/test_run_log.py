@@ -1,8 +1,21 @@
-"""One trajectory that cannot be written costs its own record."""
+"""One trajectory that cannot be written costs its own record; logs go with the checkpoints."""
+
+import asyncio
+import logging
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
 
 from verbatim import Trajectory
-from verbatim.cli.run_log import NOT_WRITTEN, RunLog
+from verbatim.checkpoints import CheckpointStore, RunFolder, read_json
+from verbatim.cli.run_log import NOT_WRITTEN, RunLog, summary_of
+from verbatim.config import load_config
+from verbatim.monitors.jsonl import measure, read_jsonl
 from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
+from verbatim.types import Group
 
 
 def test_a_trajectory_that_is_not_json_is_logged_without_what_is_not_and_the_log_goes_on(tmp_path, caplog):
@@ -24,3 +37,138 @@ def test_a_trajectory_that_is_not_json_is_logged_without_what_is_not_and_the_log
     )
     assert log._num_incomplete == 2
     assert len(caplog.records) == 1
+
+
+# ---- the logs and the checkpoints
+
+
+class NoTrainer:
+    """Leaves one file."""
+
+    async def save(self, folder: Path, version: int) -> None:
+        (folder / "weights").write_text(str(version))
+
+
+STATE = {"dispatcher": {"schedule": {"pools": {"easy": [], "hard": []}}}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    (tmp_path / "run.toml").write_text('[model]\nname = "x"\n[[orchestrator.train.env]]\nid = "guess_number"\n')
+    config = load_config(tmp_path / "run.toml", ["--run-dir", str(tmp_path / "mine")])
+    with RunFolder.create(config, name="x", now=datetime(2026, 1, 31)) as folder:
+        yield folder
+
+
+def log_of(folder: RunFolder, first_step: int) -> RunLog:
+    return RunLog(
+        folder, title="x", max_steps=9, first_step=first_step, save_trajectories=True,
+        store=CheckpointStore(folder.checkpoints), environments={}, earlier_seconds=0.0, started=time.monotonic(),
+    )  # fmt: skip
+
+
+def train(log: RunLog, step: int) -> None:
+    trajectories = tuple(Trajectory(example_id="x", trajectory_id=f"{step}-{n}", reward=0.5) for n in range(2))
+    group = Group(example_id="x", env="", group_id="g", trajectories=trajectories)
+    log.on_step(step, {"loss": 0.5, "rollouts": 2}, [group])
+
+
+def save(log: RunLog, step: int) -> None:
+    asyncio.run(log.save(step, NoTrainer(), STATE))
+
+
+def steps_of(folder: RunFolder) -> tuple[list[int], list[int]]:
+    """In the metrics, and in the trajectories."""
+    records = [record["step"] for record in read_jsonl(folder.metrics)]
+    return records, [step for step, _ in read_trajectories(folder.trajectories)]
+
+
+@pytest.fixture
+def four_steps(folder: RunFolder) -> RunFolder:
+    """Checkpoints of the steps 1 and 3; killed after step 4."""
+    log = log_of(folder, 0)
+    for step in (1, 2, 3, 4):
+        train(log, step)
+        if step % 2:
+            save(log, step)
+    log.close()
+    return folder
+
+
+def test_a_checkpoint_knows_how_long_the_logs_are_and_they_are_synced_before_it_is_there(four_steps, monkeypatch):
+    manifest = read_json(four_steps.checkpoints / "step_000003" / "manifest.json")
+    for name, records in (("metrics.jsonl", 3), ("trajectories.jsonl", 6)):
+        mark = measure(four_steps.path / name, manifest["logs"][name]["size"])
+        assert manifest["logs"][name] == {"size": mark.size, "records": records, "crc32": mark.crc32}
+    synced: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def traced(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def placed(source: Path, target: Path) -> None:
+        synced.append(f"-> {Path(target).name}")
+        rename(source, target)
+
+    log = log_of(four_steps, 3)
+    train(log, 4)
+    monkeypatch.setattr(os, "fsync", traced)
+    monkeypatch.setattr(os, "rename", placed)
+    save(log, 4)
+    log.close()
+    order = [name for name in synced if name in ("metrics.jsonl", "trajectories.jsonl", "-> step_000004")]
+    assert order[:3] == ["metrics.jsonl", "trajectories.jsonl", "-> step_000004"]
+
+
+def test_a_resumed_run_cuts_its_logs_to_the_checkpoint(four_steps: RunFolder, caplog):
+    log_of(four_steps, 3).close()
+    assert steps_of(four_steps) == ([1, 2, 3], [1, 1, 2, 2, 3, 3])
+    log_of(four_steps, 1).close()  # the newer checkpoint was damaged
+    assert steps_of(four_steps) == ([1], [1, 1])
+    log_of(four_steps, 0).close()
+    assert steps_of(four_steps) == ([], [])
+    assert caplog.records == []
+
+
+def test_damage_is_told_once_and_not_at_the_next_resume(four_steps: RunFolder, caplog):
+    lines = four_steps.metrics.read_bytes().splitlines(keepends=True)
+    four_steps.metrics.write_bytes(lines[0] + b"nonsense\n" + lines[2])
+    four_steps.trajectories.unlink()
+    with caplog.at_level(logging.WARNING):
+        log_of(four_steps, 3).close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{four_steps.metrics} is damaged: line 2 is no record; 2 of 3 records up to step 3 are left, none of step 2. "
+        f"What was found is kept as {four_steps.metrics}.damaged-1",
+        f"{four_steps.trajectories} is missing; 0 of 6 records up to step 3 are left, none of steps 1-3",
+    ]
+    caplog.clear()
+    log = log_of(four_steps, 3)
+    train(log, 4)
+    log.close()
+    assert steps_of(four_steps) == ([1, 3, 4], [4, 4])
+    log_of(four_steps, 3).close()
+    assert steps_of(four_steps) == ([1, 3], [])
+    log_of(four_steps, 1).close()
+    assert steps_of(four_steps) == ([1], [])
+    assert caplog.records == []
+
+
+def test_a_summary_says_how_many_steps_its_sums_do_not_have(four_steps: RunFolder):
+    assert "steps_missing_in_log" not in summary_of(four_steps.metrics, {})
+    lines = four_steps.metrics.read_bytes().splitlines(keepends=True)
+    four_steps.metrics.write_bytes(lines[0] + lines[3])
+    assert summary_of(four_steps.metrics, {})["steps_missing_in_log"] == 2
+
+
+def test_a_log_that_cannot_be_synced_costs_no_checkpoint(four_steps: RunFolder, caplog, monkeypatch):
+    log = log_of(four_steps, 3)
+
+    def refuse() -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(log._writers["metrics.jsonl"], "sync", refuse)
+    train(log, 4)
+    save(log, 4)
+    assert sorted(CheckpointStore(four_steps.checkpoints, read_only=True).logs(4)) == ["trajectories.jsonl"]
+    assert "metrics.jsonl could not be written to the disk: Input/output error" in caplog.text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from verbatim.errors import UsageError
 from verbatim.monitors import JsonlWriter, read_jsonl
+from verbatim.monitors.jsonl import measure
 
 
 @pytest.fixture
@@ -49,14 +52,58 @@ def test_whole_lines_are_left_alone(path: Path):
     assert path.read_text() == '{"step": 1}\n'
 
 
-def test_going_back_to_a_step_drops_what_came_after(path: Path):
+def test_the_mark_is_that_of_the_file(path: Path):
     writer = JsonlWriter(path)
-    for step in (0, 1, 2, 2, 3):
-        writer.write({"step": step})
-    assert writer.truncate_after(1) == 3
-    writer.write({"step": 2, "again": True})
+    for step in range(3):
+        writer.write({"step": step, "text": "é" * step})
+        assert writer.sync() == measure(path)
     writer.close()
-    assert list(read_jsonl(path)) == [{"step": 0}, {"step": 1}, {"step": 2, "again": True}]
+    again = JsonlWriter(path)
+    assert again.mark == writer.mark
+    assert again.mark.records == 3
+    again.close()
+
+
+@pytest.mark.parametrize("bytes_that_fit", [0, 5])
+def test_a_record_that_does_not_fit_on_the_disk_leaves_nothing_of_it(path: Path, monkeypatch, bytes_that_fit: int):
+    writer = JsonlWriter(path)
+    writer.write({"step": 1})
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if bytes_that_fit and path.stat().st_size == writer.mark.size:
+            return write(descriptor, data[:bytes_that_fit])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        writer.write({"step": 2})
+    assert path.read_bytes() == b'{"step": 1}\n'
+    monkeypatch.undo()
+    writer.write({"step": 3})
+    writer.close()
+    assert list(read_jsonl(path)) == [{"step": 1}, {"step": 3}]
+    assert writer.mark == measure(path)
+
+
+def test_a_torn_record_that_cannot_be_cut_off_is_cut_off_before_the_next_one(path: Path, monkeypatch):
+    writer = JsonlWriter(path)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]) and 1 / 0)
+    monkeypatch.setattr(os, "ftruncate", lambda descriptor, size: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        writer.write({"step": 1})
+    assert path.read_bytes() == b'{"s'
+    monkeypatch.undo()
+    writer.write({"step": 2})
+    writer.close()
+    assert path.read_bytes() == b'{"step": 2}\n'
+
+
+def test_a_device_may_be_written_to():
+    writer = JsonlWriter(Path("/dev/null"))
+    writer.write({"step": 1})
+    writer.close()
 
 
 def test_numbers_that_json_does_not_have_are_texts_that_float_reads(path: Path):

@@ -184,3 +184,15 @@ def test_what_a_killed_session_left_is_never_read_again(tmp_path):
     assert list(current.orders.iterdir()) == []
     assert current.read_ready() is None
     assert current.attach()
+
+
+@pytest.mark.parametrize("content", [b"", bytes(16), b"\xff\xfe", b"../../elsewhere", b"a\n"])
+def test_a_session_whose_name_the_power_took_away_is_no_session(tmp_path, content):
+    (tmp_path / "current").write_bytes(content)
+    assert Exchange.current(tmp_path) is None
+
+
+def test_a_sign_of_life_that_the_power_took_away_is_none(exchange):
+    for content in (b"", bytes(80), b"{", b"[1]", b'{"beats": 3}'):
+        exchange.trainer_beat.write_bytes(content)
+        assert exchange.beats() is None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from transport_samples import assert_same_sample, make_sample
 
+from verbatim.errors import RunStopped
 from verbatim.transport import StepReport, TrainerReady
 from verbatim.transport.canary import Probes
 from verbatim.transport.files import publish_bytes
@@ -103,3 +104,10 @@ def test_what_a_trainer_that_is_ready_says_survives_the_trip(checkpoint):
     found = ready_from_json(json.loads(json.dumps(ready_to_json(sent))))
     assert (found.version, found.weights, found.checkpoint) == (3, "some/hub-id", checkpoint)
     assert_same_probes(found.probes, PROBES)
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:50], lambda data: bytes(len(data))])
+def test_a_damaged_order_stops_the_run_and_names_the_file(tmp_path, damage):
+    (tmp_path / "order").write_bytes(damage(order_to_bytes(Order(kind="train", samples=(make_sample(9),)))))
+    with pytest.raises(RunStopped, match=r"the order in .*/order is damaged"):
+        read_order(tmp_path / "order")

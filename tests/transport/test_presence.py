@@ -147,3 +147,15 @@ def test_a_heart_beats_on_where_its_folder_is_gone(tmp_path, monkeypatch):
         wait_until(lambda: len(beats) > 5)
         (tmp_path / "run").mkdir()
         wait_until((tmp_path / "run" / "beat.json").exists)
+
+
+def test_a_damaged_sign_of_life_counts_as_none_and_the_next_one_replaces_it(tmp_path):
+    peer = Peer(tmp_path)
+    peer.beat()
+    assert peer.look_for(5) is None
+    for content in (b"", b"\xff", b'{"pid": 1}'):
+        peer.path.write_bytes(content)
+        assert peer.watch.fault() is None
+    assert "no sign of life" in peer.look_for(20)
+    peer.beat()
+    assert peer.watch.fault() is None

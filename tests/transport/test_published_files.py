@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from verbatim.errors import RunStopped
 from verbatim.transport.files import publish_bytes, publish_json, read_published_json
 
 
@@ -87,3 +88,10 @@ def test_a_reader_never_sees_a_mixture_of_two_versions(tmp_path):
         ended.set()
         writer.join()
     assert all(data == data[:1] * size for data in seen)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", bytes(20), b"\xff\xfe", b"[" * 100_000])
+def test_a_damaged_file_between_processes_stops_the_run_and_says_which(tmp_path, content):
+    (tmp_path / "ready.json").write_bytes(content)
+    with pytest.raises(RunStopped, match=r"ready\.json, which one process of the run wrote for the other, is damaged"):
+        read_published_json(tmp_path / "ready.json")

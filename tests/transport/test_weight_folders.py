@@ -53,3 +53,10 @@ def test_a_version_has_its_name_only_when_it_is_whole(tmp_path):
     (tmp_path / ".v000002.partial" / "half").write_text("x")
     published = folders.publish(2, write)
     assert [p.name for p in published.iterdir()] == ["model.safetensors"]
+
+
+def test_a_half_written_version_of_a_killed_process_is_removed_and_nothing_else(tmp_path):
+    for name in (".v000007.partial", "v000006", ".notes.partial", ".v2.partial.kept"):
+        (tmp_path / name).mkdir()
+    WeightFolders(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".notes.partial", ".v2.partial.kept", "v000006"]

@@ -2,17 +2,22 @@
 
 from verbatim.checkpoints.json_files import read_json, write_json
 from verbatim.checkpoints.loop_state import read_loop_state, write_loop_state
-from verbatim.checkpoints.run_folder import ORCHESTRATOR, TRAINER, RunFolder
+from verbatim.checkpoints.run_folder import CONFIG, ORCHESTRATOR, TRAINER, RunFolder, load_stored_config
+from verbatim.checkpoints.seal import find_damage, seal
 from verbatim.checkpoints.store import Checkpoint, CheckpointStore
 
 __all__ = [
+    "CONFIG",
     "ORCHESTRATOR",
     "TRAINER",
     "Checkpoint",
     "CheckpointStore",
     "RunFolder",
+    "find_damage",
+    "load_stored_config",
     "read_json",
     "read_loop_state",
+    "seal",
     "write_json",
     "write_loop_state",
 ]

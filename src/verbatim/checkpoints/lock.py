@@ -19,17 +19,21 @@ class FolderLock:
         patience: Seconds to wait for a process that is about to end.
 
     Raises:
-        UsageError: another process holds it.
+        UsageError: another process holds it, or the file cannot be opened.
     """
 
     def __init__(self, folder: Path, name: str, *, patience: float = 0.0) -> None:
         self.path = folder / name
-        self._file = self.path.open("a+", encoding="ascii")
+        try:
+            self._file = self.path.open("a+", encoding="ascii", errors="backslashreplace")
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be opened: {error.strerror}; remove what is there, or choose another "
+                             "folder with --run-dir FOLDER") from None  # fmt: skip
         until = time.monotonic() + patience
         while not self._try():
             if time.monotonic() >= until:
                 self._file.seek(0)
-                holder = self._file.read().strip() or "unknown"
+                holder = self._file.read(100).strip() or "unknown"
                 self._file.close()
                 raise UsageError(f"{folder} is in use by process {holder}; wait for it to end, stop it, or choose "
                                  "another folder with --run-dir FOLDER") from None  # fmt: skip
@@ -48,3 +52,15 @@ class FolderLock:
     def release(self) -> None:
         """Let others in. The file stays: removing it would let two processes lock two files of one name."""
         self._file.close()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds this lock file; looks without leaving a trace."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

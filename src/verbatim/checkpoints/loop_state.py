@@ -28,7 +28,7 @@ def write_loop_state(folder: Path, state: Mapping[str, Any]) -> None:
     pools = dict(schedule["pools"])
     for pool in POOLS:
         rows = pools.pop(pool)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{pool}_examples.jsonl").write_text(text, encoding="utf-8")
     write_json(folder / STATE, {**state, "dispatcher": {**dispatcher, "schedule": {**schedule, "pools": pools}}})
 
@@ -40,7 +40,10 @@ def read_loop_state(folder: Path) -> dict[str, Any]:
         CheckpointError: a file is missing or damaged; names file and line.
     """
     state: dict[str, Any] = read_json(folder / STATE)
-    pools = state["dispatcher"]["schedule"]["pools"]
+    try:
+        pools = state["dispatcher"]["schedule"]["pools"]
+    except (LookupError, TypeError):
+        raise CheckpointError(f"{folder / STATE} is no state of a run") from None
     for pool in POOLS:
         pools[pool] = _read_rows(folder / f"{pool}_examples.jsonl")
     return state
@@ -52,6 +55,8 @@ def _read_rows(path: Path) -> list[Any]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is no UTF-8 text: {error}") from None
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))

@@ -13,20 +13,21 @@ import contextlib
 import itertools
 import logging
 import os
+import shlex
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verbatim.checkpoints.json_files import sync
-from verbatim.checkpoints.lock import FolderLock
-from verbatim.config import dump_config
+from verbatim.checkpoints.lock import FolderLock, is_locked
+from verbatim.config import ComponentTables, dump_config, load_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.secrets import redacted_at
-from verbatim.errors import CheckpointError, UsageError
+from verbatim.disk import keep_aside, make_folder, rename, sync, write_file
+from verbatim.errors import CheckpointError, ConfigError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,15 @@ CONFIG = "config.toml"
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 """The processes of a run: each has its lock, `orchestrator.lock`, and its log, `logs/orchestrator.log`."""
 
+_LEFT = {
+    ORCHESTRATOR: (
+        ".trainer_state", "states", ".final.partial", ".summary.json.tmp", ".learning_curve.png.tmp",
+        ".metrics.jsonl.tmp", ".trajectories.jsonl.tmp",
+    ),
+    TRAINER: (".model.partial", ".warm_start.partial"),
+}  # fmt: skip
+"""What a killed process may leave half written in the folder, by its kind; the next one of that kind removes it."""
+
 _LEAVING = 10.0
 """Seconds that a process of a killed run may take to notice that it is alone, and end."""
 
@@ -45,9 +55,12 @@ _LEAVING = 10.0
 class RunFolder:
     """A run's folder, locked for one kind of process until `close`. Made by `create`, `resume` or `join`."""
 
-    def __init__(self, path: Path, lock: FolderLock) -> None:
+    def __init__(self, path: Path, role: str) -> None:
         self.path = path
-        self._lock = lock
+        self._lock = FolderLock(path, f"{role}.lock", patience=_LEAVING if role == TRAINER else 0.0)
+        self._role = role
+        self.toml = ""
+        """The configuration, as it is stored."""
         self._stamped = False
         self._new = False
         self.is_withdrawn = False
@@ -68,7 +81,8 @@ class RunFolder:
             _make_writable(path)
         else:
             path = _make_stamped(root / name, now)
-        folder = cls(path, _lock(path, ORCHESTRATOR))
+        folder = cls(path, ORCHESTRATOR)
+        folder.remove_left_overs(ORCHESTRATOR)
         folder._store(dump_config(config))
         folder._stamped = config.run_dir is None
         folder._new = True
@@ -83,7 +97,8 @@ class RunFolder:
         What changed in the configuration since is logged, and stored.
 
         Raises:
-            UsageError: no such run, it is in use, or it cannot be written to.
+            UsageError: no such run, it is in use, it cannot be written to, or its stored configuration is damaged and
+                no checkpoint has a copy.
             CheckpointError: the configuration's model is another one.
         """
         path = folder or config.run_dir or root / name / LATEST
@@ -92,8 +107,9 @@ class RunFolder:
                              "--resume FOLDER, or leave --resume out to start a new run")  # fmt: skip
         path = path.resolve() if path.is_symlink() else path
         _make_writable(path)
-        found = cls(path, _lock(path, role))
+        found = cls(path, role)
         try:
+            found.remove_left_overs(role)
             found._compare_config(config)
             found._store(dump_config(config))
         except BaseException:
@@ -113,8 +129,9 @@ class RunFolder:
             raise UsageError(f"both processes of a run meet in its folder; give it: --run-dir FOLDER, the same for "
                              f"`verbatim {ORCHESTRATOR}` and `verbatim {TRAINER}`")  # fmt: skip
         _make_writable(path)
-        found = cls(path, _lock(path, role))
+        found = cls(path, role)
         try:
+            found.remove_left_overs(role)
             found._agree_on_config(config)
         except BaseException:
             found.close()
@@ -175,6 +192,15 @@ class RunFolder:
         else:
             (self.path / CONFIG).unlink()
 
+    def remove_left_overs(self, role: str) -> None:
+        """Remove what a killed process of this kind left half written, and nothing else."""
+        for name in (*_LEFT[role], _temporary_config(role)):
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Release the folder."""
         self._lock.release()
@@ -188,24 +214,26 @@ class RunFolder:
         self.close()
 
     def _store(self, toml: str) -> None:
-        temporary = self.path / f".{CONFIG}.{os.getpid()}.tmp"  # both processes of a run may do it
-        temporary.write_text(toml, encoding="utf-8")
-        sync(temporary)
-        os.replace(temporary, self.path / CONFIG)
+        # Both processes of a run may do it, each under its own temporary name.
+        write_file(self.path / CONFIG, toml.encode(), temporary=self.path / _temporary_config(self._role))
+        self.toml = toml
 
     def _agree_on_config(self, config: RunConfig) -> None:
         """Store the configuration, or find that the other process stored the same one."""
         if self.checkpoints.is_dir() and any(self.checkpoints.glob("step_*")):
             raise UsageError(f"{self.path} already holds a run; add --resume to continue it, or choose another folder "
                              "with --run-dir FOLDER")  # fmt: skip
-        temporary = self.path / f".{CONFIG}.{os.getpid()}"
-        temporary.write_text(dump_config(config), encoding="utf-8")
+        self.toml = dump_config(config)
+        temporary = self.path / _temporary_config(self._role)
+        temporary.write_text(self.toml, encoding="utf-8")
         try:
+            sync(temporary)
             os.link(temporary, self.path / CONFIG)
+            sync(self.path)
         except FileExistsError:
             self.agree(config, self._stored())
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)  # stored meanwhile, it has the other name
 
     def agree(self, config: RunConfig, other: str) -> None:
         """Refuse another configuration than that of the run's other process, which stays the stored one.
@@ -220,7 +248,19 @@ class RunFolder:
                              "folder with --run-dir FOLDER") from None  # fmt: skip
 
     def _stored(self) -> str:
-        return (self.path / CONFIG).read_text(encoding="utf-8")
+        """The stored configuration; where it is damaged, it is put back from the newest checkpoint that has a copy."""
+        path = self.path / CONFIG
+        damage = _damage_of_config(path)
+        if damage is None:
+            return path.read_text(encoding="utf-8")
+        copy = newest_copy(self.path)
+        if copy is None:
+            raise UsageError(f"{path}, the configuration that the run is compared with, is damaged: {damage}. Write it "
+                             f"anew from the file that the run was started with:  verbatim config FILE > {path}")
+        aside = f", and the damaged one is {keep_aside(path)}" if path.exists() else ""
+        logger.warning("%s is damaged: %s; it is restored from %s%s", path, damage, copy, aside)
+        self._store(copy.read_text(encoding="utf-8"))
+        return self.toml
 
     def _changes(self, config: RunConfig, toml: str) -> list[str]:
         stored = _flatten(tomllib.loads(toml))
@@ -240,22 +280,66 @@ class RunFolder:
             logger.warning("the configuration changed since this run started: %s", change)
 
 
-def _lock(path: Path, role: str) -> FolderLock:
-    return FolderLock(path, f"{role}.lock", patience=_LEAVING if role == TRAINER else 0.0)
-
-
 def holds_run(path: Path) -> bool:
     """Whether a run was started in this folder."""
-    return (path / CONFIG).is_file()
+    return (path / CONFIG).is_file() or any((path / "checkpoints").glob("step_*"))
+
+
+def load_stored_config(file: Path, overrides: Sequence[str], tables: ComponentTables) -> RunConfig:
+    """`load_config`. Where the file is the damaged one of a run folder, the message says where a copy is.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        return load_config(file, overrides, tables)
+    except ConfigError as error:
+        copy = newest_copy(file.parent) if file.name == CONFIG else None
+        if copy is None:
+            raise
+        try:
+            load_config(copy, overrides, tables)
+        except ConfigError:
+            raise error from None
+        cp = shlex.join(["cp", str(copy), str(file)])
+        raise ConfigError(f"{error}\nThe newest checkpoint has a copy of this file; to restore it:  {cp}") from None
+
+
+def newest_copy(path: Path) -> Path | None:
+    """The configuration in the newest checkpoint of a run that has one which can be read."""
+    copies = sorted((path / "checkpoints").glob(f"step_*/{CONFIG}"), reverse=True)
+    return next((copy for copy in copies if _damage_of_config(copy) is None), None)
+
+
+def _damage_of_config(path: Path) -> str | None:
+    """What is wrong with a stored configuration; None if nothing is. Keys of other versions of ours are no damage."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"it cannot be read: {error.strerror or error}"
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError as error:
+        return f"it is no TOML: {error}"
+    return None if isinstance(document.get("model"), dict) else "it has no [model] table"
+
+
+def _temporary_config(role: str) -> str:
+    return f".{CONFIG}.{role}.tmp"
+
+
+_PROBE = ".probe-"
 
 
 def _make_writable(path: Path) -> None:
     """Make the folder and prove that it can be written to, before hours of work depend on it."""
-    probe = path / f".probe-{os.getpid()}"
+    probe = path / f"{_PROBE}{os.getpid()}"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
+        for left in path.glob(f"{_PROBE}*"):
+            left.unlink(missing_ok=True)  # that of a process at work is needed no more either: it was written
         probe.write_bytes(bytes(1 << 16))  # an empty file can be written to a full disk
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         with contextlib.suppress(OSError):
             probe.unlink()
@@ -266,6 +350,9 @@ def _make_writable(path: Path) -> None:
 def _make_stamped(parent: Path, now: datetime) -> Path:
     """`parent/{time stamp}`, made by this process and no other; `-2`, `-3`, ... within the same second."""
     _make_writable(parent)
+    for left in parent.glob(f".{LATEST}-*"):
+        if not is_locked(parent / left.name.removeprefix(f".{LATEST}-") / f"{ORCHESTRATOR}.lock"):
+            left.unlink(missing_ok=True)
     stamp = now.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         path = parent / (stamp if number == 1 else f"{stamp}-{number}")
@@ -273,15 +360,16 @@ def _make_stamped(parent: Path, now: datetime) -> Path:
             path.mkdir()
         except FileExistsError:
             continue
+        sync(parent)
         return path
     raise AssertionError("itertools.count ended")
 
 
 def _link_latest(path: Path) -> None:
-    temporary = path.with_name(f".{LATEST}-{os.getpid()}")
+    temporary = path.with_name(f".{LATEST}-{path.name}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(path.name)
-    os.replace(temporary, path.with_name(LATEST))
+    rename(temporary, path.with_name(LATEST))
 
 
 def _runs_near(path: Path) -> str:

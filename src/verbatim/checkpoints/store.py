@@ -2,31 +2,34 @@
 
 ```
 checkpoints/
-    step_000025/            manifest.json (size and SHA-256 of every file), and what the run wrote
+    step_000025/            manifest.json (size and SHA-256 of every file, lengths of the logs), and what the run wrote
     step_000050/
     .writing-step_000075/   being written; renamed when it is complete and on disk
+    step_000060.damaged-1/  was damaged when the run was resumed from the one before
 ```
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from verbatim.checkpoints.json_files import read_json, sync, write_json
+from verbatim.checkpoints.json_files import write_json
+from verbatim.checkpoints.seal import MANIFEST, find_damage, read_manifest, seal
+from verbatim.disk import keep_aside, make_folder, rename, sync
 from verbatim.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-FORMAT = 1
+LOGS = "logs"
+"""The manifest's key for the logs that a checkpoint goes with."""
 _WRITING, _REPLACED, _DELETING = ".writing-", ".replaced-", ".deleting-"
 
 
@@ -58,14 +61,19 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.keep_every = keep_every
         if not read_only:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             _clean(folder)
 
     @contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
-        """A folder to write into; when the block ends well it becomes the checkpoint of this step.
+    def writing(self, step: int, logs: Mapping[str, Any] | None = None) -> Iterator[Path]:
+        """A folder to write into; when the block ends well it becomes the checkpoint of this step, for good: no loss of
+        power takes it back.
 
         A checkpoint of the same step is replaced. If the block raises, nothing is left of it.
+
+        Args:
+            step: Batches trained.
+            logs: Plain JSON values for the manifest: how long each log is, by its name.
 
         Raises:
             CheckpointError: the system refused to write (disk full, no permission): names path and reason.
@@ -77,7 +85,7 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             yield temporary
-            _seal(temporary, step)
+            seal(temporary, {"step": step, LOGS: dict(logs or {})})
             _put_in_place(temporary, final)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -113,14 +121,34 @@ class CheckpointStore:
         damages = []
         for step in reversed(self.steps()):
             folder = self.folder / f"step_{step:06d}"
-            damage = find_damage(folder)
+            damage = find_damage(folder) or _other_step(folder, step)
             if damage is None:
                 return Checkpoint(step=step, folder=folder)
             logger.warning("checkpoint %s is damaged and not used: %s", folder, damage)
             damages.append(f"{folder}: {damage}")
         if damages:
-            raise CheckpointError("every checkpoint of this run is damaged:\n  " + "\n  ".join(damages))
+            raise CheckpointError(
+                "every checkpoint of this run is damaged:\n  " + "\n  ".join(damages)
+                + "\nPut one back from a copy, or start a new run in another folder, without --resume"
+            )
         return None
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints newer than the one that a run goes on from: they are damaged, and count no more."""
+        for newer in self.steps():
+            if newer > step:
+                aside = keep_aside(self.folder / f"step_{newer:06d}")
+                logger.warning("the damaged checkpoint of step %d is kept aside as %s", newer, aside)
+
+    def logs(self, step: int) -> dict[str, Any]:
+        """What `writing` was told of the logs; empty where the checkpoint does not say."""
+        found = read_manifest(self.folder / f"step_{step:06d}").get(LOGS)
+        return dict(found) if isinstance(found, dict) else {}
+
+    def set_logs(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Correct it: the logs were damaged, and are shorter now."""
+        folder = self.folder / f"step_{step:06d}"
+        write_json(folder / MANIFEST, {**read_manifest(folder), LOGS: dict(logs)})
 
     def _retire(self, just_written: int) -> None:
         steps = self.steps()
@@ -129,49 +157,15 @@ class CheckpointStore:
                 continue
             doomed = self.folder / f"{_DELETING}step_{step:06d}"
             try:
-                os.rename(self.folder / f"step_{step:06d}", doomed)  # so that a half deleted one is no checkpoint
+                rename(self.folder / f"step_{step:06d}", doomed)  # so that a half deleted one is no checkpoint
                 shutil.rmtree(doomed)
             except OSError as error:
                 logger.warning("the old checkpoint of step %d could not be removed: %s", step, error)
 
 
-def find_damage(folder: Path) -> str | None:
-    """What is wrong with the files of a checkpoint: the first one that is missing or changed; None if nothing is."""
-    try:
-        manifest = read_json(folder / MANIFEST)
-        if manifest["format"] != FORMAT:
-            return f"{MANIFEST} has format {manifest['format']}, expected {FORMAT}"
-        files = [(name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
-    except CheckpointError as error:
-        return str(error)
-    except (KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not one of ours"
-    for name, size, sha256 in files:
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, expected {size}"
-        if _sha256(path) != sha256:
-            return f"{name} has another SHA-256 than when it was written"
-    return None
-
-
-def _seal(folder: Path, step: int) -> None:
-    """Write the manifest, and wait until everything is on disk."""
-    everything = sorted(folder.rglob("*"))
-    files = [path for path in everything if path.is_file()]
-    entries = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files
-    }
-    for path in (*files, *(p for p in everything if p.is_dir())):
-        sync(path)
-    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": entries})
-    sync(folder)
-
-
 def _put_in_place(temporary: Path, final: Path) -> None:
     replaced = final.with_name(f"{_REPLACED}{final.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         os.rename(final, replaced)
     try:
@@ -197,6 +191,6 @@ def _clean(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _other_step(folder: Path, step: int) -> str | None:
+    said = read_manifest(folder).get("step")
+    return None if said == step else f"{MANIFEST} is of step {said}"

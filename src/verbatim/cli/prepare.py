@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections.abc import Mapping
@@ -9,9 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from verbatim.checkpoints import find_damage, seal
 from verbatim.cli.conversations import Conversation, read_conversations
 from verbatim.cli.session import Environments, demonstrations, make_renderer
 from verbatim.config.schema import RunConfig, TrainerConfig, WarmStartConfig
+from verbatim.disk import keep_aside, rename
 from verbatim.environments.resolve import corpus
 from verbatim.errors import UsageError
 from verbatim.losses import LOSSES
@@ -21,6 +24,8 @@ from verbatim.rollouts import derive_seed, trajectory_from_messages
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.warm_start import warm_start
 from verbatim.trajectories import build
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_model(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
@@ -40,12 +45,13 @@ def _build(config: RunConfig, environments: Environments, folder: Path, console:
     build_config = config.model.build
     assert build_config is not None
     target, partial = folder / "model", folder / ".model.partial"
-    if target.is_dir():  # made by a process that was killed before its first checkpoint
+    if _is_whole(target):  # made by a process that was killed before its first checkpoint
         return target
     shutil.rmtree(partial, ignore_errors=True)
     texts = corpus([demonstration for _, demonstration in demonstrations(environments, 2000, config.seed)])
     build_model(partial, build_config, texts, seed=derive_seed(config.seed, "model") % 2**32)
-    partial.rename(target)
+    seal(partial)
+    rename(partial, target)
     console.print(f"model       built in {target}", soft_wrap=True)
     return target
 
@@ -59,7 +65,7 @@ def _warm_start(
     console: Console,
 ) -> Path:
     target = folder / "warm_start"
-    if target.is_dir():
+    if _is_whole(target):
         console.print(f"warm start  done before, in {target}", soft_wrap=True)
         return target
     tokenizer = load_tokenizer(source)
@@ -107,9 +113,22 @@ def _warm_start(
     partial = folder / ".warm_start.partial"
     shutil.rmtree(partial, ignore_errors=True)
     trainer.save_weights(partial)
-    partial.rename(target)
+    seal(partial)
+    rename(partial, target)
     console.print(f"warm start  done in {time.monotonic() - started:.0f} s")
     return target
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether an earlier process of the run made this folder. A damaged one is kept aside, and made again."""
+    if not folder.exists():
+        return False
+    damage = find_damage(folder)
+    if damage is None:
+        return True
+    logger.warning("%s is damaged: %s; it is made again, and what was found is kept as %s", folder, damage,
+                   keep_aside(folder))  # fmt: skip
+    return False
 
 
 def _warm_start_trainer(trainer: TrainerConfig, settings: WarmStartConfig) -> TrainerConfig:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder, read_loop_state
+from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder, load_stored_config, read_loop_state
 from verbatim.cli import exit_status
 from verbatim.cli.check import check_run
 from verbatim.cli.interrupts import two_presses
@@ -33,9 +33,10 @@ from verbatim.cli.session import (
     open_player,
 )
 from verbatim.cli.tables import component_tables
-from verbatim.config import dump_config, load_config
+from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.secrets import redacted
+from verbatim.disk import rename, sync_tree
 from verbatim.errors import NothingTrained, UsageError
 from verbatim.inference.base import Sampler
 from verbatim.inference.openai import Connection, OpenAI
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
     started = time.monotonic()
     console = PlainConsole()
     log_to_console(console)
-    config = load_config(args.file, args.overrides, component_tables())
+    config = load_stored_config(args.file, args.overrides, component_tables())
     environments = check_run(config)
     monitors = make_monitors(config)
     name = config.name or args.file.stem
@@ -181,6 +182,7 @@ class Program:
             self._console.print(f"going on after {ready.version} batches, from {ready.checkpoint}", soft_wrap=True)
             state = read_loop_state(ready.checkpoint)
             assert state["step"] == ready.version
+            self._store.set_aside_after(ready.version)
         log = RunLog(
             self._folder,
             title=self._name,
@@ -308,8 +310,9 @@ class Program:
         final, partial = self._folder.path / "final", self._folder.path / ".final.partial"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(weights, partial)
+        sync_tree(partial)
         shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        rename(partial, final)
 
     def _print_summary(self, summary: dict[str, Any]) -> None:
         table = Table(show_header=False, title=f"{self._name}: what it came to", title_justify="left")

@@ -7,7 +7,6 @@ whatever reads the trajectories of a run reads these.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +14,7 @@ from typing import Any, Self
 
 from verbatim.checkpoints.lock import FolderLock
 from verbatim.cli.rollout_tasks import Job
+from verbatim.disk import rename, sync_descriptor
 from verbatim.errors import UsageError
 from verbatim.monitors.jsonl import JsonlWriter
 from verbatim.trajectory_json import trajectory_to_json
@@ -97,9 +97,9 @@ class ResultFile:
                     elif not line.startswith(_BEGINNING[: len(line)]):
                         raise self._no_result(number)
                 new.flush()
-                os.fsync(new.fileno())
+                sync_descriptor(new.fileno())
             if num_failed:
-                os.replace(rewritten, self._path)
+                rename(rewritten, self._path)
         finally:
             rewritten.unlink(missing_ok=True)
 

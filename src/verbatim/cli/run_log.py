@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verbatim.checkpoints import CheckpointStore, RunFolder, write_json, write_loop_state
+from verbatim.checkpoints import CONFIG, CheckpointStore, RunFolder, write_json, write_loop_state
 from verbatim.environments.base import Environment
-from verbatim.errors import RunStopped
+from verbatim.errors import CheckpointError, RunStopped
 from verbatim.monitors.base import Monitor, Monitors
 from verbatim.monitors.console import Console
-from verbatim.monitors.jsonl import read_jsonl
+from verbatim.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
 from verbatim.monitors.learning_curve import LearningCurve
-from verbatim.monitors.metrics_log import MetricsLog
-from verbatim.monitors.trajectory_log import TrajectoryLog
+from verbatim.monitors.metrics_log import MetricsLog, is_metrics
+from verbatim.monitors.restore import restore
+from verbatim.monitors.trajectory_log import TrajectoryLog, is_trajectory
 from verbatim.orchestrator.distributions import rollout_distributions
 from verbatim.orchestrator.evaluate import Evaluation
 from verbatim.texts import error_text
@@ -40,7 +43,8 @@ class RunLog:
         folder: The run's.
         title: Of the learning curve.
         max_steps: Batches in all.
-        first_step: Batches that an earlier process trained; what that process logged beyond them is dropped.
+        first_step: Batches that an earlier process trained; what that process logged beyond them is dropped. What is
+            missing or damaged in its logs is told, and the run goes on without it.
         save_trajectories: Whether every training trajectory is written.
         monitors: Those that listen beside the console, the metrics log and the learning curve.
         store: Of the checkpoints.
@@ -72,18 +76,31 @@ class RunLog:
             for label, environment in environments.items()
             if hasattr(environment, "best_constant_policy_success")
         }
-        metrics = MetricsLog(folder.metrics)
-        # A run that goes back to its start evaluates again before the first step.
-        keep_up_to = first_step if first_step else -1
-        metrics.writer.truncate_after(keep_up_to)
-        self._trajectories = TrajectoryLog(folder.trajectories) if save_trajectories else None
-        if self._trajectories is not None:
-            self._trajectories.writer.truncate_after(keep_up_to)
+        metrics = MetricsLog(folder.metrics, mark=self._go_back(folder.metrics, first_step, is_metrics))
+        self._writers: dict[str, JsonlWriter] = {folder.metrics.name: metrics.writer}
+        self._trajectories: TrajectoryLog | None = None
+        if save_trajectories:
+            path = folder.trajectories
+            self._trajectories = TrajectoryLog(path, self._go_back(path, first_step, is_trajectory))
+            self._writers[path.name] = self._trajectories.writer
         curve = LearningCurve(
             folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant
         )
         self._num_incomplete = 0
         self._monitors = Monitors([metrics, Console(max_steps, first_step=first_step), curve, *monitors])
+
+    def _go_back(self, path: Path, step: int, is_record: Callable[[Any], bool]) -> LogMark:
+        """Bring a log back to the checkpoint of this step; where it is damaged, say so, and not again next time."""
+        logs = self._store.logs(step) if step else {}
+        checkpoints = [number for number in self._store.steps() if number <= step]
+        found = restore(path, step=step, mark=_mark(logs.get(path.name)), is_record=is_record,
+                        checkpoints=checkpoints, every_step=path == self._folder.metrics)  # fmt: skip
+        if found.fault is not None:
+            logger.warning("%s", found.fault)
+            for number, mark in found.earlier.items():
+                with contextlib.suppress(CheckpointError):  # a damaged one further back, which is not gone on from
+                    self._store.set_logs(number, {**self._store.logs(number), path.name: dataclasses.asdict(mark)})
+        return found.mark
 
     @property
     def seconds(self) -> float:
@@ -99,6 +116,7 @@ class RunLog:
                     for trajectory in group.trajectories:
                         self._write(self._trajectories, step, trajectory)
             except OSError as error:
+                self._close(self._trajectories)
                 self._trajectories = None
                 logger.error("trajectories are no longer written to %s: %s; the run goes on without them",
                              self._folder.trajectories, error)  # fmt: skip
@@ -131,8 +149,8 @@ class RunLog:
         if trainer_state is None:
             trainer_state = self._folder.path / ".trainer_state"
             shutil.rmtree(trainer_state, ignore_errors=True)
-            trainer_state.mkdir()
             try:
+                trainer_state.mkdir()
                 await trainer.save(trainer_state, step)
             except (RunStopped, OSError) as error:
                 shutil.rmtree(trainer_state, ignore_errors=True)
@@ -141,19 +159,37 @@ class RunLog:
 
     def _seal(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
         try:
-            with self._store.writing(step) as temporary:
+            with self._store.writing(step, self._sync_logs()) as temporary:
                 for part in trainer_state.iterdir():
                     os.rename(part, temporary / part.name)
                 write_loop_state(temporary, state)
+                (temporary / CONFIG).write_text(self._folder.toml, encoding="utf-8")
         finally:
             shutil.rmtree(trainer_state, ignore_errors=True)
         self._folder.link_latest()
+
+    def _sync_logs(self) -> dict[str, Any]:
+        """Wait until the logs are on disk; how long each is. One that cannot be synced costs no checkpoint."""
+        marks = {}
+        for name, writer in self._writers.items():
+            try:
+                marks[name] = dataclasses.asdict(writer.sync())
+            except OSError as error:
+                logger.error("%s could not be written to the disk: %s", writer.path, error.strerror or error)
+        return marks
+
+    def _close(self, log: TrajectoryLog) -> None:
+        self._writers.pop(log.writer.path.name)
+        try:
+            log.close()
+        except OSError as error:
+            logger.error("%s could not be written to the disk: %s", log.writer.path, error.strerror or error)
 
     def close(self) -> None:
         """Close files, draw the curve."""
         self._monitors.close()
         if self._trajectories is not None:
-            self._trajectories.close()
+            self._close(self._trajectories)
         if self._num_incomplete:
             logger.error("%d trajectories were logged without their messages and info, which are not JSON",
                          self._num_incomplete)  # fmt: skip
@@ -164,6 +200,14 @@ class RunLog:
         summary["seconds"] = round(self.seconds, 1)
         write_json(self._folder.path / "summary.json", summary)
         return summary
+
+
+def _mark(value: Any) -> LogMark | None:
+    """The mark in a manifest; None if there is none."""
+    names = [field.name for field in dataclasses.fields(LogMark)]
+    if not isinstance(value, dict) or not all(type(value.get(name)) is int for name in names):
+        return None
+    return LogMark(**{name: value[name] for name in names})
 
 
 _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
@@ -179,12 +223,14 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
     last: dict[str, dict[str, Any]] = {}
     final: dict[str, Any] = {}
     steps, rollouts, failed = 0, 0, 0
+    logged: set[int] = set()
     for record in read_jsonl(metrics_path):
         if record["kind"] == "eval":
             if record["step"] == 0:
                 first[record["env"]] = record["metrics"]
             last[record["env"]] = record["metrics"]
         else:
+            logged.add(record["step"])
             steps, final = record["step"], record["metrics"]
             rollouts += final.get("rollouts", 0)
             failed += final.get("rollouts/failed", 0)
@@ -210,6 +256,8 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
         "sampled_tokens": final.get("ledger/sampled", 0),
         "trained_tokens": final.get("ledger/trained", 0),
     }
+    if len(logged) < steps:  # lines that a resume found damaged: these steps are in no sum
+        summary["steps_missing_in_log"] = steps - len(logged)
     if len(each) > 1:
         summary["environments"] = each
     return summary

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verbatim.checkpoints import ORCHESTRATOR, TRAINER, RunFolder
+from verbatim.checkpoints import ORCHESTRATOR, TRAINER, RunFolder, load_stored_config
 from verbatim.cli import exit_status
 from verbatim.cli.check import check_run
 from verbatim.cli.logs import last_lines, log_to_console, log_to_file
 from verbatim.cli.orchestrator_command import add_trajectory_strategy, with_trajectory_strategy
 from verbatim.cli.session import Environments, make_environments
 from verbatim.cli.tables import component_tables
-from verbatim.config import dump_config, load_config
+from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped
 from verbatim.plain_console import PlainConsole
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve one orchestrator, until it says that the run is over."""
-    config = load_config(args.file, with_trajectory_strategy(args), component_tables())
+    config = load_stored_config(args.file, with_trajectory_strategy(args), component_tables())
     config = config.model_copy(update={"name": config.name or args.file.stem})
     console = PlainConsole()
     supervised = args.session is not None

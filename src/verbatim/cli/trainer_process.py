@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from verbatim.checkpoints import TRAINER, RunFolder
+from verbatim.checkpoints.lock import is_locked
 from verbatim.cli import exit_status
 from verbatim.cli.logs import last_lines
 from verbatim.cli.session import Environments
@@ -55,6 +57,9 @@ def trainer_inside(
     from verbatim.trainer.local import LocalTrainer
 
     states = folder.path / "states"
+    if not is_locked(folder.path / f"{TRAINER}.lock"):  # what an earlier process and its trainer left
+        folder.remove_left_overs(TRAINER)
+        shutil.rmtree(folder.exchange, ignore_errors=True)
     worker, ready = open_trainer(config, lambda: environments, folder, console, states=states)
     link = LocalTrainer(worker, num_threads=threads_of(config, config.trainer.num_threads))
     yield TrainerSide(ready=ready, link=link, progress=lambda doing: None, wants_to_stop=lambda: False)

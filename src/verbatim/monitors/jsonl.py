@@ -1,58 +1,117 @@
-"""JSON lines that survive a killed writer and go on where a resumed run does."""
+"""JSON lines that survive a killed writer, and know how long they are."""
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verbatim.disk import make_folder, sync, sync_descriptor
 from verbatim.errors import UsageError
 from verbatim.trajectory_json import plain
 
-STEP = "step"
-"""The key that `truncate_after` looks at."""
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogMark:
+    """How far a log went at some moment: what stands before that place never changes."""
+
+    size: int = 0
+    """Bytes."""
+    records: int = 0
+    """Lines."""
+    crc32: int = 0
+    """Of these bytes; goes on from a mark to the next one without reading anything again."""
+
+    def after(self, line: bytes) -> LogMark:
+        """The mark behind one more line."""
+        return LogMark(size=self.size + len(line), records=self.records + 1, crc32=zlib.crc32(line, self.crc32))
 
 
 class JsonlWriter:
-    """Appends records, each flushed. A last line that a killed process left torn is cut off first.
+    """Appends records, each whole or not at all. A last line that a killed process left torn is cut off first.
 
     NaN and infinities, which JSON does not have, are written as the texts "NaN", "Infinity" and "-Infinity":
     `float()` reads them back.
+
+    Args:
+        path: The file; made, with its folder, if it is not there.
+        mark: What is known to be in it; read from the file if it is not given.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mark: LogMark | None = None) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        make_folder(path.parent)
+        is_new = not path.exists()
+        if mark is None:
+            _cut_torn_line(path)
+            mark = measure(path)
+        self.mark = mark
+        """Where the next record begins."""
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._is_torn = False
+        if is_new:
+            sync(path.parent)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record. Values are JSON values, or numpy scalars and arrays."""
-        self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
-        self._file.flush()
+        """Append one record. Values are JSON values, or numpy scalars and arrays.
 
-    def truncate_after(self, step: int) -> int:
-        """Drop the records whose `step` is above, and return how many; for a run that goes back to `step`."""
-        self._file.close()
-        dropped = 0
-        rewritten = self.path.with_name(self.path.name + ".tmp")
-        with self.path.open(encoding="utf-8") as old, rewritten.open("w", encoding="utf-8") as new:
-            for line in old:
-                if json.loads(line).get(STEP, step) > step:
-                    dropped += 1
-                else:
-                    new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(rewritten, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
-        return dropped
+        Raises:
+            OSError: the system refused to write; nothing of the record is in the file.
+            TypeError, ValueError, RecursionError: it is not JSON.
+        """
+        line = (json.dumps(plain(record), allow_nan=False) + "\n").encode()
+        if self._is_torn:
+            self._cut_back()
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except BaseException:
+            self._is_torn = True
+            self._cut_back()
+            raise
+        self.mark = self.mark.after(line)
+
+    def sync(self) -> LogMark:
+        """Wait until everything that was written is on disk; how far that is.
+
+        Raises:
+            OSError: the system could not write it.
+        """
+        sync_descriptor(self._descriptor)
+        return self.mark
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Sync and close the file. May be called again."""
+        if self._descriptor < 0:
+            return
+        try:
+            self.sync()
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _cut_back(self) -> None:
+        """Take away what is there of a record that could not be written; where that fails too, before the next one."""
+        os.ftruncate(self._descriptor, self.mark.size)
+        self._is_torn = False
+
+
+def measure(path: Path, size: int | None = None) -> LogMark:
+    """The mark at the end of a file, or after its first `size` bytes; that of an empty one where it is missing."""
+    found, records, crc = 0, 0, 0
+    if not path.exists():
+        return LogMark()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK if size is None else min(_BLOCK, size - found)):
+            found, records, crc = found + len(block), records + block.count(b"\n"), zlib.crc32(block, crc)
+    return LogMark(size=found, records=records, crc32=crc)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -63,13 +122,13 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise UsageError(f"{path}:{number}: expected a JSON object on each line ({error})") from None
             if not isinstance(record, dict):
                 raise UsageError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
-from verbatim.monitors.jsonl import JsonlWriter
+from verbatim.monitors.jsonl import JsonlWriter, LogMark
 
 
 class MetricsLog:
@@ -18,10 +19,11 @@ class MetricsLog:
     Args:
         path: The file; appended to.
         now: The clock.
+        mark: What is known to be in it; read from the file if it is not given.
     """
 
-    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
-        self.writer = JsonlWriter(path)
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time, mark: LogMark | None = None) -> None:
+        self.writer = JsonlWriter(path, mark)
         self._now = now
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
@@ -35,3 +37,13 @@ class MetricsLog:
     def close(self) -> None:
         """Close the file."""
         self.writer.close()
+
+
+def is_metrics(record: Any) -> bool:
+    """Whether a value is a line that `MetricsLog` writes."""
+    return (
+        isinstance(record, dict)
+        and type(record.get("step")) is int
+        and isinstance(record.get("metrics"), dict)
+        and (record.get("kind") == "train" or (record.get("kind") == "eval" and isinstance(record.get("env"), str)))
+    )

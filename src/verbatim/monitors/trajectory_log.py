@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from verbatim.errors import UsageError
-from verbatim.monitors.jsonl import JsonlWriter, read_jsonl
+from verbatim.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
 from verbatim.trajectory_json import trajectory_from_json, trajectory_to_json
 from verbatim.types import Trajectory
 
 
 class TrajectoryLog:
-    """Writes trajectories with the step that they were trained in."""
+    """Writes trajectories with the step that they were trained in.
 
-    def __init__(self, path: Path) -> None:
-        self.writer = JsonlWriter(path)
+    Args:
+        path: The file; appended to.
+        mark: What is known to be in it; read from the file if it is not given.
+    """
+
+    def __init__(self, path: Path, mark: LogMark | None = None) -> None:
+        self.writer = JsonlWriter(path, mark)
 
     def write(self, step: int, trajectory: Trajectory) -> None:
         """One line; `step` is the number of batches trained, this one included."""
@@ -37,3 +43,12 @@ def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
             yield record["step"], trajectory_from_json(record["trajectory"])
         except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise UsageError(f"{path}:{number}: no trajectory of ours ({type(error).__name__}: {error})") from error
+
+
+def is_trajectory(record: Any) -> bool:
+    """Whether a value is a line that `TrajectoryLog` writes."""
+    try:
+        trajectory_from_json(record["trajectory"])
+        return type(record["step"]) is int
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, OverflowError):
+        return False

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import threading
 import time
 import uuid
@@ -24,6 +25,7 @@ import numpy as np
 
 from verbatim.config.packages import is_installed
 from verbatim.config.secrets import without_secrets
+from verbatim.disk import write_file
 from verbatim.errors import UsageError
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, RunInfo
 
@@ -221,10 +223,12 @@ def _histogram(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _run_id(path: Path) -> str:
-    """The id of the folder's run, made by its first process; anew where that was killed while it wrote the file."""
-    if not path.is_file() or not path.read_text().strip():
-        path.write_text(uuid.uuid4().hex[:12])
-    return path.read_text().strip()
+    """The id of the folder's run, made by its first process; anew where the file is damaged."""
+    found = path.read_text(encoding="ascii", errors="replace").strip() if path.is_file() else ""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", found):
+        found = uuid.uuid4().hex[:12]
+        write_file(path, found.encode())
+    return found
 
 
 def _warn(message: str) -> None:

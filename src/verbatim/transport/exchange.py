@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import time
@@ -14,6 +15,7 @@ from typing import Any
 from verbatim.transport.base import TrainerReady
 from verbatim.transport.files import publish_bytes, publish_json, read_published_json
 from verbatim.transport.orders import Order, order_to_bytes, read_order, ready_from_json, ready_to_json
+from verbatim.transport.presence import read_beat
 
 _CURRENT = "current"
 FIRST_WAIT, LONGEST_WAIT = 0.001, 0.02
@@ -39,6 +41,8 @@ class Exchange:
     def open(cls, root: Path, session: str | None = None) -> Exchange:
         """Begin a session as the one trainer of a run; whatever was there before is removed."""
         shutil.rmtree(root, ignore_errors=True)
+        if root.is_file():
+            root.unlink()
         exchange = cls(root / (session or secrets.token_hex(8)))
         for folder in (exchange.orders, exchange.answers, exchange.states):
             folder.mkdir(parents=True)
@@ -73,12 +77,15 @@ class Exchange:
 
     @classmethod
     def current(cls, root: Path) -> Exchange | None:
-        """The session of the trainer that started last; None if there is none, or it is being set up."""
+        """The session of the trainer that started last; None if there is none, or it is being set up.
+
+        Files of a session that the power took away may be empty or hold anything: they count as not there.
+        """
         try:
-            name = (root / _CURRENT).read_text(encoding="ascii")
+            name = (root / _CURRENT).read_text(encoding="ascii", errors="replace")
         except FileNotFoundError:
             return None
-        return cls(root / name)
+        return cls(root / name) if re.fullmatch(r"\w+", name) else None
 
     def read_ready(self) -> TrainerReady | None:
         """Where the trainer stands; None before it is ready."""
@@ -87,8 +94,8 @@ class Exchange:
 
     def beats(self) -> int | None:
         """How often the trainer's heart has beaten; None before it does."""
-        value = read_published_json(self.trainer_beat)
-        return None if value is None else int(value["beats"])
+        beat = read_beat(self.trainer_beat)
+        return None if beat is None else beat.beats
 
     @property
     def is_attached(self) -> bool:

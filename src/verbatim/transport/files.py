@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from verbatim.errors import RunStopped
+
 
 def publish_bytes(path: Path, data: bytes) -> None:
     """Write under another name, then rename. Not synced to disk: after a crash nobody reads it any more.
@@ -29,8 +31,15 @@ def publish_json(path: Path, value: Any) -> None:
 
 
 def read_published_json(path: Path) -> Any | None:
-    """The value of a file that `publish_json` wrote; None if there is none yet."""
+    """The value of a file that `publish_json` wrote; None if there is none yet.
+
+    Raises:
+        RunStopped: the file is damaged.
+    """
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except (ValueError, RecursionError) as error:
+        raise RunStopped(f"{path}, which one process of the run wrote for the other, is damaged: {error}; resume the "
+                         "run") from None  # fmt: skip

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from verbatim.errors import RunStopped
 from verbatim.transport.base import StepReport, TrainerReady
 from verbatim.transport.canary import Probes
 from verbatim.types import TrainingSample
@@ -74,10 +75,17 @@ def order_to_bytes(order: Order) -> bytes:
 
 
 def read_order(path: Path) -> Order:
-    """The order in a file that holds `order_to_bytes`."""
-    with safe_open(path, framework="numpy") as file:
-        head = json.loads(file.metadata()["order"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+    """The order in a file that holds `order_to_bytes`.
+
+    Raises:
+        RunStopped: the file is damaged.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            head = json.loads(file.metadata()["order"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise RunStopped(f"the order in {path} is damaged ({error}); resume the run") from error
     ends = np.cumsum(tensors.pop("lengths"))[:-1]
     pieces: dict[str, Any] = {name: np.split(array, ends) for name, array in tensors.items()}
     for name in _NAMES:

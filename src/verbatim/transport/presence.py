@@ -6,13 +6,16 @@ stood still; so it does not matter whether clocks agree, or jump.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from verbatim.errors import RunStopped
 from verbatim.transport.files import publish_json, read_published_json
 
 BEAT_SECONDS = 0.5
@@ -20,6 +23,28 @@ BEAT_SECONDS = 0.5
 
 _ATTENTION = 1.0
 """Seconds between two looks at the other side, of which no more count as its silence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """One sign of life."""
+
+    pid: int
+    beats: int
+    """Signs so far."""
+    progress: int
+    """Counts up whenever the process's main work moves on."""
+    doing: str
+    wants_to_stop: bool
+    """Whether somebody asked this process to end."""
+
+
+def read_beat(path: Path) -> Beat | None:
+    """The last sign of life; None if there is none, or the file is damaged: then the next one replaces it."""
+    try:
+        return Beat(**read_published_json(path) or {})
+    except (RunStopped, TypeError):
+        return None
 
 
 class Heartbeat:
@@ -73,8 +98,9 @@ class Heartbeat:
     def _beat(self) -> None:
         self._beats += 1
         try:
-            publish_json(self._path, {"pid": os.getpid(), "beats": self._beats, "progress": self._progress,
-                                      "doing": self._doing, "wants_to_stop": self._wants_to_stop})  # fmt: skip
+            beat = Beat(pid=os.getpid(), beats=self._beats, progress=self._progress, doing=self._doing,
+                        wants_to_stop=self._wants_to_stop)  # fmt: skip
+            publish_json(self._path, dataclasses.asdict(beat))
         except OSError:
             return  # a full disk, or a folder that was removed: the other side notices that nothing comes
 
@@ -114,14 +140,14 @@ class PeerWatch:
         blind, self._asked = max(0.0, now - self._asked - _ATTENTION), now
         self._beat_seen += blind  # this process stood still, and perhaps both did: a frozen container, a debugger
         self._progress_seen += blind
-        seen = read_published_json(self._path)
+        seen = read_beat(self._path)
         if seen is not None:
-            self._who = f"{self._name} (process {seen['pid']})"
-            self._doing, self.wants_to_stop = seen["doing"], seen["wants_to_stop"]
-            if seen["beats"] != self._beats:
-                self._beats, self._beat_seen = seen["beats"], now
-            if seen["progress"] != self._progress:
-                self._progress, self._progress_seen = seen["progress"], now
+            self._who = f"{self._name} (process {seen.pid})"
+            self._doing, self.wants_to_stop = seen.doing, seen.wants_to_stop
+            if seen.beats != self._beats:
+                self._beats, self._beat_seen = seen.beats, now
+            if seen.progress != self._progress:
+                self._progress, self._progress_seen = seen.progress, now
         silent, stuck = now - self._beat_seen, now - self._progress_seen
         if silent > self._heartbeat_timeout:
             return f"{self._who} has given no sign of life for {silent:.0f} s; the last was that it is {self._doing}"

@@ -1,0 +1,76 @@
+"""Folders that know what they hold: `manifest.json` has size and SHA-256 of every file.
+
+```
+{"format": 1, "files": {"weights/model.safetensors": {"size": 81920, "sha256": "..."}}, ...what its writer adds}
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verbatim.checkpoints.json_files import read_json, write_json
+from verbatim.disk import sync_tree
+from verbatim.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+def seal(folder: Path, more: Mapping[str, Any] | None = None) -> None:
+    """Write the manifest, and wait until everything is on disk but the name of the folder.
+
+    Args:
+        folder: Complete, and written to no more.
+        more: Further keys of the manifest.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    entries = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files
+    }
+    sync_tree(folder)
+    write_json(folder / MANIFEST, {"format": FORMAT, **(more or {}), "files": entries})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a sealed folder.
+
+    Raises:
+        CheckpointError: there is none that can be read.
+    """
+    manifest = read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{folder / MANIFEST} is not one of ours")
+    return manifest
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with the files of a sealed folder: the first one that is missing or changed; None if nothing is."""
+    try:
+        manifest = read_manifest(folder)
+        if manifest["format"] != FORMAT:
+            return f"{MANIFEST} has format {manifest['format']}, expected {FORMAT}"
+        files = [(name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
+        for name, size, sha256 in files:
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes, expected {size}"
+            if _sha256(path) != sha256:
+                return f"{name} has another SHA-256 than when it was written"
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or folder} cannot be read: {error.strerror or error}"
+    except (KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not one of ours"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

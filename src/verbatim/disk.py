@@ -1,0 +1,98 @@
+"""Files and folders that a loss of power does not take back.
+
+What a system call wrote is in memory until it is synced: the content of a file by a sync of the file, its name by a
+sync of the folder that holds the name. So the order is always the same: write under another name, sync the content,
+rename, sync the folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
+"""What is answered where there is nothing to sync: a device, or folders of some file systems."""
+
+
+def sync_descriptor(descriptor: int) -> None:
+    """Wait until what was written to an open file is on disk.
+
+    Raises:
+        OSError: the system could not write it.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on disk.
+
+    Raises:
+        OSError: the system could not write them.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        sync_descriptor(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync` of everything in a folder, and of the folder itself."""
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            sync(path)
+    sync(folder)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, with those above it, so that its name stays. Nothing happens where it is."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a synced file or folder its name; a file of that name is replaced."""
+    os.replace(source, target)
+    sync(target.parent)
+
+
+def write_file(path: Path, data: bytes, *, temporary: Path | None = None) -> None:
+    """Replace a file whole: after a loss of power it holds the old content or the new one.
+
+    Args:
+        path: The file.
+        data: Its content.
+        temporary: What it is called meanwhile, in the same folder; by default `.{name}.tmp`.
+
+    Raises:
+        OSError: the system refused to write; the file is as it was.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            sync_descriptor(file.fileno())
+        rename(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def keep_aside(path: Path) -> Path:
+    """Rename a damaged file or folder, so that it is neither used nor lost; its new name.
+
+    Example: `metrics.jsonl` becomes `metrics.jsonl.damaged-1`, the next one `metrics.jsonl.damaged-2`.
+    """
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    rename(path, aside)
+    return aside
