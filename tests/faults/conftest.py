@@ -20,6 +20,14 @@ class Campaign:
         self.wrong += wrong
 
 
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory):
+    """A tiny run that was recorded from its start to its end."""
+    from faults.recorded_runs import plain_run
+
+    return plain_run(tmp_path_factory.mktemp("plain"))
+
+
 _campaigns = pytest.StashKey[dict[str, Campaign]]()
 
 

@@ -1,0 +1,161 @@
+"""Runs `verbatim` and writes down every change of a folder, and every sync, in order:
+
+    python recorder.py FOLDER TRACE rl run.toml ...
+
+Python tells of each system call on a path before it is made (its audit events), whatever library makes it; a sync is
+told of by a wrapper. At each of these moments the folder is looked at, and what has changed since is recorded. So what
+native code writes between two of them (safetensors, tokenizers) is in the trace as well.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+Node = int
+Op = tuple[Any, ...]
+"""("add", folder, name, node, kind, target of a link), ("remove", folder, name, node),
+("move", folder, name, folder, name, node), ("data", node, content), ("sync", node), ("promise", what), ("start",)."""
+
+_TELLING = {
+    "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree",
+}  # fmt: skip
+
+
+class Recorder:
+    """Looks at a folder again and again."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.ops: list[Op] = []
+        self._lock = threading.Lock()
+        self._inside = threading.local()
+        self._nodes: dict[int, Node] = {}
+        """Of what is there now, by inode number."""
+        self._entries: dict[tuple[Node, str], Node] = {}
+        self._seen: dict[Node, tuple[int, int]] = {}
+        """Size and time of change of the content that is in the trace."""
+        self._next = 1
+        self._nodes[root.stat().st_ino] = 0
+        self.look()
+        self.ops += [("sync", node) for node in [0, *self._nodes.values()]]  # what was there before is on disk
+        self.ops.append(("start",))
+
+    # ---- what is told
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """An audit event: something is about to happen."""
+        if getattr(self._inside, "it", False):
+            return
+        if event in _TELLING or (event == "open" and self._may_write(arguments)):
+            self.look()
+
+    def _may_write(self, arguments: tuple[Any, ...]) -> bool:
+        path, _, flags = arguments
+        if not isinstance(path, str | bytes | os.PathLike) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return False
+        name = os.fsdecode(path)
+        return not os.path.isabs(name) or name.startswith(f"{self.root}/")
+
+    def sync(self, descriptor: int) -> None:
+        """Instead of `os.fsync`: what the file or folder is now, it is on disk."""
+        self.look()
+        node = self._nodes.get(os.fstat(descriptor).st_ino)
+        if node is not None:
+            self.ops.append(("sync", node))
+
+    def promise(self, what: Any) -> None:
+        """The run relies on everything until here from now on."""
+        self.look()
+        self.ops.append(("promise", what))
+
+    # ---- what is seen
+
+    def look(self) -> None:
+        """Record what has changed."""
+        with self._lock:
+            self._inside.it = True
+            try:
+                self._compare()
+            finally:
+                self._inside.it = False
+
+    def _compare(self) -> None:
+        found: dict[tuple[Node, str], int] = {}
+        status: dict[int, tuple[os.stat_result, str]] = {}
+        fresh: dict[int, Node] = {}
+        self._walk(str(self.root), 0, found, status, fresh)
+        before = {number: node for number, node in self._nodes.items() if number in status or node == 0}
+        after = {**before, **fresh}
+        entries = {key: after[number] for key, number in found.items()}
+        gone = {key: node for key, node in self._entries.items() if entries.get(key) != node}
+        new = {key: node for key, node in entries.items() if self._entries.get(key) != node}
+        for key, node in new.items():
+            number = found[key]
+            source = next((k for k, n in gone.items() if n == node), None)
+            if source is not None:
+                del gone[source]
+                self.ops.append(("move", *source, *key, node))
+            else:
+                kind = stat.S_IFMT(status[number][0].st_mode)
+                target = os.readlink(status[number][1]) if kind == stat.S_IFLNK else None
+                self.ops.append(("add", *key, node, kind, target))
+        self.ops += [("remove", *key, node) for key, node in gone.items() if key not in new]
+        for number, node in after.items():
+            if node != 0 and stat.S_ISREG(status[number][0].st_mode):
+                self._read(node, *status[number])
+        self._nodes, self._entries = after, entries
+
+    def _walk(
+        self, path: str, folder: Node, found: dict[tuple[Node, str], int],
+        status: dict[int, tuple[os.stat_result, str]], fresh: dict[int, Node],
+    ) -> None:  # fmt: skip
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+            try:
+                now = os.lstat(entry.path)
+            except FileNotFoundError:  # another thread has removed it meanwhile: the next look sees it gone
+                continue
+            number = now.st_ino
+            if number not in self._nodes and number not in fresh:
+                fresh[number] = self._next
+                self._next += 1
+            found[folder, entry.name] = number
+            status[number] = (now, entry.path)
+            if stat.S_ISDIR(now.st_mode):
+                self._walk(entry.path, self._nodes.get(number, fresh.get(number, -1)), found, status, fresh)
+
+    def _read(self, node: Node, now: os.stat_result, path: str) -> None:
+        version = (now.st_size, now.st_mtime_ns)
+        if self._seen.get(node) != version:
+            self._seen[node] = version
+            self.ops.append(("data", node, Path(path).read_bytes()))
+
+
+def main(root: Path, trace: Path, arguments: list[str]) -> int:
+    """Run the command inside, and write the trace."""
+    import verbatim.cli.main as command
+    from verbatim.cli.run_log import RunLog
+
+    os.chdir(root)
+    recorder = Recorder(root)
+    os.fsync = recorder.sync
+    seal = RunLog._seal
+
+    def sealing(self: RunLog, step: int, *rest: Any) -> None:
+        seal(self, step, *rest)
+        recorder.promise(step)
+
+    RunLog._seal = sealing  # type: ignore[method-assign]
+    sys.addaudithook(recorder.hear)
+    status = command.main(arguments)
+    recorder.promise("finished")
+    trace.write_text(repr(recorder.ops))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), sys.argv[3:]))

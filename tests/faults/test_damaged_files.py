@@ -1,0 +1,211 @@
+"""A file of a run folder is damaged: the resume says what, goes on where it can, and comes to the same end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from e2e.tiny_runs import train_lines, workplace
+from faults.lost_power import after_loss
+from faults.recorded_runs import MODULES, STEPS, Recorded, left_over, run_of, sampled, type_, what_differs
+from verbatim.checkpoints import read_json, write_json
+from verbatim.cli.main import main
+
+
+@contextlib.contextmanager
+def killed_after_step_2(run: Recorded, place: Path) -> Iterator[None]:
+    """In the current directory the run was killed right after the checkpoint of step 2."""
+    place.mkdir()
+    after_loss(run.ops[: run.after(2)], "all", random.Random(0)).write(place)
+    with workplace(place, MODULES):
+        yield
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def binary(path: Path) -> None:
+    path.write_bytes(random.Random(0).randbytes(path.stat().st_size or 100))
+
+
+def half_a_letter(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + "é".encode()[:1])
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle."""
+    content = bytearray(path.read_bytes() or b"x")
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def deep(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def other_types(path: Path) -> None:
+    path.write_text("model = [3]\n" if path.suffix == ".toml" else '{"step": "x", "files": 3, "logs": 1}\n')
+
+
+def folder_instead(path: Path) -> None:
+    remove(path)
+    path.mkdir()
+
+
+DAMAGES = (remove, empty, cut, zeros, binary, half_a_letter, flip, deep, other_types, folder_instead)
+NEWEST = "checkpoints/step_000002"
+IN_CHECKPOINT = (
+    "manifest.json", "config.toml", "orchestrator.json", "easy_examples.jsonl", "trainer/trainer.json",
+    "trainer/optimizer.safetensors", "weights/model.safetensors", "weights/config.json", "weights/tokenizer.json",
+    "weights/tokenizer_config.json",
+)  # fmt: skip
+LOGS = ("metrics.jsonl", "trajectories.jsonl")
+FILES = ("config.toml", *LOGS, *(f"{NEWEST}/{name}" for name in IN_CHECKPOINT), "weights/v000002/model.safetensors",
+         "orchestrator.lock")  # fmt: skip
+NOT_READ = ("weights/v000002/model.safetensors", "orchestrator.lock")
+SHORT: list[tuple[str, Callable[[Path], None]]] = [
+    ("config.toml", binary), ("config.toml", remove), ("metrics.jsonl", zeros), ("trajectories.jsonl", cut),
+    (f"{NEWEST}/manifest.json", deep), (f"{NEWEST}/weights/model.safetensors", flip), ("orchestrator.lock", binary),
+]  # fmt: skip
+
+
+def what_went_wrong(name: str, damage: Callable[[Path], None], run: Recorded) -> str | None:
+    folder = run_of(Path())
+    before = sampled(folder)
+    size = (folder / name).stat().st_size
+    damage(folder / name)
+    status, said = type_("--resume")
+    if "Traceback" in said:
+        return f"a traceback: {said}"
+    if name == "orchestrator.lock" and damage is folder_instead:
+        return None if status == 2 and "orchestrator.lock cannot be opened: Is a directory; remove" in said else said
+    if status != 0:
+        return f"status {status}: {said}"
+    told = said.count(f"{folder.name}/{name} ") + said.count(f"{folder.name}/{NEWEST} is damaged")
+    harmless = name in NOT_READ or (name == "config.toml" and damage is flip)  # perhaps another value of some key
+    harmless |= size == 0 and damage in (empty, cut, zeros)
+    if not harmless and not told:
+        return f"the damage was not told: {said}"
+    if (folder / "final" / "model.safetensors").read_bytes() != run.weights:
+        return "the weights are others"
+    if left_over(folder):
+        return f"left over: {left_over(folder)}"
+    steps = [line["step"] for line in train_lines(folder)]
+    if steps[-1] != STEPS or steps != sorted(set(steps)):
+        return f"steps {steps}"
+    if name != "metrics.jsonl" and steps != list(range(1, STEPS + 1)):
+        return f"steps {steps}"
+    if name != "trajectories.jsonl" and sampled(folder) != run.trajectories:
+        return "the trajectories are others"
+    return None if set_of(sampled(folder)) <= set_of([*before, *run.trajectories]) else "trajectories that never were"
+
+
+def set_of(trajectories: list[tuple[int, str, list[int]]]) -> set[str]:
+    return set(map(str, trajectories))
+
+
+def test_a_damaged_file_is_told_and_the_run_comes_to_the_same_end(
+    plain: Recorded, tmp_path: Path, whole: bool, campaign
+):
+    row, wrong = campaign("damaged files of a run"), []
+    for name, damage in [(name, damage) for name in FILES for damage in DAMAGES] if whole else SHORT:
+        with killed_after_step_2(plain, tmp_path / f"{name.replace('/', '_')}-{damage.__name__}"):
+            fault = what_went_wrong(name, damage, plain)
+        row.add(wrong=fault is not None)
+        wrong += [f"{name}, {damage.__name__}: {fault}"] if fault else []
+    assert wrong == []
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_and_says_so(plain: Recorded, tmp_path: Path):
+    with killed_after_step_2(plain, tmp_path / "place"):
+        folder = run_of(Path())
+        for checkpoint in (folder / "checkpoints").iterdir():
+            flip(checkpoint / "weights" / "model.safetensors")
+        status, said = type_("--resume")
+    assert status == 2
+    assert "every checkpoint of this run is damaged:" in said
+    assert said.count("weights/model.safetensors has another SHA-256 than when it was written") >= 2
+    assert "start a new run in another folder, without --resume" in said
+
+
+def test_a_checkpoint_that_was_damaged_is_kept_aside_and_written_again(plain: Recorded, tmp_path: Path):
+    with killed_after_step_2(plain, tmp_path / "place"):
+        folder = run_of(Path())
+        cut(folder / NEWEST / "orchestrator.json")
+        assert type_("--resume")[0] == 0
+        names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        assert names == ["step_000002", "step_000002.damaged-1", "step_000003"]
+
+
+def test_a_run_folder_that_was_copied_without_its_logs_goes_on_and_says_so_once(plain: Recorded, tmp_path: Path):
+    with killed_after_step_2(plain, tmp_path / "place"):
+        folder = run_of(Path())
+        for name in LOGS:
+            (folder / name).unlink()
+        status, said = type_("--resume")
+        assert status == 0
+        for name, records in (("metrics.jsonl", 2), ("trajectories.jsonl", 16)):
+            told = f"{name} is missing; 0 of {records} records up to step 2 are left, none of steps 1-2"
+            assert said.count(told) == 1
+        assert [line["step"] for line in train_lines(folder)] == [3]
+        assert {step for step, *_ in sampled(folder)} == {3}
+        assert read_json(folder / "summary.json")["steps_missing_in_log"] == 2
+        assert type_("--resume")[1].count("is missing") == 0
+
+
+def test_the_damaged_configuration_that_was_typed_names_its_copy(plain: Recorded, tmp_path: Path):
+    """`verbatim rl FOLDER/config.toml --resume FOLDER` is what a run that was stopped says how to go on."""
+    with killed_after_step_2(plain, tmp_path / "place"):
+        folder = run_of(Path())
+        stored = folder / "config.toml"
+        for damage in (cut, binary, other_types):
+            damage(stored)
+            said = io.StringIO()
+            with contextlib.redirect_stderr(said):
+                assert main(["rl", str(stored), "--resume", str(folder)]) == 2
+            command = said.getvalue().rpartition("to restore it:  ")[2]
+            assert command == f"cp {folder / NEWEST / 'config.toml'} {stored}\n"
+        subprocess.run(shlex.split(command), check=True)
+        assert main(["rl", str(stored), "--resume", str(folder)]) == 0
+        assert what_differs(folder, plain) is None
+
+
+def test_a_damaged_configuration_without_a_copy_says_how_to_write_it_anew(plain: Recorded, tmp_path: Path):
+    with killed_after_step_2(plain, tmp_path / "place"):
+        folder = run_of(Path())
+        for path in folder.rglob("config.toml"):
+            path.write_bytes(b"\xff\xfe")
+        for checkpoint in (folder / "checkpoints").iterdir():  # as an earlier version of Verbatim leaves them
+            manifest = read_json(checkpoint / "manifest.json")
+            del manifest["files"]["config.toml"], manifest["logs"]
+            write_json(checkpoint / "manifest.json", manifest)
+        status, said = type_("--resume")
+        assert status == 2
+        stored = (folder / "config.toml").resolve()
+        assert f"{stored}, the configuration that the run is compared with, is damaged: it is no TOML" in said
+        assert f"verbatim config FILE > {stored}" in said
+        said_config = io.StringIO()
+        with contextlib.redirect_stdout(said_config):
+            assert main(["config", "run.toml"]) == 0
+        stored.write_text(said_config.getvalue())
+        assert type_("--resume")[0] == 0
+        assert what_differs(folder, plain) is None

@@ -1,0 +1,116 @@
+"""The power goes out at any moment of a run: it can be resumed, and comes to the same end."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from faults.lost_power import MODES, after_loss
+from faults.recorded_runs import Recorded, prepared_run, resume, resumed_run, run_of, what_differs
+from faults.recorder import Op
+
+WHOLE = ("nothing", "names", "zeros", "journal", "random", "random", "random")
+SHORT = ("nothing", "names", "random")
+"""What survives of what was not synced, at each moment that is tried."""
+
+
+# ---- the model of a disk, on traces that can be read
+
+
+FILE, FOLDER = stat.S_IFREG, stat.S_IFDIR
+WRITTEN: list[Op] = [("sync", 0), ("add", 0, ".a.tmp", 1, FILE, None), ("data", 1, b"new")]
+RENAMED: list[Op] = [*WRITTEN, ("move", 0, ".a.tmp", 0, "a", 1)]
+
+
+def disk(ops: Sequence[Op], mode: str, seed: int = 0) -> dict[str, bytes]:
+    tree = after_loss(ops, mode, random.Random(seed))
+    return {name: tree.contents.get(node, b"folder") for name, node in tree.files()}
+
+
+def test_what_is_not_synced_may_be_gone_or_empty_or_zeros():
+    assert disk(RENAMED, "all") == {"a": b"new"}
+    assert disk(RENAMED, "nothing") == {}
+    assert disk(RENAMED, "names") == {"a": b""}
+    assert disk(RENAMED, "zeros") == {"a": b"\0\0\0"}
+    assert disk([*WRITTEN, ("sync", 1), ("sync", 0)], "nothing") == {".a.tmp": b"new"}
+    found = {tuple(sorted(disk(RENAMED, "random", seed).items())) for seed in range(200)}
+    assert {(), ((".a.tmp", b"new"),), (("a", b""),), (("a", b"ne"),), (("a", b"new"),)} <= found
+
+
+def test_what_is_synced_in_the_right_order_is_there_in_every_mode():
+    for mode, seed in itertools.product(MODES, range(20)):
+        synced = [*WRITTEN, ("sync", 1), RENAMED[-1], ("sync", 0)]
+        assert disk(synced, mode, seed) == {"a": b"new"}
+        again: list[Op] = [("add", 0, ".a.tmp", 2, FILE, None), ("data", 2, b"newer"), ("sync", 2)]
+        later = [*synced, *again, ("move", 0, ".a.tmp", 0, "a", 2)]
+        assert disk(later, mode, seed)["a"] in (b"new", b"newer")
+    assert disk([*WRITTEN, RENAMED[-1], ("sync", 0)], "names") == {"a": b""}  # the file was not synced
+
+
+def test_a_name_in_a_folder_whose_name_was_not_synced_is_gone_with_it():
+    made: list[Op] = [("add", 0, "f", 1, FOLDER, None), ("add", 1, "a", 2, FILE, None), ("data", 2, b"x")]
+    ops: list[Op] = [*made, ("sync", 2), ("sync", 1)]
+    assert disk(ops, "nothing") == {}
+    assert disk([*ops, ("sync", 0)], "nothing") == {"f": b"folder", "f/a": b"x"}
+
+
+def test_an_appended_file_keeps_what_was_synced():
+    begun: list[Op] = [("add", 0, "log", 1, FILE, None), ("sync", 0), ("data", 1, b"one "), ("sync", 1)]
+    ops: list[Op] = [*begun, ("data", 1, b"one two ")]
+    seen = {disk(ops, mode, seed)["log"] for mode, seed in itertools.product(MODES, range(40))}
+    assert all(content.startswith(b"one ") for content in seen)
+    assert {b"one ", b"one two ", b"one \0\0\0\0", b"one tw"} <= seen
+
+
+# ---- recorded runs
+
+
+def test_the_trace_holds_everything_that_the_run_left(plain: Recorded, tmp_path: Path):
+    """Nothing that changed the folder escaped the recorder: done again from the trace, it is the same folder."""
+    after_loss(plain.ops, "all", random.Random(0)).write(tmp_path)
+    assert what_differs(run_of(tmp_path), plain) is None
+    assert [op[1] for op in plain.ops if op[0] == "promise"] == [0, 1, 2, 3, "finished"]
+
+
+def lose_power(
+    run: Recorded, prefixes: Sequence[int], modes: Sequence[str], place: Path
+) -> Iterator[tuple[str, str | None]]:
+    """Each state of the disk that is not like an earlier one: what it is, and what went wrong."""
+    rng, seen = random.Random(0), set[int]()
+    for prefix, (number, mode) in itertools.product(prefixes, enumerate(modes)):
+        tree = after_loss(run.ops[:prefix], mode, rng)
+        promised = run.promised(prefix)
+        key = hash((tree.fingerprint(), promised))
+        if key not in seen:
+            seen.add(key)
+            disk = place / f"{prefix}-{mode}-{number}"
+            disk.mkdir()
+            tree.write(disk)
+            yield disk.name, resume(disk, promised, run)
+
+
+@pytest.fixture(scope="module")
+def runs(plain: Recorded, tmp_path_factory) -> dict[str, Recorded]:
+    return {
+        "a run": plain,
+        "a run that builds its model": prepared_run(tmp_path_factory.mktemp("prepared")),
+        "a resumed run": resumed_run(tmp_path_factory.mktemp("resumed"), plain),
+    }
+
+
+@pytest.mark.parametrize(("name", "many"), [("a run", 70), ("a run that builds its model", 30), ("a resumed run", 30)])
+def test_a_run_whose_power_goes_out_is_resumed_to_the_same_end(
+    runs: dict[str, Recorded], tmp_path: Path, whole: bool, campaign, name: str, many: int
+):
+    row, wrong = campaign(f"power loss: {name}"), []
+    prefixes = runs[name].moments(many if whole else 2)
+    for state, fault in lose_power(runs[name], prefixes, WHOLE if whole else SHORT, tmp_path):
+        row.add(wrong=fault is not None)
+        wrong += [f"{state}: {fault}"] if fault else []
+    row.note = f"states of the disk at {len(prefixes)} moments"
+    assert wrong == []
