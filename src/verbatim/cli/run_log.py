@@ -226,6 +226,8 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
     logged: set[int] = set()
     for record in read_jsonl(metrics_path):
         if record["kind"] == "eval":
+            if record["metrics"].get("episodes") == 0:
+                continue  # it was left out
             if record["step"] == 0:
                 first[record["env"]] = record["metrics"]
             last[record["env"]] = record["metrics"]

@@ -23,6 +23,7 @@ from verbatim.config.origins import KeyPath
 from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
 from verbatim.errors import ComponentError
 from verbatim.texts import error_text
+from verbatim.user_code import is_ctrl_c
 
 Table = Mapping[str, Any]
 """Name to component: a function, a class whose fields are its knobs, a record with a `function`, or the import path
@@ -109,7 +110,9 @@ def import_object(import_path: str) -> Any:
             raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
         raise ComponentError(f"there is no module {error.name!r}; looked in the current directory, {here}, and in "
                              f"the installed packages{_where_else(module_name, attribute)}") from error  # fmt: skip
-    except (Exception, SystemExit) as error:  # a user's module may raise anything, all of it theirs to mend
+    except BaseException as error:  # a user's module may raise anything, all of it theirs to mend
+        if is_ctrl_c(error):
+            raise
         raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
     try:
         return getattr(module, attribute)

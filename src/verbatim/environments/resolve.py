@@ -12,7 +12,9 @@ from verbatim.config.knobs import check_knobs
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.errors import ComponentError, UsageError
+from verbatim.texts import shown
 from verbatim.types import Example
+from verbatim.user_code import is_ctrl_c
 
 _METHODS = {"examples": ("split",), "start": ("example", "seed")}
 """What an environment must have, and what each method is called with, in this order."""
@@ -47,8 +49,10 @@ def create_environment(name: str, args: Mapping[str, Any] | None = None) -> Envi
         environment = make(**arguments)
     except UsageError:
         raise
-    except Exception as error:
-        raise ComponentError(f"environment {name!r}, made with {arguments}, raised {told(error)}") from error
+    except BaseException as error:  # `sys.exit` is no end of the run
+        if is_ctrl_c(error):
+            raise
+        raise ComponentError(f"environment {name!r}, made with {shown(arguments)}, raised {told(error)}") from error
     return _check_environment(name, environment)
 
 
@@ -82,10 +86,16 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
     Raises:
         ComponentError: `examples` raised, or gave something else than a list of examples with an id each.
     """
-    rows = _called(name, environment.examples, split)
+    given = _called(name, environment.examples, split)
     what = f'environment {name!r}: examples("{split}")'
-    if not isinstance(rows, Sequence) or isinstance(rows, str):
-        raise ComponentError(f"{what} gave {_a(rows)}; expected a list of verbatim.Example")
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ComponentError(f"{what} gave {_a(given)}; expected a list of verbatim.Example")
+    try:
+        rows = list(given)  # one that is read lazily fails here, not in the middle of a run
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        raise ComponentError(f"{what} cannot be read: {told(error)}") from error
     if len(rows) == 0:
         raise ComponentError(f"{what} is empty; expected at least one")
     seen: set[str] = set()
@@ -94,7 +104,7 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
             raise ComponentError(f"{what} has {_a(row)} at place {number}; expected a verbatim.Example, as in "
                                  'Example(id="1", payload={...})')  # fmt: skip
         if not isinstance(row.id, str):
-            raise ComponentError(f"{what} has the id {row.id!r} at place {number}; expected a string")
+            raise ComponentError(f"{what} has the id {shown(row.id, 80)} at place {number}; expected a string")
         if row.id in seen:
             raise ComponentError(f"{what} has {row.id!r} twice; an id names one example")
         seen.add(row.id)
@@ -151,7 +161,9 @@ def _called(name: str, method: Callable[..., Any], *given: Any) -> Any:
         value = method(*given)
     except UsageError as error:
         raise type(error)(f"{what}: {error}") from error
-    except Exception as error:
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         raise ComponentError(f"{what} raised {told(error)}") from error
     if inspect.iscoroutine(value):
         value.close()

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 from verbatim.environments.base import succeeded
+from verbatim.environments.resolve import examples_of
+from verbatim.errors import UsageError
 from verbatim.orchestrator.assemble import episode_metrics, reward_part_metrics
 from verbatim.rollouts import GroupRun, RolloutSetup
 from verbatim.rollouts.group import run_together
@@ -34,8 +36,17 @@ class Evaluation:
 
 
 async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluation:
-    """Run at least this many episodes, the same number for every example of the "eval" split."""
-    examples = setup.environment.examples("eval")
+    """Run at least this many episodes, the same number for every example of the "eval" split.
+
+    Where the environment fails to give its examples, nothing is measured: the evaluation has no episodes, its success
+    is NaN, and it counts in `errors/environment`.
+    """
+    try:
+        examples = examples_of(setup.environment, setup.env, "eval")
+    except UsageError as error:
+        setup.tally.not_evaluated(str(error))
+        metrics = {"success": math.nan, "errors/environment": 1.0}
+        return Evaluation(env=setup.env, num_episodes=0, num_failed=0, metrics=metrics, trajectories=())
     size = max(1, math.ceil(episodes / len(examples)))
     groups = [
         GroupRun(setup, example, index=i, size=size, run_seed=seed, purpose="eval")

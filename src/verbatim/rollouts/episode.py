@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 CLOSING = 60.0
 """Seconds that an episode may take to close."""
+LONGEST_STATE_KEY = 10_000
+"""Characters of what names a state: every turn keeps one."""
 TURN_REWARDS_SUM = "turn_rewards_sum_to_reward"
 """What an episode says of its rewards; kept in the trajectory's `info`."""
 
@@ -230,7 +232,7 @@ async def _converse(
     while True:
         try:
             with calls.guard("state_key"):
-                key = episode.state_key()
+                key = _checked_state_key(episode.state_key())
             calls.now = "sampling"
             messages.append(await loop.sample(messages, tuple(tools.values()), state_key=key))
         except EpisodeOver as over:
@@ -305,6 +307,15 @@ def _checked_reply(answer: Any) -> Reply:
     if not isinstance(answer.done, bool | np.bool_):
         raise EnvironmentFault(f"reply returned done={shown(answer.done, 80)}; expected True or False")
     return dataclasses.replace(answer, reward=checked_reward(answer.reward, "reply"))
+
+
+def _checked_state_key(key: Any) -> str | None:
+    if key is not None and not isinstance(key, str):
+        raise EnvironmentFault(f"state_key returned {shown(key)}; expected a string or None")
+    if key is not None and len(key) > LONGEST_STATE_KEY:
+        raise EnvironmentFault(f"state_key returned a text of {len(key):,} characters; expected at most "
+                               f"{LONGEST_STATE_KEY:,}, for example a hash of it")  # fmt: skip
+    return key
 
 
 def _checked_info(info: Any) -> Mapping[str, Any]:

@@ -14,6 +14,10 @@ LARGEST = 3.4028234663852886e38
 """The largest float32: advantages are trained in it, and a larger reward would become infinite."""
 
 
+MOST_PARTS = 1000
+"""Parts of a score: each is a metric of its own."""
+
+
 def checked_reward(reward: Any, who: str) -> float | None:
     """A turn's own reward; None where it has no reward.
 
@@ -47,10 +51,12 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
     """What `score` returned: the reward, and its parts where it has parts.
 
     Raises:
-        EnvironmentFault: it is no number, or none that float32 can hold.
+        EnvironmentFault: it is no number, or none that float32 can hold; or it has too many parts.
     """
     if score is None:
         return None, {}
+    if isinstance(score, Mapping) and len(score) > MOST_PARTS:
+        raise EnvironmentFault(f"{who} returned {len(score):,} parts; expected at most {MOST_PARTS:,}")
     try:
         parts = {str(name): one_number(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
         reward = math.fsum(parts.values()) if isinstance(score, Mapping) else one_number(score)

@@ -40,6 +40,8 @@ class EpisodeTally:
         """Failed episodes by kind; see `failure_kind`."""
         self.tool_faults: Counter[str] = Counter()
         """Calls of tools that raised or hung, by kind."""
+        self.unmeasured: Counter[str] = Counter()
+        """Evaluations that had no examples to run, by kind."""
         self._lock = threading.Lock()
 
     @property
@@ -68,6 +70,12 @@ class EpisodeTally:
         tail = trajectory.info.get(TRACEBACK)
         self._count(self.failures, failure_kind(trajectory.error), 1, trajectory, f"{said}\n{tail}" if tail else said)
 
+    def not_evaluated(self, why: str) -> None:
+        """An environment failed to give the examples of an evaluation, which is left out."""
+        with self._lock:
+            self.unmeasured[failure_kind(why)] += 1
+        logger.warning("an evaluation was left out: %s", why)
+
     def _count(self, counts: Counter[str], kind: str, count: int, trajectory: Trajectory, said: str) -> None:
         with self._lock:
             is_new = kind not in counts
@@ -79,7 +87,7 @@ class EpisodeTally:
             )  # fmt: skip
 
     def summary(self) -> list[str]:
-        """One line for what failed, and one for the tools; none where nothing did.
+        """One line for what failed, one for the tools, one for evaluations; none where nothing did.
 
         Example: `["3 of 8 train episodes failed: 3 x environment: score raised KeyError"]`.
         """
@@ -89,6 +97,8 @@ class EpisodeTally:
                          f"{_most_common(self.failures)}")  # fmt: skip
         if self.tool_faults:
             lines.append(f"tools failed in {self.purpose} episodes: {_most_common(self.tool_faults)}")
+        if self.unmeasured:
+            lines.append(f"evaluations were left out: {_most_common(self.unmeasured)}")
         return lines
 
     def log_summary(self) -> None:
