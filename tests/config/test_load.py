@@ -145,7 +145,7 @@ def test_a_temperature_that_no_engine_takes_is_refused(file: Path, temperature: 
 @pytest.mark.parametrize(
     ("option", "found", "message"),
     [
-        ("backend", "rya", "found \"rya\" (a string), expected 'local' or 'ray'; did you mean \"ray\"?"),
+        ("backend", "rya", "found \"rya\" (a string), expected 'local', 'processes' or 'ray'; did you mean \"ray\"?"),
         ("workers", "0", "found 0 (an integer), expected greater than or equal to 1"),
         ("cpus_per_worker", "-1", "found -1 (an integer), expected greater than or equal to 0"),
         ("port", "70000", "found 70000 (an integer), expected less than or equal to 65535"),

@@ -254,6 +254,6 @@ async def go_on_and_check(notes, tmp_path, *, step=None, level=0, steps=6):
     ledger.check(pending=0)
     in_steps = sum(t.num_sampled_tokens for _, _, groups in notes.steps for g in groups for t in g.trajectories)
     assert ledger.trained == in_steps
-    gone = {"cancelled", "lost_actor"}  # the latter of actors that were killed in the middle
+    gone = {"cancelled", "lost_worker"}  # the latter of actors that were killed in the middle
     assert {reason for reason, count in ledger.dropped.items() if count} <= gone, ledger.dropped
     assert ledger.sampled == in_steps + sum(ledger.dropped.values())

@@ -15,14 +15,15 @@ import pytest
 from byte_renderer import ByteRenderer
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, num_sampled, train_lines, trajectory_lines, workplace
 from orchestrator.loop_runs import Coins, HeldInTheMiddle, go_on_and_check, make, nothing_left_behind
-from rollouts.ray_session import Doublings, SecondTurnsWait, local_ray, scripted, two_turns
+from rollouts.players import Doublings, SecondTurnsWait, scripted, two_turns
+from rollouts.ray_session import local_ray
 from rollouts.waiting import until
 from verbatim.cli.main import main
 from verbatim.errors import RunStopped
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
-from verbatim.rollouts.remote.episode_actor import RemoteSetup
-from verbatim.rollouts.remote.pool import ray_player
+from verbatim.rollouts.remote.episodes import RemoteSetup
+from verbatim.rollouts.remote.ray_workers import ray_player
 
 pytestmark = pytest.mark.extras
 __all__ = ["local_ray"]
@@ -67,12 +68,12 @@ async def test_a_run_on_actors_trains_the_trajectories_of_a_local_one_also_when_
     ledger = orchestrator.ledger_for_tests
     async with (
         nothing_left_behind(),
-        on_actors(orchestrator, sampler, "rollouts.ray_session.Doublings") as player,
+        on_actors(orchestrator, sampler, "rollouts.players.Doublings") as player,
     ):
         running = asyncio.create_task(orchestrator.run())
         await until(lambda: len(sampler.requests) == 12 + 6)
         os.kill(player.pids[0], signal.SIGKILL)
-        await until(lambda: ledger.dropped["lost_actor"])
+        await until(lambda: ledger.dropped["lost_worker"])
         ledger.check(orchestrator._dispatcher.num_pending_tokens)
         sampler.go_on.set()
         assert await running
@@ -80,10 +81,10 @@ async def test_a_run_on_actors_trains_the_trajectories_of_a_local_one_also_when_
     ledger.check(pending=0)
     trained = sum(t.num_sampled_tokens for t in trajectories(notes))
     assert ledger.sampled == sum(len(two_turns(request)) for request in sampler.requests)  # as the engine saw it
-    assert ledger.dropped == {"lost_actor": ledger.sampled - trained}
+    assert ledger.dropped == {"lost_worker": ledger.sampled - trained}
     last = notes.steps[-1][1]
-    assert (last["rollout/actors_lost"], last["rollout/episodes_played_again"]) == (1, 3)
-    assert last["ledger/dropped/lost_actor"] == ledger.sampled - trained > 0
+    assert (last["rollout/workers_lost"], last["rollout/episodes_played_again"]) == (1, 3)
+    assert last["ledger/dropped/lost_worker"] == ledger.sampled - trained > 0
 
 
 def said(trajectory):
@@ -128,9 +129,9 @@ def test_verbatim_rl_on_actors_writes_what_a_local_run_writes(local_ray, model, 
                 assert main(["rl", "run.toml", "--run-dir", name, *options]) == 0
         assert what_was_sampled(folder / "ray") == what_was_sampled(folder / "local")
         last = train_lines(folder / "ray")[-1]["metrics"]
-        assert (last["rollout/actors"], last["rollout/actors_lost"]) == (2, 0)
+        assert (last["rollout/workers"], last["rollout/workers_lost"]) == (2, 0)
         assert last["ledger/sampled"] == sum(map(num_sampled, trajectory_lines(folder / "ray"))) > 0
-        assert "rollout/actors" not in train_lines(folder / "local")[-1]["metrics"]
+        assert "rollout/workers" not in train_lines(folder / "local")[-1]["metrics"]
         config = (folder / "ray" / "config.toml").read_text()
         assert "[orchestrator.rollout]" in config and 'backend = "ray"' in config
     assert local_ray.is_initialized()  # it was there before

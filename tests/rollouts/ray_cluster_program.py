@@ -10,10 +10,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 from byte_renderer import ByteRenderer
-from rollouts.ray_session import Players, SecondTurnsWait, contents
+from rollouts.players import Players, SecondTurnsWait, contents
 from rollouts.waiting import until
 from verbatim.rollouts.remote.cluster import OBJECT_STORE_BYTES, connect
-from verbatim.rollouts.remote.pool import ray_player
+from verbatim.rollouts.remote.ray_workers import ray_player
 
 
 async def play(cluster, nodes, add_node):

@@ -12,7 +12,8 @@ import pytest
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from e2e.tiny_runs import build_tiny_model
 from rollouts.chat_server import chat_server
-from rollouts.ray_session import contents, double, local_ray, scripted, two_turns
+from rollouts.players import contents, double, scripted, two_turns
+from rollouts.ray_session import local_ray
 from verbatim import Example, Trajectory
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError

@@ -13,7 +13,8 @@ import pytest
 
 from byte_renderer import ByteRenderer
 from rollouts.chat_server import chat_server
-from rollouts.ray_session import Players, SecondTurnsWait, contents, local_ray, scripted
+from rollouts.players import Players, SecondTurnsWait, contents, scripted
+from rollouts.ray_session import local_ray
 from rollouts.waiting import until
 from verbatim import Example
 from verbatim.errors import RunStopped, UsageError
@@ -21,9 +22,10 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, RolloutSetup
 from verbatim.rollouts.remote import pool as remote_pool
+from verbatim.rollouts.remote import worker as remote_worker
 from verbatim.rollouts.remote.cluster import connect
-from verbatim.rollouts.remote.episode_actor import RemoteSetup
-from verbatim.rollouts.remote.pool import ray_player
+from verbatim.rollouts.remote.episodes import RemoteSetup
+from verbatim.rollouts.remote.ray_workers import ray_player
 
 pytestmark = pytest.mark.extras
 __all__ = ["local_ray"]
@@ -43,7 +45,7 @@ async def test_groups_on_actors_are_groups_of_this_process(local_ray):
     same(found, await players.here(size=6))
     assert sum(counts) == run.num_sampled_tokens == sum(t.num_sampled_tokens for t in found.trajectories) > 0
     assert [t.reward_parts["digit"] for t in found.trajectories] == [t.seed % 10 for t in found.trajectories]
-    assert dict(pool.metrics()) == {"rollout/actors": 0, "rollout/actors_lost": 0, "rollout/episodes_played_again": 0}
+    assert dict(pool.metrics()) == {"rollout/workers": 0, "rollout/workers_lost": 0, "rollout/episodes_played_again": 0}
 
 
 async def test_episodes_go_to_the_actor_that_plays_the_fewest(local_ray):
@@ -51,10 +53,10 @@ async def test_episodes_go_to_the_actor_that_plays_the_fewest(local_ray):
     async with players.pool() as pool:
         running = asyncio.create_task(players.group(pool, size=6).run())
         await until(lambda: len(players.sampler.requests) == 6)
-        assert [actor.num_playing for actor in pool._actors] == [3, 3]
+        assert [started.num_playing for started in pool._workers] == [3, 3]
         players.sampler.go_on.set()
         await running
-        assert [actor.num_playing for actor in pool._actors] == [0, 0]
+        assert [started.num_playing for started in pool._workers] == [0, 0]
 
 
 async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(local_ray, tmp_path):
@@ -72,11 +74,11 @@ async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(loc
 
 def lost_to(counts):
     """A listener that takes nothing but what went down with an actor."""
-    return lambda dropped: counts.append(dropped["lost_actor"])
+    return lambda dropped: counts.append(dropped["lost_worker"])
 
 
 @pytest.mark.parametrize("death", ["SIGKILL", "ray.kill"])
-async def test_episodes_of_a_lost_actor_are_played_again_and_its_tokens_are_counted(local_ray, death):
+async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_counted(local_ray, death):
     """The first turns of the six are drawn, the second ones held, then one of the two actors dies."""
     players = Players(SecondTurnsWait())
     sampled, lost = [], []
@@ -85,9 +87,9 @@ async def test_episodes_of_a_lost_actor_are_played_again_and_its_tokens_are_coun
         running = asyncio.create_task(run.run())
         await until(lambda: len(sampled) == 6)
         before = sum(sampled)
-        victim = pool._actors[0]
+        victim = pool._workers[0]
         if death == "ray.kill":
-            local_ray.kill(victim.handle)
+            local_ray.kill(victim.worker.handle)
         else:
             os.kill(victim.pid, signal.SIGKILL)
         await until(lambda: len(lost) == 3)
@@ -115,7 +117,8 @@ async def test_an_episode_that_kills_its_actors_fails_and_the_others_do_not(loca
         good = await players.group(pool, "3", size=4).run()
         assert (pool.num_lost, pool.num_played_again) == (3, 2)
     (failed,) = deadly.trajectories
-    assert failed.error.startswith("actor: 3 actors were lost while they played it; the last one: ")
+    assert failed.error.startswith("worker: The actor died ")
+    assert failed.error.endswith(" (the last of 3 workers that were lost with it)")
     assert (failed.stop_reason, failed.truncated, failed.turns) == ("api_error", True, ())
     assert (failed.trajectory_id, failed.env, failed.example_id) == ("train-0-0", "doubles", "4")
     assert sum(sampled) == sum(lost) > 0
@@ -178,15 +181,15 @@ async def test_what_cannot_travel_fails_its_episode_and_no_actor(local_ray):
         locked = GroupRun(setup, Example(id="3", payload={"lock": threading.Lock()}), index=1, size=1, run_seed=7)
         (unplayed,) = (await locked.run()).trajectories
         good = await players.group(pool, "3").run()
-        assert (pool.num_lost, [actor.num_playing for actor in pool._actors]) == (0, [0])
+        assert (pool.num_lost, [started.num_playing for started in pool._workers]) == (0, [0])
     assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
     assert len(kept.turns) == 2
-    assert unplayed.error.startswith("environment: the example cannot travel to an actor: ")
+    assert unplayed.error.startswith("environment: the example cannot travel to a worker: ")
     assert unplayed.turns == ()
     same(good, await players.here("3"))
 
 
-def test_a_lost_host_is_a_lost_actor_and_a_cluster_that_was_there_stays():
+def test_a_lost_host_is_a_lost_worker_and_a_cluster_that_was_there_stays():
     done = subprocess.run(
         [sys.executable, "-m", "rollouts.ray_cluster_program"], cwd=Path(__file__).parents[1], capture_output=True,
         text=True, timeout=240, check=False,
@@ -201,7 +204,7 @@ async def test_what_hinders_the_actors_is_said_before_anything_is_played(local_r
     with pytest.raises(UsageError, match=r"on a Ray actor: .*no_such_module"):
         async with players.pool(name="no_such_module.Environment"):
             pass
-    monkeypatch.setattr(remote_pool, "START_TIMEOUT", 2.0)
+    monkeypatch.setattr(remote_worker, "START_TIMEOUT", 2.0)
     with pytest.raises(UsageError, match=r"a Ray actor did not start within 2 s; .*rollout\.workers"):
         async with players.pool(workers=3):
             pass

@@ -58,12 +58,12 @@ async def test_giving_up_ends_what_is_being_drawn_and_the_count_is_final():
     await until(lambda: engine.num_in_flight == 1)
     await current.give_up()
     assert engine.num_in_flight == 0
-    for request_of_a_lost_actor in (hanging, sampler.generate(request(f"{current.session}/main"))):
-        completion = await request_of_a_lost_actor
+    for request_of_a_lost_worker in (hanging, sampler.generate(request(f"{current.session}/main"))):
+        completion = await request_of_a_lost_worker
         assert (completion.ids.tolist(), completion.stop_reason) == ([], "cancelled")
     assert len(engine.requests) == 2
     recorder.lose(current.num_tokens)
-    assert (current.num_tokens, recorder.num_sampled_tokens, lost) == (4, 0, [{"lost_actor": 4}])
+    assert (current.num_tokens, recorder.num_sampled_tokens, lost) == (4, 0, [{"lost_worker": 4}])
 
 
 async def test_a_request_that_is_cancelled_is_cancelled_in_the_engine():

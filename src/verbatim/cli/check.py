@@ -16,6 +16,7 @@ from verbatim.cli.session import (
     make_monitors,
     make_renderer,
     make_rules,
+    plays_elsewhere,
 )
 from verbatim.cli.tables import component_tables
 from verbatim.config import resolve
@@ -25,6 +26,7 @@ from verbatim.environments.resolve import corpus
 from verbatim.errors import ComponentError, UsageError
 from verbatim.inference.openai import OpenAI
 from verbatim.models.source import find_source
+from verbatim.rollouts.remote.episodes import refuse_what_cannot_travel
 
 _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
 """Renderers that every chat template has."""
@@ -53,6 +55,7 @@ def check_run(config: RunConfig) -> Environments:
     data = read_conversations(warm_start.data) if warm_start is not None and warm_start.data is not None else []
     if config.orchestrator.rollout.backend == "ray":
         _need("ray", 'orchestrator.rollout.backend = "ray"', "verbatim-rl[ray]")
+    _check_players(config, environments)
     _check_devices(config)
     if config.orchestrator.teacher is not None:
         _check_teacher(config.orchestrator.teacher, config.orchestrator.training_mode)
@@ -71,6 +74,13 @@ def _check_loss(config: RunConfig) -> None:
         try_loss(make_loss(config), has_teacher=config.orchestrator.teacher is not None)
     except ComponentError as error:
         raise ComponentError(f"trainer.loss: {error}") from error
+
+
+def _check_players(config: RunConfig, environments: Environments) -> None:
+    for made in (environments.train, environments.eval):
+        for label, (env, _) in made.items():
+            if plays_elsewhere(config.orchestrator, env) and config.orchestrator.rollout.backend != "ray":
+                refuse_what_cannot_travel(label, env.id or str(env.import_path), env.args)
 
 
 def _check_devices(config: RunConfig) -> None:

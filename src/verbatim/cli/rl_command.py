@@ -228,7 +228,8 @@ class Program:
         made = {"train": self._environments.train, "eval": self._environments.eval}
         api = speaker.api if speaker is not None else None
         try:
-            async with open_player(config.orchestrator, made, sampler, renderer, api) as player:
+            logs = self._folder.path / "logs" / "environments"
+            async with open_player(config.orchestrator, made, sampler, renderer, api, logs) as player:
                 slots = asyncio.Semaphore(config.orchestrator.max_concurrent)
                 tallies = {purpose: EpisodeTally(purpose) for purpose in made}
                 setups, eval_setups = (

@@ -158,25 +158,32 @@ async def open_player(
     sampler: Sampler,
     renderer: Renderer,
     teacher: OpenAI | None = None,
+    logs: Path | None = None,
 ) -> AsyncIterator[Player]:
     """Who plays the episodes, for as long as the block lasts.
 
     Args:
-        orchestrator: Says whether they are played here.
+        orchestrator: Says where they are played.
         environments: By purpose ("train", "eval") and label.
         sampler: Whose tokens.
         renderer: Of its model.
         teacher: Who speaks instead of the sampler in training.
+        logs: The folder for what environments in processes of this machine print; None keeps nothing of it.
 
     Raises:
-        UsageError: Ray or its actors cannot be started.
+        UsageError: Ray, its actors or a worker process cannot be started.
     """
     rollout = orchestrator.rollout
-    if rollout.backend == "local":
+    elsewhere = {
+        (purpose, label): env
+        for purpose, made in environments.items()
+        for label, (env, _) in made.items()
+        if plays_elsewhere(orchestrator, env)
+    }
+    if not elsewhere:
         yield LocalPlayer()
         return
-    from verbatim.rollouts.remote.episode_actor import RemoteSetup
-    from verbatim.rollouts.remote.pool import ray_player
+    from verbatim.rollouts.remote.episodes import RemoteSetup
 
     setups = {
         (purpose, label): RemoteSetup(
@@ -187,14 +194,28 @@ async def open_player(
             limits=_limits(orchestrator, env),
             teacher=teacher if purpose == "train" else None,
         )
-        for purpose, made in environments.items()
-        for label, (env, _) in made.items()
+        for (purpose, label), env in elsewhere.items()
     }
-    async with ray_player(
-        setups, sampler, renderer, workers=rollout.workers, cpus_per_worker=rollout.cpus_per_worker,
-        address=rollout.address, host=rollout.host, port=rollout.port,
-    ) as player:  # fmt: skip
-        yield player
+    if rollout.backend == "ray":
+        from verbatim.rollouts.remote.ray_workers import ray_player
+
+        async with ray_player(
+            setups, sampler, renderer, workers=rollout.workers, cpus_per_worker=rollout.cpus_per_worker,
+            address=rollout.address, host=rollout.host, port=rollout.port,
+        ) as actors:  # fmt: skip
+            yield actors
+        return
+    from verbatim.rollouts.remote.processes import process_player
+
+    async with process_player(
+        setups, sampler, renderer, workers=rollout.workers, memory_mb=rollout.worker_memory_mb, logs=logs
+    ) as processes:
+        yield processes
+
+
+def plays_elsewhere(orchestrator: OrchestratorConfig, env: EnvConfig) -> bool:
+    """Whether this environment's episodes are played in other processes."""
+    return orchestrator.rollout.backend != "local" or env.isolated
 
 
 def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:

@@ -224,6 +224,9 @@ class EnvConfig(Section):
     """Keyword arguments of the environment."""
     ratio: FinitePositive = 1.0
     """Its share of the groups, relative to the others."""
+    isolated: bool = False
+    """Play its episodes in processes of its own on this machine, as under orchestrator.rollout.backend = "processes",
+    while those of the other environments are played in the orchestrator's process."""
     max_turns: PositiveInt = 16
     """Most turns of one trajectory."""
     sampling: SamplingConfig | None = None
@@ -335,21 +338,44 @@ class BufferConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Where episodes are played. All but `backend` is for "ray"."""
+    """Where episodes are played."""
 
-    backend: Literal["local", "ray"] = "local"
-    """In the orchestrator's own process, or in Ray actors, on any number of hosts."""
+    backend: Literal["local", "processes", "ray"] = "local"
+    """In the orchestrator's own process; in child processes of this machine; or in Ray actors, on any number of
+    hosts."""
     workers: PositiveInt = 2
-    """Actors."""
+    """Processes of each environment; with "ray" actors, for all environments together."""
+    worker_memory_mb: PositiveInt | None = None
+    """Most memory of one process, in MB (2**20 bytes): one that takes more is replaced, and its episodes are played
+    again. Any by default. Not for "ray"."""
     cpus_per_worker: NonNegativeFloat = 1.0
-    """CPUs that an actor reserves on its host."""
+    """With "ray": CPUs that an actor reserves on its host."""
     address: str | None = None
-    """The Ray cluster: "auto" for the one that this machine belongs to, or "10.0.0.1:6379"; by default one is started
-    here, and stopped at the end."""
+    """With "ray": the cluster; "auto" for the one that this machine belongs to, or "10.0.0.1:6379"; by default one is
+    started here, and stopped at the end."""
     host: str = "127.0.0.1"
-    """This machine's address, as the actors' hosts know it: the sampler is served there."""
+    """With "ray": this machine's address, as the actors' hosts know it: the sampler is served there."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """The sampler's port; 0 takes a free one."""
+    """With "ray": the sampler's port; 0 takes a free one."""
+
+    @model_validator(mode="after")
+    def _knobs_of_the_backend(self) -> Self:
+        if self.backend == "processes":
+            changed = [
+                name for name in ("cpus_per_worker", "address", "host", "port")
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]  # fmt: skip
+            if changed:
+                raise ValueError(
+                    f'{", ".join(changed)}: for backend = "ray" only, found backend = "processes", whose workers are '
+                    'on this machine; remove it, or set backend = "ray"'
+                )
+        if self.backend == "ray" and self.worker_memory_mb is not None:
+            raise ValueError(
+                'worker_memory_mb is for processes of this machine, found backend = "ray"; remove it (Ray has limits '
+                "of its own)"
+            )
+        return self
 
 
 class OrchestratorConfig(Section):
@@ -421,6 +447,17 @@ class OrchestratorConfig(Section):
     """What is dropped between scoring and training. A list replaces the default wholesale."""
 
     _strategy = model_validator(mode="after")(_one_strategy)
+
+    @model_validator(mode="after")
+    def _isolated_here(self) -> Self:
+        tables = {"train": self.train.env, "eval": self.eval.env if self.eval is not None else ()}
+        where = [f"{purpose}.env.{i}" for purpose, envs in tables.items() for i, env in enumerate(envs) if env.isolated]
+        if where and self.rollout.backend == "ray":
+            raise ValueError(
+                f'{where[0]}.isolated = true asks for processes of this machine, found rollout.backend = "ray", which '
+                'plays every environment on its actors; remove isolated, or set rollout.backend = "local"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:

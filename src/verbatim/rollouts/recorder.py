@@ -94,7 +94,7 @@ class Recorder:
         assert 0 <= num_tokens <= self.num_sampled_tokens
         self.num_sampled_tokens -= num_tokens
         if self._on_dropped is not None:
-            self._on_dropped({"lost_actor": num_tokens})
+            self._on_dropped({"lost_worker": num_tokens})
 
     @property
     def num_unrecorded_tokens(self) -> int:

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-REASONS = ("difficulty", "stale", "error", "missing_logprobs", "over_length", "cancelled", "lost_actor",
+REASONS = ("difficulty", "stale", "error", "missing_logprobs", "over_length", "cancelled", "lost_worker",
            "unused_at_end")  # fmt: skip
 """Why a token is not trained; filters add `filter:{name}`."""
+_FORMER_NAMES = {"lost_actor": "lost_worker"}
+"""Reasons in checkpoints of earlier versions."""
 
 
 class Ledger:
@@ -102,5 +104,5 @@ class Ledger:
         """Continue from `state_dict`."""
         self.sampled, self.trained = state["sampled"], state["trained"]
         self.masked_by_loss = state["masked_by_loss"]
-        self.dropped = Counter(state["dropped"])
+        self.dropped = Counter({_FORMER_NAMES.get(name, name): count for name, count in state["dropped"].items()})
         self._settled_below, self._settled_above = state["settled_below"], set(state["settled_above"])

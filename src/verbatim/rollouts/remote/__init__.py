@@ -1,1 +1,1 @@
-"""Rollout engines and episodes in the processes of a Ray cluster."""
+"""Rollout engines and episodes in other processes: of this machine, or of a Ray cluster."""

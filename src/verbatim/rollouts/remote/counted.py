@@ -1,6 +1,6 @@
 """The sampler that episodes elsewhere draw from: every token is counted here, as it is drawn, for the try it is for.
 
-What an actor takes with it when it is lost is so known to the token.
+So what a worker takes with it when it is lost is known to the token.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CountedSampler(BorrowedSampler):
         """The engine's completion.
 
         Raises:
-            SamplerFault: no such try is under way: its actor was given up for lost.
+            SamplerFault: no such try is under way: its worker was given up for lost.
         """
         found = self._tries.get(request.session.partition("/")[0])
         if found is None:

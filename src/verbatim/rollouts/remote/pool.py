@@ -1,289 +1,264 @@
-"""Episodes spread over Ray actors; those of an actor that is lost are played again elsewhere, from their own seeds."""
+"""Episodes spread over workers; those of a worker that is lost are played again, from their own seeds."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
-import math
-import pickle
-import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from verbatim.errors import RecordError, RunStopped, SamplerFault, UsageError
-from verbatim.inference.base import Sampler
-from verbatim.inference.server import serve_sampler
-from verbatim.renderers.base import Renderer
+from verbatim.errors import RecordError, RunStopped, UsageError
+from verbatim.rollouts import supervised
+from verbatim.rollouts.episode import CLOSING
 from verbatim.rollouts.group import run_together
 from verbatim.rollouts.player import EpisodeTask, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
-from verbatim.rollouts.remote.cluster import ray_running
 from verbatim.rollouts.remote.counted import CountedSampler, Try
-from verbatim.rollouts.remote.episode_actor import ActorPlan, EpisodeActor, RemoteSetup
-from verbatim.rollouts.remote.place import Place
-from verbatim.rollouts.remote.recipe import describe_renderer
+from verbatim.rollouts.remote.episodes import unpack
+from verbatim.rollouts.remote.worker import CannotTravel, Worker, WorkerLost
+from verbatim.texts import cut, printable
 from verbatim.types import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT = 120.0
-"""Seconds for an actor to be placed on a host and to make its environments."""
-GRACE = 60.0
-"""Seconds after an episode's deadline; an actor that has not ended it by then is stuck, and taken for lost."""
+GRACE = CLOSING + 3 * supervised.GRACE
+"""Seconds after an episode's deadline; a worker that has not ended it by then is stuck, and taken for lost. An episode
+whose code ignores its cancellation is given up, and closed, within less."""
 MOST_TRIES = 3
-"""Actors that an episode may lose before it fails: it may be what kills them."""
-
-
-@contextlib.asynccontextmanager
-async def ray_player(
-    setups: Mapping[tuple[str, str], RemoteSetup],
-    sampler: Sampler,
-    renderer: Renderer,
-    *,
-    workers: int,
-    cpus_per_worker: float = 1.0,
-    address: str | None = None,
-    host: str = "127.0.0.1",
-    port: int = 0,
-) -> AsyncIterator[ActorPool]:
-    """A `Player` on Ray actors for as long as the block lasts; the sampler stays in this process and is served to them.
-
-    Args:
-        setups: By purpose ("train", "eval") and label.
-        sampler: Whose tokens.
-        renderer: Of its model.
-        workers: Actors.
-        cpus_per_worker: What each takes of its host's.
-        address: Of the Ray cluster; None starts Ray here.
-        host: This machine's address, as the actors' hosts know it.
-        port: Of the sampler; 0 takes a free one.
-
-    Raises:
-        UsageError: Ray or the actors cannot be started; says why.
-    """
-    counted, key, place = CountedSampler(sampler), secrets.token_urlsafe(24), Place.here()
-    with ray_running(address, num_cpus=max(1, math.ceil(workers * cpus_per_worker))) as ray:
-        async with serve_sampler(counted, host=host, port=port, api_key=key) as server:
-            plan = ActorPlan(
-                setups=setups, renderer=describe_renderer(renderer), url=server.url, api_key=key, place=place
-            )
-            pool = ActorPool(ray, plan, counted, workers=workers, cpus_per_worker=cpus_per_worker)
-            try:
-                await pool.start()
-                yield pool
-            finally:
-                await pool.close()
+"""Workers that an episode may lose before it fails. For the last try it has a worker of its own: where that one is lost
+too, nothing else can have done it."""
+LONGEST_PAUSE = 10.0
+"""Seconds before a worker is replaced, where one after the other is lost and no episode ends."""
 
 
 @dataclass(eq=False)
-class _Actor:
-    """One worker process."""
+class _Started:
+    """A worker that plays, or could."""
 
-    handle: Any
+    worker: Worker
     pid: int
     num_playing: int = 0
+    is_lost: bool = False
 
 
-class _ActorLost(Exception):
-    """An episode has no actor any more."""
+class WorkerPool:
+    """A `Player`: each episode goes to the worker that plays the fewest.
 
+    Args:
+        make: Makes a worker, which is not started yet. True asks for one that plays a single episode.
+        sampler: Where the workers' requests arrive.
+        workers: How many there are.
+        what: What messages call one of them: "Ray actor".
+    """
 
-class ActorPool:
-    """A `Player`: each episode goes to the actor that plays the fewest."""
-
-    def __init__(
-        self, ray: Any, plan: ActorPlan, sampler: CountedSampler, *, workers: int, cpus_per_worker: float
-    ) -> None:
-        self._ray = ray
+    def __init__(self, make: Callable[[bool], Worker], sampler: CountedSampler, *, workers: int, what: str) -> None:
+        self._make = make
         self._sampler = sampler
-        self._workers = workers
-        self._packed: bytes = ray.cloudpickle.dumps(plan)
-        self._place = plan.place
-        # Ray bounds the calls of an actor; here the run does, by orchestrator.max_concurrent.
-        options = {"num_cpus": cpus_per_worker, "scheduling_strategy": "SPREAD", "max_concurrency": 100_000}
-        self._make = ray.remote(EpisodeActor).options(**options).remote
-        errors = ray.exceptions
-        # A task that was cancelled, and not by us, was in a process that is being ended.
-        self._signs_of_loss = (
-            errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError, errors.TaskCancelledError,
-            TimeoutError,
-        )  # fmt: skip
-        self._actors: list[_Actor] = []
+        self._num_wanted = workers
+        self._what = what
+        self._workers: list[_Started] = []
         self._starting: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._alone = asyncio.Semaphore(workers)
+        self._num_to_play_alone = 0
+        self._spare: list[_Started] = []
         self._changed = asyncio.Event()
         self._why = ""
+        self._num_lost_in_a_row = 0
         self.num_lost = 0
-        """Actors lost so far."""
+        """Workers lost so far."""
         self.num_played_again = 0
-        """Episodes begun anew so far, because their actor was lost."""
+        """Episodes begun anew so far, because their worker was lost."""
 
     @property
     def pids(self) -> list[int]:
-        """The process of each actor, on its host."""
-        return [actor.pid for actor in self._actors]
+        """The process of each worker, on its host."""
+        return [started.pid for started in self._workers]
 
     def metrics(self) -> Mapping[str, float]:
-        """The actors there are; and since the start, those that were lost and the episodes that were played again."""
+        """The workers there are; and since the start, those that were lost and the episodes that were played again."""
         return {
-            "rollout/actors": len(self._actors), "rollout/actors_lost": self.num_lost,
+            "rollout/workers": len(self._workers), "rollout/workers_lost": self.num_lost,
             "rollout/episodes_played_again": self.num_played_again,
         }  # fmt: skip
 
     async def start(self) -> None:
-        """Start every actor.
+        """Start every worker.
 
         Raises:
             UsageError: one cannot be started.
         """
-        await run_together(self._add() for _ in range(self._workers))
+        await run_together(self._add() for _ in range(self._num_wanted))
 
     async def close(self) -> None:
-        """End every actor."""
+        """End every worker."""
         starting = list(self._starting)
         for task in starting:
             task.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
-        for actor in self._actors:
-            self._ray.kill(actor.handle)
-        self._actors.clear()
+        for started in self._workers:
+            self._close(started.worker)
+        self._workers.clear()
+        self._close_spare()
+        await asyncio.gather(*self._closing)
 
     async def play(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """The finished episode, by whichever actor ends it.
+        """The finished episode, by whichever worker ends it.
 
         Raises:
-            RunStopped: no actor is left, and no other can be started.
+            RunStopped: no worker is left, and no other can be started.
         """
-        for number in range(MOST_TRIES):
-            actor = await self._least_busy()
-            self.num_played_again += number > 0
-            with contextlib.suppress(_ActorLost):
-                return await self._play_on(actor, setup, task, recorder)
-        return _unplayed(
-            task, recorder, f"actor: {MOST_TRIES} actors were lost while they played it; the last one: {self._why}"
-        )
+        why = ""
+        for number in range(1, MOST_TRIES + 1):
+            self.num_played_again += number > 1
+            try:
+                if 1 < number == MOST_TRIES:
+                    return await self._play_alone(setup, task, recorder)
+                return await self._play_on(await self._least_busy(), setup, task, recorder)
+            except WorkerLost as lost:
+                why = str(lost)
+        return _unplayed(task, recorder, f"worker: {why} (the last of {MOST_TRIES} workers that were lost with it)")
 
-    async def _least_busy(self) -> _Actor:
-        while not self._actors:
+    async def _least_busy(self) -> _Started:
+        while not self._workers:
             if not self._starting:
-                raise RunStopped(f"no Ray actor is left to play episodes, and no other can be started: {self._why}")
+                raise RunStopped(f"no {self._what} is left to play episodes, and no other can be started: {self._why}")
             self._changed.clear()
             await self._changed.wait()
-        return min(self._actors, key=lambda actor: actor.num_playing)
+        return min(self._workers, key=lambda started: started.num_playing)
 
-    async def _play_on(self, actor: _Actor, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        current = self._sampler.open(recorder)
-        actor.num_playing += 1
+    async def _play_alone(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
+        """On a worker of its own; where none can be started, beside others after all."""
+        self._num_to_play_alone += 1
         try:
-            answer = actor.handle.play.remote(setup.env, dataclasses.replace(task, session=current.session))
-        except Exception as error:  # noqa: BLE001  (what the environment put into the example raises what it likes)
-            actor.num_playing -= 1
-            self._sampler.close_try(current)
-            return _unplayed(task, recorder, f"environment: the example cannot travel to an actor: {_short(error)}")
+            async with self._alone:
+                try:
+                    started = self._spare.pop() if self._spare else await self._start(alone=True)
+                except UsageError as error:
+                    logger.warning("no %s could be started for one episode: %s", self._what, printable(str(error)))
+                    return await self._play_on(await self._least_busy(), setup, task, recorder)
+                try:
+                    return await self._play_on(started, setup, task, recorder)
+                finally:
+                    if started.is_lost or self._num_to_play_alone <= 1:
+                        self._close(started.worker)
+                    else:  # the next one need not wait for another
+                        self._spare.append(started)
+        finally:
+            self._num_to_play_alone -= 1
+            if not self._num_to_play_alone:
+                self._close_spare()
+
+    async def _play_on(
+        self, started: _Started, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder
+    ) -> Trajectory:
+        current = self._sampler.open(recorder)
+        started.num_playing += 1
         try:
             async with asyncio.timeout(setup.limits.timeout + GRACE):
-                packed: bytes = await answer
-        except asyncio.CancelledError:
-            self._ray.cancel(answer)
-            await current.give_up()
-            raise
-        except self._signs_of_loss as error:
-            self._lose(actor, error)
+                packed = await started.worker.play(setup.env, dataclasses.replace(task, session=current.session))
+        except CannotTravel as error:
+            return _unplayed(task, recorder, f"environment: the example cannot travel to a worker: {error}")
+        except (WorkerLost, TimeoutError) as error:
+            why = str(error) or f"it did not end an episode within {GRACE:g} s of its deadline"
+            self._lose(started, why)
             await current.give_up()
             recorder.lose(current.num_tokens)
-            raise _ActorLost from error
+            raise WorkerLost(why) from error
+        except asyncio.CancelledError:
+            await current.give_up()
+            raise
         finally:
-            actor.num_playing -= 1
+            started.num_playing -= 1
             self._sampler.close_try(current)
+        self._num_lost_in_a_row = 0
         await current.give_up()  # what the episode gave up may still be on its way to the engine's ears
-        trajectory, late = pickle.loads(packed)  # noqa: S301  (from a process that we started)
-        return self._received(trajectory, late, setup, current, recorder)
+        try:
+            trajectory, late = unpack(packed)
+        except CannotTravel as error:
+            return _unplayed(task, recorder, f"environment: what it recorded cannot be read here: {error}")
+        return _received(trajectory, late, setup, current, recorder)
 
-    def _received(
-        self, trajectory: Trajectory, late: RecordError | None, setup: RolloutSetup, ended: Try, recorder: Recorder
-    ) -> Trajectory:
-        """Bring the count to what the trajectory holds."""
-        if setup.teacher is not None:  # what a teacher said is counted in the student's ids, which are made there
-            recorder.count(trajectory.num_sampled_tokens)
-        else:  # an answer that was lost on its way was asked for, and drawn, again
-            recorder.lose(ended.num_delivered - trajectory.num_sampled_tokens)
-            # What was cut off is known here alone: its actor was answered with nothing.
-            unrecorded = trajectory.num_unrecorded_tokens + ended.num_cut_off
-            trajectory = trajectory.replace(num_unrecorded_tokens=unrecorded)
-        assert recorder.num_sampled_tokens == trajectory.num_sampled_tokens
-        recorder.close()
-        recorder.late = recorder.late or late
-        return trajectory
+    # ---- workers come and go
 
-    # ---- actors come and go
+    async def _start(self, *, alone: bool = False) -> _Started:
+        worker = self._make(alone)
+        return _Started(worker, await worker.start())
 
     async def _add(self) -> None:
-        handle = self._make(self._packed, self._place)
-        try:
-            async with asyncio.timeout(START_TIMEOUT):
-                pid = await handle.prepare.remote()
-        except BaseException as error:
-            self._ray.kill(handle)
-            told = self._tell(error)
-            if told is None:
-                raise
-            raise told from error
-        self._actors.append(_Actor(handle, pid))
+        self._workers.append(await self._start())
         self._changed.set()
 
-    def _tell(self, error: BaseException) -> UsageError | None:
-        """Why an actor could not be started, for people; None where nothing is wrong with it (a cancellation)."""
-        cause = getattr(error, "cause", error)  # Ray wraps what was raised in the actor
-        if isinstance(cause, TimeoutError):
-            free = self._ray.available_resources().get("CPU", 0.0)
-            return UsageError(
-                f"a Ray actor did not start within {START_TIMEOUT:.0f} s; {free:g} CPUs are free. Lower "
-                "orchestrator.rollout.workers or cpus_per_worker, or add hosts"
-            )
-        if isinstance(cause, SamplerFault):
-            return UsageError(f"a Ray actor cannot reach the sampler ({cause}); set orchestrator.rollout.host to this "
-                              "machine's address as the actors' hosts know it")  # fmt: skip
-        if isinstance(cause, UsageError):
-            return UsageError(f"on a Ray actor: {cause}")
-        if isinstance(error, self._ray.exceptions.RayError):
-            return UsageError(f"a Ray actor could not start: {type(cause).__name__}: {cause}")
-        return None
-
-    def _lose(self, actor: _Actor, error: BaseException) -> None:
+    def _lose(self, started: _Started, why: str) -> None:
         """Several episodes may tell of one loss."""
-        if actor not in self._actors:
+        if started.is_lost:
             return
-        self._actors.remove(actor)
-        self._ray.kill(actor.handle)  # it may only be stuck
+        started.is_lost = True
+        started.worker.kill()  # it may only be stuck
         self.num_lost += 1
-        said = _short(error).partition(" Some common causes include")[0]
-        self._why = said or f"it did not end an episode within {GRACE:g} s of its deadline"
-        logger.warning("a Ray actor was lost; its %d episodes are played again: %s", actor.num_playing, self._why)
-        for _ in range(self._workers - len(self._actors) - len(self._starting)):
-            starting = asyncio.create_task(self._replace(), name="ray-actor")
+        self._num_lost_in_a_row += 1
+        self._why = why
+        logger.warning("a %s was lost; its %d episodes are played again: %s", self._what, started.num_playing,
+                       printable(why))  # fmt: skip
+        if started not in self._workers:
+            return
+        self._workers.remove(started)
+        self._close(started.worker)
+        for _ in range(self._num_wanted - len(self._workers) - len(self._starting)):
+            starting = asyncio.create_task(self._replace(), name="start-worker")
             self._starting.add(starting)
             starting.add_done_callback(self._ended)
 
     async def _replace(self) -> None:
+        await asyncio.sleep(self._pause())
         try:
             await self._add()
         except UsageError as error:
             self._why = str(error)
-            logger.warning("no other Ray actor could be started, %d are left: %s", len(self._actors), error)
+            logger.warning("no other %s could be started, %d are left: %s", self._what, len(self._workers),
+                           printable(str(error)))  # fmt: skip
+
+    def _pause(self) -> float:
+        """None after the first losses; longer and longer where nothing but losses follows."""
+        extra = self._num_lost_in_a_row - self._num_wanted
+        return min(LONGEST_PAUSE, 0.1 * 2 ** min(extra, 10)) if extra > 0 else 0.0
 
     def _ended(self, starting: asyncio.Task[None]) -> None:
         self._starting.discard(starting)
         self._changed.set()
 
+    def _close_spare(self) -> None:
+        while self._spare:
+            self._close(self._spare.pop().worker)
+
+    def _close(self, worker: Worker) -> None:
+        closing = asyncio.create_task(worker.close(), name="close-worker")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
+def _received(
+    trajectory: Trajectory, late: RecordError | None, setup: RolloutSetup, ended: Try, recorder: Recorder
+) -> Trajectory:
+    """Bring the count to what the trajectory holds."""
+    if setup.teacher is not None:  # what a teacher said is counted in the student's ids, which are made there
+        recorder.count(trajectory.num_sampled_tokens)
+    else:  # an answer that was lost on its way was asked for, and drawn, again
+        recorder.lose(ended.num_delivered - trajectory.num_sampled_tokens)
+        # What was cut off is known here alone: its worker was answered with nothing.
+        unrecorded = trajectory.num_unrecorded_tokens + ended.num_cut_off
+        trajectory = trajectory.replace(num_unrecorded_tokens=unrecorded)
+    assert recorder.num_sampled_tokens == trajectory.num_sampled_tokens
+    recorder.close()
+    recorder.late = recorder.late or late
+    return trajectory
+
 
 def _unplayed(task: EpisodeTask, recorder: Recorder, error: str) -> Trajectory:
+    """The record of an episode of which nothing is left but what it cost."""
     recorder.close()
     return Trajectory(
-        example_id=task.example.id, stop_reason=StopReason.API_ERROR, truncated=True, error=error, **task.identity
-    )
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]
+        example_id=task.example.id, stop_reason=StopReason.API_ERROR, truncated=True, error=cut(error),
+        num_unrecorded_tokens=recorder.num_sampled_tokens, **task.identity,
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Environments that are played in this process, on processes of this machine and on Ray actors, with the same setup."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
+from verbatim import Example
+from verbatim.environments.base import Episode, Reply
+from verbatim.inference import SamplingParams
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, RolloutSetup
+from verbatim.rollouts.remote.episodes import RemoteSetup
+from verbatim.rollouts.remote.processes import process_player
+from verbatim.rollouts.remote.ray_workers import ray_player
+from verbatim.tools import FunctionTool
+
+
+def double(number: int) -> int:
+    """Twice as much."""
+    return 2 * number
+
+
+class Doubling(Episode):
+    """Asks for a number's double; there is a tool. Earns its seed's last digit."""
+
+    tools = (FunctionTool(double),)
+
+    def __init__(self, example, seed, trouble, folder):
+        self.messages = ({"role": "user", "content": example.id},)
+        self.seed, self.trouble, self.folder = seed, trouble, folder
+
+    async def reply(self, message):
+        if self.trouble == "lock":
+            self.info = {"lock": threading.Lock()}
+        if self.trouble == "exit":  # its worker, not only its episode
+            os._exit(1)
+        if self.trouble == "print":
+            print("\x1b[31mred\x1b[0m")
+            os.write(2, b"\x1b]0;title\x07\n")
+        if self.trouble == "memory":
+            self.hoard = b"x" * 400 * 2**20
+            await asyncio.sleep(1000)
+        if self.trouble == "threads":
+            for _ in range(60):
+                threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+            await asyncio.sleep(1000)
+        if self.trouble == "files":
+            self.files = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]
+            await asyncio.sleep(1000)
+        if self.trouble == "programs":
+            program = await asyncio.create_subprocess_exec("sleep", "1000")
+            (self.folder / f"program-{program.pid}").touch()
+        if self.trouble == "fork" and os.fork() == 0:
+            raise RuntimeError("a copy of the worker goes on")
+        if self.trouble == "block":
+            time.sleep(1000)  # noqa: ASYNC251  (it is to hold up everybody)
+        if self.trouble == "wait":
+            (self.folder / f"waits-{os.getpid()}-{self.seed}").touch()
+            await asyncio.sleep(1000)
+        return Reply(done=True)
+
+    async def score(self, trajectory):
+        if self.trouble == "score":
+            raise RuntimeError("no score")
+        return {"digit": self.seed % 10, "half": 0.5}
+
+    async def close(self):
+        if self.folder is not None:
+            (self.folder / f"closed-{self.messages[0]['content']}-{self.seed}").touch()
+
+
+class Doublings:
+    """`trouble` maps examples to what goes wrong; where the file `refuse` is, no other one can be made."""
+
+    def __init__(self, trouble: dict[str, str] | None = None, folder: str | None = None):
+        self.trouble, self.folder = trouble or {}, Path(folder) if folder else None
+        if self.folder is not None and (self.folder / "refuse").exists():
+            raise RuntimeError("the game server is down")
+        in_a_worker = "verbatim.rollouts.remote.child" in sys.modules
+        if in_a_worker and self.folder is not None and (self.folder / "leave").exists():
+            sys.exit(0)
+
+    def examples(self, split):
+        return [Example(id=str(number)) for number in range(5)]
+
+    async def start(self, example, seed):
+        return Doubling(example, seed, self.trouble.get(example.id), self.folder)
+
+
+def two_turns(request):
+    """Calls the tool, then says something whose length is the seed's."""
+    answered = 259 in request.prompt_ids.tolist()
+    return say("x" * (1 + request.seed % 7)) if answered else call("double", number=request.seed % 100)
+
+
+def scripted(script=two_turns, **more):
+    return ScriptedSampler(script=script, vocab_size=VOCAB_SIZE, context_length=500, **more)
+
+
+class SecondTurnsWait(ScriptedSampler):
+    """`two_turns`, but from request `first` on second turns wait for `go_on`."""
+
+    def __init__(self, first=0):
+        super().__init__(script=two_turns, vocab_size=VOCAB_SIZE, context_length=500)
+        self.first, self.go_on = first, asyncio.Event()
+
+    async def generate(self, request):
+        if len(self.requests) >= self.first and 259 in request.prompt_ids.tolist():
+            await self.go_on.wait()
+        return await super().generate(request)
+
+
+class Players:
+    """The same setup for a pool of workers and for this process."""
+
+    def __init__(self, sampler=None, *, timeout=600.0, **args):
+        self.sampler = sampler or scripted()
+        self.args, self.limits = args, EpisodeLimits(timeout=timeout)
+        self.environment = Doublings(**args)
+
+    def remote(self, name="rollouts.players.Doublings"):
+        setup = RemoteSetup(env="doubles", name=name, args=self.args, params=SamplingParams(), limits=self.limits)
+        return {("train", "doubles"): setup}
+
+    def pool(self, workers=2, **name):
+        """Of Ray actors."""
+        return ray_player(self.remote(**name), self.sampler, ByteRenderer(), workers=workers)
+
+    @contextlib.asynccontextmanager
+    async def processes(self, workers=2, *, name="rollouts.players.Doublings", **more):
+        """A pool of processes of this machine."""
+        remote = self.remote(name)
+        async with process_player(remote, self.sampler, ByteRenderer(), workers=workers, **more) as player:
+            yield player.pools["train", "doubles"]
+
+    def setup(self, player):
+        return RolloutSetup(
+            env="doubles", environment=self.environment, sampler=self.sampler, renderer=ByteRenderer(),
+            params=SamplingParams(), limits=self.limits, slots=asyncio.Semaphore(64), player=player,
+        )  # fmt: skip
+
+    def group(self, player, example="3", index=0, size=4, **listeners):
+        return GroupRun(self.setup(player), Example(id=example), index=index, size=size, run_seed=7, **listeners)
+
+    async def here(self, example="3", index=0, size=4):
+        return await self.group(LocalPlayer(), example, index, size).run()
+
+
+def contents(trajectory):
+    """Everything that a trajectory says, in values that can be compared; only seconds are left out."""
+    plain = {f.name: getattr(trajectory, f.name) for f in fields(trajectory) if f.name not in ("turns", "info")}
+    plain["info"] = {name: value for name, value in trajectory.info.items() if name != "timeline"}
+    plain["turns"] = [
+        {f.name: _plain(getattr(turn, f.name)) for f in fields(turn) if f.name != "timing"} for turn in trajectory.turns
+    ]
+    return plain
+
+
+def _plain(value):
+    return (value.dtype.str, value.tolist()) if isinstance(value, np.ndarray) else value

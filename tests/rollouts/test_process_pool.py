@@ -1,0 +1,387 @@
+"""Episodes in child processes are the episodes of this process, whatever happens to the children."""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from byte_renderer import ByteRenderer
+from rollouts.chat_server import chat_server
+from rollouts.players import Players, SecondTurnsWait, contents, scripted
+from rollouts.waiting import until
+from verbatim import Example
+from verbatim.errors import ComponentError, RunStopped, UsageError
+from verbatim.inference import SamplingParams
+from verbatim.inference.openai import OpenAI
+from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, RolloutSetup
+from verbatim.rollouts.remote import pool as remote_pool
+from verbatim.rollouts.remote import process_worker
+from verbatim.rollouts.remote import worker as remote_worker
+from verbatim.rollouts.remote.episodes import RemoteSetup, packed_plan
+from verbatim.rollouts.remote.processes import process_player
+
+
+def same(found, expected):
+    assert [contents(t) for t in found.trajectories] == [contents(t) for t in expected.trajectories]
+
+
+def lost_to(counts):
+    """A listener that takes nothing but what went down with a worker."""
+    return lambda dropped: counts.append(dropped["lost_worker"])
+
+
+def runs(pid):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+async def test_groups_in_processes_are_groups_of_this_process():
+    players = Players()
+    async with players.processes() as pool:
+        counts = []
+        run = players.group(pool, size=6, on_sampled=counts.append)
+        found = await run.run()
+        pids = pool.pids
+        assert len(set(pids)) == 2 and os.getpid() not in pids
+        assert dict(pool.metrics()) == {
+            "rollout/workers": 2, "rollout/workers_lost": 0, "rollout/episodes_played_again": 0
+        }  # fmt: skip
+    same(found, await players.here(size=6))
+    assert sum(counts) == run.num_sampled_tokens == sum(t.num_sampled_tokens for t in found.trajectories) > 0
+    assert [t.reward_parts["digit"] for t in found.trajectories] == [t.seed % 10 for t in found.trajectories]
+    assert not any(map(runs, pids))
+
+
+async def test_episodes_go_to_the_worker_that_plays_the_fewest():
+    players = Players(SecondTurnsWait())
+    async with players.processes() as pool:
+        running = asyncio.create_task(players.group(pool, size=6).run())
+        await until(lambda: len(players.sampler.requests) == 6)
+        assert [started.num_playing for started in pool._workers] == [3, 3]
+        players.sampler.go_on.set()
+        await running
+        assert [started.num_playing for started in pool._workers] == [0, 0]
+
+
+async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(tmp_path):
+    troubles = {0: "fail", 5: "outside_vocabulary", 9: "nan"}
+    players = Players(scripted(trouble=troubles), timeout=0.5, trouble={"3": "score", "4": "wait"},
+                      folder=str(tmp_path))  # fmt: skip
+    async with players.processes(workers=1) as pool:
+        found = [await players.group(pool, example, size=1).run() for example in ("3", "3", "4", "2", "2", "2")]
+        assert pool.num_lost == 0
+    players.sampler = scripted(trouble=troubles)
+    for group, example in zip(found, ("3", "3", "4", "2", "2", "2"), strict=True):
+        same(group, await players.here(example, size=1))
+    assert [(t.error or "none").partition(":")[0] for group in found for t in group.trajectories] == [
+        "sampler", "environment", "timeout", "record", "none", "record"
+    ]  # fmt: skip
+
+
+async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_counted():
+    """The first turns of the six are drawn, the second ones held, then one of the two processes is killed."""
+    players = Players(SecondTurnsWait())
+    sampled, lost = [], []
+    async with players.processes() as pool:
+        run = players.group(pool, size=6, on_sampled=sampled.append, on_dropped=lost_to(lost))
+        running = asyncio.create_task(run.run())
+        await until(lambda: len(sampled) == 6)
+        before = sum(sampled)
+        victim = pool.pids[0]
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: len(lost) == 3)
+        assert run.num_sampled_tokens == sum(sampled) - sum(lost)
+        players.sampler.go_on.set()
+        found = await running
+        await until(lambda: len(pool.pids) == 2)  # another one took its place
+        assert victim not in pool.pids
+        again = await players.group(pool, index=1, size=6).run()
+        assert (pool.num_lost, pool.num_played_again) == (1, 3)
+    same(found, await players.here(size=6))
+    same(again, await players.here(index=1, size=6))
+    firsts = [len(t.turns[0].completion_ids) for t in found.trajectories]
+    assert before == sum(firsts)
+    assert sum(lost) in {sum(firsts[i] for i in (0, 2, 4)), sum(firsts[i] for i in (1, 3, 5))}
+    assert sum(sampled) - sum(lost) == sum(t.num_sampled_tokens for t in found.trajectories)
+
+
+async def test_an_episode_that_ends_its_workers_fails_and_those_beside_it_do_not(caplog):
+    """All share one worker; each loss costs all of them a try, and the third one they play alone."""
+    players = Players(trouble={"4": "exit"})
+    sampled, lost = [], []
+    async with players.processes(workers=1) as pool:
+        deadly, good = await asyncio.gather(
+            players.group(pool, "4", size=1, on_sampled=sampled.append, on_dropped=lost_to(lost)).run(),
+            players.group(pool, "3", size=4).run(),
+        )
+        assert pool.num_lost == 3  # two with all of them, and one with the guilty one alone
+        assert pool._spare == []
+    (failed,) = deadly.trajectories
+    assert failed.error == "worker: its process ended with status 1 (the last of 3 workers that were lost with it)"
+    assert (failed.stop_reason, failed.truncated, failed.turns) == ("api_error", True, ())
+    assert sum(sampled) == sum(lost) > 0
+    same(good, await players.here("3", size=4))
+    assert "a worker process of environment 'doubles' was lost; its " in caplog.text
+
+
+async def test_a_worker_that_is_stuck_is_taken_for_lost(monkeypatch):
+    monkeypatch.setattr(remote_pool, "GRACE", 0.5)
+    monkeypatch.setattr(remote_pool, "MOST_TRIES", 1)
+    players = Players(timeout=0.5, trouble={"4": "block"})
+    async with players.processes(workers=1) as pool:
+        (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
+        assert failed.error.startswith("worker: it did not end an episode within 0.5 s of its deadline")
+        good = await players.group(pool, "3").run()
+    assert [t.error for t in good.trajectories] == [None] * 4
+
+
+async def test_with_no_worker_left_and_none_to_start_the_run_stops(tmp_path):
+    players = Players(trouble={"4": "wait"}, folder=str(tmp_path))
+    async with players.processes() as pool:
+        running = asyncio.create_task(players.group(pool, "4", size=4).run())
+        await until(lambda: len(list(tmp_path.glob("waits-*"))) == 4)
+        (tmp_path / "refuse").touch()
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RunStopped, match=r"no worker process of environment 'doubles' is left .*server is down"):
+            await running
+        with pytest.raises(RunStopped, match="no worker process of environment 'doubles' is left"):
+            await players.group(pool, "3").run()
+        assert (pool.pids, pool.num_lost) == ([], 2)
+
+
+async def test_cancelling_reaches_the_engine_and_the_episode(tmp_path):
+    """Four episodes are cancelled while they are sampled, then four while their environment waits."""
+    players = Players(SecondTurnsWait(), trouble={"4": "wait"}, folder=str(tmp_path))
+    sampled, lost = [], []
+
+    def number(what):
+        return len(list(tmp_path.glob(f"{what}-*")))
+
+    async with asyncio.timeout(60), players.processes(workers=1) as pool:
+        for example, all_wait in (("3", lambda: len(sampled) == 4), ("4", lambda: number("waits") == 4)):
+            run = players.group(pool, example, on_sampled=sampled.append, on_dropped=lost_to(lost))
+            running = asyncio.create_task(run.run())
+            await until(all_wait)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            await until(lambda closed=f"closed-{example}": number(closed) == 4)
+            players.sampler.go_on.set()
+        assert (players.sampler.num_in_flight, lost, pool.num_lost) == (0, [], 0)
+        assert len((await players.group(pool, index=2).run()).completed) == 4
+
+
+class MadeOnlyHere:
+    """Can be pickled, and is something else where `made` has not been called."""
+
+    def __reduce__(self):
+        return _made_in, (os.getpid(),)
+
+
+def _made_in(pid):
+    if pid != os.getpid():
+        raise SystemExit(3)
+    return MadeOnlyHere()
+
+
+async def test_what_cannot_travel_fails_its_episode_and_no_worker():
+    players = Players(trouble={"4": "lock"})
+    async with players.processes(workers=1) as pool:
+        (kept,) = (await players.group(pool, "4", size=1).run()).trajectories
+        setup = players.setup(pool)
+        unplayed = []
+        for payload in (threading.Lock(), MadeOnlyHere()):
+            run = GroupRun(setup, Example(id="3", payload={"it": payload}), index=1, size=1, run_seed=7)
+            unplayed += (await run.run()).trajectories
+        good = await players.group(pool, "3").run()
+        assert (pool.num_lost, [started.num_playing for started in pool._workers]) == (0, [0])
+    assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
+    assert len(kept.turns) == 2
+    assert [t.error for t in unplayed] == [
+        "environment: the example cannot travel to a worker: TypeError: cannot pickle '_thread.lock' object",
+        "environment: the example cannot travel to a worker: SystemExit: 3",
+    ]
+    assert [t.turns for t in unplayed] == [(), ()]
+    same(good, await players.here("3"))
+
+
+@pytest.mark.parametrize(
+    ("trouble", "limit", "why"),
+    [("memory", None, r"it used \d+ MB of memory; orchestrator.rollout.worker_memory_mb = 300"),
+     ("threads", "MOST_THREADS", r"it had \d\d threads; at most 50"),
+     ("files", "MOST_FILES", r"it had \d\d\d open files; at most 50")],
+)  # fmt: skip
+async def test_a_worker_that_takes_too_much_is_replaced(monkeypatch, trouble, limit, why):
+    monkeypatch.setattr(process_worker, "WATCH_EVERY", 0.05)
+    monkeypatch.setattr(remote_pool, "MOST_TRIES", 1)
+    if limit is not None:
+        monkeypatch.setattr(process_worker, limit, 50)
+    players = Players(trouble={"4": trouble})
+    async with players.processes(workers=1, memory_mb=300) as pool:
+        (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
+        good = await players.group(pool, "3").run()
+        assert pool.num_lost == 1
+    assert re.match(f"worker: {why}", failed.error), failed.error
+    same(good, await players.here("3"))
+
+
+async def test_what_environments_print_is_in_their_log_and_nowhere_else(capfd, tmp_path):
+    players = Players(trouble={"4": "print"})
+    async with players.processes(workers=1, logs=tmp_path / "logs") as pool:
+        (played,) = (await players.group(pool, "4", size=1).run()).trajectories
+    assert played.error is None
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "logs" / "doubles.log").read_bytes() == b"\x1b[31mred\x1b[0m\n\x1b]0;title\x07\n"
+
+
+async def test_a_log_that_grows_too_long_starts_anew(monkeypatch, tmp_path):
+    monkeypatch.setattr(process_worker, "WATCH_EVERY", 0.05)
+    monkeypatch.setattr(process_worker, "MOST_LOGGED", 1000)
+    players = Players(trouble={"4": "print"})
+    async with players.processes(workers=1, logs=tmp_path) as pool:
+        (tmp_path / "doubles.log").write_bytes(b"x" * 2000)
+        await until(lambda: (tmp_path / "doubles.log").stat().st_size == 0)
+        await players.group(pool, "4", size=1).run()
+        assert b"red" in (tmp_path / "doubles.log").read_bytes()[:20]
+
+
+async def test_signals_of_the_terminal_do_not_reach_workers_and_do_not_end_them():
+    players = Players()
+    async with players.processes(workers=1) as pool:
+        (pid,) = pool.pids
+        assert os.getpgid(pid) == os.getsid(pid) == pid != os.getpgid(0)
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+        found = await players.group(pool).run()
+        assert (pool.pids, pool.num_lost) == ([pid], 0)
+    same(found, await players.here())
+
+
+async def test_programs_that_an_environment_leaves_behind_end_with_its_worker(tmp_path):
+    players = Players(trouble={"4": "programs"}, folder=str(tmp_path))
+    async with players.processes(workers=1) as pool:
+        await players.group(pool, "4", size=2).run()
+        programs = [int(path.name.partition("-")[2]) for path in tmp_path.glob("program-*")]
+        assert len(programs) == 2 and all(map(runs, programs))
+    await until(lambda: not any(map(runs, programs)))
+
+
+async def test_a_copy_of_a_worker_says_nothing_to_the_run():
+    players = Players(trouble={"4": "fork"})
+    async with players.processes(workers=1) as pool:
+        found = await players.group(pool, "4", size=3).run()
+        good = await players.group(pool, "3").run()
+        assert pool.num_lost == 0
+    assert [t.error for t in found.trajectories] == [None] * 3
+    same(good, await players.here("3"))
+
+
+async def test_what_hinders_the_workers_is_said_before_anything_is_played(monkeypatch, tmp_path):
+    players = Players(folder=str(tmp_path))
+    with pytest.raises(UsageError, match=r"in a worker process of environment 'doubles': .*no_such_module"):
+        async with players.processes(name="no_such_module.Environment"):
+            pass
+    (tmp_path / "leave").touch()
+    with pytest.raises(UsageError, match=r"in a worker process of environment 'doubles': .*SystemExit"):
+        async with players.processes():
+            pass
+    (tmp_path / "leave").unlink()
+    monkeypatch.setattr(process_worker.sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(UsageError, match=r"a worker process of environment 'doubles' cannot be started: .*no-python"):
+        async with players.processes():
+            pass
+    monkeypatch.undo()
+    monkeypatch.setattr(remote_worker, "START_TIMEOUT", 0.01)
+    with pytest.raises(UsageError, match=r"did not start within 0 s; what it prints is in .*doubles\.log"):
+        async with players.processes():
+            pass
+
+
+def test_environments_that_cannot_be_made_again_elsewhere_are_refused_by_name():
+    def plan(name, **args):
+        setup = RemoteSetup(env="mine", name=name, args=args, params=SamplingParams(), limits=EpisodeLimits())
+        return packed_plan({("train", "mine"): setup}, ByteRenderer(), pickle.dumps)
+
+    assert plan("my_module.Mine", size=3)
+    with pytest.raises(ComponentError, match=r"environment 'mine': __main__\.Mine is in the program itself, .* module"):
+        plan("__main__.Mine")
+    with pytest.raises(ComponentError, match=r"environment 'mine': its argument client is a lock, which cannot travel"):
+        plan("my_module.Mine", client=threading.Lock())
+
+
+PROGRAM = """
+import asyncio, sys
+from rollouts.players import Players
+
+async def main():
+    players = Players(trouble={"4": "block"})
+    async with players.processes() as pool:
+        playing = asyncio.create_task(players.group(pool, "4", size=2).run())  # both are stuck, and see no socket
+        while not all(worker.num_playing for worker in pool._workers):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        print(*pool.pids, flush=True)
+        await playing
+
+asyncio.run(main())
+"""
+
+
+def test_workers_end_with_the_run_however_that_ends():
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE,
+                               text=True)  # fmt: skip
+    try:
+        pids = list(map(int, program.stdout.readline().split()))
+        assert len(pids) == 2 and all(map(runs, pids))
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(runs, pids))
+
+
+def test_losses_in_a_row_are_followed_by_longer_and_longer_pauses():
+    pool = remote_pool.WorkerPool(lambda alone: None, None, workers=2, what="worker")
+    pauses = []
+    for pool._num_lost_in_a_row in range(12):
+        pauses.append(pool._pause())
+    assert pauses == pytest.approx([0, 0, 0, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10, 10, 10])
+
+
+async def test_a_teacher_plays_in_processes_too():
+    sampler, params, limits = scripted(), SamplingParams(), EpisodeLimits()
+    from rollouts.test_teacher_loop import Sums
+
+    found, counts = [], []
+    with chat_server() as server:
+        api = OpenAI(model="teacher", base_url=server.url)
+        remote = RemoteSetup(env="sums", name="rollouts.test_teacher_loop.Sums", args={}, params=params, limits=limits,
+                             teacher=api)  # fmt: skip
+        pool = process_player({("train", "sums"): remote}, sampler, ByteRenderer(), workers=1)
+        async with pool as player, api.connect() as teacher:
+            for who in (player, LocalPlayer()):
+                setup = RolloutSetup(
+                    env="sums", environment=Sums(), sampler=sampler, renderer=ByteRenderer(), params=params,
+                    limits=limits, slots=asyncio.Semaphore(8), teacher=teacher, player=who,
+                )  # fmt: skip
+                listener = []
+                run = GroupRun(setup, Example(id="x"), index=0, size=2, run_seed=0, on_sampled=listener.append)
+                found.append(await run.run())
+                counts.append(sum(listener))
+    same(*found)
+    assert counts[0] == counts[1] == sum(t.num_sampled_tokens for t in found[0].trajectories)
+    assert sampler.requests == []
