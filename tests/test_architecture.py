@@ -16,7 +16,8 @@ import verbatim
 ROOT = Path(verbatim.__file__).parent
 
 ORDER = (
-    ("errors", "texts", "user_code", "disk"),
+    ("errors", "machine_faults", "texts", "user_code"),
+    ("disk",),
     ("token_tree", "plain_console"),
     ("types",),
     ("trajectory_json",),

@@ -11,6 +11,8 @@ import errno
 import os
 from pathlib import Path
 
+from verbatim.machine_faults import naming
+
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 """What is answered where there is nothing to sync: a device, or folders of some file systems."""
 
@@ -36,7 +38,8 @@ def sync(path: Path) -> None:
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        sync_descriptor(descriptor)
+        with naming(path):
+            sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
 
@@ -76,7 +79,7 @@ def write_file(path: Path, data: bytes, *, temporary: Path | None = None) -> Non
     """
     temporary = temporary or path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with naming(path), temporary.open("wb") as file:
             file.write(data)
             file.flush()
             sync_descriptor(file.fileno())

@@ -13,6 +13,7 @@ VerbatimError
 │   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
 │   └── SamplerFault             an inference engine failed for good
 └── RunStopped                   the run cannot usefully go on (every rollout fails, a loss that is no number)
+    ├── CheckpointNotWritten     the disk or the trainer refused; the checkpoints before it are untouched
     ├── NothingToSample          every example is in a difficulty pool: the run has reached its end
     └── NothingTrained           the run has reached its end, and has learned from no token
 ```
@@ -79,6 +80,10 @@ class SamplerFault(RolloutError):
 
 class RunStopped(VerbatimError):
     """The run cannot usefully go on; the message says why."""
+
+
+class CheckpointNotWritten(RunStopped):
+    """A checkpoint could not be written; the message names it and the reason."""
 
 
 class NothingToSample(RunStopped):

@@ -8,9 +8,9 @@ import threading
 from typing import NoReturn
 
 
-def raise_ctrl_c() -> NoReturn:
-    """What our handlers of SIGINT call, so that `is_ctrl_c` knows their KeyboardInterrupt."""
-    raise KeyboardInterrupt
+def raise_ctrl_c(which: str = "Ctrl-C") -> NoReturn:
+    """What our handlers of SIGINT and SIGTERM call, so that `is_ctrl_c` knows their KeyboardInterrupt."""
+    raise KeyboardInterrupt(which)
 
 
 _HANDLERS = {raise_ctrl_c.__code__, asyncio.Runner._on_sigint.__code__}  # type: ignore[attr-defined]

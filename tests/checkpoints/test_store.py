@@ -17,7 +17,7 @@ import pytest
 
 from verbatim.checkpoints import CheckpointStore, read_json, write_json
 from verbatim.checkpoints import store as module
-from verbatim.errors import CheckpointError, RunStopped
+from verbatim.errors import CheckpointError, CheckpointNotWritten, RunStopped
 
 
 def save(store: CheckpointStore, step: int, text: str = "weights") -> None:
@@ -129,7 +129,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(store: CheckpointStore):
         (folder / "half").write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "rest"))
 
-    with pytest.raises(CheckpointError) as caught, store.writing(2) as folder:
+    with pytest.raises(CheckpointNotWritten) as caught, store.writing(2) as folder:
         fill(folder)
     name = store.folder / "step_000002"
     assert str(caught.value).startswith(f"checkpoint {name} could not be written: No space left on device")
@@ -142,7 +142,7 @@ def test_a_disk_that_fills_while_sealing_leaves_no_half_checkpoint(store: Checkp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("verbatim.disk.sync", full)
-    with pytest.raises(CheckpointError, match="No space left"), store.writing(2) as folder:
+    with pytest.raises(CheckpointNotWritten, match="No space left"), store.writing(2) as folder:
         (folder / "a").write_text("x")
     assert list(store.folder.iterdir()) == []
 
@@ -157,7 +157,7 @@ def test_a_replacement_that_fails_keeps_the_old_one(store: CheckpointStore, monk
         rename(source, target)
 
     monkeypatch.setattr(module.os, "rename", refuse)
-    with pytest.raises(CheckpointError, match="Input/output error"):
+    with pytest.raises(CheckpointNotWritten, match="Input/output error"):
         save(store, 5, "new")
     checkpoint = store.latest()
     assert checkpoint is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import types
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 
 from verbatim import __version__
 from verbatim.cli.main import COMMANDS, main, split_overrides
-from verbatim.errors import RunStopped, UsageError
+from verbatim.errors import CheckpointNotWritten, RunStopped, UsageError
 
 
 @pytest.fixture
@@ -63,6 +64,21 @@ def test_options_are_never_abbreviated():
     assert overrides == ["--resum", "x"]
 
 
+def caused(error: BaseException, context: BaseException) -> BaseException:
+    """The error, raised while the other one was handled."""
+    error.__context__, error.__suppress_context__ = context, True
+    return error
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 TB")])
+def test_memory_that_runs_out_is_one_message(command, capsys, error: Exception):
+    command(error)
+    assert main(["do", "a.toml"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("stopped: out of memory")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("outcome", "status", "said"),
     [
@@ -71,6 +87,12 @@ def test_options_are_never_abbreviated():
         (UsageError("found [a], expected [b]"), 2, "error: found [a], expected [b]\n"),
         (RunStopped("every rollout fails"), 1, "stopped: every rollout fails\n"),
         (KeyboardInterrupt(), 130, "interrupted: Ctrl-C\n"),
+        (KeyboardInterrupt("SIGTERM"), 130, "interrupted: SIGTERM\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, "stopped: No space left on device (a/b)\n"),
+        (caused(UsageError("a cannot be read"), OSError(errno.EIO, "I/O error")), 1, "stopped: a cannot be read\n"),
+        (caused(UsageError("there is no a"), FileNotFoundError(errno.ENOENT, "No")), 2, "error: there is no a\n"),
+        (caused(CheckpointNotWritten("step 0: disk full"), OSError(errno.ENOSPC, "No space")), 1,
+         "stopped: step 0: disk full\n"),
     ],
 )
 def test_each_end_has_its_status_and_one_message(command, capsys, outcome, status: int, said: str):

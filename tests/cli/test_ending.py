@@ -68,6 +68,50 @@ def test_a_thread_that_was_left_behind_does_not_hold_the_process(main, status):
     assert "1 threads that an environment or a tool started still run: grader" in err
 
 
+BUSY = """
+    import sys, time
+    from verbatim.cli import main as shell
+
+    def main():
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        finally:
+            print("cleaned", flush=True)
+            {then}
+
+    shell.COMMANDS = {{"do": ("verbatim.cli.config_command", "does it")}}
+    shell.parse = lambda arguments: type("Args", (), {{"run": staticmethod(lambda args: main())}})
+    shell.program()
+"""
+
+
+def test_sigterm_ends_a_command_that_is_not_at_work_yet_as_ctrl_c_does():
+    with started(BUSY.format(then="pass")) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (130, "cleaned\n", "interrupted: SIGTERM\n")
+
+
+def test_the_second_sigterm_does_not_wait_for_what_the_first_one_started():
+    with started(BUSY.format(then="time.sleep(60)")) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "cleaned\n"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=10)
+    assert process.returncode == 130
+
+
+def test_output_that_cannot_be_written_is_no_success():
+    script = textwrap.dedent(ENDING.format(main='print("a figure") or 0')).replace(", args=(60,)", ", args=(0,)")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True,
+                              check=False, env={**os.environ, "PYTHONUNBUFFERED": ""})  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "stopped: No space left on device (standard output)\n")
+
+
 def test_a_background_task_that_exits_does_not_end_the_main_one(caplog):
     async def leave(error):
         raise error

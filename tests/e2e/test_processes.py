@@ -13,13 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from e2e.tiny_runs import (
     LOTS,
@@ -31,11 +31,9 @@ from e2e.tiny_runs import (
     workplace,
 )
 from verbatim.checkpoints import read_json
-from verbatim.cli import trainer_command
 from verbatim.cli.logs import last_lines, log_to_file
 from verbatim.cli.main import main
 from verbatim.errors import RunStopped
-from verbatim.transport.exchange import Exchange
 
 # What happens when is written in fate.json: {"run": ..., "episode": 9, "strike": ["trainer", "me"], "signal": 9}.
 FATAL = '''
@@ -415,26 +413,45 @@ def test_trainer_and_orchestrator_are_started_one_by_one_stopped_at_either_side_
     assert processes_of(run) == []
 
 
-def test_ctrl_c_at_a_trainer_asks_the_orchestrator_if_there_is_one_and_else_ends_it(tmp_path: Path):
-    exchange, asked = Exchange.open(tmp_path / "exchange"), []
+TRAINER_ASKED = """
+    import sys, time
+    from pathlib import Path
+    from verbatim.cli import trainer_command
+    from verbatim.plain_console import PlainConsole
+    from verbatim.transport.exchange import Exchange
 
     class Heart:
-        ask_to_stop = staticmethod(lambda: asked.append(1))
+        ask_to_stop = staticmethod(lambda: print("asked", flush=True))
 
-    console = Console(file=io.StringIO(), width=200)
-    with pytest.raises(KeyboardInterrupt), trainer_command._ctrl_c(exchange, Heart, console):
-        os.kill(os.getpid(), signal.SIGINT)
-    assert (asked, console.file.getvalue()) == ([], "")
-    exchange.attach()
-    with trainer_command._ctrl_c(exchange, Heart, console) as stopped:
-        assert not stopped()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stopped()
-        assert asked == [1]
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert "asking the orchestrator to end the run" in console.file.getvalue()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    exchange = Exchange.open(Path(sys.argv[1]))
+    if sys.argv[2] == "attached":
+        exchange.attach()
+    with trainer_command._asked_to_end(exchange, Heart, PlainConsole()) as stopped:
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt as error:
+            print(f"left by {error}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_trainer_asks_its_orchestrator_to_end_and_without_one_it_leaves(tmp_path: Path, number, name: str):
+    def started(attached: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", textwrap.dedent(TRAINER_ASKED), tmp_path / attached, attached],
+                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+    with started("alone") as alone, started("attached") as attached:
+        assert (alone.stdout.readline(), attached.stdout.readline()) == ("ready\n", "ready\n")
+        alone.send_signal(number)
+        attached.send_signal(number)
+        assert alone.communicate(timeout=10)[0] == f"left by {name}\n"
+        assert alone.returncode == 0
+        assert attached.stdout.readline() == "asked\n"
+        assert "asking the orchestrator to end the run, with a checkpoint" in attached.stdout.readline()
+        assert attached.poll() is None
+        attached.send_signal(number)
+        assert attached.wait(timeout=10) == 130
 
 
 # ---- what one process says of the other

@@ -242,7 +242,7 @@ def test_every_metric_of_a_run_is_documented(run):
 
 def test_every_exit_status_is_documented():
     docs = Path(__file__).parents[2] / "docs"
-    table = (docs / "configuration.md").read_text().partition("## Exit status")[2]
+    table = (docs / "reliability.md").read_text().partition("## Exit statuses")[2]
     listed = [int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
     assert listed == [value for name, value in vars(exit_status).items() if name.isupper()]
 

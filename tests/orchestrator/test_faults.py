@@ -20,7 +20,7 @@ from loop_runs import (
 )
 
 from byte_renderer import VOCAB_SIZE, say
-from verbatim.errors import CheckpointError, ModelError, RunStopped, SamplerFault
+from verbatim.errors import CheckpointNotWritten, ModelError, RunStopped, SamplerFault
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
 from verbatim.transport import StepReport
 from verbatim.transport.canary import Probes
@@ -277,7 +277,7 @@ class FullDisk(Notes):
 
     async def save(self, step, trainer, state, trainer_state=None):
         if step in self.full:
-            raise CheckpointError(f"checkpoint {step} could not be written: No space left on device")
+            raise CheckpointNotWritten(f"checkpoint {step} could not be written: No space left on device")
         await super().save(step, trainer, state, trainer_state)
 
 
@@ -285,7 +285,7 @@ class FullDisk(Notes):
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_ones_before_stay(tmp_path, level):
     orchestrator, notes, _ = make(tmp_path, level=level, steps=6, interval=2, notes=FullDisk(4, 5))
     async with nothing_left_behind():
-        with pytest.raises(CheckpointError, match="checkpoint 4 could not be written: No space left"):
+        with pytest.raises(CheckpointNotWritten, match="checkpoint 4 could not be written: No space left"):
             await orchestrator.run()
     assert steps_of(notes) == list(range(1, orchestrator.step + 1))
     assert sorted(notes.saved) == [0, 2]
@@ -296,7 +296,7 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_ones_bef
 async def test_the_first_checkpoint_that_cannot_be_written_ends_the_run_before_anything_is_sampled(tmp_path):
     orchestrator, notes, sampler = make(tmp_path, notes=FullDisk(0))
     async with nothing_left_behind():
-        with pytest.raises(CheckpointError, match="No space left"):
+        with pytest.raises(CheckpointNotWritten, match="No space left"):
             await orchestrator.run()
     assert (sampler.requests, notes.saved) == ([], {})
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from verbatim.errors import UsageError
+from verbatim.machine_faults import naming
 
 
 class FolderLock:
@@ -38,9 +39,10 @@ class FolderLock:
                 raise UsageError(f"{folder} is in use by process {holder}; wait for it to end, stop it, or choose "
                                  "another folder with --run-dir FOLDER") from None  # fmt: skip
             time.sleep(0.05)
-        self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.truncate(0)
+            self._file.write(f"{os.getpid()}\n")
+            self._file.flush()
 
     def _try(self) -> bool:
         try:

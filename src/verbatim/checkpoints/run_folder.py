@@ -28,6 +28,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.config.secrets import redacted_at
 from verbatim.disk import keep_aside, make_folder, rename, sync, write_file
 from verbatim.errors import CheckpointError, ConfigError, UsageError
+from verbatim.machine_faults import naming
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +226,9 @@ class RunFolder:
                              "with --run-dir FOLDER")  # fmt: skip
         self.toml = dump_config(config)
         temporary = self.path / _temporary_config(self._role)
-        temporary.write_text(self.toml, encoding="utf-8")
         try:
+            with naming(self.path / CONFIG):
+                temporary.write_text(self.toml, encoding="utf-8")
             sync(temporary)
             os.link(temporary, self.path / CONFIG)
             sync(self.path)

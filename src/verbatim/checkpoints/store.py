@@ -24,7 +24,8 @@ from typing import Any
 from verbatim.checkpoints.json_files import write_json
 from verbatim.checkpoints.seal import MANIFEST, find_damage, read_manifest, seal
 from verbatim.disk import keep_aside, make_folder, rename, sync
-from verbatim.errors import CheckpointError
+from verbatim.errors import CheckpointError, CheckpointNotWritten
+from verbatim.machine_faults import describe
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class CheckpointStore:
             logs: Plain JSON values for the manifest: how long each log is, by its name.
 
         Raises:
-            CheckpointError: the system refused to write (disk full, no permission): names path and reason.
+            CheckpointNotWritten: the system refused to write (disk full, no permission): names path and reason.
         """
         name = f"step_{step:06d}"
         temporary = self.folder / f"{_WRITING}{name}"
@@ -95,12 +96,10 @@ class CheckpointStore:
             raise
         self._retire(just_written=step)
 
-    def refused(self, step: int, error: Exception) -> CheckpointError:
+    def refused(self, step: int, error: Exception) -> CheckpointNotWritten:
         """The error that says that the checkpoint of this step could not be written."""
-        why = str(error).partition("\n")[0]  # the rest is what somebody's log says
-        if isinstance(error, OSError):
-            why = f"{error.strerror or error} ({error.filename or self.folder})"
-        return CheckpointError(f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
+        why = describe(error, self.folder).partition("\n")[0]  # the rest is what somebody's log says
+        return CheckpointNotWritten(f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
                                "checkpoints before it are untouched")  # fmt: skip
 
     def steps(self) -> list[int]:

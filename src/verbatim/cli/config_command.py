@@ -7,6 +7,7 @@ import contextlib
 import sys
 from pathlib import Path
 
+from verbatim.cli import exit_status
 from verbatim.cli.check import check_run
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
@@ -33,4 +34,4 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     for sentence in capped_settings(config.orchestrator):
         print(printable(f"note: {sentence}"), file=sys.stderr)
-    return 0
+    return exit_status.FINISHED

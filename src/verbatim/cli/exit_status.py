@@ -1,12 +1,12 @@
-"""What the command's exit status says; docs/configuration.md has the same table."""
+"""What a command's exit status says; the table in docs/reliability.md has the meaning for each command."""
 
 FINISHED = 0
-"""Done: all steps were taken, or the examples were used up, and something was learned."""
+"""Done, all that was asked: a run took all its steps, or used up its examples, and learned something."""
 STOPPED = 1
-"""It cannot go on: every rollout fails, a process died, a full disk."""
+"""It could not go on: every rollout fails, a process died, a fault of the machine; or a part of it failed."""
 USAGE = 2
-"""A mistake in what was typed or configured, found before anything was started or changed."""
+"""A mistake in what was typed or configured, or in the file or folder that it names: type something else."""
 NOTHING_TRAINED = 3
 """The run came to its end and learned from no token; it says which reason took them."""
 INTERRUPTED = 130
-"""Ctrl-C, or a termination signal."""
+"""Ctrl-C, or SIGTERM."""

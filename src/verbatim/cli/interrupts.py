@@ -13,8 +13,10 @@ from typing import Any
 from verbatim.cli import exit_status
 from verbatim.rollouts.main_loop import Presses, cancel_then_raise
 from verbatim.texts import printable
+from verbatim.user_code import raise_ctrl_c
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
+"""What ends a command, as people call it."""
 
 
 def two_presses(
@@ -37,51 +39,90 @@ def two_presses(
             with cancel_then_raise(loop, main):
                 yield
             return
-        cancelled, num_handled = False, 0
+        cancelled_by: str | None = None
 
-        def watch() -> None:
-            nonlocal cancelled
-            num_presses = 0
-            while number := os.read(reader, 1):
-                if number[0] not in _SIGNALS:
-                    continue
-                num_presses += 1
-                if num_presses > 1:
-                    _end_at_once(farewell())
-                if not first(loop):
-                    cancelled = True
-                    with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                        loop.call_soon_threadsafe(main.cancel)
+        def press(which: str) -> None:
+            nonlocal cancelled_by
+            if not first(loop):
+                cancelled_by = which
+                with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                    loop.call_soon_threadsafe(main.cancel)
 
-        def handle(number: int, frame: object) -> None:
-            """For C code that holds the interpreter, so that no thread runs, but looks for signals (`re` does)."""
-            nonlocal num_handled
-            num_handled += 1
-            if num_handled > 1:
-                _end_at_once(farewell())
-
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        # Python writes a signal's number there as it arrives.
-        handlers = {number: signal.signal(number, handle) for number in _SIGNALS}
-        fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        watcher = threading.Thread(target=watch, name="verbatim-signals", daemon=True)
-        watcher.start()
         try:
-            yield
+            with second_press_ends(press, farewell):
+                yield
         except asyncio.CancelledError:
-            if cancelled:
-                raise KeyboardInterrupt from None
+            if cancelled_by is not None:
+                raise KeyboardInterrupt(cancelled_by) from None
             raise
-        finally:
-            signal.set_wakeup_fd(fd_before)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            os.close(writer)
-            watcher.join()
-            os.close(reader)
 
     return presses
+
+
+@contextlib.contextmanager
+def second_press_ends(
+    first: Callable[[str], None], farewell: Callable[[], str], handle_first: Callable[[str], None] = lambda which: None
+) -> Iterator[None]:
+    """While the block runs, the first Ctrl-C or SIGTERM is told, the second one ends the process at once.
+
+    Args:
+        first: Called on a thread at the first one, with its name, whatever the main thread does.
+        farewell: What to write before the process ends at once.
+        handle_first: Called in the main thread at the first one, as soon as that comes to Python code; may raise.
+    """
+    num_handled = 0
+
+    def watch() -> None:
+        num_presses = 0
+        while number := os.read(reader, 1):
+            if number[0] not in _SIGNALS:
+                continue
+            num_presses += 1
+            if num_presses > 1:
+                _end_at_once(farewell())
+            first(_SIGNALS[number[0]])
+
+    def handle(number: int, frame: object) -> None:
+        """The second one is for C code that holds the interpreter, so that no thread runs, but looks for signals (`re`
+        does)."""
+        nonlocal num_handled
+        num_handled += 1
+        if num_handled > 1:
+            _end_at_once(farewell())
+        handle_first(_SIGNALS[number])
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # Python writes a signal's number there as it arrives.
+    handlers = {number: signal.signal(number, handle) for number in _SIGNALS}
+    fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, name="verbatim-signals", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(writer)
+        watcher.join()
+        os.close(reader)
+
+
+def sigterm_is_ctrl_c() -> None:
+    """Outside the blocks above SIGTERM counts as Ctrl-C too: what was started is ended, the status is 130. The second
+    one ends the process at once. Where SIGTERM is ignored, it stays so."""
+    num_handled = 0
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal num_handled
+        num_handled += 1
+        if num_handled > 1:
+            _end_at_once("")
+        raise_ctrl_c(_SIGNALS[number])
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, handle)
 
 
 def _end_at_once(farewell: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from verbatim.errors import VerbatimError
+from verbatim.machine_faults import describe, is_out_of_memory
 from verbatim.texts import printable
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
@@ -22,6 +24,27 @@ class _Plain(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+
+class _LogFile(logging.FileHandler):
+    """Says once that a record could not be written, where Python would print a traceback for each."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._failed:
+            self._failed = True
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"the log cannot be written: {printable(describe(error, self.baseFilename))}\n")
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError:  # what is in its buffer
+            self.handleError(logging.makeLogRecord({}))
 
 
 def log_to_console(console: Console, level: int = logging.INFO) -> None:
@@ -42,7 +65,7 @@ _STARTED = "started (process "
 @contextlib.contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
     """The same into a file, and what ended the block if it was an exception: the other process quotes it."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_Plain(_FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -52,14 +75,14 @@ def log_to_file(path: Path) -> Iterator[None]:
     _write(handler, logger, f"{_STARTED}{os.getpid()})", level=logging.INFO)
     try:
         yield
-    except (VerbatimError, OSError) as error:
-        _write(handler, logger, f"ended: {first_line(error)}")  # more lines would be what the other log says
-        raise
-    except KeyboardInterrupt:
-        _write(handler, logger, "ended by Ctrl-C")
+    except KeyboardInterrupt as error:
+        _write(handler, logger, f"ended by {str(error) or 'Ctrl-C'}")
         raise
     except Exception as error:
-        _write(handler, logger, "ended by a fault", error)
+        if isinstance(error, VerbatimError | OSError) or is_out_of_memory(error):
+            _write(handler, logger, f"ended: {first_line(error)}")  # more lines would be what the other log says
+        else:
+            _write(handler, logger, "ended by a fault", error)
         raise
     finally:
         root.removeHandler(handler)
@@ -80,7 +103,7 @@ def last_lines(log: Path, count: int = 8) -> str:
 
 def first_line(error: Exception) -> str:
     """What is wrong, without what is quoted."""
-    return str(error).partition("\n")[0]
+    return describe(error).partition("\n")[0]
 
 
 def _write(

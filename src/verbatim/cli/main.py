@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Container, Sequence
@@ -18,8 +19,10 @@ from rich.text import Text
 
 from verbatim import __version__
 from verbatim.cli import exit_status
+from verbatim.cli.interrupts import sigterm_is_ctrl_c
 from verbatim.cli.leaving import end_without_stragglers
 from verbatim.errors import NothingTrained, RunStopped, UsageError, VerbatimError
+from verbatim.machine_faults import describe, is_machine_fault, is_out_of_memory
 from verbatim.plain_console import PlainConsole
 from verbatim.texts import printable, shown
 
@@ -45,22 +48,36 @@ OVERRIDES_HELP = (
 def program() -> NoReturn:
     """The process of the command: ends with its status, whatever threads are left."""
     sys.excepthook = _show_traceback
+    sigterm_is_ctrl_c()
     status = exit_status.STOPPED
     try:
         status = main()
     except SystemExit as end:  # argparse
         status = end.code if isinstance(end.code, int) else exit_status.USAGE
     finally:
+        status = _flush(status)
         end_without_stragglers(status)
     sys.exit(status)
+
+
+def _flush(status: int) -> int:
+    """The status, once all that was printed has arrived; where it cannot (`> /dev/full`), 1, and a message."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _complain("stopped", describe(error, "standard output"))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again, and would complain
+        return status or exit_status.STOPPED
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0 is success, 1 a run that stopped (`RunStopped`, a full disk), 2 a mistake in what was typed, 3 a run that trained
-    nothing, 130 Ctrl-C (`verbatim.cli.exit_status`). Anything else that a command raises is a fault of ours and passes
-    through with its traceback.
+    The statuses are those of `verbatim.cli.exit_status`: 1 for a run that stopped (`RunStopped`) and for every fault of
+    the machine, also one that a `UsageError` was raised from (a file that cannot be read because the disk fails), 2 for
+    any other `UsageError`. Anything else that a command raises is a fault of ours and passes through with its
+    traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -70,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit as error:
             raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error
     except UsageError as error:
+        if is_machine_fault(error):
+            _complain("stopped", str(error))
+            return exit_status.STOPPED
         _complain("error", str(error))
         return exit_status.USAGE
     except NothingTrained as error:
@@ -78,12 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VerbatimError as error:
         _complain("stopped", str(error))
         return exit_status.STOPPED
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        _complain("stopped", f"{error.strerror or error}{where}")
+    except (OSError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, OSError) and not is_out_of_memory(error):
+            raise
+        _complain("stopped", describe(error))
         return exit_status.STOPPED
-    except KeyboardInterrupt:
-        _complain("interrupted", "Ctrl-C")
+    except KeyboardInterrupt as error:
+        _complain("interrupted", str(error) or "Ctrl-C")
         return exit_status.INTERRUPTED
 
 

@@ -40,6 +40,7 @@ from verbatim.disk import rename, sync_tree
 from verbatim.errors import NothingTrained, UsageError
 from verbatim.inference.base import Sampler
 from verbatim.inference.openai import Connection, OpenAI
+from verbatim.machine_faults import is_machine_fault
 from verbatim.monitors.base import OpenMonitor, RunInfo, open_monitors
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts import EpisodeTally, RolloutSetup
@@ -90,8 +91,8 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
         finished = False
         try:
             finished = program.run(trainer_elsewhere=trainer_elsewhere)
-        except UsageError:
-            if not program.has_begun:
+        except UsageError as error:
+            if not program.has_begun and not is_machine_fault(error):
                 folder.withdraw()
             raise
         finally:

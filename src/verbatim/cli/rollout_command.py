@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if ends.num_failed:
         console.print(f"{ends.num_failed} failed, the last: {ends.last_error}\nthe same command does them again",
                       soft_wrap=True, markup=False)  # fmt: skip
-    return exit_status.STOPPED if ends.num_failed else 0
+    return exit_status.STOPPED if ends.num_failed else exit_status.FINISHED
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class RunLog:
         """A checkpoint of what continues: weights and optimizer from the trainer, everything else as JSON.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointNotWritten: the disk or the trainer refused.
         """
         if trainer_state is None:
             trainer_state = self._folder.path / ".trainer_state"

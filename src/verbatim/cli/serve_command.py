@@ -6,17 +6,19 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from verbatim.cli import exit_status
+from verbatim.cli.interrupts import two_presses
 from verbatim.cli.logs import log_to_console
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError
 from verbatim.inference.server import LAST_PORT
 from verbatim.plain_console import PlainConsole
+from verbatim.rollouts.main_loop import run_main
 
 _CONTEXT = 4096
 """Tokens of the context where none are asked for and the model has as many positions."""
@@ -24,7 +26,7 @@ _CONTEXT = 4096
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare MODEL, where to listen, and how to sample."""
-    parser.epilog = "Ctrl-C ends it; clients of OpenAI's API want the address with /v1 behind"
+    parser.epilog = "Ctrl-C ends it, with exit status 0; clients of OpenAI's API want the address with /v1 behind"
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder in Hugging Face format, or a hub id")
     add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)")
@@ -64,16 +66,19 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--port {args.port}: expected 0 (any that is free) to {LAST_PORT}")
     console = PlainConsole()
     log_to_console(PlainConsole(stderr=True), logging.WARNING)
-    asyncio.run(_serve(args, api_key, console))
-    return 0
+    stop = asyncio.Event()
+
+    def ask(loop: asyncio.AbstractEventLoop) -> bool:
+        loop.call_soon_threadsafe(stop.set)
+        return True
+
+    run_main(_serve(args, api_key, console, stop), two_presses(ask))
+    return exit_status.FINISHED
 
 
-async def _serve(args: argparse.Namespace, api_key: str | None, console: Console) -> None:
+async def _serve(args: argparse.Namespace, api_key: str | None, console: Console, stop: asyncio.Event) -> None:
     from verbatim.inference.server import serve_sampler
 
-    stop = asyncio.Event()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
     renderer = _make_renderer(args)
     sampler = _make_sampler(args)
     try:

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from verbatim.checkpoints import RunFolder
+from verbatim.cli import exit_status
 from verbatim.cli.check import check_run
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
@@ -37,4 +38,4 @@ def run(args: argparse.Namespace) -> int:
         model = prepare_model(config, environments, folder.path, console)
         folder.link_latest()
         console.print(f"trained model  {model}", soft_wrap=True)
-    return 0
+    return exit_status.FINISHED

@@ -6,15 +6,16 @@ import argparse
 import contextlib
 import logging
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from verbatim.checkpoints import ORCHESTRATOR, TRAINER, RunFolder, load_stored_config
 from verbatim.cli import exit_status
 from verbatim.cli.check import check_run
+from verbatim.cli.interrupts import second_press_ends
 from verbatim.cli.logs import last_lines, log_to_console, log_to_file
 from verbatim.cli.orchestrator_command import add_trajectory_strategy, with_trajectory_strategy
 from verbatim.cli.session import Environments, make_environments
@@ -23,9 +24,14 @@ from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped
 from verbatim.plain_console import PlainConsole
+from verbatim.transport import TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
 from verbatim.transport.presence import Heartbeat, PeerWatch
+from verbatim.user_code import raise_ctrl_c
+
+if TYPE_CHECKING:
+    from verbatim.trainer.worker import TrainerWorker
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,16 +64,15 @@ def run(args: argparse.Namespace) -> int:
         on_beat = _end_with(args.parent) if supervised else None
         with Heartbeat(exchange.trainer_beat, on_beat=on_beat) as heartbeat:
             stopped = _serve(config, folder, exchange, heartbeat, console, supervised=supervised)
-    return exit_status.INTERRUPTED if stopped else 0
+    return exit_status.INTERRUPTED if stopped else exit_status.FINISHED
 
 
 def _serve(
     config: RunConfig, folder: RunFolder, exchange: Exchange, heartbeat: Heartbeat, console: Console, *,
     supervised: bool,
 ) -> bool:  # fmt: skip
-    """Whether Ctrl-C ended it."""
+    """Whether Ctrl-C or SIGTERM ended it."""
     from verbatim.cli.trainer_setup import open_trainer, threads_of
-    from verbatim.monitors.console import format_number
     from verbatim.trainer.local import set_num_threads
     from verbatim.trainer.serve import serve
 
@@ -77,9 +82,20 @@ def _serve(
     worker, ready = open_trainer(config, environments, folder, console, states=exchange.states)
     set_num_threads(threads_of(config, config.trainer.num_threads))
     exchange.ready(ready)
-    if supervised:
-        serve(worker, exchange, heartbeat, look=lambda: None)
-        return False
+    with _asked_to_end(exchange, heartbeat, console) as stopped:
+        if supervised:
+            serve(worker, exchange, heartbeat, look=lambda: None)
+        else:
+            _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console)
+    return stopped()
+
+
+def _serve_by_itself(
+    worker: TrainerWorker, ready: TrainerReady, config: RunConfig, folder: RunFolder, exchange: Exchange,
+    heartbeat: Heartbeat, console: Console,
+) -> None:  # fmt: skip
+    from verbatim.monitors.console import format_number
+    from verbatim.trainer.serve import serve
 
     def show(version: int, metrics: dict[str, float]) -> None:
         names = (("loss", "loss"), ("grad norm", "grad_norm"), ("tok/s", "tokens_per_second"),
@@ -89,9 +105,7 @@ def _serve(
 
     console.print(f"ready after {ready.version} batches; the other process:  verbatim orchestrator FILE "
                   f"--run-dir {folder.path}", soft_wrap=True)  # fmt: skip
-    with _ctrl_c(exchange, heartbeat, console) as stopped:
-        serve(worker, exchange, heartbeat, look=_look(exchange, config, folder), on_step=show)
-    return stopped()
+    serve(worker, exchange, heartbeat, look=_look(exchange, config, folder), on_step=show)
 
 
 def _end_with(parent: int) -> Callable[[], None]:
@@ -129,23 +143,22 @@ def _look(exchange: Exchange, config: RunConfig, folder: RunFolder) -> Callable[
 
 
 @contextlib.contextmanager
-def _ctrl_c(exchange: Exchange, heartbeat: Heartbeat, console: Console) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C asks the orchestrator, if there is one, to end the run with a checkpoint; the second one ends
-    this process."""
+def _asked_to_end(exchange: Exchange, heartbeat: Heartbeat, console: Console) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C or SIGTERM asks the orchestrator to end the run with a checkpoint, or ends this process where
+    there is none yet; the second one ends this process at once."""
     asked = False
 
-    def ask(number: int, frame: object) -> None:
+    def ask(which: str) -> None:
         nonlocal asked
-        if not exchange.is_attached:
-            raise KeyboardInterrupt
-        asked = True
-        heartbeat.ask_to_stop()
-        console.print("asking the orchestrator to end the run, with a checkpoint; Ctrl-C again ends at once",
-                      style="bold")  # fmt: skip
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if exchange.is_attached:
+            asked = True
+            heartbeat.ask_to_stop()
+            console.print("asking the orchestrator to end the run, with a checkpoint; Ctrl-C again ends at once",
+                          style="bold")  # fmt: skip
 
-    before = signal.signal(signal.SIGINT, ask)
-    try:
+    def leave(which: str) -> None:
+        if not exchange.is_attached:
+            raise_ctrl_c(which)
+
+    with second_press_ends(ask, lambda: "ended at once", leave):
         yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)

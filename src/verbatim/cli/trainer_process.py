@@ -181,16 +181,11 @@ def _find_session(root: Path, console: Console, run: Path) -> Exchange:
 
 
 def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-    """Wait for a trainer that was told to end; end it where it does not."""
+    """Wait for a trainer that was told to end; kill it where it does not. What it has published is whole."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=patience)
         return
-    process.terminate()
-    process.send_signal(signal.SIGCONT)  # one that is frozen hears nothing else
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=5.0)
-        return
-    process.kill()
+    process.kill()  # SIGTERM would ask for the end of a run that has ended; one that is frozen does not hear it
     process.wait()
 
 

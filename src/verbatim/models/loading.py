@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from verbatim.errors import ModelError
+from verbatim.machine_faults import rust_errors_as_oserror
 from verbatim.models.conversion import to_model_tensors
 from verbatim.models.float64 import keep_float64
 from verbatim.models.mixing import plan_attention
@@ -199,16 +197,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     Raises:
         OSError: the system refused to write (disk full, no permission).
     """
-    with safetensors_as_oserror(folder):
+    with rust_errors_as_oserror(folder):
         model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def safetensors_as_oserror(path: Path) -> Iterator[None]:
-    """safetensors reports a full disk as an exception of its own; callers expect the system's."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(errno.EIO, str(error), str(path)) from error
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)

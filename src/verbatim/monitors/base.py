@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from verbatim.config.secrets import without_secrets
+from verbatim.machine_faults import describe, is_machine_fault
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,9 @@ class Monitors:
     def _guard(self, monitor: Monitor, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:  # a full disk or a plotting library must not cost hours of training
+        except Exception as error:  # a full disk or a plotting library must not cost hours of training
             self.num_failures += 1
-            logger.exception("monitor %s failed; the run goes on without what it would have shown",
-                             type(monitor).__name__)  # fmt: skip
+            told = is_machine_fault(error)
+            logger.error("monitor %s failed; the run goes on without what it would have shown%s",
+                         type(monitor).__name__, f": {describe(error)}" if told else "",
+                         exc_info=not told)  # fmt: skip

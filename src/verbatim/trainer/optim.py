@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from verbatim.config.schema import OptimConfig
 from verbatim.errors import CheckpointError
-from verbatim.models.loading import safetensors_as_oserror
+from verbatim.machine_faults import rust_errors_as_oserror
 
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -40,7 +40,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Pat
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{name}/{key}"] = value.detach().cpu().contiguous()
-    with safetensors_as_oserror(path):
+    with rust_errors_as_oserror(path):
         save_file(tensors, path)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verbatim.errors import RunStopped
+from verbatim.machine_faults import describe
 from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.orders import Order, report_to_json
@@ -58,7 +59,7 @@ def _execute(
             return {"result": None}
         report = report_to_json(worker.train(order.samples, order.version, checkpoint=order.checkpoint))
     except (RunStopped, OSError) as error:
-        return {"error": str(error)}
+        return {"error": describe(error)}
     report["metrics"]["time/trainer_idle"] = idle
     on_step(order.version, report["metrics"])
     return {"result": report}

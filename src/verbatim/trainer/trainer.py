@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from verbatim.config.schema import TrainerConfig
 from verbatim.errors import CheckpointError, ModelError, RunStopped, UsageError
 from verbatim.losses import Loss
+from verbatim.machine_faults import naming
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.models.positions import refuse_moving_positions
@@ -244,8 +245,9 @@ class Trainer:
             min_lr_ratio=optim.min_lr_ratio,
         )
         set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        # Counted first: memory may run out in the middle of a step, and such weights belong to no step.
         self.num_optimizer_steps += 1
+        self.optimizer.step()
         return float(norm), lr
 
     def _check(self, samples: Sequence[TrainingSample]) -> None:
@@ -278,7 +280,8 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         save_optimizer(self.optimizer, self.model, folder / OPTIMIZER_FILE)
         state = {"num_optimizer_steps": self.num_optimizer_steps, "total_optimizer_steps": self.total_optimizer_steps}
-        (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+        with naming(folder / STATE_FILE):
+            (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def load_state(self, folder: Path) -> None:
         """Take over what `save_state` wrote; the weights come from the constructor's `model_path`.

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from verbatim.errors import RunStopped
+from verbatim.machine_faults import describe, is_out_of_memory
 from verbatim.trainer.trainer import Trainer
 from verbatim.transport import StepReport, WeightFolders
 from verbatim.transport.canary import Probes, probe_sequences
@@ -44,8 +45,8 @@ class TrainerWorker:
         """Train on one batch and publish the weights.
 
         Raises:
-            RunStopped: no finite loss or gradient, or the weights could not be written; also for every batch after
-                such a one, because they are handed over before anybody knows.
+            RunStopped: no finite loss or gradient, no memory, or the weights could not be written; also for every
+                batch after such a one, because they are handed over before anybody knows.
         """
         if self._failure is not None:
             raise RunStopped(f"batch {version - 1} was not trained, because an earlier one failed: {self._failure}")
@@ -62,8 +63,13 @@ class TrainerWorker:
             self._failure = str(error)
             raise
         except OSError as error:
-            self._failure = (f"what was trained on batch {version - 1} could not be written: {error.strerror or error} "
-                             f"({error.filename or self._states.parent})")  # fmt: skip
+            self._failure = (f"what was trained on batch {version - 1} could not be written: "
+                             f"{describe(error, self._states.parent)}")  # fmt: skip
+            raise RunStopped(self._failure) from error
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._failure = f"batch {version - 1} could not be trained: {describe(error)}"
             raise RunStopped(self._failure) from error
         self.version = version
         self._optimizer_steps = self._trainer.num_optimizer_steps

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.errors import RunStopped
+from verbatim.machine_faults import naming
 
 
 def publish_bytes(path: Path, data: bytes) -> None:
@@ -18,7 +19,8 @@ def publish_bytes(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_bytes(data)
+        with naming(path):
+            temporary.write_bytes(data)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -1,0 +1,111 @@
+"""Faults of the machine: a full or failing disk, too many open files, no memory. What was typed is not to blame."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+ERRNOS = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    errno.EAGAIN, errno.ENOLCK,
+})  # fmt: skip
+"""Errors of the system that another command line would meet too. A folder that is missing or forbidden is not among
+them: another one can be named."""
+
+_RUST = re.compile(r"\(os error (\d+)\)")
+_PYTHON = re.compile(r"^\[Errno \d+\] ")
+
+
+def is_machine_fault(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from or while handling, is a fault of the machine."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        if is_out_of_memory(found):
+            return True
+        number = found.errno if isinstance(found, OSError) else _number_in(found)
+        if number in ERRNOS:
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: Python's, torch's on a CPU (a RuntimeError), or a device's."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    )
+
+
+def describe(error: BaseException, where: object = None) -> str:
+    """An error of the system or of memory in one line: what happened, and the file, or where in the code.
+
+    Args:
+        error: An OSError, or one that `is_out_of_memory`; others are their own text.
+        where: The file or folder that was worked on, for an error that names none.
+
+    >>> describe(OSError(errno.ENOSPC, "No space left on device"), "runs/a")
+    'No space left on device (runs/a)'
+    """
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list) and error.args[0]:
+        _, target, why = error.args[0][0]  # of a tree that was copied, the first file that could not be
+        return f"{_PYTHON.sub('', str(why)).partition(': ')[0]} ({target})"
+    if isinstance(error, OSError):
+        name = error.filename if error.filename is not None else where
+        said = str(error.strerror or error)
+        return f"{said} ({os.fsdecode(name)})" if isinstance(name, str | bytes | Path) else said
+    if is_out_of_memory(error):
+        said = str(error).partition("\n")[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if f"{os.sep}verbatim{os.sep}" in frame.filename] or frames
+        at = f", in {ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})" if ours else ""
+        return f"out of memory{f': {said}' if said else ''}{at}"
+    return str(error)
+
+
+@contextlib.contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Give an OSError of the block this file: errors of writing, flushing and syncing name none by themselves."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def rust_errors_as_oserror(path: Path | str) -> Iterator[None]:
+    """Libraries in Rust (safetensors, tokenizers) report the system's errors as exceptions of their own, whose text
+    ends in "(os error 28)"; in this block, which writes, they become the OSError that callers expect.
+
+    Raises:
+        OSError: with the number that was told, and this path.
+    """
+    try:
+        with naming(path):
+            yield
+    except Exception as error:
+        number = _number_in(error)
+        if number is not None:
+            raise OSError(number, os.strerror(number), str(path)) from error
+        if type(error).__name__ == "SafetensorError":
+            raise OSError(errno.EIO, str(error), str(path)) from error
+        raise
+
+
+def _number_in(error: BaseException) -> int | None:
+    """The error number in the text of an exception that a library in Rust raised."""
+    if isinstance(error, OSError) or not isinstance(error, Exception):
+        return None
+    found = _RUST.search(str(error))
+    return int(found[1]) if found else None
