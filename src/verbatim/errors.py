@@ -11,9 +11,10 @@ VerbatimError
 │   ├── RecordError (ValueError) ids, logprobs or turns that cannot be what a sampler returned
 │   │   └── NoFlatList (KeyError)    one list of a trajectory's ids, where a break makes them two contexts
 │   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
-│   └── SamplerFault             an inference engine failed for good
+│   └── SamplerFault             an inference engine failed for good on one request
 └── RunStopped                   the run cannot usefully go on (every rollout fails, a loss that is no number)
     ├── CheckpointNotWritten     the disk or the trainer refused; the checkpoints before it are untouched
+    ├── EngineDead               the inference engine can answer nothing any more
     ├── NothingToSample          every example is in a difficulty pool: the run has reached its end
     └── NothingTrained           the run has reached its end, and has learned from no token
 ```
@@ -84,6 +85,10 @@ class RunStopped(VerbatimError):
 
 class CheckpointNotWritten(RunStopped):
     """A checkpoint could not be written; the message names it and the reason."""
+
+
+class EngineDead(RunStopped):
+    """The inference engine can answer nothing any more; the message says why."""
 
 
 class NothingToSample(RunStopped):

@@ -20,7 +20,7 @@ from loop_runs import (
 )
 
 from byte_renderer import VOCAB_SIZE, say
-from verbatim.errors import CheckpointNotWritten, ModelError, RunStopped, SamplerFault
+from verbatim.errors import CheckpointNotWritten, EngineDead, ModelError, RunStopped, SamplerFault
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
 from verbatim.transport import StepReport
 from verbatim.transport.canary import Probes
@@ -110,6 +110,35 @@ async def test_a_trainer_that_dies_while_rollouts_are_awaited_ends_the_run_at_on
 
 
 # ---- the sampler
+
+
+class DyingEngine(ScriptedSampler):
+    """Answers nothing any more once `why` says so."""
+
+    why = None
+
+    @property
+    def failure(self):
+        return self.why
+
+
+@pytest.mark.parametrize("level", [0, 1])
+async def test_an_engine_that_dies_ends_the_run_at_once_with_its_reason(tmp_path, level):
+    """The rollouts of the third batch never end."""
+    sampler = DyingEngine(
+        script=lambda r: say("x" * (1 + r.seed % 5)), vocab_size=VOCAB_SIZE, context_length=100,
+        trouble=lambda index, request: "hang" if index >= 2 * BATCH else None,
+    )  # fmt: skip
+    orchestrator, notes, _ = make(tmp_path, level=level, steps=6, sampler=sampler, interval=2)
+    async with nothing_left_behind():
+        running = asyncio.ensure_future(orchestrator.run())
+        await until(lambda: steps_of(notes) == [1, 2] and 2 in notes.saved and sampler.num_in_flight == BATCH)
+        sampler.why = "the sampler's thread failed: ZeroDivisionError"
+        with pytest.raises(EngineDead, match="thread failed: ZeroDivisionError"):
+            async with asyncio.timeout(5):
+                await running
+    assert sampler.num_in_flight == 0
+    await go_on_and_check(notes, tmp_path, level=level)
 
 
 class ThreadFails(ScriptedSampler):

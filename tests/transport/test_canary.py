@@ -128,17 +128,17 @@ async def verdict(model, tmp_path, lr):
 
 def keeps(monkeypatch, name):
     """Samplers of which the tensors whose names begin so are not refreshed."""
-    load = torch_engine.load_weights
+    load = torch_engine.replace_weights
 
-    def stale(model, folder):
+    def stale(model, weights):
         kept = {key: value.clone() for key, value in model.state_dict().items() if key.startswith(name)}
         assert kept
-        load(model, folder)
+        load(model, weights)
         with torch.no_grad():
             for key, value in kept.items():
                 model.get_parameter(key).copy_(value)
 
-    monkeypatch.setattr(torch_engine, "load_weights", stale)
+    monkeypatch.setattr(torch_engine, "replace_weights", stale)
 
 
 @pytest.mark.parametrize("lr", [ORDINARY, TINY])
@@ -154,21 +154,21 @@ async def test_a_sampler_that_keeps_one_stale_layer_is_refused(model, tmp_path, 
 
 async def test_a_sampler_that_keeps_a_stale_tied_head_is_refused(model, tmp_path, monkeypatch):
     """An engine with its own copy of the embeddings as output head, which a reload forgets."""
-    load = torch_engine.load_weights
+    load = torch_engine.replace_weights
 
-    def stale(lm, folder):
+    def stale(lm, weights):
         head = lm.lm_head.weight.detach().clone()
-        load(lm, folder)
+        load(lm, weights)
         assert not torch.equal(lm.lm_head.weight, head)  # tied: the file's embeddings are the head
         lm.lm_head.weight = torch.nn.Parameter(head)
 
-    monkeypatch.setattr(torch_engine, "load_weights", stale)
+    monkeypatch.setattr(torch_engine, "replace_weights", stale)
     assert "differ by" in await verdict(model, tmp_path, ORDINARY)
 
 
 async def test_a_sampler_that_keeps_all_old_weights_is_refused_also_after_a_tiny_step(model, tmp_path, monkeypatch):
     """The step changes logprobs by less than the tolerance: only what they are nearer to gives it away."""
-    monkeypatch.setattr(torch_engine, "load_weights", lambda model, folder: None)
+    monkeypatch.setattr(torch_engine, "replace_weights", lambda model, weights: None)
     before, report = trained(model, tmp_path.parent, TINY)
     assert find_mismatch(report.probes, before.logprobs, before=None, tolerance=tolerance_of("float32")) is None
     assert "from those of the weights before" in await verdict(model, tmp_path, TINY)

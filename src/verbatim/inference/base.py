@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from verbatim.config.schema import COLDEST
+from verbatim.errors import EngineDead
 from verbatim.types import Float32, Int32, StopReason
 
 INT32_END = 2**31
 """Ids, counts and versions are below this."""
+MOST_STOP_IDS = 4096
+"""Stop ids of one request."""
+_LOOK_EVERY = 0.2
+"""Seconds between two looks at whether the engine lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +37,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Tokens with at least this share of the most likely one's probability. 0 = off."""
     stop_token_ids: tuple[int, ...] = ()
-    """A completion ends with the first of these; it is part of the completion."""
+    """A completion ends with the first of these; it is part of the completion. At most 4096."""
 
     def __post_init__(self) -> None:
         for name, ok, expected in (
@@ -41,10 +47,12 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", 0 <= self.top_k < INT32_END, "in [0, 2**31)"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+            ("stop_token_ids", len(self.stop_token_ids) <= MOST_STOP_IDS,
+             f"at most {MOST_STOP_IDS} ids, found {len(self.stop_token_ids)}"),
             ("stop_token_ids", all(0 <= token < INT32_END for token in self.stop_token_ids), "ids in [0, 2**31)"),
         ):
             if not ok:
-                raise ValueError(f"sampling: {name} = {getattr(self, name)}; expected {expected}")
+                raise ValueError(f"sampling: {name} = {str(getattr(self, name))[:80]}; expected {expected}")
 
     @property
     def truncates(self) -> bool:
@@ -90,6 +98,31 @@ def nothing_sampled(queued_seconds: float = 0.0) -> Completion:
         ids=np.empty(0, dtype=np.int32), logprobs=np.empty(0, dtype=np.float32),
         policy_versions=np.empty(0, dtype=np.int32), stop_reason=StopReason.CANCELLED, queued_seconds=queued_seconds,
     )  # fmt: skip
+
+
+@runtime_checkable
+class CanFail(Protocol):
+    """A sampler that knows when it can answer nothing any more."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is dead; None while it lives."""
+
+
+def failure_of(sampler: Sampler) -> str | None:
+    """Why a sampler can answer nothing any more; None while it can, or where it does not know."""
+    return sampler.failure if isinstance(sampler, CanFail) else None
+
+
+async def watch_engine(sampler: Sampler) -> None:
+    """Wait until the engine is dead.
+
+    Raises:
+        EngineDead: it is, and says why.
+    """
+    while (failure := failure_of(sampler)) is None:  # noqa: ASYNC110 - it dies on a thread of its own, of anything
+        await asyncio.sleep(_LOOK_EVERY)
+    raise EngineDead(failure)
 
 
 @runtime_checkable

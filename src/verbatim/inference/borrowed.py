@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verbatim.errors import SamplerFault
-from verbatim.inference.base import Sampler
+from verbatim.inference.base import Sampler, failure_of
 from verbatim.types import Float32, Int32
 
 
@@ -28,6 +28,11 @@ class BorrowedSampler:
     def vocab_size(self) -> int:
         """Ids are below this."""
         return self._sampler.vocab_size
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is dead; None while it lives."""
+        return failure_of(self._sampler)
 
     @property
     def policy_version(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ from verbatim.errors import ModelError
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.kv_cache import BLOCK, CachePlan, Group, KeptPrefix, KeyValueCache, KeyValueShape, up_to
 from verbatim.inference.lean import AttentionCall, lean_backbone
+from verbatim.inference.out_of_memory import is_out_of_memory
 from verbatim.inference.runs import runs_of_slots
 from verbatim.inference.sampling import Truncation, draw, uniforms
-from verbatim.inference.slots import Slots, SlotTable
+from verbatim.inference.slots import Placement, Slots, SlotTable
 from verbatim.models.head import CausalLM
 
 _ROW_QUANTUM = 32
@@ -94,11 +95,25 @@ class Decoder:
 
     @torch.inference_mode()
     def add(self, request: SampleRequest) -> int | None:
-        """Give a request a slot, with the longest cached prefix; None if it has to wait."""
+        """Give a request a slot, with the longest cached prefix; None if it has to wait.
+
+        If it raises, the request has no slot, and every other sequence is as it was.
+        """
+        self.cache.reserve(len(request.prompt_ids))
         table = self.table
         place = table.place(request.prompt_ids, request.session, self.version, keep=self.config.keep_cache)
         if place is None:
             return None
+        try:
+            self._start(request, place)
+        except BaseException:
+            table.release(place.slot)
+            table.forget(place.slot)  # its keys and values may be half another sequence's
+            raise
+        return place.slot
+
+    def _start(self, request: SampleRequest, place: Placement) -> None:
+        table = self.table
         slot, source, reused = place.slot, place.source, place.reused
         cache_version = int(table.cache_version[source]) if reused else self.version
         stays = reused if source == slot else 0
@@ -109,10 +124,8 @@ class Decoder:
             if source >= table.num_batch and table.session[source] == request.session:
                 self._parked.pop(source, None)
                 table.forget(source)
-        self.cache.reserve(len(request.prompt_ids))
         table.start(slot, request, reused, cache_version)
         self.counts.prefix_hit_tokens += reused
-        return slot
 
     @property
     def has_idle_slot(self) -> bool:
@@ -126,9 +139,40 @@ class Decoder:
     @torch.inference_mode()
     def discard(self, slot: int) -> None:
         """Free a slot whose numbers are not finite, and leave nothing of them."""
+        self.drop(slot)
+        self.cache.clear(slot)
+
+    def drop(self, slot: int) -> None:
+        """Free a slot, and leave its prefix to no other sequence."""
         self.table.release(slot)
         self.table.forget(slot)
-        self.cache.clear(slot)
+
+    @property
+    def largest(self) -> int | None:
+        """The slot of the longest sequence in flight, of several the one that came last; None without sequences."""
+        table = self.table
+        active = np.flatnonzero(table.active[: table.num_batch])
+        if not len(active):
+            return None
+        return int(active[np.lexsort((table.arrival[active], table.length[active]))[-1]])
+
+    @torch.inference_mode()
+    def give_back_memory(self) -> None:
+        """Let go of all that sequences in flight do not need: parked prefixes, and room for longer sequences."""
+        table = self.table
+        for place in self._parked:
+            table.forget(place)
+        self._parked.clear()
+        try:
+            self.cache.shrink(int(table.length[table.active].max(initial=0)))
+        except (MemoryError, RuntimeError) as error:  # there is not even room for a smaller copy
+            if not is_out_of_memory(error):
+                raise
+            table.rebuild_all(self.version)
+            self.cache.drop()
+        np.minimum(table.computed, self.cache.capacity, out=table.computed)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def set_version(self, version: int) -> None:
@@ -145,7 +189,9 @@ class Decoder:
         place = table.parking_place()
         if place is None or place == keep_out or not table.session[slot]:
             return
-        self._parked[place] = self.cache.keep(slot, int(table.computed[slot]))
+        kept = self.cache.keep(slot, int(table.computed[slot]))
+        table.forget(place)
+        self._parked[place] = kept
         table.move(slot, place)
 
     def _copy_prefix(self, source: int, slot: int, num_tokens: int) -> None:
@@ -162,9 +208,20 @@ class Decoder:
     def step(self) -> tuple[Slots, Slots]:
         """One forward pass: every decoding sequence gets a token, prompts are processed as far as the pass allows.
 
+        If it raises, every sequence is as long as it was, and the next pass draws the tokens of this one.
+
         Returns:
             The slots whose sequences ended, and those whose logits are not finite numbers.
         """
+        before, counts = self.table.snapshot(), replace(self.counts)
+        try:
+            return self._pass()
+        except BaseException:
+            self.table.restore(before)
+            self.counts = counts
+            raise
+
+    def _pass(self) -> tuple[Slots, Slots]:
         table = self.table
         active = np.flatnonzero(table.active[: table.num_batch])
         if not len(active):

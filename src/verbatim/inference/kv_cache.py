@@ -75,6 +75,17 @@ class KeyValueCache:
             keys[..., : self.capacity], values[..., : self.capacity, :] = self.keys, self.values
             self.keys, self.values = keys, values
 
+    def shrink(self, num_tokens: int) -> None:
+        """Keep room for sequences of this many tokens only; what lies beyond is lost."""
+        capacity = up_to(num_tokens, BLOCK)
+        if capacity < self.capacity:
+            keys, values = self.keys[..., :capacity], self.values[..., :capacity, :]
+            self.keys, self.values = (part.clone(memory_format=torch.contiguous_format) for part in (keys, values))
+
+    def drop(self) -> None:
+        """Hold nothing at all; needs no memory for it."""
+        self.keys, self.values = self.keys[..., :0].clone(), self.values[..., :0, :].clone()
+
     def keep(self, slot: int, num_tokens: int) -> KeptPrefix:
         """A copy of a slot's first tokens, for when the slot has been taken by another sequence."""
         return KeptPrefix(

@@ -1,4 +1,4 @@
-"""What a sampler refuses before it starts: prompts that no model could continue."""
+"""What a sampler refuses before it starts: prompts that no model could continue, stop ids that it cannot sample."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_prompt(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
-    """Refuse a request that cannot be continued by at least one token.
+    """Refuse a request that cannot be continued by at least one token, or whose stop ids are not the model's.
 
     Raises:
         RecordError: an empty or too long prompt, or an id outside the vocabulary (names position and value).
@@ -60,3 +60,8 @@ def check_prompt(request: SampleRequest, *, vocab_size: int, context_length: int
     if len(prompt) >= context_length:
         raise RecordError(f"prompt_ids: {len(prompt)} ids leave no room in a context of {context_length} tokens; "
                           f"at most {context_length - 1} fit")  # fmt: skip
+    stops = request.params.stop_token_ids
+    if stops and max(stops) >= vocab_size:
+        position = next(k for k, token in enumerate(stops) if token >= vocab_size)
+        raise RecordError(f"stop_token_ids: id {stops[position]} at position {position} is outside the vocabulary of "
+                          f"{vocab_size} ids, so nothing could end with it")  # fmt: skip

@@ -61,7 +61,7 @@ class SlotTable:
         self.top_p = np.ones(slots, dtype=np.float32)
         self.min_p = np.zeros(slots, dtype=np.float32)
         self.truncates = np.zeros(slots, dtype=np.bool_)
-        self.stop_ids = np.full((slots, 1), -1, dtype=np.int32)
+        self.stop_ids: list[frozenset[int]] = [frozenset()] * slots
         self._clock = 0
 
     def place(self, prompt: Int32, session: str, version: int, *, keep: bool) -> Placement | None:
@@ -164,18 +164,10 @@ class SlotTable:
         self.temperature[slot] = params.temperature
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = params.top_k, params.top_p, params.min_p
         self.truncates[slot] = params.truncates
-        self._set_stop_ids(slot, params.stop_token_ids)
+        self.stop_ids[slot] = frozenset(params.stop_token_ids)
         self.active[slot] = True
         self._clock += 1
         self.arrival[slot] = self._clock
-
-    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self.stop_ids.shape[1]
-        if missing > 0:
-            padding = np.full((len(self.stop_ids), missing), -1, dtype=np.int32)
-            self.stop_ids = np.concatenate([self.stop_ids, padding], axis=1)
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_ids)] = stop_ids
 
     def release(self, slot: int) -> None:
         """End a sequence; what is cached of it stays until the slot is taken."""
@@ -203,7 +195,15 @@ class SlotTable:
         return int(self.length[slot] - self.prompt_length[slot])
 
     def stopped(self, slots: Slots) -> NDArray[np.bool_]:
-        """Which sequences' last id is one of their stop ids."""
-        last = self.ids[slots, self.length[slots] - 1]
-        hit: NDArray[np.bool_] = (last[:, None] == self.stop_ids[slots]).any(axis=1)
-        return hit
+        """Which sequences' last id is one of their stop ids; costs the same however many of those there are."""
+        last = self.ids[slots, self.length[slots] - 1].tolist()
+        hits = [token in self.stop_ids[slot] for slot, token in zip(slots.tolist(), last, strict=True)]
+        return np.array(hits, dtype=np.bool_)
+
+    def snapshot(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How far every sequence is; `restore` goes back to it if a pass does not come to its end."""
+        return self.length.copy(), self.computed.copy()
+
+    def restore(self, before: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
+        """Forget what a pass did: its tokens are drawn again, and are the same, as randomness is by position."""
+        self.length[:], self.computed[:] = before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -21,12 +22,16 @@ from verbatim.inference.base import Completion, SampleRequest, nothing_sampled
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
 from verbatim.inference.decoder import Decoder, DecoderConfig
 from verbatim.inference.model_check import refuse_other_decoding
+from verbatim.inference.out_of_memory import is_out_of_memory
 from verbatim.inference.requests import check_ids, check_prompt, check_temperature, check_version
 from verbatim.inference.whole_sequence import sequence_logprobs
 from verbatim.models.head import CausalLM
-from verbatim.models.loading import load_model, load_weights
+from verbatim.models.loading import load_model, read_weights, replace_weights
 from verbatim.models.positions import refuse_moving_positions
+from verbatim.texts import cut, error_text
 from verbatim.types import Float32, Int32, StopReason
+
+logger = logging.getLogger(__name__)
 
 _MOST_DEFERRED = 16
 """Requests that may wait for another's prefix before the rest of the queue is left for the next step."""
@@ -84,6 +89,8 @@ class _Command(_Reply):
     """Something to run between two steps."""
 
     run: Callable[[], Any]
+    vital: bool
+    """Whether the engine cannot go on where this fails: the model may be half changed."""
 
 
 @dataclass(eq=False)
@@ -136,7 +143,7 @@ class TorchSampler:
         num_threads: threads of the engine's matrix products; None takes torch's setting. Other threads keep theirs.
 
     Raises:
-        ModelError: no such model, or one that cannot be cached exactly.
+        ModelError: no such model, one that cannot be cached exactly, or whose weights are not finite numbers.
     """
 
     def __init__(
@@ -173,8 +180,10 @@ class TorchSampler:
         self._inbox: deque[_Job | _Command | _Cancel] = deque()
         self._closing = False
         self._fault: BaseException | None = None
+        self._reading_weights = threading.Lock()
         # Of the engine's thread alone:
         self._waiting: deque[_Job] = deque()
+        self._commands: deque[_Command] = deque()
         self._running: dict[int, _Job] = {}
         self._outbox = _Outbox()
         self._completions = 0
@@ -199,12 +208,22 @@ class TorchSampler:
         """The version of the weights in use."""
         return self._decoder.version
 
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is dead and can answer nothing any more; None while it lives."""
+        if self._fault is not None:
+            return str(_engine_failed(self._fault))
+        if not self._closing and not self._thread.is_alive():
+            return "the sampler's thread has ended"
+        return None
+
     async def generate(self, request: SampleRequest) -> Completion:
         """Sample one completion. Cancelling the call frees its place in the batch, between two steps.
 
         Raises:
             RecordError: an empty or too long prompt, or an id outside the vocabulary.
-            SamplerFault: the engine failed or is closed, or the model's logits are not finite numbers.
+            SamplerFault: the engine failed or is closed, memory is not enough for it, or the model's logits are not
+                finite numbers.
             asyncio.CancelledError: it was cancelled; holds how many tokens had been drawn (`num_tokens_drawn`).
         """
         check_prompt(request, vocab_size=self._vocab_size, context_length=self._context_length)
@@ -222,19 +241,32 @@ class TorchSampler:
         return completion
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder between two decode steps; nothing in flight is lost.
+        """Load a Hugging Face folder: read it beside the decoding, and take it between two steps; nothing is lost.
 
         Raises:
-            ModelError: the folder does not fit; the engine goes on with the weights and the version it has.
+            ModelError: the folder cannot be read, does not fit, or holds a weight that is not a finite number; the
+                engine goes on with the weights and the version it has.
             UsageError: a version that none can be.
+            SamplerFault: the engine is dead or closed.
         """
         check_version(version)
+        weights = await asyncio.to_thread(self._read_weights, Path(path))
 
-        def load() -> None:
-            load_weights(self._model.model, Path(path))
+        def take() -> None:
+            replace_weights(self._model.model, weights)
             self._decoder.set_version(version)
 
-        await self._run_between_steps(load)
+        await self._run_between_steps(take, vital=True)
+
+    def _read_weights(self, folder: Path) -> dict[str, torch.Tensor]:
+        with self._reading_weights, _threads(self._num_threads):
+            try:
+                return read_weights(self._model.model, folder)
+            except VerbatimError:
+                raise
+            except Exception as error:  # a folder of somebody else's, read by several libraries
+                raise ModelError(f"{cut(repr(str(folder)), 200)} cannot be loaded as weights: "
+                                 f"{error_text(error, 200)}") from error  # fmt: skip
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it, past any cache: float32 [L]; the first is NaN.
@@ -252,7 +284,7 @@ class TorchSampler:
             logprobs: Float32 = sequence_logprobs(self._model, tokens, temperature).cpu().numpy()
             return logprobs
 
-        scored: Float32 = await self._run_between_steps(score)
+        scored: Float32 = await self._run_between_steps(score, vital=False)
         return scored
 
     async def close(self) -> None:
@@ -274,7 +306,7 @@ class TorchSampler:
             completions=self._completions,
             busy_seconds=self._busy_seconds,
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._inbox),
+            num_waiting=len(self._waiting) + len(self._commands) + len(self._inbox),
         )
 
     def _send(self, message: _Job | _Command) -> None:
@@ -286,9 +318,9 @@ class TorchSampler:
             self._inbox.append(message)
             self._wake.notify()
 
-    async def _run_between_steps(self, run: Callable[[], Any]) -> Any:
+    async def _run_between_steps(self, run: Callable[[], Any], *, vital: bool) -> Any:
         loop = asyncio.get_running_loop()
-        command = _Command(loop=loop, future=loop.create_future(), run=run)
+        command = _Command(loop=loop, future=loop.create_future(), run=run, vital=vital)
         self._send(command)
         return await command.future
 
@@ -300,11 +332,7 @@ class TorchSampler:
                 while self._receive():
                     began = time.perf_counter()
                     self._admit()
-                    ended, faulty = self._decoder.step()
-                    for slot in ended.tolist():
-                        self._finish(slot)
-                    for slot in faulty.tolist():
-                        self._fail(slot)
+                    self._step()
                     self._outbox.send()
                     self._busy_seconds += time.perf_counter() - began
         except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
@@ -315,13 +343,16 @@ class TorchSampler:
     def _receive(self) -> bool:
         """Take what arrived, sleeping while there is nothing to do; False when it is time to stop."""
         with self._wake:
-            while not (self._inbox or self._closing or self._waiting or self._running):
+            while not (self._inbox or self._closing or self._waiting or self._running or self._commands):
                 self._wake.wait()
             if self._closing:
                 return False
             arrived = len(self._inbox)
         for _ in range(arrived):
             self._take(self._inbox.popleft())
+        if self._commands:  # one between two steps, so that many of them hold up no completion
+            self._run(self._commands[0])
+            self._commands.popleft()
         self._outbox.send()
         return True
 
@@ -329,24 +360,31 @@ class TorchSampler:
         match message:
             case _Job():
                 self._waiting.append(message)
+            case _Command():
+                self._commands.append(message)
             case _Cancel():
                 self._drop(message.job)
-            case _Command():
-                try:
-                    answer = message.run()
-                except VerbatimError as error:  # the caller's mistake; the engine goes on
-                    answer = error
-                except BaseException as error:
-                    self._outbox.put(message, _engine_failed(error))
-                    raise
-                self._outbox.put(message, answer)
+
+    def _run(self, command: _Command) -> None:
+        try:
+            answer = command.run()
+        except Exception as error:
+            if command.vital:
+                raise
+            answer = error if isinstance(error, VerbatimError) else _request_failed(error)
+        self._outbox.put(command, answer)
 
     def _admit(self) -> None:
         deferred: list[_Job] = []
         try:
             while self._waiting and self._decoder.has_idle_slot and len(deferred) < _MOST_DEFERRED:
                 job = self._waiting[0]  # where it is found, should this fail
-                job.slot = self._decoder.add(job.request)
+                try:
+                    job.slot = self._decoder.add(job.request)
+                except Exception as error:  # noqa: BLE001 - whatever it is about this request, the others go on
+                    self._outbox.put(job, _request_failed(error))
+                    del self._waiting[0]
+                    continue
                 del self._waiting[0]
                 if job.slot is None:
                     deferred.append(job)
@@ -355,6 +393,35 @@ class TorchSampler:
                     self._running[job.slot] = job
         finally:
             self._waiting.extendleft(reversed(deferred))
+
+    def _step(self) -> None:
+        no_room = None
+        try:
+            ended, faulty = self._decoder.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            no_room = error_text(error, 200)
+        if no_room is not None:  # outside of the handler: what the pass took is free by now
+            self._make_room(no_room)
+            return
+        for slot in ended.tolist():
+            self._finish(slot)
+        for slot in faulty.tolist():
+            self._fail(slot)
+
+    def _make_room(self, why: str) -> None:
+        """Memory was not enough for a pass: its longest sequence fails, and the others are passed again without it."""
+        slot = self._decoder.largest
+        assert slot is not None, "a pass without sequences takes no memory"
+        table = self._decoder.table
+        length, others = int(table.length[slot]), len(self._running) - 1
+        fault = SamplerFault(f"memory was not enough for a sequence of {length} tokens beside {others} others ({why}); "
+                             "it was the longest, so it was given up", num_tokens=table.num_new(slot))  # fmt: skip
+        logger.warning("%s", fault)
+        self._outbox.put(self._running.pop(slot), fault)
+        self._decoder.drop(slot)
+        self._decoder.give_back_memory()
 
     def _drop(self, job: _Job) -> None:
         """Answer with what there is, unless the job has its answer already."""
@@ -367,8 +434,9 @@ class TorchSampler:
             self._outbox.put(job, nothing_sampled(time.perf_counter() - job.submitted))
 
     def _finish(self, slot: int) -> None:
-        job = self._running.pop(slot)
+        job = self._running[slot]  # where it is found, should this fail
         self._outbox.put(job, self._completion(job, slot, cancelled=False))
+        del self._running[slot]
         self._decoder.release(slot)
         self._completions += 1
 
@@ -404,14 +472,14 @@ class TorchSampler:
             drawn = self._decoder.table.num_new(slot)
             answer = _engine_failed(fault, drawn) if fault else self._completion(job, slot, cancelled=True)
             self._outbox.put(job, answer)
-        for message in (*self._waiting, *left):
+        for message in (*self._waiting, *self._commands, *left):
             if fault:
                 self._outbox.put(message, _engine_failed(fault))
             elif isinstance(message, _Job):
                 self._outbox.put(message, nothing_sampled(time.perf_counter() - message.submitted))
             else:
                 self._outbox.put(message, SamplerFault("the sampler was closed before it got to this"))
-        self._running, self._waiting = {}, deque()
+        self._running, self._waiting, self._commands = {}, deque(), deque()
         self._outbox.send()
 
 
@@ -434,6 +502,13 @@ async def _num_drawn(job: _Job) -> int:
         await settle([job.future])
     fault = job.future.exception()
     return num_tokens_drawn(fault) if fault is not None else len(job.future.result().ids)
+
+
+def _request_failed(cause: Exception) -> SamplerFault:
+    fault = SamplerFault(f"the sampler failed on this request: {error_text(cause, 500)}")
+    if not is_out_of_memory(cause):  # its frames would keep what they took
+        fault.__cause__ = cause
+    return fault
 
 
 def _engine_failed(cause: BaseException, num_tokens: int = 0) -> SamplerFault:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,13 @@ def load_model(
             attention, and `CausalLM` computes each of its rows by itself.
 
     Raises:
-        ModelError: no such folder or id, no causal language model, or one that is refused.
+        ModelError: no such folder or id, no causal language model, one that is refused, or weights that are not finite.
     """
     place = resolve_device(str(device))
     source = find_source(name)
     with refusing(f"model {str(name)!r}{_kind(source)} cannot be loaded as a causal language model"):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype])
+    refuse_not_finite(model.named_parameters(), f"model {str(name)!r}")  # no check below could tell them from others
     model.eval()
     model = model.to(place)
     with refusing(f"{type(model).__name__} fails in its first forward pass"):
@@ -150,13 +152,24 @@ def load_weights(model: Any, folder: Path) -> None:
     The folder is in the format that `save_model` writes and `from_pretrained` reads.
 
     Raises:
-        ModelError: tensors that are missing, unknown or of another shape; the model is then unchanged.
+        ModelError: tensors that are missing, unknown, of another shape or not finite; the model is then unchanged.
+    """
+    replace_weights(model, read_weights(model, folder))
+
+
+def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder, by the model's names, all of which `replace_weights` can take. The model is not changed.
+
+    Raises:
+        ModelError: tensors that are missing, unknown, of another shape, or with numbers that are not finite.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder} holds no *.safetensors")
     incoming: dict[str, torch.Tensor] = {}
     for file in files:
+        if not file.is_file():  # a pipe would be waited for
+            raise ModelError(f"{file} is not a file; expected weights as safetensors")
         try:
             incoming.update(load_file(file))
         except (SafetensorError, OSError) as error:
@@ -165,8 +178,7 @@ def load_weights(model: Any, folder: Path) -> None:
         incoming, unknown = to_model_tensors(model, incoming)
     except ModelError as error:
         raise ModelError(f"{folder} does not fit the model: {error}") from error
-    own = dict(model.named_parameters(remove_duplicate=False))
-    own.update({k: v for k, v in model.named_buffers() if k in model.state_dict()})
+    own = _own_tensors(model)
     storages = {own[k].data_ptr() for k in incoming}
     missing = [k for k, v in own.items() if k not in incoming and v.data_ptr() not in storages]
     shapes = [k for k, v in incoming.items() if own[k].shape != v.shape]
@@ -174,9 +186,46 @@ def load_weights(model: Any, folder: Path) -> None:
     if unknown or missing or shapes:
         raise ModelError(f"{folder} does not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
                          f"other shape {shapes[:3]}")  # fmt: skip
+    refuse_not_finite(incoming.items(), str(folder), {key: own[key].dtype for key in incoming})
+    return incoming
+
+
+def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy what `read_weights` gave into the model."""
+    own = _own_tensors(model)
     with torch.no_grad():
-        for key, value in incoming.items():
+        for key, value in weights.items():
             own[key].copy_(value)
+
+
+def _own_tensors(model: Any) -> dict[str, torch.Tensor]:
+    own = dict(model.named_parameters(remove_duplicate=False))
+    own.update({k: v for k, v in model.named_buffers() if k in model.state_dict()})
+    return own
+
+
+def refuse_not_finite(
+    tensors: Iterable[tuple[str, torch.Tensor]], where: str, dtypes: Mapping[str, torch.dtype] | None = None
+) -> None:
+    """Refuse weights that every token would be NaN by.
+
+    Args:
+        tensors: Names and values.
+        where: They come from, for the message.
+        dtypes: They will be held in; as they are where this says nothing.
+
+    Raises:
+        ModelError: a NaN, an infinity, or a number that the dtype does not hold; names the tensor.
+    """
+    for name, tensor in tensors:
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        value = tensor.detach()
+        extremes = torch.stack(torch.aminmax(value.float() if value.itemsize == 1 else value))  # NaN is in both
+        dtype = (dtypes or {}).get(name, extremes.dtype)
+        if not bool(extremes.to(dtype).isfinite().all()):
+            raise ModelError(f"{where}: the tensor {name} holds numbers that are not finite in {dtype}: the weights "
+                             "have diverged, or the file is damaged")  # fmt: skip
 
 
 def _refuse_two_values_for_one_tensor(

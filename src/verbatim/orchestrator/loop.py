@@ -33,7 +33,7 @@ from verbatim.credit.chunk_returns import TURN_REWARDS_SUM
 from verbatim.curriculum import Flatness
 from verbatim.environments.base import Environment, succeeded
 from verbatim.errors import RunStopped, VerbatimError
-from verbatim.inference.base import Sampler
+from verbatim.inference.base import Sampler, watch_engine
 from verbatim.inference.teacher import Teacher
 from verbatim.orchestrator.assemble import (
     AssembledGroup,
@@ -225,7 +225,7 @@ class Orchestrator:
 
     async def _train(self, lag: LoopLag) -> None:
         producer = asyncio.create_task(self._produce(), name="producer")
-        watch = asyncio.create_task(self._trainer.watch(), name="watch")
+        watch = asyncio.create_task(self._watch(), name="watch")
         self._finished_at = time.perf_counter()
         try:
             while (submitted := await self._next_submitted(producer, watch)) is not None:
@@ -242,6 +242,19 @@ class Orchestrator:
             for task in unfinished:
                 task.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Raise why, once the trainer or the engine can do nothing more; else it ends with neither."""
+        watches = [asyncio.ensure_future(watch) for watch in (self._trainer.watch(), watch_engine(self._sampler))]
+        try:
+            while True:
+                done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+                for watch in done:
+                    watch.result()
+                    watches.remove(watch)
+        finally:
+            for watch in watches:
+                watch.cancel()
 
     # ---- the producer
 

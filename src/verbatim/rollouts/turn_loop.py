@@ -89,8 +89,9 @@ class AgentLoop:
     ) -> None:
         self._sampler = sampler
         self._renderer = renderer
+        ends = [token for token in renderer.stop_token_ids if token < sampler.vocab_size]  # a tokenizer may have more
         self._params = dataclasses.replace(
-            params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *renderer.stop_token_ids)))
+            params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
         )
         self._limits = limits
         self._recorder = recorder

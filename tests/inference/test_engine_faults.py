@@ -1,0 +1,287 @@
+"""One request's failure fails that request; what the engine cannot survive is said to everybody, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from verbatim.config.schema import InferenceConfig
+from verbatim.errors import EngineDead, ModelError, RecordError, SamplerFault
+from verbatim.inference import SampleRequest, SamplingParams, out_of_memory
+from verbatim.inference.base import MOST_STOP_IDS, watch_engine
+from verbatim.inference.cut_off import num_tokens_drawn
+from verbatim.inference.torch_engine import TorchSampler
+from verbatim.models import loading
+
+VOCAB = 97
+
+
+def request(prompt=(1, 2, 3), seed=0, session="", **params):
+    return SampleRequest(prompt_ids=np.array(prompt, np.int32), params=SamplingParams(**params), seed=seed,
+                         session=session)  # fmt: skip
+
+
+def make(folder, **config):
+    config = {"max_batch_size": 4, "deterministic": True, **config}
+    return TorchSampler(folder, config=InferenceConfig(device="cpu", **config), context_length=256, num_threads=1)
+
+
+async def together(sampler, requests):
+    """All of them reach the engine before it takes the first."""
+    with sampler._wake:
+        calls = [asyncio.create_task(sampler.generate(r)) for r in requests]
+        await asyncio.sleep(0)
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def bits(completion):
+    return completion.ids.tobytes(), completion.logprobs.tobytes(), completion.policy_versions.tobytes()
+
+
+def damaged(source, folder, name, at, value):
+    """A copy of a model with one number changed."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[at] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_what_each_allocator_says_is_known():
+    assert doctest.testmod(out_of_memory).failed == 0
+
+
+# ---- stop ids
+
+
+def test_more_stop_ids_than_the_bound_are_refused_with_their_number_and_not_all_of_them():
+    with pytest.raises(ValueError, match=r"stop_token_ids = .* at most 4096 ids, found 1000000") as refused:
+        SamplingParams(stop_token_ids=tuple(range(10**6)))
+    assert len(str(refused.value)) < 300
+    SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS)))
+
+
+async def test_a_stop_id_outside_of_the_vocabulary_is_refused_naming_its_position(models):
+    sampler = make(models["tied"])
+    with pytest.raises(RecordError, match=f"stop_token_ids: id 500 at position 1 is outside the vocabulary of {VOCAB}"):
+        await sampler.generate(request(stop_token_ids=(5, 500)))
+    assert len((await sampler.generate(request(max_tokens=3))).ids) == 3
+    await sampler.close()
+
+
+async def test_the_stop_ids_of_one_request_are_not_held_by_those_that_come_after(models):
+    sampler = make(models["tied"], max_batch_size=1)
+    before = await sampler.generate(request(max_tokens=30))
+    await sampler.generate(request(max_tokens=30, stop_token_ids=tuple(range(VOCAB)) * 42))
+    assert bits(await sampler.generate(request(max_tokens=30))) == bits(before)
+    assert sum(len(ids) for ids in sampler._decoder.table.stop_ids) == 0
+    await sampler.close()
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+async def test_weights_that_are_not_finite_are_refused_before_any_is_replaced(models, tmp_path, value):
+    """Not even those of the tensors that come before the damaged one are taken."""
+    folder = damaged(models["tied_later"], tmp_path / "w", "model.norm.weight", 7, value)
+    sampler = make(models["tied"])
+    before = await sampler.generate(request(max_tokens=15))
+    weights = {name: tensor.clone() for name, tensor in sampler._model.model.state_dict().items()}
+    with pytest.raises(ModelError, match=r"model\.norm\.weight holds numbers that are not finite"):
+        await sampler.update_weights(folder, 1)
+    assert sampler.policy_version == 0
+    for name, tensor in sampler._model.model.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+    assert bits(await sampler.generate(request(max_tokens=15))) == bits(before)
+    await sampler.close()
+
+
+def test_a_number_that_the_models_dtype_does_not_hold_is_not_finite_there():
+    large = torch.tensor([3.4e38])
+    loading.refuse_not_finite([("w", large)], "here")
+    with pytest.raises(ModelError, match=r"w holds numbers that are not finite in torch\.bfloat16"):
+        loading.refuse_not_finite([("w", large)], "here", {"w": torch.bfloat16})
+
+
+def test_a_model_whose_weights_are_not_finite_is_refused_at_the_start(models, tmp_path):
+    folder = damaged(models["tied"], tmp_path / "w", "model.layers.0.mlp.up_proj.weight", 3, float("nan"))
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds numbers that are not finite"):
+        make(folder)
+
+
+@pytest.mark.parametrize("kind", ["name too long", "null character", "pipe", "folder as file", "no permission"])
+async def test_a_path_that_the_system_refuses_fails_its_update_alone(models, tmp_path, kind):
+    folder = tmp_path / "w"
+    folder.mkdir()
+    if kind == "name too long":
+        folder = tmp_path / ("x" * 5000)
+    elif kind == "null character":
+        folder = tmp_path / "\0"
+    elif kind == "pipe":
+        os.mkfifo(folder / "model.safetensors")
+    elif kind == "folder as file":
+        (folder / "model.safetensors").mkdir()
+    else:
+        shutil.copytree(models["tied"], folder, dirs_exist_ok=True)
+        (folder / "model.safetensors").chmod(0)
+        if os.access(folder / "model.safetensors", os.R_OK):  # an administrator may read it all the same
+            (folder / "model.safetensors").unlink()
+    sampler = make(models["tied"])
+    before = await sampler.generate(request(max_tokens=9))
+    async with asyncio.timeout(20):
+        with pytest.raises(ModelError):
+            await sampler.update_weights(folder, 1)
+    assert sampler.failure is None
+    assert bits(await sampler.generate(request(max_tokens=9))) == bits(before)
+    await sampler.close()
+
+
+async def test_weights_that_were_replaced_by_half_end_the_engine(models, monkeypatch):
+    sampler = make(models["tied"])
+    monkeypatch.setattr("verbatim.inference.torch_engine.replace_weights", lambda model, weights: 1 / 0)
+    with pytest.raises(SamplerFault, match="thread failed: ZeroDivisionError"):
+        await sampler.update_weights(models["tied_later"], 1)
+    with pytest.raises(SamplerFault, match="thread failed: ZeroDivisionError"):
+        await sampler.generate(request())
+    assert "ZeroDivisionError" in sampler.failure
+    with pytest.raises(EngineDead, match="ZeroDivisionError"):
+        await asyncio.wait_for(watch_engine(sampler), 5)
+    await sampler.close()
+
+
+# ---- memory
+
+OUT_OF_MEMORY = [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+                 RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate "
+                              "memory: you tried to allocate 99 bytes")]  # fmt: skip
+
+
+def fail_once(monkeypatch, owner, name, error, at):
+    """The call number `at` of a function does its work and then fails, as if there had been no memory for the rest."""
+    real, calls = getattr(owner, name), iter(range(10**9))
+
+    def failing(*args, **kwargs):
+        found = real(*args, **kwargs)
+        if next(calls) == at:
+            raise error
+        return found
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["numpy", "cuda", "cpu"])
+@pytest.mark.parametrize("where", ["reserve", "forward", "account", "logits", "append"])
+@pytest.mark.parametrize("at", [0, 9])
+async def test_without_memory_the_longest_sequence_fails_and_the_others_go_on_with_the_same_tokens(
+    models, monkeypatch, error, where, at
+):
+    """Wherever in a pass memory ends: in the first one (the prompts) or in a later one."""
+    requests = [request(range(1, 4 + 9 * k), seed=k, max_tokens=20) for k in range(4)]
+    alone = make(models["tied"])
+    expected = [bits(await alone.generate(r)) for r in requests]
+    await alone.close()
+    sampler = make(models["tied"])
+    decoder = sampler._decoder
+    owner, name = {
+        "reserve": (decoder.cache, "reserve"), "forward": (decoder, "_forward"), "account": (decoder, "_account"),
+        "logits": (decoder.model, "logits"), "append": (decoder.table, "append"),
+    }[where]  # fmt: skip
+    # `add` reserves too, once for each request, before the first pass does.
+    fail_once(monkeypatch, owner, name, error, at + 4 * (where == "reserve"))
+    ends = await together(sampler, requests)
+    assert [bits(end) for end in ends[:3]] == expected[:3]
+    assert isinstance(ends[3], SamplerFault)
+    assert "memory was not enough for a sequence of" in str(ends[3])
+    assert sampler.failure is None
+    stats = sampler.stats()
+    assert stats.sampled_tokens == 60 + num_tokens_drawn(ends[3])
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert bits(await sampler.generate(requests[3])) == expected[3]
+    await sampler.close()
+
+
+async def test_the_room_of_the_sequence_that_failed_is_given_back(models, monkeypatch):
+    sampler = make(models["tied"])
+    decoder = sampler._decoder
+    fail_once(monkeypatch, decoder, "_forward", MemoryError(), 3)
+    short, long = await together(sampler, [request(max_tokens=12), request([5] * 200, max_tokens=12)])
+    assert isinstance(long, SamplerFault)
+    assert len(short.ids) == 12
+    assert decoder.cache.capacity == 64
+    await sampler.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), ZeroDivisionError("a bug")])
+async def test_a_request_that_cannot_be_taken_fails_alone(models, monkeypatch, error):
+    sampler = make(models["tied"])
+    first = await sampler.generate(request(max_tokens=20))
+    real = sampler._decoder.table.start
+
+    def start(slot, asked, reused, version):
+        if asked.seed == 7:
+            raise error
+        real(slot, asked, reused, version)
+
+    monkeypatch.setattr(sampler._decoder.table, "start", start)
+    ends = await together(sampler, [request(seed=seed, max_tokens=20) for seed in (0, 7, 0)])
+    assert isinstance(ends[1], SamplerFault) and type(error).__name__ in str(ends[1])
+    assert bits(ends[0]) == bits(ends[2]) == bits(first)
+    assert sampler.failure is None
+    await sampler.close()
+
+
+async def test_a_request_that_failed_halfway_leaves_no_prefix_behind(models, monkeypatch):
+    """Its slot held another sequence's keys when it failed: whoever takes it next computes its own."""
+    sevens, longer = request([7] * 6, max_tokens=9), request([7] * 7, max_tokens=9)
+    alone = make(models["tied"])
+    expected = await alone.generate(longer)
+    await alone.close()
+    sampler = make(models["tied"], max_batch_size=2)
+    await sampler.generate(sevens)
+    await sampler.generate(request(range(1, 40), session="a", max_tokens=2))
+    with monkeypatch.context() as patched:
+        fail_once(patched, sampler._decoder.cache, "copy_prefix", MemoryError(), 0)
+        with pytest.raises(SamplerFault, match="MemoryError"):
+            await sampler.generate(request([*range(1, 40), 5], session="c", max_tokens=2))
+    assert bits(await sampler.generate(longer)) == bits(expected)
+    await sampler.close()
+
+
+async def test_logprobs_of_a_prompt_that_memory_is_not_enough_for_fail_alone(models, monkeypatch):
+    sampler = make(models["tied"])
+
+    def fail(*args):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("verbatim.inference.torch_engine.sequence_logprobs", fail)
+        with pytest.raises(SamplerFault, match="failed on this request: MemoryError: no room"):
+            await sampler.prompt_logprobs(np.array([1, 2], np.int32))
+    assert np.isfinite(await sampler.prompt_logprobs(np.array([1, 2], np.int32))).tolist() == [False, True]
+    await sampler.close()
+
+
+async def test_many_questions_between_two_steps_do_not_hold_up_completions(models, monkeypatch):
+    """At most one is answered between two steps."""
+    sampler = make(models["tied"])
+    order = []
+    step = sampler._decoder.step
+    monkeypatch.setattr(sampler._decoder, "step", lambda: (order.append("step"), step())[1])
+    running = asyncio.create_task(sampler.generate(request(max_tokens=200)))
+    await asyncio.sleep(0.02)
+    run = sampler._run
+    monkeypatch.setattr(sampler, "_run", lambda command: (order.append("question"), run(command))[1])
+    await asyncio.gather(*(sampler.prompt_logprobs(np.array([1, 2], np.int32)) for _ in range(20)))
+    assert not running.done()
+    first = order.index("question")
+    assert order[first : first + 39] == ["question", "step"] * 19 + ["question"]
+    await running
+    await sampler.close()
