@@ -40,8 +40,8 @@ def scripted(script: Any = ((5, 6, 7),), **fields: Any) -> ScriptedSampler:
 
 @contextlib.asynccontextmanager
 async def behind_http(sampler: Sampler, **settings: Any) -> AsyncIterator[HttpSampler]:
-    async with serve_sampler(sampler) as server:
-        client = await HttpSampler.connect(server.url, **settings)
+    async with serve_sampler(sampler, api_key="sk-test-key") as server:
+        client = await HttpSampler.connect(server.url, api_key="sk-test-key", **settings)
         try:
             yield client
         finally:

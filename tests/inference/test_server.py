@@ -8,6 +8,7 @@ import doctest
 import json
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from verbatim.errors import UsageError
 from verbatim.inference import wire
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
 from verbatim.inference.server import serve_sampler
+from verbatim.inference.server_limits import ServerLimits
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hi"}]
@@ -161,7 +163,7 @@ async def test_a_request_that_is_none_is_refused_saying_where(body, said):
 
 
 async def test_bodies_that_are_no_json_too_large_or_of_another_type_are_refused():
-    async with asking(scripted(), max_body=1000) as client:
+    async with asking(scripted(), limits=ServerLimits(max_body=1000), weights_folder=Path("/")) as client:
         json_type = {"Content-Type": "application/json"}
         for content in (b"{", b"\xff", b'{"token_ids": [NaN]}', b"[" * 900):
             answer = await client.post(wire.GENERATE, content=content, headers=json_type)
@@ -188,8 +190,7 @@ async def test_with_a_key_everything_but_the_health_check_asks_for_it():
         assert (await client.get("/v1/models", headers={"Authorization": "Bearer sk-canary"})).status_code == 200
 
 
-async def test_weights_from_another_machine_need_a_key(monkeypatch):
-    monkeypatch.setattr("verbatim.inference.server_app._is_loopback", lambda request: False)
+async def test_weights_need_a_key_wherever_the_request_comes_from():
     sampler = scripted()
     async with asking(sampler) as client:
         assert "with an api key" in await refusal(client, wire.WEIGHTS, {"path": "/", "version": 1}, 403)
@@ -385,7 +386,7 @@ async def test_a_port_that_is_none_is_refused(port: int):
     ],
 )
 async def test_what_no_number_or_text_can_be_is_the_clients_mistake(path: str, body: str):
-    async with asking(scripted([[5]])) as client:
+    async with asking(scripted([[5]]), weights_folder=Path("/")) as client:
         answer = await client.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
@@ -398,8 +399,8 @@ async def test_a_client_that_reads_nothing_is_let_go_of_when_the_server_ends():
         server = await stack.enter_async_context(serve_sampler(sampler))
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]), limit=1024)
         body = json.dumps(token_body(1, max_tokens=400_000, logprobs=1)).encode()
-        writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-                     % (wire.GENERATE.encode(), len(body)) + body)  # fmt: skip
+        writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+                     b"\r\n%b" % (wire.GENERATE.encode(), len(body), body))  # fmt: skip
         head = await reader.readuntil(b"\r\n\r\n")
         promised = int(next(line for line in head.split(b"\r\n") if line.startswith(b"content-length")).split()[1])
         await stack.aclose()

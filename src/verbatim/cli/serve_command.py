@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,19 @@ from verbatim.cli.interrupts import two_presses
 from verbatim.cli.logs import log_to_console
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError
+from verbatim.inference.base import Sampler, watch_engine
 from verbatim.inference.server import LAST_PORT
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
 
 _CONTEXT = 4096
 """Tokens of the context where none are asked for and the model has as many positions."""
+_CHAT_PROCESSES = 2
+"""One for small requests alone."""
+_SWITCH_SECONDS = 5e-4
+"""How long the event loop may keep Python's lock from the engine, which asks for it after every operation."""
+_LAST_ANSWERS = 1.0
+"""Seconds in which a server whose engine has died still says so to those who ask."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--renderer", default="auto", metavar="NAME", help='chat format (auto); "none" serves token ids only')
     add("--tools", choices=("hermes",), help="write tools as text of the messages, for a chat template that has none")
     add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
+    add("--allow-host", action="append", default=[], metavar="NAME",
+        help='a name that requests may call this server by, beside its address ("*": any); with a key it needs none')
+    add("--weights-folder", type=Path, metavar="FOLDER",
+        help="take other weights from folders in this one (without it: from anywhere, with the key)")
     add("--context-length", type=int, metavar="N", help=f"most tokens of a sequence (the model's, up to {_CONTEXT})")
     add("--max-batch-size", type=int, default=64, metavar="N", help="sequences decoded together (64)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(float32)")
@@ -48,8 +60,10 @@ def run(args: argparse.Namespace) -> int:
     """Load, serve until Ctrl-C or SIGTERM, and let go of everything.
 
     Raises:
-        UsageError: an option that is none, a variable without a key, or an address that is taken.
+        UsageError: an option that is none, a variable without a key, a folder that is not there, or an address that is
+            taken.
         ModelError: a model that cannot be loaded.
+        EngineDead: the engine can answer nothing any more; whoever watches the process may start it anew.
     """
     if args.overrides:
         raise UsageError(f"verbatim serve has no option {args.overrides[0]}; see verbatim serve --help")
@@ -64,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {value}: expected at least 1")
     if not 0 <= args.port <= LAST_PORT:
         raise UsageError(f"--port {args.port}: expected 0 (any that is free) to {LAST_PORT}")
+    if args.weights_folder is not None and not args.weights_folder.is_dir():
+        raise UsageError(f"--weights-folder {args.weights_folder}: there is no such folder")
     console = PlainConsole()
     log_to_console(PlainConsole(stderr=True), logging.WARNING)
     stop = asyncio.Event()
@@ -81,17 +97,37 @@ async def _serve(args: argparse.Namespace, api_key: str | None, console: Console
 
     renderer = _make_renderer(args)
     sampler = _make_sampler(args)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         async with serve_sampler(
             sampler, host=args.host, port=args.port, renderer=renderer, model=args.name or Path(args.model).name,
-            api_key=api_key, seed=args.seed,
+            api_key=api_key, seed=args.seed, weights_folder=args.weights_folder, allow_hosts=args.allow_host,
+            chat_processes=_CHAT_PROCESSES,
         ) as server:  # fmt: skip
             console.print(f"{server.model} at {server.url} (chat completions: {server.url}/v1)" if renderer is not None
                           else f"{server.model} at {server.url} (token ids only)", soft_wrap=True)  # fmt: skip
-            await stop.wait()
+            await _until_stopped(sampler, stop)
             console.print("stopping")
     finally:
         await sampler.close()
+
+
+async def _until_stopped(sampler: Sampler, stop: asyncio.Event) -> None:
+    """Until Ctrl-C or SIGTERM.
+
+    Raises:
+        EngineDead: the engine has died.
+    """
+    ends = [asyncio.ensure_future(end) for end in (stop.wait(), watch_engine(sampler))]
+    try:
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in done:
+            if end.exception() is not None:
+                await asyncio.sleep(_LAST_ANSWERS)
+            end.result()
+    finally:
+        for end in ends:
+            end.cancel()
 
 
 def _make_renderer(args: argparse.Namespace) -> Any:

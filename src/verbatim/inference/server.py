@@ -8,15 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler
+from verbatim.inference.server_limits import ServerLimits, raise_descriptor_limit
 
 if TYPE_CHECKING:
+    from verbatim.inference.chat_desk import ChatDesk
     from verbatim.renderers.base import Renderer
 
 KEEP_ALIVE = 75
@@ -47,40 +51,72 @@ async def serve_sampler(
     model: str = "policy",
     api_key: str | None = None,
     seed: int | None = None,
-    max_body: int = 64 * 2**20,
+    limits: ServerLimits | None = None,
+    weights_folder: Path | None = None,
+    allow_hosts: Collection[str] = (),
+    chat_processes: int = 0,
 ) -> AsyncIterator[SamplerServer]:
     """Serve a sampler while the block lasts; then what is in flight is cancelled and answered with 503.
+
+    Raises this process's limit of open files as far as the system allows it.
 
     Args:
         sampler: Whose tokens. It is not closed.
         host: Loopback, unless another address is asked for. Whoever reaches it may sample.
         port: 0 takes a free one.
         renderer: The model's chat format: with it there is /v1/chat/completions, and completions end at its stop ids.
+            No other code may use it meanwhile.
         model: The name that requests use.
         api_key: Asked for as a bearer token; None asks for none.
         seed: Of the seeds of requests that bring none; None takes other ones each time.
-        max_body: Most bytes of a request.
+        limits: What one client may take; None takes the defaults.
+        weights_folder: Weights are taken from folders in this one only; None takes them from anywhere, with the key.
+        allow_hosts: Names that requests may call the server by, beside its address, `host` and "localhost"; "*" allows
+            any. Of importance without a key only.
+        chat_processes: Processes that render conversations; 0 renders on a thread, where one long or hostile
+            conversation slows down everything else in this process.
 
     Raises:
-        UsageError: the extra `serve` is not installed, or the address is taken or not ours.
+        UsageError: the extra `serve` is not installed, the address is taken or not ours, or the renderer cannot be
+            made in other processes.
     """
     try:
         import uvicorn
 
         from verbatim.inference.server_app import SamplerApp
+        from verbatim.inference.server_connections import Acceptor, Connection, Places
     except ImportError as error:
         raise UsageError(f"serving a sampler needs {error.name}: pip install 'verbatim-rl[serve]'") from None
-    app = SamplerApp(sampler, renderer=renderer, model=model, api_key=api_key, seed=seed, max_body=max_body)
+    limits = ServerLimits() if limits is None else limits
+    places = Places(limits, min(limits.max_connections, raise_descriptor_limit()))
     listening = _listen(host, port)
+    try:
+        desk = await _open_desk(renderer, chat_processes, limits)
+    except BaseException:
+        listening.close()
+        raise
+    app = SamplerApp(
+        sampler, desk=desk, end_ids=() if renderer is None else renderer.stop_token_ids, model=model, api_key=api_key,
+        seed=seed, limits=limits, weights_folder=weights_folder, hosts={"localhost", host, *allow_hosts},
+    )  # fmt: skip
     config = uvicorn.Config(
-        app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=5,
+        app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none", http="h11",
+        proxy_headers=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=5,
     )  # fmt: skip
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
+            """Listen with an acceptor of our own, in place of asyncio's."""
+            self.servers = []
+            make = functools.partial(Connection, config=config, server_state=self.server_state, app_state={},
+                                     places=places)  # fmt: skip
+            self.acceptor = Acceptor(listening, make, places)
+            self.started = True
             up.set()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            self.acceptor.close()
+            await super().shutdown(sockets)
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -103,6 +139,24 @@ async def serve_sampler(
         await asyncio.shield(running)
         for connection in list(server.server_state.connections):  # of clients that do not read their answers
             connection.transport.abort()
+        if desk is not None:
+            await desk.close()
+
+
+async def _open_desk(renderer: Renderer | None, processes: int, limits: ServerLimits) -> ChatDesk | None:
+    from verbatim.inference.chat_desk import ProcessDesk, ThreadDesk
+
+    if renderer is None:
+        return None
+    if not processes:
+        return ThreadDesk(renderer)
+    desk = ProcessDesk(renderer, processes, limits)
+    try:
+        await desk.start()
+    except BaseException:
+        await desk.close()
+        raise
+    return desk
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -7,12 +7,13 @@ import hmac
 import ipaddress
 import json
 import logging
+import os
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -22,13 +23,13 @@ from starlette.types import Receive, Scope, Send
 
 from verbatim.errors import RecordError, UsageError, VerbatimError
 from verbatim.inference import wire
-from verbatim.inference.base import Sampler
+from verbatim.inference.base import Sampler, failure_of
+from verbatim.inference.chat_desk import ChatDesk
 from verbatim.inference.requests import check_ids, check_temperature, check_version
-from verbatim.inference.server_chat import answer_chat, read_chat
-from verbatim.inference.server_request import read_request
-
-if TYPE_CHECKING:
-    from verbatim.renderers.base import Renderer
+from verbatim.inference.server_limits import ServerLimits
+from verbatim.inference.server_request import Refused, check_model, read_json, read_name, read_request, refuse_others
+from verbatim.inference.wire import brief
+from verbatim.texts import cut
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,14 +37,9 @@ T = TypeVar("T")
 SESSION_HEADER = "x-session-id"
 """What clients of vLLM call a session."""
 _STOPPING = "the server is stopping"
-
-
-class _Refused(Exception):
-    """A request that ends with this status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+_AT_ONCE = 16
+"""Requests whose head is read in one turn of the event loop, so that thousands that come together delay no other."""
+_LONGEST_MESSAGE = 2000
 
 
 class _ClientGone(Exception):
@@ -54,16 +50,20 @@ class SamplerApp:
     """An ASGI application over a sampler. See `server.serve_sampler` for its arguments."""
 
     def __init__(
-        self, sampler: Sampler, *, renderer: Renderer | None, model: str, api_key: str | None, seed: int | None,
-        max_body: int,
+        self, sampler: Sampler, *, desk: ChatDesk | None, end_ids: Collection[int], model: str, api_key: str | None,
+        seed: int | None, limits: ServerLimits, weights_folder: Path | None, hosts: Collection[str],
     ) -> None:  # fmt: skip
         self._sampler = sampler
-        self._renderer = renderer
+        self._desk = desk
+        self._end_ids = end_ids
         self._model = model
         self._api_key = api_key
-        self._max_body = max_body
+        self._limits = limits
+        self._weights_folder = None if weights_folder is None else weights_folder.resolve()
+        self._hosts = {name.lower() for name in hosts}
         self._random = random.Random(seed)
         self._stopped = asyncio.Event()
+        self._heads = asyncio.Semaphore(_AT_ONCE)
         self._started = int(time.time())
         self._app = Starlette(routes=[
             Route("/health", self._health),
@@ -77,6 +77,8 @@ class SamplerApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
+        async with self._heads:
+            await asyncio.sleep(0)
         await self._app(scope, receive, send)
 
     def stop(self) -> None:
@@ -86,7 +88,8 @@ class SamplerApp:
     # ---- what is told
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        failure = failure_of(self._sampler)
+        return JSONResponse({"status": "ok"}) if failure is None else _refusal(503, failure)
 
     async def _models(self, request: Request) -> dict[str, Any]:
         card = {"id": self._model, "object": "model", "created": self._started, "owned_by": "verbatim",
@@ -100,19 +103,21 @@ class SamplerApp:
     # ---- what is sampled
 
     async def _generate(self, request: Request) -> dict[str, Any]:
-        body = await self._body(request)
-        self._check_model(body)
+        room, vocab_size = self._sampler.context_length, self._sampler.vocab_size
+        body = read_json(await self._body(request, self._limits.ids_body(room)))
+        check_model(body, self._model)
+        request_id = read_name(body, "request_id")
         sample, logprobs = read_request(
             body,
             seed=self._random.getrandbits(63),
-            room=self._sampler.context_length,
-            end_ids=self._renderer.stop_token_ids if self._renderer is not None else (),
+            room=room,
+            end_ids=[token for token in self._end_ids if token < vocab_size],
             session=request.headers.get(SESSION_HEADER, ""),
         )
         completion = await self._while_there(request, self._sampler.generate(sample))
         return wire.completion_body(
             completion,
-            request_id=str(body.get("request_id") or uuid.uuid4()),
+            request_id=request_id or str(uuid.uuid4()),
             model=self._model,
             seed=sample.seed,
             num_prompt_tokens=len(sample.prompt_ids),
@@ -121,42 +126,58 @@ class SamplerApp:
         )
 
     async def _chat(self, request: Request) -> dict[str, Any]:
-        if self._renderer is None:
-            raise _Refused(404, "this server was started without a renderer, so it takes token ids only: "
-                           f"POST {wire.GENERATE}")  # fmt: skip
-        body = await self._body(request)
-        self._check_model(body)
-        asked = read_chat(
-            body, self._renderer, room=self._sampler.context_length, seed=self._random.getrandbits(63),
-            session=request.headers.get(SESSION_HEADER, ""),
-        )  # fmt: skip
+        if self._desk is None:
+            raise Refused(404, "this server was started without a renderer, so it takes token ids only: "
+                          f"POST {wire.GENERATE}")  # fmt: skip
+        room = self._sampler.context_length
+        data = await self._body(request, self._limits.chat_body(room))
+        asked = await self._while_there(request, self._desk.read(
+            bytes(data), model=self._model, room=room, vocab_size=self._sampler.vocab_size,
+            seed=self._random.getrandbits(63), session=request.headers.get(SESSION_HEADER, "")[:_LONGEST_MESSAGE],
+        ))  # fmt: skip
         completion = await self._while_there(request, self._sampler.generate(asked.request))
-        return answer_chat(asked, completion, self._renderer, model=self._model, created=int(time.time()),
-                           policy_version=self._sampler.policy_version)  # fmt: skip
+        return await self._desk.answer(asked, completion, model=self._model, created=int(time.time()),
+                                       policy_version=self._sampler.policy_version)  # fmt: skip
 
     async def _prompt_logprobs(self, request: Request) -> dict[str, Any]:
-        body = await self._body(request)
-        ids = check_ids(wire.read_ids(body.get("token_ids"), "token_ids"), self._sampler.vocab_size, "token_ids")
+        room = self._sampler.context_length
+        body = read_json(await self._body(request, self._limits.ids_body(room)))
+        check_model(body, self._model)
+        refuse_others(body, {"token_ids", "temperature", "model"}, {}, where="request")
+        ids = wire.read_ids(body.get("token_ids"), "token_ids", room)
+        ids = check_ids(ids, self._sampler.vocab_size, "token_ids")
         temperature = body.get("temperature", 1.0)
         if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-            raise RecordError(f"temperature = {temperature!r:.80}; expected a number above 0")
+            raise RecordError(f"temperature = {brief(temperature)}; expected a number above 0")
         check_temperature(temperature)
         scored = await self._while_there(request, self._sampler.prompt_logprobs(ids, float(temperature)))
         return {"logprobs": [None, *scored.tolist()[1:]], "policy_version": self._sampler.policy_version}
 
     async def _update_weights(self, request: Request) -> dict[str, Any]:
-        """A path of this machine is only taken from somebody on it, or with the key."""
-        if self._api_key is None and not _is_loopback(request):
-            raise _Refused(403, "weights are taken from this machine only, or from anywhere with an api key; start the "
-                           "server with one")  # fmt: skip
-        body = await self._body(request)
+        """Where a request comes from says nothing: behind a proxy all come from this machine."""
+        if self._api_key is None and self._weights_folder is None:
+            raise Refused(403, "weights are taken with an api key, or from a folder that was named when the server "
+                          "was started (--weights-folder); this one has neither")  # fmt: skip
+        body = read_json(await self._body(request, self._limits.small_body()))
+        refuse_others(body, {"path", "version"}, {}, where="request")
         path, version = body.get("path"), body.get("version")
         if not isinstance(path, str) or type(version) is not int:
-            raise UsageError(f'expected {{"path": folder, "version": integer}}, found path = {path!r:.80}, '
-                             f"version = {version!r:.80}")  # fmt: skip
+            raise UsageError(f'expected {{"path": folder, "version": integer}}, found path = {brief(path)}, '
+                             f"version = {brief(version)}")  # fmt: skip
         check_version(version)
-        await self._sampler.update_weights(Path(path), version)
+        await self._sampler.update_weights(await asyncio.to_thread(self._weights_at, path), version)
         return {"policy_version": self._sampler.policy_version}
+
+    def _weights_at(self, path: str) -> Path:
+        """The folder of this path, if weights may come from there."""
+        try:
+            folder = Path(path).resolve()
+            os.fsencode(folder)
+        except (OSError, ValueError, RuntimeError) as error:  # a null character, a loop of links, half a surrogate pair
+            raise UsageError(f"path = {brief(path)} is not a path: {error}") from None
+        if self._weights_folder is not None and not folder.is_relative_to(self._weights_folder):
+            raise Refused(403, f"path = {brief(path)} is outside of the folder that weights are taken from")
+        return folder
 
     # ---- what all have in common
 
@@ -168,52 +189,75 @@ class SamplerApp:
         async def guarded(request: Request) -> Response:
             try:
                 if self._stopped.is_set():
-                    raise _Refused(503, _STOPPING)
+                    raise Refused(503, _STOPPING)
+                self._check_engine()
                 self._check_key(request)
+                self._check_host(request)
                 return JSONResponse(await endpoint(request))
             except (_ClientGone, ClientDisconnect):
-                return Response(status_code=499)  # nobody reads it
-            except _Refused as error:
+                return Response(status_code=499)  # the client has hung up
+            except Refused as error:
                 return _refusal(error.status, str(error))
             except VerbatimError as error:
+                failure = failure_of(self._sampler)
+                if failure is not None:
+                    return _refusal(503, failure)
                 status, body = wire.error_body(error)
+                body["error"]["message"] = cut(body["error"]["message"], _LONGEST_MESSAGE)
                 if status >= 500:
-                    logger.warning("a request failed: %s", error)
+                    logger.warning("a request failed: %s", cut(str(error)))
                 return _told(status, body)
             except (OverflowError, RecursionError, UnicodeError) as error:  # numbers, depths and texts that are none
-                return _refusal(400, f"the request cannot be taken: {type(error).__name__}: {error}")
+                return _refusal(400, f"the request cannot be taken: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE])
 
         return guarded
+
+    def _check_engine(self) -> None:
+        failure = failure_of(self._sampler)
+        if failure is not None:
+            raise Refused(503, failure)
+
+    def _check_host(self, request: Request) -> None:
+        """A page of the web whose name leads to this address is not to speak to the server through its reader's
+        browser: without a key, a request names an address, or a name that the server was told."""
+        given = request.headers.get("host")
+        if self._api_key is not None or given is None:
+            return
+        name = given.rpartition("]")[0].lstrip("[") if given.startswith("[") else given.partition(":")[0]
+        if name.lower() in self._hosts or "*" in self._hosts:
+            return
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            raise Refused(403, f"Host: {brief(given)} is not a name of this server; start it with --allow-host, or "
+                          "with an api key") from None  # fmt: skip
 
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._api_key.encode()):
-            raise _Refused(401, "expected the server's api key as a bearer token")
+            raise Refused(401, "expected the server's api key as a bearer token")
 
-    def _check_model(self, body: dict[str, Any]) -> None:
-        asked = body.get("model")
-        if asked not in (None, self._model):
-            raise _Refused(404, f"there is no model {asked!r:.80} here; this server has {self._model!r}")
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """The request's JSON object, of bounded size."""
+    async def _body(self, request: Request, most: int) -> bytearray:
+        """The bytes of a request that says they are JSON: at most so many, and in time."""
         if not request.headers.get("content-type", "").startswith("application/json"):
             # Also keeps web pages out: a browser sends them nothing of this type unless we allowed it.
-            raise _Refused(415, "expected a body of content-type application/json")
+            raise Refused(415, "expected a body of content-type application/json")
+        length = request.headers.get("content-length")
+        if length is None:
+            raise Refused(411, "expected a content-length; bodies in chunks are not taken")
+        too_large = f"the request is larger than {most} bytes, more than a full context of this model can need"
+        if int(length) > most:  # that it is a number has been seen to
+            raise Refused(413, too_large)
         data = bytearray()
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > self._max_body:
-                raise _Refused(413, f"the request is larger than {self._max_body} bytes")
         try:
-            body = json.loads(data, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"the body is no JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise UsageError(f"expected a JSON object, found {type(body).__name__}")
-        return body
+            async with asyncio.timeout(self._limits.body_seconds):
+                async for chunk in request.stream():
+                    data += chunk
+        except TimeoutError:
+            raise Refused(408, f"the body did not come within {self._limits.body_seconds:g} s") from None
+        return data
 
     async def _while_there(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """What the sampler answers; cancelled if the client hangs up or the server stops."""
@@ -224,7 +268,7 @@ class SamplerApp:
             if working.done():
                 return working.result()
             if self._stopped.is_set():
-                raise _Refused(503, _STOPPING)
+                raise Refused(503, _STOPPING)
             raise _ClientGone
         finally:
             for task in (working, *others):
@@ -238,22 +282,14 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _is_loopback(request: Request) -> bool:
-    if request.client is None:
-        return False
-    address = ipaddress.ip_address(request.client.host)
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
 def _refusal(status: int, message: str) -> Response:
     kind = "invalid_request_error" if status < 500 else "unavailable"
-    return _told(status, {"error": {"message": message, "type": kind, "code": status}})
+    told = _told(status, {"error": {"message": message, "type": kind, "code": status}})
+    if status == 408:
+        told.headers["connection"] = "close"
+    return told
 
 
 def _told(status: int, body: dict[str, Any]) -> Response:
     """In ASCII: a message may quote what UTF-8 cannot hold."""
     return Response(json.dumps(body), status_code=status, media_type="application/json")
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")

@@ -10,12 +10,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from verbatim.errors import UsageError
+from verbatim.errors import RecordError, UsageError, VerbatimError
 from verbatim.inference import server_request, wire
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.chat_answer import read_arguments
+from verbatim.inference.server_limits import BYTES_OF_A_TOKEN, most_text
+from verbatim.inference.wire import brief
 from verbatim.renderers.base import ParsedResponse, Renderer
-from verbatim.types import Message, StopReason, ToolCall
+from verbatim.texts import error_text
+from verbatim.types import Int32, Message, StopReason, ToolCall
 
 _KNOWN = {"model", "messages", "tools", "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens",
           "stop_token_ids", "seed", "logprobs", "return_token_ids", "ignore_eos", "user", "metadata", "cache_salt",
@@ -43,37 +46,81 @@ class ChatRequest:
 
 
 def read_chat(
-    body: Mapping[str, Any], renderer: Renderer, *, room: int, seed: int, session: str
+    data: bytes, renderer: Renderer, *, model: str, room: int, vocab_size: int, seed: int, session: str
 ) -> ChatRequest:
-    """The request in the body of a chat-completions call.
-
-    Rendering stays on the event loop's thread: a tokenizer has state, and an engine beside the server may use it too.
+    """The request in the body of a chat-completions call. What can be refused without rendering it is.
 
     Args:
-        body: As OpenAI's and vLLM's clients write it.
+        data: JSON as OpenAI's and vLLM's clients write it.
         renderer: The model's.
+        model: The name that it may be asked for by.
         room: Tokens of the context; the default of `max_tokens` is what the prompt leaves of it.
+        vocab_size: Of the model; the renderer may know stop ids that it cannot sample.
         seed: Taken where the request has none.
         session: Groups requests for prefix caching.
 
     Raises:
+        Refused: another model is asked for.
         UsageError: messages that cannot be read, or something that cannot be honoured; names it.
+        RecordError: messages that the context has no room for.
+        EnvironmentFault: messages that the model's template refuses.
     """
+    body = server_request.read_json(data)
+    server_request.check_model(body, model)
     server_request.refuse_others(body, _KNOWN, _NEUTRAL, where="request")
     messages, tools = _read_messages(body.get("messages")), _read_tools(body.get("tools"))
-    prompt_ids = renderer.render_ids(messages, tools, add_generation_prompt=True)
+    _refuse_too_long(messages, tools, room)
     given = dict(body)
-    if given.get("max_completion_tokens") is not None:
-        given["max_tokens"] = given["max_completion_tokens"]
-    ends = () if given.get("ignore_eos") else renderer.stop_token_ids
-    params = server_request.read_params(given, max_tokens=max(1, room - len(prompt_ids)), end_ids=ends)
+    most = server_request.read_count(given, "max_completion_tokens")
+    given["max_tokens"] = given.get("max_tokens") if most is None else most
+    ignores_ends = server_request.read_flag(given, "ignore_eos")
+    ends = () if ignores_ends else [token for token in renderer.stop_token_ids if token < vocab_size]
+    server_request.read_params(given, max_tokens=1, end_ids=ends)  # refused now, if it is to be refused
     seed = server_request.read_seed(given, seed)
+    logprobs, token_ids = (server_request.read_flag(body, name) for name in ("logprobs", "return_token_ids"))
+    prompt_ids = _render(renderer, messages, tools)
+    if len(prompt_ids) >= room:
+        raise RecordError(f"messages: {len(prompt_ids)} ids leave no room in a context of {room} tokens; at most "
+                          f"{room - 1} fit")  # fmt: skip
+    params = server_request.read_params(given, max_tokens=max(1, room - len(prompt_ids)), end_ids=ends)
     return ChatRequest(
-        request=SampleRequest(prompt_ids=prompt_ids, params=params, seed=seed, session=session),
-        tools=tools,
-        logprobs=bool(body.get("logprobs")),
-        token_ids=bool(body.get("return_token_ids")),
-    )
+        request=SampleRequest(prompt_ids=prompt_ids, params=params, seed=seed, session=session), tools=tools,
+        logprobs=logprobs, token_ids=token_ids,
+    )  # fmt: skip
+
+
+def _render(renderer: Renderer, messages: list[Message], tools: list[dict[str, Any]] | None) -> Int32:
+    try:
+        return renderer.render_ids(messages, tools, add_generation_prompt=True)
+    except VerbatimError:
+        raise
+    except Exception as error:  # a template and a tokenizer raise what they like about others' messages
+        about = "messages" if tools is None else "messages or tools"
+        raise UsageError(f"{about}: they cannot be rendered ({error_text(error, 200)})") from error
+
+
+def _refuse_too_long(messages: list[Message], tools: list[dict[str, Any]] | None, room: int) -> None:
+    """Before rendering, which takes seconds for a text of some megabytes."""
+    for name, part in (("messages", messages), ("tools", tools or [])):
+        size = _text_of(part)
+        if size > most_text(room):
+            raise UsageError(f"{name}: {size} characters; a context of {room} tokens holds at most {most_text(room)}, "
+                             f"{BYTES_OF_A_TOKEN} in a token")  # fmt: skip
+
+
+def _text_of(value: object) -> int:
+    """Characters of all texts in a JSON value, keys too."""
+    size, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, dict):
+            left += part.keys()
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return size
 
 
 def answer_chat(
@@ -131,19 +178,19 @@ def _wire_call(call: ToolCall, call_id: str) -> dict[str, Any]:
 
 def _read_messages(value: object) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise UsageError(f"messages: expected a list of at least one message, found {value!r:.80}")
+        raise UsageError(f"messages: expected a list of at least one message, found {brief(value)}")
     return [_read_message(message, f"messages[{k}]") for k, message in enumerate(value)]
 
 
 def _read_message(value: object, where: str) -> Message:
     """A message with its content as one text, and the arguments of its calls as objects, as templates render them."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise UsageError(f"{where}: expected an object with a role, found {value!r:.80}")
+        raise UsageError(f"{where}: expected an object with a role, found {brief(value)}")
     message = {name: part for name, part in value.items() if part is not None}
     message["content"] = _read_content(message.get("content", ""), where)
     if "tool_calls" in message:
         if not isinstance(message["tool_calls"], list):
-            raise UsageError(f"{where}.tool_calls: expected a list, found {message['tool_calls']!r:.80}")
+            raise UsageError(f"{where}.tool_calls: expected a list, found {brief(message['tool_calls'])}")
         message["tool_calls"] = [_read_call(call, where) for call in message["tool_calls"]]
     return cast(Message, message)
 
@@ -152,17 +199,17 @@ def _read_content(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UsageError(f"{where}.content: expected text, found {content!r:.80}")
+        raise UsageError(f"{where}.content: expected text, found {brief(content)}")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UsageError(f"{where}.content: only text is taken here, found {part!r:.80}")
+            raise UsageError(f"{where}.content: only text is taken here, found {brief(part)}")
     return "".join(part["text"] for part in content)
 
 
 def _read_call(call: object, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UsageError(f"{where}.tool_calls: expected calls of functions, found {call!r:.80}")
+        raise UsageError(f"{where}.tool_calls: expected calls of functions, found {brief(call)}")
     assert isinstance(call, dict)
     given = function.get("arguments")
     arguments = read_arguments(given)[0] if isinstance(given, str) else given
@@ -170,12 +217,12 @@ def _read_call(call: object, where: str) -> dict[str, Any]:
 
 
 def _read_tools(value: object) -> list[dict[str, Any]] | None:
-    if not value:
+    if value is None or value == []:
         return None
     if not isinstance(value, list):
-        raise UsageError(f"tools: expected a list, found {value!r:.80}")
+        raise UsageError(f"tools: expected a list, found {brief(value)}")
     for tool in value:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UsageError(f"tools: expected functions with a name, found {tool!r:.80}")
+            raise UsageError(f"tools: expected functions with a name, found {brief(tool)}")
     return value

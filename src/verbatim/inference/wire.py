@@ -6,6 +6,7 @@ A float32 stands in JSON as the shortest decimal of the double that it equals, s
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
@@ -33,6 +34,9 @@ none."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 _NUMBER = re.compile(r"[0-9]{1,10}")
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
 
 LogprobStyle: TypeAlias = Literal["objects", "plain"] | None
 """Logprobs as vLLM writes them, an object for each token; or as a list of ours, a quarter of the size; or none."""
@@ -66,17 +70,33 @@ def request_body(request: SampleRequest, model: str | None, *, seed_for_all: boo
     return body if model is None else {**body, "model": model}
 
 
-def read_ids(value: object, what: str) -> Int32:
+def brief(value: object) -> str:
+    """What a message quotes of a value that somebody else chose; costs the same for a large one.
+
+    >>> brief("hot"), len(brief([[0] * 10**6] * 10))
+    ("'hot'", 80)
+    """
+    return _REPR.repr(value)[:80]
+
+
+def read_ids(value: object, what: str, room: int | None = None) -> Int32:
     """Token ids in JSON: int32 [L]. Whether they are in the vocabulary is for the sampler to say.
 
+    Args:
+        value: The JSON.
+        what: It is, for the message.
+        room: More are refused, before any is looked at.
+
     Raises:
-        RecordError: no list, or something in it that is no id; names the position.
+        RecordError: no list, too many, or something in it that is no id; names the position.
     """
     if not isinstance(value, list):
-        raise RecordError(f"{what}: expected a list of token ids, found {value!r:.80}")
+        raise RecordError(f"{what}: expected a list of token ids, found {brief(value)}")
+    if room is not None and len(value) > room:
+        raise RecordError(f"{what}: {len(value)} ids leave no room in a context of {room} tokens")
     for position, token in enumerate(value):
         if type(token) is not int or not 0 <= token < INT32_END:
-            raise RecordError(f"{what}: expected token ids, found {token!r:.80} at position {position}")
+            raise RecordError(f"{what}: expected token ids, found {brief(token)} at position {position}")
     return np.array(value, dtype=np.int32)
 
 

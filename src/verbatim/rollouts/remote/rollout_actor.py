@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verbatim.errors import UsageError
+from verbatim.renderers.recipe import RendererRecipe, describe_renderer
 from verbatim.rollouts.base import Conversation
 from verbatim.rollouts.remote.cluster import connect, import_ray
 from verbatim.rollouts.remote.place import Place
-from verbatim.rollouts.remote.recipe import RendererRecipe, describe_renderer
 from verbatim.types import Trajectory
 
 

@@ -1,0 +1,75 @@
+"""What one client may take of a sampler's server: connections, seconds and bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from dataclasses import dataclass
+
+from verbatim.inference.base import MOST_STOP_IDS
+
+_BYTES_OF_AN_ID = 32
+"""In JSON: ten digits, and spaces around them."""
+BYTES_OF_A_TOKEN = 256
+"""Text of one token at most: the longest in published vocabularies are 128 spaces."""
+_BESIDE = 256 * 2**10
+"""Bytes of a body beside ids and text."""
+_LARGEST_BODY = 64 * 2**20
+_MOST_DESCRIPTORS = 65536
+_RESERVE = 128
+"""Descriptors that are left to the rest of the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """What one client may take of a server."""
+
+    max_connections: int = 4096
+    """Open at a time. A newcomer takes the place of the connection that has waited longest for a request; where all
+    have one it is answered with 503."""
+    head_seconds: float = 15.0
+    """For the head of a request, from the connection or its first byte."""
+    body_seconds: float = 60.0
+    """For the body of a request, from the end of its head."""
+    answer_seconds: float = 60.0
+    """For a client that reads nothing of its answer."""
+    render_seconds: float = 10.0
+    """For a conversation to become token ids."""
+    max_body: int | None = None
+    """Bytes of a request; None: what a full context can need."""
+
+    def ids_body(self, context_length: int) -> int:
+        """Most bytes of a request that brings token ids."""
+        return self._at_most(_BYTES_OF_AN_ID * (context_length + MOST_STOP_IDS) + _BESIDE)
+
+    def chat_body(self, context_length: int) -> int:
+        """Most bytes of a request that brings a conversation: its text twice, as JSON writes some characters longer."""
+        return self._at_most(2 * most_text(context_length) + _BESIDE)
+
+    def small_body(self) -> int:
+        """Most bytes of any other request."""
+        return self._at_most(_BESIDE)
+
+    def _at_most(self, size: int) -> int:
+        return min(size, _LARGEST_BODY) if self.max_body is None else self.max_body
+
+
+def most_text(context_length: int) -> int:
+    """Characters of text that a context may hold; more cannot fit, whatever the tokenizer.
+
+    >>> most_text(4096)
+    1048576
+    """
+    return BYTES_OF_A_TOKEN * context_length
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files and connections as the system allows it; returns for how many there is room.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems know less than they say; then it stays as it is
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else max(soft - _RESERVE, soft // 2)

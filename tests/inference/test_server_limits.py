@@ -1,0 +1,436 @@
+"""What one client of the server can take, and what it cannot: seconds, connections, bytes, weights, another's name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import doctest
+import errno
+import json
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from byte_renderer import VOCAB_SIZE, ByteRenderer, say
+from slow_renderer import SlowRenderer
+from verbatim.cli import serve_command
+from verbatim.cli.main import main
+from verbatim.errors import UsageError
+from verbatim.inference import server_limits, wire
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.inference.server import serve_sampler
+from verbatim.inference.server_connections import Acceptor, Places
+from verbatim.inference.server_limits import ServerLimits, raise_descriptor_limit
+
+CHAT = "/v1/chat/completions"
+
+
+def scripted(**fields: Any) -> ScriptedSampler:
+    return ScriptedSampler(script=lambda r: say("yo"), vocab_size=VOCAB_SIZE, **{"context_length": 400, **fields})
+
+
+@contextlib.asynccontextmanager
+async def asking(sampler: ScriptedSampler, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    settings = {"renderer": ByteRenderer(), **settings}
+    async with serve_sampler(sampler, **settings) as server, httpx.AsyncClient(base_url=server.url) as client:
+        yield client
+
+
+def address(client: httpx.AsyncClient) -> tuple[str, int]:
+    return str(client.base_url.host), int(client.base_url.port or 0)
+
+
+def conversation(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+async def message(client: httpx.AsyncClient, path: str, body: Any, status: int, **headers: str) -> str:
+    answer = await client.post(path, json=body, headers=headers, timeout=30)
+    assert answer.status_code == status, answer.text
+    return str(answer.json()["error"]["message"])
+
+
+async def healthy_within(client: httpx.AsyncClient, seconds: float) -> None:
+    began = time.perf_counter()
+    assert (await client.get("/health", timeout=30)).status_code == 200
+    assert time.perf_counter() - began < seconds
+
+
+async def closed_after(reader: asyncio.StreamReader, began: float) -> float:
+    """When the server hangs up; what it says until then is passed over."""
+    with contextlib.suppress(ConnectionError):
+        while await asyncio.wait_for(reader.read(2**16), 20):
+            pass
+    return time.perf_counter() - began
+
+
+def test_the_examples_of_the_bounds_are_true():
+    assert doctest.testmod(server_limits).failed == 0
+
+
+# ---- a dead engine
+
+
+class Dying(ScriptedSampler):
+    """Its engine is dead once `why` says so."""
+
+    why: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        return self.why
+
+
+async def test_a_dead_engine_fails_the_health_check_and_answers_everything_with_503():
+    sampler = Dying(script=lambda r: say("yo"), vocab_size=VOCAB_SIZE, context_length=400)
+    async with asking(sampler) as client:
+        await healthy_within(client, 5)
+        sampler.why = "the sampler's thread failed: ZeroDivisionError"
+        answer = await client.get("/health")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, sampler.why)
+        for path in (wire.GENERATE, CHAT, wire.PROMPT_LOGPROBS, wire.WEIGHTS):
+            assert await message(client, path, {}, 503) == sampler.why
+        for path in ("/v1/models", wire.SAMPLER):
+            assert (await client.get(path)).status_code == 503
+
+
+async def test_an_engine_that_dies_of_a_request_answers_that_one_with_503_too():
+    sampler = Dying(script=lambda r: say("yo"), vocab_size=VOCAB_SIZE, context_length=400, trouble={0: "fail"})
+
+    async def generate(request: Any) -> Any:
+        sampler.why = "dead"
+        return await ScriptedSampler.generate(sampler, request)
+
+    sampler.generate = generate  # type: ignore[method-assign]
+    async with asking(sampler) as client:
+        assert await message(client, wire.GENERATE, {"token_ids": [1]}, 503) == "dead"
+
+
+def test_the_process_of_a_server_whose_engine_is_dead_ends_with_a_status_for_its_supervisor(monkeypatch, capsys):
+    sampler = Dying(script=lambda r: say("yo"), vocab_size=VOCAB_SIZE, context_length=400)
+    sampler.why = "the sampler's thread failed: ZeroDivisionError"
+    monkeypatch.setattr(serve_command, "_make_sampler", lambda args: sampler)
+    monkeypatch.setattr(serve_command, "_LAST_ANSWERS", 0.01)
+    assert main(["serve", "model", "--renderer", "none", "--port", "0"]) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+# ---- seconds
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: "], ids=["nothing", "a byte", "half"]
+)
+async def test_a_head_that_does_not_come_in_time_ends_the_connection(sent):
+    async with asking(scripted(), limits=ServerLimits(head_seconds=0.3)) as client:
+        began = time.perf_counter()
+        reader, writer = await asyncio.open_connection(*address(client))
+        writer.write(sent)
+        assert 0.2 < await closed_after(reader, began) < 5
+        writer.close()
+
+
+async def test_a_head_that_drips_does_not_put_its_end_off():
+    async with asking(scripted(), limits=ServerLimits(head_seconds=0.4)) as client:
+        began = time.perf_counter()
+        reader, writer = await asyncio.open_connection(*address(client))
+        closing = asyncio.create_task(closed_after(reader, began))
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"GET /health HTTP/1.1\r\n")
+            while not closing.done():
+                writer.write(b"a")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        assert await closing < 5
+        writer.close()
+
+
+async def test_the_head_of_a_second_request_has_its_deadline_too():
+    async with asking(scripted(), limits=ServerLimits(head_seconds=0.3)) as client:
+        reader, writer = await asyncio.open_connection(*address(client))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await reader.readuntil(b"}")
+        began = time.perf_counter()
+        writer.write(b"GET /hea")
+        assert await closed_after(reader, began) < 5
+        writer.close()
+
+
+@pytest.mark.parametrize("path", [wire.GENERATE, CHAT, wire.PROMPT_LOGPROBS])
+async def test_a_body_that_does_not_come_in_time_is_answered_with_408(path):
+    async with asking(scripted(), limits=ServerLimits(body_seconds=0.3)) as client:
+        reader, writer = await asyncio.open_connection(*address(client))
+        writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                     b"Content-Length: 90\r\n\r\n{" % path.encode())  # fmt: skip
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+        await closed_after(reader, 0)
+        writer.close()
+
+
+async def test_the_body_of_a_request_that_was_answered_already_does_not_hold_its_connection():
+    """It is answered without its body, which then never comes."""
+    async with asking(scripted(), limits=ServerLimits(head_seconds=0.3)) as client:
+        reader, writer = await asyncio.open_connection(*address(client))
+        writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
+        assert b" 404 " in await asyncio.wait_for(reader.readline(), 5)
+        began = time.perf_counter()
+        writer.write(b"x")
+        assert await closed_after(reader, began) < 5
+        writer.close()
+
+
+async def test_a_client_that_reads_nothing_is_let_go_of():
+    sampler = ScriptedSampler(script=[[5] * 60_000], vocab_size=10, context_length=500_000)
+    async with asking(sampler, renderer=None, limits=ServerLimits(answer_seconds=0.3)) as client:
+        narrow = socket.socket()
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        narrow.connect(address(client))
+        reader, writer = await asyncio.open_connection(sock=narrow, limit=1024)
+        body = json.dumps({"token_ids": [1], "sampling_params": {"logprobs": 1}}).encode()
+        writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+                     b"\r\n%b" % (wire.GENERATE.encode(), len(body), body))  # fmt: skip
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+        promised = int(head.lower().partition(b"content-length: ")[2].split()[0])
+        await asyncio.sleep(1.5)
+        received = 0
+        with contextlib.suppress(ConnectionError):
+            while chunk := await reader.read(2**20):
+                received += len(chunk)
+        assert received < promised
+        writer.close()
+
+
+# ---- connections
+
+
+async def test_connections_without_a_request_make_room_for_those_with_one():
+    async with asking(scripted(), limits=ServerLimits(max_connections=20)) as client:
+        held = [await asyncio.open_connection(*address(client)) for _ in range(60)]
+        await healthy_within(client, 1)
+        async with httpx.AsyncClient(base_url=client.base_url) as other:
+            assert (await other.post(wire.GENERATE, json={"token_ids": [1]})).status_code == 200
+        ended = 0
+        for reader, _ in held:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                ended += await asyncio.wait_for(reader.read(1), 0.001) == b""
+        assert ended >= 40
+        for _, writer in held:
+            writer.close()
+
+
+async def test_where_every_connection_has_a_request_the_next_one_is_told_so():
+    sampler = scripted(trouble=lambda index, r: "hang")
+    async with asking(sampler, limits=ServerLimits(max_connections=8)) as client:
+        busy = [asyncio.create_task(client.post(wire.GENERATE, json={"token_ids": [1]}, timeout=60)) for _ in range(8)]
+        async with asyncio.timeout(20):
+            while sampler.num_in_flight < 8:  # noqa: ASYNC110 - a sampler sets no event for a count
+                await asyncio.sleep(0.01)
+        async with httpx.AsyncClient(base_url=client.base_url) as other:
+            answer = await other.get("/health")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable")
+        await sampler.close()
+        assert {(await task).status_code for task in busy} == {200}
+
+
+class NoDescriptors(socket.socket):
+    """A listening socket whose process has no descriptor left, some times."""
+
+    times = 0
+
+    def accept(self):
+        if self.times:
+            self.times -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+async def test_without_a_descriptor_the_server_waits_and_says_so_once(caplog):
+    """It accepts again once there are some, and logs one line."""
+    listening = NoDescriptors()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    listening.times = 4
+    came = asyncio.Event()
+
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport):
+            came.set()
+
+    caplog.set_level(logging.WARNING)
+    acceptor = Acceptor(listening, Protocol, Places(ServerLimits(), 100))
+    _, writer = await asyncio.open_connection(*listening.getsockname())
+    await asyncio.wait_for(came.wait(), 10)
+    assert listening.times == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "no more connections can be accepted for now: Too many open files"]  # fmt: skip
+    writer.close()
+    acceptor.close()
+    listening.close()
+
+
+def test_the_limit_of_descriptors_is_raised_to_what_the_system_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        room = raise_descriptor_limit()
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert raised == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536))
+        assert raised // 2 <= room < raised
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# ---- bytes
+
+
+async def test_a_body_larger_than_any_context_is_refused_before_it_is_sent():
+    """The server says so while the body is still to come."""
+    async with asking(scripted()) as client:
+        for path, most in ((wire.GENERATE, 406_016), (CHAT, 466_944), (wire.PROMPT_LOGPROBS, 406_016)):
+            reader, writer = await asyncio.open_connection(*address(client))
+            writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                         b"Content-Length: 100000000000\r\n\r\n" % path.encode())  # fmt: skip
+            assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+            assert f"larger than {most} bytes".encode() in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+            writer.close()
+
+
+async def test_a_body_in_chunks_is_asked_to_say_its_length():
+    async def chunks():
+        yield b'{"token_ids": [1]}'
+
+    async with asking(scripted()) as client:
+        answer = await client.post(wire.GENERATE, content=chunks(), headers={"content-type": "application/json"})
+        assert answer.status_code == 411
+
+
+@pytest.mark.parametrize("part", ["messages", "tools"])
+async def test_a_conversation_that_no_context_holds_is_refused_without_rendering_it(part):
+    rendered = []
+
+    class Renderer(ByteRenderer):
+        def render_ids(self, *args, **kwargs):
+            rendered.append(args)
+            return super().render_ids(*args, **kwargs)
+
+    text = "x" * (400 * 256 + 1)
+    body = conversation(text if part == "messages" else "hi")
+    if part == "tools":
+        body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {"description": text}}}]
+    async with asking(scripted(), renderer=Renderer()) as client:
+        said = await message(client, CHAT, body, 400)
+        assert said.startswith(f"{part}: 102") and "a context of 400 tokens holds at most 102400" in said
+        assert rendered == []
+        assert "messages: 503 ids leave no room" in await message(client, CHAT, conversation("x" * 500), 400)
+
+
+# ---- rendering
+
+
+async def test_rendering_holds_up_no_other_request():
+    async with asking(scripted(), renderer=SlowRenderer()) as client:
+        slow = asyncio.create_task(client.post(CHAT, json=conversation("sleep 2"), timeout=60))
+        await asyncio.sleep(0.2)
+        for _ in range(5):
+            await healthy_within(client, 0.5)
+        assert not slow.done()
+        assert (await slow).status_code == 200
+
+
+async def test_in_processes_a_rendering_that_takes_too_long_is_ended_and_the_others_go_on():
+    limits = ServerLimits(render_seconds=1.0)
+    async with asking(scripted(), renderer=SlowRenderer(), limits=limits, chat_processes=2) as client:
+        large = "sleep 60 " + "x" * 2**14
+        began = time.perf_counter()
+        slow = asyncio.create_task(message(client, CHAT, conversation(large), 400))
+        await asyncio.sleep(0.1)
+        small = await client.post(CHAT, json=conversation("hi"))  # the other process takes it meanwhile
+        assert small.json()["choices"][0]["message"]["content"] == "yo"
+        assert time.perf_counter() - began < 0.9
+        assert await slow == "messages: they take more than 1 s to become token ids"
+        for text in ("exit", "raise it"):
+            said = await message(client, CHAT, conversation(text), 503 if text == "exit" else 400)
+            assert said.startswith("messages: ")
+        answer = await client.post(CHAT, json=conversation("hi"), timeout=60)
+        assert answer.json()["choices"][0]["message"]["content"] == "yo"
+
+
+async def test_a_renderer_that_cannot_travel_is_a_mistake_of_who_asks_for_processes():
+    renderer = ByteRenderer()
+    renderer.bridges = lambda: None  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="cannot be made again in another process"):
+        async with serve_sampler(scripted(), renderer=renderer, chat_processes=1):
+            pass
+
+
+# ---- weights and names
+
+
+async def test_weights_are_taken_from_the_named_folder_only(tmp_path: Path):
+    sampler, folder = scripted(), tmp_path / "weights"
+    (folder / "step_1").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (folder / "link").symlink_to(tmp_path / "other")
+    for key in (None, "sk-secret"):
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        async with asking(sampler, weights_folder=folder, api_key=key) as client:
+            for path in (tmp_path / "other", folder / ".." / "other", folder / "link", Path("/")):
+                said = await message(client, wire.WEIGHTS, {"path": str(path), "version": 1}, 403, **headers)
+                assert "outside of the folder" in said
+            body = {"path": str(folder / "step_1"), "version": 1}
+            assert (await client.post(wire.WEIGHTS, json=body, headers=headers)).status_code == 200
+    assert [path for path, _ in sampler.updates] == [folder / "step_1"] * 2
+
+
+@pytest.mark.parametrize("path", ["\0", "a\0b", "\ud800", "x" * 5000])
+async def test_a_path_that_is_none_is_refused_by_name(path):
+    async with asking(scripted(failing_updates=frozenset({1})), api_key="k") as client:
+        body = json.dumps({"path": path, "version": 1})
+        headers = {"authorization": "Bearer k", "content-type": "application/json"}
+        answer = await client.post(wire.WEIGHTS, content=body, headers=headers)
+        assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost", 200), ("LOCALHOST:80", 200), ("127.0.0.1", 200), ("[::1]:8000", 200), ("10.1.2.3:1", 200),
+     ("gpu.lan:8000", 200), ("evil.example", 403), ("evil.example:8000", 403), ("127.0.0.1.evil.example", 403),
+     ("localhost.evil.example", 403), ("", 403)],
+)  # fmt: skip
+async def test_without_a_key_a_request_calls_the_server_by_its_name(host, status):
+    async with asking(scripted(), allow_hosts=["gpu.lan"]) as client:
+        answer = await client.post(wire.GENERATE, json={"token_ids": [1]}, headers={"host": host})
+        assert answer.status_code == status
+        if status == 403:
+            assert "--allow-host" in answer.json()["error"]["message"]
+    async with asking(scripted(), api_key="k") as client:
+        headers = {"host": host, "authorization": "Bearer k"}
+        assert (await client.post(wire.GENERATE, json={"token_ids": [1]}, headers=headers)).status_code == 200
+
+
+# ---- many at once
+
+
+async def test_the_health_check_answers_beside_thousands_of_requests_and_half_open_connections():
+    sampler = scripted(trouble=lambda index, r: "hang")
+    async with asking(sampler) as client:
+        held = [await asyncio.open_connection(*address(client)) for _ in range(300)]
+        many = httpx.AsyncClient(base_url=client.base_url, timeout=60, limits=httpx.Limits(max_connections=None))
+        async with many:
+            calls = [asyncio.create_task(many.post(wire.GENERATE, json={"token_ids": [1]})) for _ in range(500)]
+            async with asyncio.timeout(60):
+                while sampler.num_in_flight < 500:  # noqa: ASYNC110 - a sampler sets no event for a count
+                    await asyncio.sleep(0.05)
+            await healthy_within(client, 1)
+            await sampler.close()
+            assert {(await call).status_code for call in calls} == {200}
+        for _, writer in held:
+            writer.close()
