@@ -15,9 +15,9 @@ from verbatim.errors import ComponentError, RecordError, UsageError
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.openai import OpenAI
 from verbatim.renderers.base import Renderer
+from verbatim.renderers.recipe import RendererRecipe, describe_renderer
 from verbatim.rollouts.player import EpisodeTask, LocalPlayer, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
-from verbatim.renderers.recipe import RendererRecipe, describe_renderer
 from verbatim.rollouts.remote.worker import CannotTravel
 from verbatim.rollouts.turn_loop import EpisodeLimits
 from verbatim.texts import error_text

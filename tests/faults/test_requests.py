@@ -1,0 +1,188 @@
+"""Hostile requests against a real server process: each is refused by name, and nobody else notices any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from e2e.tiny_runs import build_tiny_model
+from faults.hostile_requests import CHAT, Case, all_cases
+from verbatim.inference import wire
+
+SECONDS = 40.0
+"""For one answer, on a machine that others use."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`verbatim serve` on a free port; at the end it still stops as it should, and has logged no traceback."""
+    folder: Path = tmp_path_factory.mktemp("server")
+    model = build_tiny_model(folder / "tiny")
+    (folder / "weights").mkdir()
+    with (folder / "stderr").open("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verbatim.cli", "serve", str(model), "--port", "0", "--name", "tiny", "--seed", "0",
+             "--device", "cpu", "--deterministic", "--max-batch-size", "16",
+             "--weights-folder", str(folder / "weights")],
+            stdout=subprocess.PIPE, stderr=said, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            found = re.search(r"tiny at (http://\S+)", process.stdout.readline())
+            assert found, (folder / "stderr").read_text()
+            yield found[1]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            assert "Traceback" not in (folder / "stderr").read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+
+async def exchange(url: str, case: Case) -> tuple[int, str]:
+    """Status and message of the answer; 0 where the server hung up, as it may after a head that is none."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**24)
+    headers = {"host": parts.netloc, "content-type": "application/json", "content-length": str(len(case.data)),
+               "connection": "close", **case.headers}  # fmt: skip
+    head = f"{case.method} {case.path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
+    data = case.data[: len(case.data) // 2] if case.cut else case.data
+    try:
+        with contextlib.suppress(ConnectionError):  # it may answer before it has read all, and hang up
+            writer.write(head.encode())
+            size = max(1, len(data) // case.pieces)
+            for start in range(0, len(data), size):
+                writer.write(data[start : start + size])
+                await writer.drain()
+                if case.pieces > 1:
+                    await asyncio.sleep(0.05)
+            if case.cut:
+                return 0, ""
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while chunk := await asyncio.wait_for(reader.read(2**20), SECONDS):
+                answer += chunk
+    finally:
+        writer.close()
+    if not answer:
+        return 0, ""
+    head_of_answer, _, body = answer.partition(b"\r\n\r\n")
+    status = int(head_of_answer.split()[1])
+    try:
+        return status, str(json.loads(body)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return status, body.decode(errors="replace")
+
+
+def verdict(case: Case, status: int, message: str) -> str | None:
+    """What is wrong with an answer; None where it is as it has to be."""
+    if case.cut or (status == 0 and len(case.data) > 1_000_000):
+        return None  # the client hung up, or was still sending when it was refused
+    if status not in case.statuses:
+        return f"{case.name}: {status} {message[:200]}"
+    if status == 400 and case.names and not any(name in message for name in case.names):
+        return f"{case.name}: the message names none of {case.names}: {message[:200]}"
+    return None if len(message) < 20_000 or status == 200 else f"{case.name}: a message of {len(message)} characters"
+
+
+def healthy_body(number: int) -> dict[str, Any]:
+    return {"token_ids": [5 + number, 6, 7], "sampling_params": {"max_tokens": 12, "seed": number, "logprobs": 1}}
+
+
+async def healthy(client: httpx.AsyncClient, number: int) -> Any:
+    answer = await client.post(wire.GENERATE, json=healthy_body(number), timeout=SECONDS)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    return choice["token_ids"], choice["logprobs"]
+
+
+async def test_hostile_requests_are_refused_by_name_and_change_nothing_for_others(server, whole, campaign):
+    cases = all_cases() if whole else all_cases()[::8]
+    row = campaign("hostile requests")
+    wrong: list[str] = []
+    async with httpx.AsyncClient(base_url=server) as client:
+        alone = [await healthy(client, number) for number in range(8)]
+        places, done = asyncio.Semaphore(8), asyncio.Event()
+
+        async def play(case: Case) -> None:
+            async with places:
+                try:
+                    found = verdict(case, *await exchange(server, case))
+                except TimeoutError:
+                    found = f"{case.name}: no answer within {SECONDS:g} s"
+                row.add(wrong=found is not None)
+                wrong.extend([] if found is None else [found])
+
+        async def compare() -> int:
+            count = 0
+            while not done.is_set():
+                assert await healthy(client, count % 8) == alone[count % 8]
+                count += 1
+            return count
+
+        comparing = asyncio.create_task(compare())
+        await asyncio.gather(*map(play, cases))
+        done.set()
+        count = await comparing
+        began = time.perf_counter()
+        assert (await client.get("/health", timeout=SECONDS)).status_code == 200
+        seconds = time.perf_counter() - began
+        row.note = f"{count} healthy requests beside them, tokens and logprobs as alone; then /health {seconds:.3f} s"
+        chat = await client.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}]}, timeout=SECONDS)
+        assert chat.status_code == 200
+        assert (await client.get(wire.SAMPLER)).json()["policy_version"] == 0
+    assert len(cases) >= 100
+    assert wrong == []
+
+
+async def test_thousands_of_requests_and_half_open_connections_leave_the_health_check(server, whole, campaign):
+    """2,000 and 1,100; a quarter of them in the short part of the campaign."""
+    share = 1 if whole else 4
+    row = campaign("many connections")
+    parts = urlsplit(server)
+    held = [await asyncio.open_connection(parts.hostname, parts.port) for _ in range(1100 // share)]
+    for _, writer in held[::2]:
+        writer.write(b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\n")
+    probe = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROBE, f"{server}/health", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    async with httpx.AsyncClient(base_url=server, timeout=120, limits=httpx.Limits(max_connections=None)) as many:
+        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4}}
+        calls = [asyncio.create_task(many.post(wire.GENERATE, json=body)) for _ in range(2000 // share)]
+        statuses = [(await call).status_code for call in calls]
+    told, _ = await probe.communicate(b"\n")
+    longest = float(told)
+    for _, writer in held:
+        writer.close()
+    slow = longest >= 1.0
+    row.cases += len(held) + len(calls)
+    row.wrong += sum(status != 200 for status in statuses) + slow
+    row.note = f"/health at most {longest:.2f} s"
+    assert set(statuses) == {200}
+    assert not slow or not whole
+
+
+PROBE = """
+import select, sys, time, urllib.request
+longest = 0.0
+while not select.select([sys.stdin], [], [], 0.05)[0]:
+    began = time.perf_counter()
+    assert urllib.request.urlopen(sys.argv[1], timeout=60).status == 200
+    longest = max(longest, time.perf_counter() - began)
+print(longest)
+"""
+"""The longest health check until a line comes, each over a connection of its own, from a process of its own."""
