@@ -419,15 +419,15 @@ async def test_without_a_key_a_request_calls_the_server_by_its_name(host, status
 # ---- many at once
 
 
-async def test_the_health_check_answers_beside_thousands_of_requests_and_half_open_connections():
+async def test_the_health_check_answers_beside_hundreds_of_requests_and_half_open_connections():
     sampler = scripted(trouble=lambda index, r: "hang")
     async with asking(sampler) as client:
-        held = [await asyncio.open_connection(*address(client)) for _ in range(300)]
+        held = [await asyncio.open_connection(*address(client)) for _ in range(200)]
         many = httpx.AsyncClient(base_url=client.base_url, timeout=60, limits=httpx.Limits(max_connections=None))
         async with many:
-            calls = [asyncio.create_task(many.post(wire.GENERATE, json={"token_ids": [1]})) for _ in range(500)]
+            calls = [asyncio.create_task(many.post(wire.GENERATE, json={"token_ids": [1]})) for _ in range(100)]
             async with asyncio.timeout(60):
-                while sampler.num_in_flight < 500:  # noqa: ASYNC110 - a sampler sets no event for a count
+                while sampler.num_in_flight < 100:  # noqa: ASYNC110 - a sampler sets no event for a count
                     await asyncio.sleep(0.05)
             await healthy_within(client, 1)
             await sampler.close()

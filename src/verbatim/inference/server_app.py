@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Coroutine
@@ -40,6 +41,8 @@ _STOPPING = "the server is stopping"
 _AT_ONCE = 16
 """Requests whose head is read in one turn of the event loop, so that thousands that come together delay no other."""
 _LONGEST_MESSAGE = 2000
+_LARGEST = sys.float_info.max
+"""An integer of JSON may be larger than any float."""
 
 
 class _ClientGone(Exception):
@@ -147,7 +150,7 @@ class SamplerApp:
         ids = wire.read_ids(body.get("token_ids"), "token_ids", room)
         ids = check_ids(ids, self._sampler.vocab_size, "token_ids")
         temperature = body.get("temperature", 1.0)
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or abs(temperature) > _LARGEST:
             raise RecordError(f"temperature = {brief(temperature)}; expected a number above 0")
         check_temperature(temperature)
         scored = await self._while_there(request, self._sampler.prompt_logprobs(ids, float(temperature)))
