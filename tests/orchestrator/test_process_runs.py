@@ -6,6 +6,10 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -188,6 +192,44 @@ def test_an_environment_that_exits_leaves_the_one_beside_it_as_it_is(model, tmp_
         }
         failed = sum(line["metrics"].get("errors/worker", 0) for line in train_lines(folder / "loud"))
         assert failed == len(bad)
+
+
+def test_ctrl_c_reaches_the_run_and_its_workers_end_with_it(model, tmp_path):
+    """Pressed at the terminal, where the whole process group of the command hears it."""
+    (tmp_path / "lots.py").write_text(LOTS)
+    (tmp_path / "run.toml").write_text(TOML.format(model=model) + 'import_path = "lots.Lots"\nargs = { delay = 0.3 }\n')
+    mark = f"VERBATIM_TEST_MARK={uuid.uuid4()}"
+    name, _, value = mark.partition("=")
+    run = subprocess.Popen(
+        [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "out", "--max-steps", "500", *PROCESSES],
+        cwd=tmp_path, env={**os.environ, name: value}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not ((tmp_path / "out" / "metrics.jsonl").exists() and train_lines(tmp_path / "out")):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        assert len(marked(mark)) == 2  # the run, and one worker
+        os.killpg(run.pid, signal.SIGINT)
+        said, _ = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    assert run.returncode == 130, said
+    assert "--resume" in said and "lost" not in said
+    lines = train_lines(tmp_path / "out")
+    assert len(lines) < 500 and lines[-1]["metrics"]["rollout/workers_lost"] == 0
+    assert any((tmp_path / "out" / "checkpoints").iterdir())
+    assert marked(mark) == []
+
+
+def marked(mark):
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+    return found
 
 
 REFUSED = {

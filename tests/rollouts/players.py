@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -58,8 +59,15 @@ class Doubling(Episode):
         if self.trouble == "programs":
             program = await asyncio.create_subprocess_exec("sleep", "1000")
             (self.folder / f"program-{program.pid}").touch()
-        if self.trouble == "fork" and os.fork() == 0:
-            raise RuntimeError("a copy of the worker goes on")
+        if self.trouble == "fork":
+            waits = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+            waits.start()
+            await asyncio.sleep(0.5)  # until it is a process like any other
+            waits.terminate()
+            waits.join(10)
+            self.info = {"ended with": waits.exitcode}
+            if os.fork() == 0:
+                raise RuntimeError("a copy of the worker goes on")
         if self.trouble == "block":
             time.sleep(1000)  # noqa: ASYNC251  (it is to hold up everybody)
         if self.trouble == "wait":

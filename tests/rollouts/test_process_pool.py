@@ -284,6 +284,7 @@ async def test_a_copy_of_a_worker_says_nothing_to_the_run():
         good = await players.group(pool, "3").run()
         assert pool.num_lost == 0
     assert [t.error for t in found.trajectories] == [None] * 3
+    assert [t.info["ended with"] for t in found.trajectories] == [-signal.SIGTERM] * 3
     same(good, await players.here("3"))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import itertools
 import logging
 import os
@@ -35,6 +36,7 @@ from verbatim.user_code import is_ctrl_c
 MOST_FILES = 16_384
 """File descriptors that a worker may have open, as far as the system lets it."""
 _PR_SET_PDEATHSIG = 1
+_FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -51,12 +53,19 @@ def main(descriptor: int, parent: int) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s")
     # Handlers, because ignored signals would be ignored by the programs that environments start as well. Ctrl-C and a
     # supervisor's SIGTERM are for the run, which decides when its workers end.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _FOR_THE_RUN:
         signal.signal(number, lambda number, frame: None)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    os.register_at_fork(after_in_child=connection.close)  # a copy of this process has nothing to say to the run
+    os.register_at_fork(after_in_child=functools.partial(_be_a_copy, connection))
     run_main(_serve(connection))
+
+
+def _be_a_copy(connection: socket.socket) -> None:
+    """A forked copy of this process has nothing to say to the run, and ends when it is told to."""
+    connection.close()
+    for number in _FOR_THE_RUN:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def die_with(parent: int) -> None:

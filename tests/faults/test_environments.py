@@ -1,0 +1,316 @@
+"""Every method of an environment x everything that it can do wrong: the run goes on, the failure is counted under its
+own reason, and the environment beside it has the trajectories, id for id, that it has alone."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from byte_renderer import VOCAB_SIZE, ByteRenderer
+from faults.misbehaving import Misbehaving, pokes_then_speaks
+from orchestrator.loop_runs import FakeTrainer, Notes
+from rollouts.players import contents
+from rollouts.waiting import until
+from verbatim.credit.default import default_advantage
+from verbatim.curriculum import ExampleSchedule
+from verbatim.environments.resolve import examples_of
+from verbatim.errors import ComponentError
+from verbatim.inference import SamplingParams
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.orchestrator.assemble import Rules
+from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.orchestrator.loop import Orchestrator, Plan
+from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, LocalPlayer, RolloutSetup, supervised
+from verbatim.rollouts import episode as episode_module
+from verbatim.rollouts.remote import pool as remote_pool
+from verbatim.rollouts.remote.episodes import RemoteSetup
+from verbatim.rollouts.remote.processes import process_player
+from verbatim.trajectories import Ledger
+
+STEPS, GROUP, GROUPS = 3, 2, 3
+PATIENT = EpisodeLimits(timeout=60.0, tool_timeout=20.0, max_turns=4)
+HURRIED = EpisodeLimits(timeout=0.4, tool_timeout=0.2, max_turns=4)
+"""For what waits for ever."""
+GRACE = 0.1
+
+ASYNC = ("start", "reply", "tool", "run", "score", "close")
+METHODS = (*ASYNC, "tools", "state_key")
+RAISED = {"raise": "RuntimeError", "SystemExit": "SystemExit", "KeyboardInterrupt": "KeyboardInterrupt",
+          "GeneratorExit": "GeneratorExit"}  # fmt: skip
+NAMES = {"tools": "the episode's tools"}
+LATE = "timeout: the episode took more than 0.4 s"
+LEAKS = ("threads", "processes", "files")
+
+
+def limits_of(mode):
+    return HURRIED if mode in ("hang", "swallow", "block") else PATIENT
+
+
+def expected():
+    """(method, mode) -> how the error of its episodes begins; None where they do not fail."""
+    found = {}
+    for where, mode in itertools.product(METHODS, RAISED):
+        found[where, mode] = f"environment: {NAMES.get(where, where)} raised {RAISED[mode]}"
+        if where == "tool":
+            found[where, mode] = None  # the model is told; it is counted in `tool_errors`
+    for where in ASYNC:
+        found[where, "hang"] = LATE
+        found[where, "swallow"] = f"{LATE}: {where} ignored its cancellation, and was left behind"
+    found["tool", "hang"] = found["tool", "swallow"] = None
+    found["close", "hang"] = "environment: close took more than 0.1 s"
+    found["close", "swallow"] = "environment: close went on after 0.1 s, and was left behind"
+    found["start", "wrong type"] = "environment: the episode's messages: None; expected a list of messages"
+    found["reply", "wrong type"] = "environment: reply returned 'done'; expected verbatim.environments.Reply"
+    found["tools", "wrong type"] = "environment: the episode's tools: ToolManager(7); expected a list of tools"
+    found["tool", "wrong type"] = None
+    found["score", "wrong type"] = "environment: score returned '1.0'; expected a number"
+    found["state_key", "wrong type"] = "environment: state_key returned ['a', 'list']; expected a string or None"
+    for where in ("start", "reply", "tools", "tool"):
+        found[where, "huge"] = None  # cut off as too long, or a tool's answer is cut
+    found["run", "huge"] = "environment: run raised ValueError: xxx"
+    found["close", "huge"] = "environment: close raised ValueError: xxx"
+    found["score", "huge"] = "environment: score returned 100,000 parts; expected at most 1,000"
+    found["state_key", "huge"] = "environment: state_key returned a text of 1,000,000 characters; expected at most"
+    found["reply", "no number"] = "environment: reply gave the reward nan; expected a finite number"
+    found["tool", "no number"] = "environment: tool poke gave the reward inf; expected a finite number"
+    found["score", "no number"] = "environment: score returned 1e+300; expected at most 3.4e+38"
+    for where, leak in itertools.product(METHODS, LEAKS):
+        found[where, leak] = None
+    return found
+
+
+def expected_in_processes():
+    """As above; and what only a process can be kept from."""
+    found = expected()
+    for where in METHODS:
+        found[where, "exit"] = "worker: its process ended with status 0"
+        found[where, "block"] = "worker: it did not end an episode within"
+    found["score", "killed"] = "worker: its process was killed by SIGKILL"
+    return found
+
+
+HERE, IN_PROCESSES = expected(), expected_in_processes()
+SHORT_HERE = [("start", "SystemExit"), ("score", "KeyboardInterrupt"), ("run", "hang"), ("score", "swallow"),
+              ("reply", "wrong type"), ("tool", "raise"), ("score", "no number"), ("close", "raise"),
+              ("state_key", "huge"), ("tools", "threads"), ("reply", "files")]  # fmt: skip
+SHORT_IN_PROCESSES = [("score", "exit"), ("reply", "block"), ("tool", "processes")]
+assert {*SHORT_HERE} <= {*HERE} and {*SHORT_IN_PROCESSES} <= {*IN_PROCESSES}
+assert len(HERE) >= 60
+
+
+def pytest_generate_tests(metafunc):
+    whole = metafunc.config.getoption("--whole", default=False)
+    for name, short, all_cases in (("here", SHORT_HERE, HERE), ("there", SHORT_IN_PROCESSES, IN_PROCESSES)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, list(all_cases) if whole else short, ids=" ".join)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(supervised, "GRACE", GRACE)
+    monkeypatch.setattr(episode_module, "CLOSING", GRACE)
+    monkeypatch.setattr(remote_pool, "GRACE", 1.0)
+
+
+class Run:
+    """A few steps on two environments, `good` and `bad`; the bad one's episodes are played by `player`."""
+
+    def __init__(self, tmp_path, bad, player, steps=STEPS):
+        self.steps, self.limits = steps, limits_of(bad.mode)
+        self.tally, self.notes, self.ledger = EpisodeTally(), Notes(), Ledger()
+        self.sampler = ScriptedSampler(script=pokes_then_speaks, vocab_size=VOCAB_SIZE, context_length=400)
+        self.environments = {"good": Misbehaving(), "bad": bad}
+        setups = {label: self.setup(label, player if label == "bad" else LocalPlayer()) for label in self.environments}
+        examples = {label: environment.examples("train") for label, environment in self.environments.items()}
+        dispatcher = Dispatcher(
+            schedule=ExampleSchedule(examples, {"good": 1.0, "bad": 1.0}, seed=5), setups=setups, ledger=self.ledger,
+            group_size=GROUP, groups_per_batch=GROUPS, max_async_level=0, max_off_policy_steps=8,
+            oversampling_factor=1.0, run_seed=5, num_batches=steps,
+        )  # fmt: skip
+        rules = Rules(advantage=default_advantage, filters={}, strategy="interleaved", on_break="split",
+                      max_length=400, max_off_policy_steps=8)  # fmt: skip
+        plan = Plan(max_steps=steps, eval_setups=[setups["bad"]] if bad.where == "examples" else [], eval_interval=1,
+                    eval_episodes=5, eval_seed=1, checkpoint_interval=100)  # fmt: skip
+        self.orchestrator = Orchestrator(
+            plan=plan, sampler=self.sampler, trainer=FakeTrainer(tmp_path), dispatcher=dispatcher, ledger=self.ledger,
+            rules={label: rules for label in setups}, environments=self.environments, observer=self.notes,
+            checkpointer=self.notes, tally=self.tally,
+        )  # fmt: skip
+
+    def setup(self, label, player):
+        return RolloutSetup(
+            env=label, environment=self.environments[label], sampler=self.sampler, renderer=ByteRenderer(),
+            params=SamplingParams(), limits=self.limits if label == "bad" else PATIENT, slots=asyncio.Semaphore(64),
+            player=player, tally=self.tally,
+        )  # fmt: skip
+
+    async def go(self):
+        async with asyncio.timeout(120):
+            assert await self.orchestrator.run()
+        assert [step for step, _, _ in self.notes.steps] == list(range(1, self.steps + 1))
+        self.ledger.check(pending=0)
+
+    def groups(self, label):
+        return [group for _, _, groups in self.notes.steps for group in groups if group.env == label]
+
+
+ALONE = {}
+
+
+async def alone(run, group):
+    """The group as it is when nothing else is played."""
+    version = int(group.trajectories[0].turns[0].policy_versions[0])
+    key = group.group_id, group.example_id, version
+    if key not in ALONE:
+        sampler = ScriptedSampler(script=pokes_then_speaks, vocab_size=VOCAB_SIZE, context_length=400)
+        sampler.policy_version = version
+        quiet = RolloutSetup(
+            env="good", environment=Misbehaving(), sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(),
+            limits=PATIENT, slots=asyncio.Semaphore(64),
+        )  # fmt: skip
+        example = next(e for e in Misbehaving().examples("train") if e.id == group.example_id)
+        index = int(group.group_id.partition("-")[2])
+        ALONE[key] = await GroupRun(quiet, example, index=index, size=GROUP, run_seed=5).run()
+    return ALONE[key]
+
+
+async def check(run, where, mode, begins):
+    """The bad episodes ended as promised, and the good ones as ever."""
+    good, bad = run.groups("good"), run.groups("bad")
+    assert len(good) >= 2 and len(bad) >= 2
+    for group in good:
+        expected = await alone(run, group)
+        strip = [{k: v for k, v in contents(t).items() if k != "advantage"} for t in group.trajectories]
+        assert strip == [{k: v for k, v in contents(t).items() if k != "advantage"} for t in expected.trajectories]
+    trajectories = [t for group in bad for t in group.trajectories]
+    errors = [t.error for t in trajectories]
+    if begins is None:
+        assert errors == [None] * len(errors)
+        assert not run.tally.failures
+    else:
+        assert all(error is not None and error.startswith(begins) for error in errors), errors[0]
+        assert all(len(error) < 5000 for error in errors)
+        assert sum(run.tally.failures.values()) == len(errors)
+        counted = Counter()
+        for _, metrics, _ in run.notes.steps:
+            counted.update({name: n for name, n in metrics.items() if name.startswith("errors/")})
+        assert counted == {f"errors/{begins.partition(':')[0]}": len(errors)}
+    told = {**dict.fromkeys((*RAISED, "wrong type"), "exception"), **dict.fromkeys(("hang", "swallow"), "timeout"),
+            "huge": "oversize"}  # fmt: skip
+    if where == "tool" and mode in told:
+        assert all(t.info["tool_errors"] == {told[mode]: 1} for t in trajectories)
+    if mode == "huge" and where in ("start", "reply"):
+        assert {(t.stop_reason, t.truncated) for t in trajectories} == {("length", True)}
+
+
+def leftover(folder):
+    return [int(path.name.partition("-")[2]) for path in folder.glob("left-*")]
+
+
+def runs(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+async def test_played_here_it_costs_its_own_episodes(tmp_path, campaign, here):
+    where, mode = here
+    row = campaign("environments, played here")
+    row.add(wrong=True)
+    bad = Misbehaving(where, mode, str(tmp_path))
+    run = Run(tmp_path, bad, LocalPlayer())
+    try:
+        await run.go()
+        await check(run, where, mode, HERE[where, mode])
+    finally:
+        for pid in leftover(tmp_path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for kept in bad.kept:
+            if isinstance(kept, int):
+                os.close(kept)
+    row.wrong -= 1
+
+
+async def test_played_in_processes_it_costs_its_own_episodes(tmp_path, campaign, there):
+    where, mode = there
+    row = campaign("environments, in processes")
+    row.add(wrong=True)
+    args = {"where": where, "mode": mode, "folder": str(tmp_path)}
+    setup = RemoteSetup(env="bad", name="faults.misbehaving.Misbehaving", args={**args, "grace": GRACE},
+                        params=SamplingParams(), limits=limits_of(mode))  # fmt: skip
+    relay = Relay()
+    run = Run(tmp_path, Misbehaving(**args), relay, steps=2)
+    async with process_player({("train", "bad"): setup}, run.sampler, ByteRenderer(), workers=2) as player:
+        relay.player = player
+        await run.go()
+        pids = player.pools["train", "bad"].pids
+    await check(run, where, mode, IN_PROCESSES[where, mode])
+    await until(lambda: not any(map(runs, [*pids, *leftover(tmp_path)])))
+    assert (len(leftover(tmp_path)) > 0) == (mode == "processes")
+    row.wrong -= 1
+
+
+class Relay:
+    """A player that is known only when the run is made."""
+
+    player = None
+
+    async def play(self, setup, task, recorder):
+        return await self.player.play(setup, task, recorder)
+
+    def metrics(self):
+        return self.player.metrics()
+
+
+AT_THE_START = {
+    "raise": "raised RuntimeError: no", "SystemExit": "raised SystemExit: 0", "GeneratorExit": "raised GeneratorExit",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", AT_THE_START)
+def test_examples_that_fail_at_the_start_are_refused_by_name(campaign, mode):
+    row = campaign("environments, examples at the start")
+    row.add(wrong=True)
+    with pytest.raises(ComponentError, match=f"environment 'mine': examples.*{AT_THE_START[mode]}"):
+        examples_of(Misbehaving("examples", mode), "mine", "eval")
+    row.wrong -= 1
+
+
+class Rows(list):
+    def __iter__(self):
+        raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(7, "gave"), ([], "is empty"), ([1, 2], "at place 0"), (Rows([1]), "cannot be read: SystemExit: 0")],
+)
+def test_examples_that_are_no_examples_are_refused_by_name(campaign, given, said):
+    row = campaign("environments, examples at the start")
+    row.add(wrong=True)
+    environment = Misbehaving()
+    environment.examples = lambda split: given
+    with pytest.raises(ComponentError, match=f"environment 'mine': examples.*{said}"):
+        examples_of(environment, "mine", "eval")
+    row.wrong -= 1
+
+
+@pytest.mark.parametrize("mode", ["raise", "SystemExit", "GeneratorExit"])
+async def test_examples_that_fail_in_an_evaluation_cost_that_evaluation(tmp_path, campaign, mode):
+    row = campaign("environments, examples in an evaluation")
+    row.add(wrong=True)
+    run = Run(tmp_path, Misbehaving("examples", mode), LocalPlayer())
+    await run.go()
+    await check(run, "examples", mode, None)
+    assert len(run.notes.evals) == STEPS + 1  # before the first step, and after each
+    for _, evaluation in run.notes.evals:
+        assert (evaluation.num_episodes, evaluation.metrics["errors/environment"]) == (0, 1.0)
+    assert sum(run.tally.unmeasured.values()) == STEPS + 1
+    assert "evaluations were left out" in run.tally.summary()[-1]
+    row.wrong -= 1
