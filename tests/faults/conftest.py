@@ -28,6 +28,14 @@ def plain(tmp_path_factory):
     return plain_run(tmp_path_factory.mktemp("plain"))
 
 
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """The same, of a run that builds its model and warm-starts it."""
+    from faults.recorded_runs import prepared_run
+
+    return prepared_run(tmp_path_factory.mktemp("prepared"))
+
+
 _campaigns = pytest.StashKey[dict[str, Campaign]]()
 
 

@@ -13,11 +13,14 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
+
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, lines, train_lines, workplace
 from faults import recorder
 from faults.lost_power import after_loss
 from faults.recorder import Op
 from verbatim.cli.main import main
+from verbatim.monitors import learning_curve
 
 STEPS = 3
 MODULES = {
@@ -125,6 +128,14 @@ def prepared_run(place: Path) -> Recorded:
     return recorded(place / "run", toml)
 
 
+def run_of_two_processes(place: Path) -> Recorded:
+    """As `plain_run`, with the trainer in a process of its own; it is resumed in one process, which is quicker."""
+    model = build_tiny_model(place / "model")
+    toml = _toml(f'name = "{model}"', "lots.Lots")
+    two = toml.replace("separate_process = false", "separate_process = true")
+    return replace(recorded(place / "run", two), toml=toml)
+
+
 def resumed_run(place: Path, run: Recorded) -> Recorded:
     """The rest of a run that was killed while it wrote its last checkpoint."""
     killed = run.after(STEPS) - 10
@@ -149,7 +160,9 @@ def type_(*arguments: str) -> tuple[int, str]:
     warnings = logging.StreamHandler(said)
     logging.getLogger().addHandler(warnings)
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        # A fifth of such a run's time is spent on drawing its learning curve.
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            patch.setattr(learning_curve, "_has_matplotlib", lambda: False)
             status = main(["rl", "run.toml", *arguments])
     finally:
         logging.getLogger().removeHandler(warnings)

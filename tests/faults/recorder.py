@@ -4,15 +4,19 @@
 
 Python tells of each system call on a path before it is made (its audit events), whatever library makes it; a sync is
 told of by a wrapper. At each of these moments the folder is looked at, and what has changed since is recorded. So what
-native code writes between two of them (safetensors, tokenizers) is in the trace as well.
+native code writes between two of them (safetensors, tokenizers) is in the trace as well. A process that the command
+starts tells of its own moments through a socket, and waits until the folder was looked at.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import sys
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,15 @@ Op = tuple[Any, ...]
 _TELLING = {
     "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree",
 }  # fmt: skip
+
+
+def may_write(arguments: tuple[Any, ...], root: Path) -> bool:
+    """Whether this audit event "open" may change something in the folder."""
+    path, _, flags = arguments
+    if not isinstance(path, str | bytes | os.PathLike) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        return False
+    name = os.fsdecode(path)
+    return not os.path.isabs(name) or name.startswith(f"{root}/")
 
 
 class Recorder:
@@ -51,20 +64,17 @@ class Recorder:
         """An audit event: something is about to happen."""
         if getattr(self._inside, "it", False):
             return
-        if event in _TELLING or (event == "open" and self._may_write(arguments)):
+        if event in _TELLING or (event == "open" and may_write(arguments, self.root)):
             self.look()
-
-    def _may_write(self, arguments: tuple[Any, ...]) -> bool:
-        path, _, flags = arguments
-        if not isinstance(path, str | bytes | os.PathLike) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            return False
-        name = os.fsdecode(path)
-        return not os.path.isabs(name) or name.startswith(f"{self.root}/")
 
     def sync(self, descriptor: int) -> None:
         """Instead of `os.fsync`: what the file or folder is now, it is on disk."""
+        self.synced(os.fstat(descriptor).st_ino)
+
+    def synced(self, inode: int) -> None:
+        """This file or folder is on disk."""
         self.look()
-        node = self._nodes.get(os.fstat(descriptor).st_ino)
+        node = self._nodes.get(inode)
         if node is not None:
             self.ops.append(("sync", node))
 
@@ -135,13 +145,72 @@ class Recorder:
             self.ops.append(("data", node, Path(path).read_bytes()))
 
 
+# ---- a process that the command starts
+
+
+CHILD = "import sys; sys.path.insert(0, {here!r}); from faults.recorder import tell; tell({address!r}, {root!r})\n"
+"""A `sitecustomize.py`, which Python runs at its start."""
+
+
+def listen(recorder: Recorder, address: str) -> None:
+    """Look whenever another process says so, on a thread: a message is the inode that was synced, or 0."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(address)
+    server.listen()
+
+    def serve(connection: socket.socket) -> None:
+        while message := connection.recv(8):
+            inode = int.from_bytes(message)
+            if inode:
+                recorder.synced(inode)
+            else:
+                recorder.look()
+            connection.send(b"!")
+
+    def accept() -> None:
+        while True:
+            threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+
+
+def tell(address: str, root: str) -> None:
+    """In the other process: tell of every moment."""
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    client.connect(address)
+    lock = threading.Lock()
+
+    def say(inode: int) -> None:
+        with lock:
+            client.send(inode.to_bytes(8))
+            client.recv(1)
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _TELLING or (event == "open" and may_write(arguments, Path(root))):
+            say(0)
+
+    os.fsync = lambda descriptor: say(os.fstat(descriptor).st_ino)
+    sys.addaudithook(hear)
+
+
 def main(root: Path, trace: Path, arguments: list[str]) -> int:
     """Run the command inside, and write the trace."""
     import verbatim.cli.main as command
-    from verbatim.cli.run_log import RunLog
 
     os.chdir(root)
     recorder = Recorder(root)
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"{folder}/socket"
+        child = CHILD.format(here=str(Path(__file__).parents[1]), address=address, root=str(root))
+        Path(folder, "sitecustomize.py").write_text(child)
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+        listen(recorder, address)
+        return _record(recorder, command.main, arguments, trace)
+
+
+def _record(recorder: Recorder, command: Callable[[list[str]], int], arguments: list[str], trace: Path) -> int:
+    from verbatim.cli.run_log import RunLog
+
     os.fsync = recorder.sync
     seal = RunLog._seal
 
@@ -151,7 +220,7 @@ def main(root: Path, trace: Path, arguments: list[str]) -> int:
 
     RunLog._seal = sealing  # type: ignore[method-assign]
     sys.addaudithook(recorder.hear)
-    status = command.main(arguments)
+    status = command(arguments)
     recorder.promise("finished")
     trace.write_text(repr(recorder.ops))
     return status

@@ -19,12 +19,18 @@ from verbatim.cli.main import main
 
 
 @contextlib.contextmanager
-def killed_after_step_2(run: Recorded, place: Path) -> Iterator[None]:
-    """In the current directory the run was killed right after the checkpoint of step 2."""
+def killed_after(run: Recorded, count: int, place: Path) -> Iterator[None]:
+    """In the current directory the run was killed after so many operations."""
     place.mkdir()
-    after_loss(run.ops[: run.after(2)], "all", random.Random(0)).write(place)
+    after_loss(run.ops[:count], "all", random.Random(0)).write(place)
     with workplace(place, MODULES):
+        (place / "run.toml").write_text(run.toml)
         yield
+
+
+def killed_after_step_2(run: Recorded, place: Path) -> contextlib.AbstractContextManager[None]:
+    """Right after the checkpoint of this step."""
+    return killed_after(run, run.after(2), place)
 
 
 def remove(path: Path) -> None:
@@ -170,6 +176,25 @@ def test_a_run_folder_that_was_copied_without_its_logs_goes_on_and_says_so_once(
         assert {step for step, *_ in sampled(folder)} == {3}
         assert read_json(folder / "summary.json")["steps_missing_in_log"] == 2
         assert type_("--resume")[1].count("is missing") == 0
+
+
+def test_a_prepared_model_that_is_damaged_before_the_first_checkpoint_is_made_again(
+    prepared: Recorded, tmp_path: Path
+):
+    """Built, then warm-started; killed before the first checkpoint."""
+    opened = next(n for n, op in enumerate(prepared.ops) if op[0] == "add" and op[2] == "metrics.jsonl")
+    with killed_after(prepared, opened, tmp_path / "place"):
+        folder = run_of(Path())
+        assert (folder / "model").is_dir()
+        assert not list((folder / "checkpoints").iterdir())
+        flip(folder / "warm_start" / "model.safetensors")
+        cut(folder / "model" / "tokenizer.json")
+        status, said = type_("--resume", str(folder))  # `latest` names a run with its first checkpoint
+        assert status == 0
+        assert "warm_start is damaged: model.safetensors has another SHA-256 than when it was written; it is" in said
+        assert "model is damaged: tokenizer.json has " in said
+        assert {path.name for path in folder.glob("*.damaged-*")} == {"warm_start.damaged-1", "model.damaged-1"}
+        assert what_differs(folder, prepared) is None
 
 
 def test_the_damaged_configuration_that_was_typed_names_its_copy(plain: Recorded, tmp_path: Path):

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from faults.lost_power import MODES, after_loss
-from faults.recorded_runs import Recorded, prepared_run, resume, resumed_run, run_of, what_differs
+from faults.recorded_runs import Recorded, resume, resumed_run, run_of, run_of_two_processes, what_differs
 from faults.recorder import Op
 
-WHOLE = ("nothing", "names", "zeros", "journal", "random", "random", "random")
+WHOLE = ("nothing", "names", "journal", "random")
 SHORT = ("nothing", "names", "random")
 """What survives of what was not synced, at each moment that is tried."""
 
@@ -95,15 +95,19 @@ def lose_power(
 
 
 @pytest.fixture(scope="module")
-def runs(plain: Recorded, tmp_path_factory) -> dict[str, Recorded]:
+def runs(plain: Recorded, prepared: Recorded, tmp_path_factory) -> dict[str, Recorded]:
     return {
         "a run": plain,
-        "a run that builds its model": prepared_run(tmp_path_factory.mktemp("prepared")),
+        "a run that builds its model": prepared,
+        "a run of two processes": run_of_two_processes(tmp_path_factory.mktemp("two")),
         "a resumed run": resumed_run(tmp_path_factory.mktemp("resumed"), plain),
     }
 
 
-@pytest.mark.parametrize(("name", "many"), [("a run", 70), ("a run that builds its model", 30), ("a resumed run", 30)])
+@pytest.mark.parametrize(
+    ("name", "many"),
+    [("a run", 40), ("a run that builds its model", 25), ("a run of two processes", 25), ("a resumed run", 25)],
+)
 def test_a_run_whose_power_goes_out_is_resumed_to_the_same_end(
     runs: dict[str, Recorded], tmp_path: Path, whole: bool, campaign, name: str, many: int
 ):

@@ -250,8 +250,9 @@ def test_a_misspelt_mode_of_the_environment_is_refused(fake_wandb: FakeWandb, mo
     assert Wandb(project="demo", mode="offline").mode == "offline"
 
 
-def test_an_id_that_was_not_written_to_its_end_is_made_anew(tmp_path: Path):
-    (tmp_path / wandb.RUN_ID).write_text("")
+@pytest.mark.parametrize("content", [b"", bytes(12), b"\xff\xfe", b"a b"])
+def test_an_id_that_was_not_written_to_its_end_is_made_anew(tmp_path: Path, content: bytes):
+    (tmp_path / wandb.RUN_ID).write_bytes(content)
     made = wandb._run_id(tmp_path / wandb.RUN_ID)
     assert len(made) == 12
     assert wandb._run_id(tmp_path / wandb.RUN_ID) == made

@@ -265,7 +265,11 @@ class RunFolder:
         return self.toml
 
     def _changes(self, config: RunConfig, toml: str) -> list[str]:
-        stored = _flatten(tomllib.loads(toml))
+        try:
+            stored = _flatten(tomllib.loads(toml))
+        except ValueError as error:
+            raise UsageError(f"the configuration of the run's other process is damaged ({error}); start both processes "
+                             "again") from None  # fmt: skip
         current = _flatten(tomllib.loads(dump_config(config)))
         return [
             f"{key}: {_shown(key, stored)} -> {_shown(key, current)}"
@@ -368,10 +372,14 @@ def _make_stamped(parent: Path, now: datetime) -> Path:
 
 
 def _link_latest(path: Path) -> None:
+    link = path.with_name(LATEST)
+    if link.is_symlink() and os.readlink(link) == path.name:
+        sync(path.parent)  # a killed process may have made it
+        return
     temporary = path.with_name(f".{LATEST}-{path.name}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(path.name)
-    rename(temporary, path.with_name(LATEST))
+    rename(temporary, link)
 
 
 def _runs_near(path: Path) -> str:
