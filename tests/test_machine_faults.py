@@ -14,7 +14,9 @@ import torch
 from e2e.tiny_runs import build_tiny_model
 from verbatim.errors import UsageError
 from verbatim.machine_faults import describe, is_machine_fault, is_out_of_memory, naming, rust_errors_as_oserror
+from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_tokenizer, save_model
+from verbatim.trainer import model_check
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -100,6 +102,18 @@ def test_what_a_library_in_rust_says_of_the_system_is_the_systems_error():
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "weights")
     with pytest.raises(ValueError, match="a bug"), rust_errors_as_oserror("weights"):
         raise ValueError("a bug")
+
+
+def test_memory_that_runs_out_while_trees_are_tried_does_not_change_how_the_run_is_packed(tmp_path, monkeypatch):
+    """As a fault of the model it would be: "auto" would fall back to rows, and a resumed run to other rounding."""
+    model = CausalLM(load_model(build_tiny_model(tmp_path / "model")))
+
+    def full(*args: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
+
+    monkeypatch.setattr(model_check.DeviceBatch, "of", full)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        model_check.packing_for(model, "auto")
 
 
 @pytest.mark.parametrize("limit", [100, 2000, 30_000])

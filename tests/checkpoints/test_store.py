@@ -227,12 +227,12 @@ def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: 
             (store.folder / f"step_{step:06d}").rmdir()
 
 
-def test_what_refused_a_checkpoint_is_told_without_what_it_quotes(store: CheckpointStore):
-    """A trainer that is gone is quoted with the end of its log: once, where the run ends."""
+def test_what_refused_a_checkpoint_is_told_before_what_it_quotes(store: CheckpointStore):
+    """A trainer that is gone is quoted with the end of its log."""
     told = store.refused(3, RunStopped("the trainer was ended by SIGKILL\nthe last lines of its log:\n    ..."))
     assert str(told) == (
         f"checkpoint {store.folder / 'step_000003'} could not be written: the trainer was ended by SIGKILL; the "
-        "checkpoints before it are untouched"
+        "checkpoints before it are untouched\nthe last lines of its log:\n    ..."
     )
 
 

@@ -60,6 +60,35 @@ def campaign(request):
     return lambda name: rows.setdefault(name, Campaign(name))
 
 
+@pytest.fixture(scope="session")
+def each(whole):
+    """`each(case, items)` calls `case(server, item)`: commands are run by warm servers, one or two at a time."""
+    from faults.warm import servers
+
+    with servers(2 if whole else 1) as each:
+        yield each
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """Where the tiny runs of the campaigns are made."""
+    from faults.tiny_places import Place
+
+    return Place.make(tmp_path_factory.mktemp("tiny") / "place")
+
+
+@pytest.fixture(scope="session")
+def expected(place, each):
+    """What every synchronous tiny run must come to: nothing happened to it."""
+    from faults.tiny_places import imbalances
+
+    run = place.new()
+    (ended,) = each(lambda warm, _: place.run(warm, "one", run), [None])
+    assert ended.status == 0, ended.said
+    assert imbalances(run) == []
+    return run
+
+
 def pytest_terminal_summary(terminalreporter, config):
     rows = config.stash.get(_campaigns, {})
     if rows:

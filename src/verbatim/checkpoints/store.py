@@ -97,10 +97,10 @@ class CheckpointStore:
         self._retire(just_written=step)
 
     def refused(self, step: int, error: Exception) -> CheckpointNotWritten:
-        """The error that says that the checkpoint of this step could not be written."""
-        why = describe(error, self.folder).partition("\n")[0]  # the rest is what somebody's log says
+        """The error that says that the checkpoint of this step could not be written; what `error` quotes comes last."""
+        why, _, quoted = describe(error, self.folder).partition("\n")
         return CheckpointNotWritten(f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
-                               "checkpoints before it are untouched")  # fmt: skip
+                                    f"checkpoints before it are untouched{quoted and chr(10)}{quoted}")  # fmt: skip
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, damaged ones included, oldest first."""

@@ -10,6 +10,7 @@ import torch
 from verbatim.errors import ModelError
 from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.decoder import Decoder, DecoderConfig
+from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
 from verbatim.models.own_attention import (
     FAULTS,
@@ -65,6 +66,8 @@ def decoding_fault(pair: TinyPair, *, deterministic: bool = False) -> str | None
     except ModelError:
         raise
     except FAULTS as error:
+        if is_out_of_memory(error):
+            raise
         return f"decoding fails ({describe(error)})"
     return f"sampled logprobs differ by {worst:.1g} from those of its own attention" if worst > TOLERANCE else None
 

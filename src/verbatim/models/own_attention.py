@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
+from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.attention import ATTENTION
 from verbatim.models.head import CausalLM
 from verbatim.models.rope import fixed_length
@@ -149,6 +150,8 @@ def _refuse_unless_it_works(own: Any) -> None:
     except ModelError:
         raise
     except FAULTS as error:
+        if is_out_of_memory(error):
+            raise
         raise NoTinyCopy(f"a small copy of {type(own).__name__} does not give logits for ids alone "
                          f"({describe(error)}); use a causal language model of another class") from error  # fmt: skip
     if not finite:

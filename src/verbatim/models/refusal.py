@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from verbatim.errors import ModelError, VerbatimError
+from verbatim.machine_faults import is_out_of_memory
 
 
 @contextmanager
@@ -21,9 +20,11 @@ def refusing(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (VerbatimError, MemoryError, torch.OutOfMemoryError):
+    except VerbatimError:
         raise
     except Exception as error:  # hundreds of architectures and file readers raise whatever they like
+        if is_out_of_memory(error):
+            raise
         said = str(error).strip() or "without a word"
         told = said if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {said}"
         raise ModelError(f"{what}: {told}") from error

@@ -462,7 +462,8 @@ class Orchestrator:
         try:
             await self._save()
         except (VerbatimError, OSError) as error:
-            logger.warning("no checkpoint of the state after %d batches could be written: %s", self.step, error)
+            why = str(error).partition("\n")[0]  # the log that it may quote is quoted where the run ends
+            logger.warning("no checkpoint of the state after %d batches could be written: %s", self.step, why)
 
     def _sampler_metrics(self, seconds: float) -> dict[str, float]:
         """Of the time since the last step. An engine that does not know when it is busy is taken to be always busy."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
+from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
 from verbatim.models.own_attention import (
     FAULTS,
@@ -77,6 +78,8 @@ def _refuse_without_gradient(model: CausalLM) -> None:
     try:
         gradient(pair.own, lambda: pair.own_logprobs(ids).sum())
     except FAULTS as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(f"{type(model.model).__name__} cannot be trained: its backward pass fails "
                          f"({describe(error)}); use a model of another class") from error  # fmt: skip
 
@@ -119,6 +122,8 @@ def packed_fault(
     try:
         found = gradient(pair.ours.model, value)
     except FAULTS as error:
+        if is_out_of_memory(error):
+            raise
         return f"the forward or backward pass fails ({describe(error)})"
     if worst > TOLERANCE:
         return f"logprobs differ by {worst:.1g} from those of its own attention"

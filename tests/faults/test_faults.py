@@ -1,0 +1,127 @@
+"""A call that fails, in either process, ends the run with one message and status 1, or costs only what it was for; the
+run goes on afterwards and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from faults.strikes import CHANGES, FULL_DISK, READS, error_number
+from faults.test_kills import spread
+from faults.tiny_places import Place, differences, imbalances
+from faults.warm import Ended, Warm
+
+TRAINER = ("verbatim.trainer", "verbatim.models", "verbatim.losses", "verbatim.packing", "verbatim.transport.weights",
+           "verbatim.transport.orders")  # fmt: skip
+LOOP = ("verbatim.orchestrator", "verbatim.trajectories", "verbatim.credit", "verbatim.filters", "verbatim.curriculum",
+        "verbatim.checkpoints", "verbatim.transport.remote_trainer", "verbatim.transport.exchange",
+        "verbatim.cli.run_log", "verbatim.cli.rl_command", "verbatim.rollouts.group")  # fmt: skip
+ENGINE = ("verbatim.inference",)
+
+DISK: dict[str, dict[str, Any]] = {
+    "ENOSPC": {"ops": FULL_DISK, "lasts": True},
+    "EIO": {"ops": CHANGES + READS},
+    "EMFILE": {"ops": ("open", "read", "list")},
+    "EACCES": {"ops": ("open", "mkdir", "rename"), "lasts": True},
+}
+MEMORY = {
+    "memory, trainer": ("memory", TRAINER), "memory, loop": ("memory", LOOP), "memory, engine": ("memory", ENGINE),
+    "torch, trainer": ("torch", TRAINER), "torch, engine": ("torch", ENGINE),
+}  # fmt: skip
+
+
+def what_is_wrong_with_the_end(ended: Ended, run: Path, allowed: tuple[int, ...]) -> list[str]:
+    """Of a run that a fault was put into."""
+    said = ended.said + "".join(log.read_text() for log in run.glob("logs/*.log"))
+    found = ["hung"] if ended.hung else []
+    if "Traceback" in said:
+        found.append(f"a traceback: {said[said.index('Traceback'):][:3000]}")
+    if ended.status not in allowed:
+        found.append(f"status {ended.status}: {ended.said[-800:]}")
+    messages = re.findall(r"^(?:stopped|error|trained nothing|interrupted): .*", ended.said, re.MULTILINE)
+    if len(messages) != (ended.status != 0):
+        found.append(f"status {ended.status} with the messages {messages}: {ended.said[-800:]}")
+    return found
+
+
+def failed(place: Place, expected: Path, kind: str, order: Mapping[str, Any], allowed: tuple[int, ...], told: str,
+           warm: Warm, at: int) -> list[str]:  # fmt: skip
+    """What was wrong with a run that a fault was put into at the event `at`, and with the run that then went on.
+
+    Args:
+        place, expected: The fixtures.
+        kind: Of the run.
+        order: What strikes, without `at`.
+        allowed: Exit statuses.
+        told: A pattern that the message must match, where the run stopped.
+        warm: The server.
+        at: The number of the event.
+    """
+    run = place.new()
+    ended = place.run(warm, kind, run, strike={**order, "at": at})
+    found = what_is_wrong_with_the_end(ended, run, allowed)
+    message = ended.said[ended.said.rfind("stopped: "):] if ended.status else ""
+    if ended.status and not re.search(told, message):
+        found.append(f"{told!r} is not in the message: {message}")
+    elif ended.status and order["do"] == "error" and not re.search(rf"{run.name}|checkpoint|weights", message):
+        found.append(f"no file is named: {message}")
+    went_on = ended.status == 0
+    if not went_on:
+        ended = place.run(warm, kind, run)
+        found += [f"resumed, {wrong}" for wrong in what_is_wrong_with_the_end(ended, run, (0,))]
+    if ended.status != 0:
+        return found
+    if order["do"] != "error":  # an episode may have failed
+        return found + imbalances(run, lost_in_the_engine=True)
+    if not went_on:
+        return found + differences(run, expected)
+    name = "final/model.safetensors"  # what a log could not take is missing there
+    return found + ([] if (run / name).read_bytes() == (expected / name).read_bytes() else ["other weights"])
+
+
+def all_wrong(row, each, case, cases) -> list[str]:
+    wrong = []
+    for at, found in zip(cases, each(case, cases), strict=True):
+        row.add(wrong=bool(found))
+        wrong += [f"{row.name}, event {at}: {'; '.join(found)}"] if found else []
+    return wrong
+
+
+DISK_CASES = [("one", "orchestrator", 20), ("two", "orchestrator", 12), ("two", "trainer", 16)]
+"""The kind of a run, in which process calls fail, and the number of cases of each error."""
+
+
+def test_a_call_of_the_system_that_fails_is_one_message_or_costs_only_what_it_was_for(
+    place: Place, expected: Path, each, whole: bool, campaign
+):
+    wrong = []
+    for name, settings in DISK.items():
+        for kind, role, count in DISK_CASES if whole else DISK_CASES[: name in ("ENOSPC", "EIO")]:
+            events = place.events(each, kind, role, ops=settings["ops"])
+            number = error_number(name)
+            order = {"role": role, "do": "error", "errno": number, **settings}
+            allowed = (0, 1, 2) if name == "EACCES" else (0, 1)
+            case = functools.partial(failed, place, expected, kind, order, allowed, os.strerror(number))
+            cases = spread(range(1, len(events) + 1), count if whole else 1)
+            wrong += all_wrong(campaign(f"{name} in {kind}, {role}"), each, case, cases)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_memory_that_runs_out_is_one_message_or_costs_an_episode(
+    place: Place, expected: Path, each, whole: bool, campaign
+):
+    wrong = []
+    for name, (do, modules) in MEMORY.items() if whole else list(MEMORY.items())[:1]:
+        for kind, count in (("one", 12), ("two", 10)) if whole else (("one", 1),):
+            role = "trainer" if kind == "two" and modules is TRAINER else "orchestrator"
+            events = place.events(each, kind, role, do=do, modules=modules)
+            order = {"role": role, "do": do, "modules": modules}
+            case = functools.partial(failed, place, expected, kind, order, (0, 1),
+                                     "out of memory|MemoryError|can't allocate memory")  # fmt: skip
+            cases = spread(range(1, len(events) + 1), count)
+            wrong += all_wrong(campaign(f"no {name}, {kind}"), each, case, cases)
+    assert not wrong, "\n".join(wrong)
