@@ -68,6 +68,17 @@ def test_a_thread_that_was_left_behind_does_not_hold_the_process(main, status):
     assert "1 threads that an environment or a tool started still run: grader" in err
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_command_is_done_does_not_change_its_status(number):
+    script = ENDING.format(main='print("done", flush=True) or 3').replace("PATIENCE = 0.2", "PATIENCE = 60")
+    with started(script) as process:
+        assert process.stdout.readline() == "done\n"
+        time.sleep(0.3)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (3, "")
+
+
 BUSY = """
     import sys, time
     from verbatim.cli import main as shell

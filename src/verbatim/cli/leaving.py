@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,10 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 def end_without_stragglers(status: int) -> None:
-    """Called when the command is done: from `PATIENCE` seconds on, threads that still run end with the process.
+    """Called when the command is done: from `PATIENCE` seconds on, threads that still run end with the process; at
+    Ctrl-C or SIGTERM, at once, with the same status.
 
     Python itself waits for every thread that is not a daemon, without limit.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(status))
     threading.Thread(target=_watch, args=(status,), name="verbatim-leaving", daemon=True).start()
 
 

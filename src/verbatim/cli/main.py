@@ -54,6 +54,8 @@ def program() -> NoReturn:
         status = main()
     except SystemExit as end:  # argparse
         status = end.code if isinstance(end.code, int) else exit_status.USAGE
+    except KeyboardInterrupt:  # before or after the command itself
+        status = exit_status.INTERRUPTED
     finally:
         status = _flush(status)
         end_without_stragglers(status)
