@@ -421,3 +421,17 @@ async def test_without_isolation_the_directory_is_removed_and_limits_of_time_and
     await sandbox.close()
     with pytest.raises(FileNotFoundError):
         os.listdir(folder)
+
+
+async def test_a_forged_mark_of_thousands_of_digits_costs_that_command_alone(start: Start):
+    sandbox = await start()
+    forged = "t=$(grep -ao 'sandbox-[0-9a-f]*' /proc/1/cmdline | head -n 1); printf '\\0%s 1 %05000d\\0' $t 7; echo end"
+    assert "end\n" in await output(sandbox, forged)
+    assert await output(sandbox, "echo again") == "again\n"
+
+
+async def test_files_are_limited_in_number(start: Start):
+    sandbox = await start()
+    made = await sandbox.run("for i in $(seq 10500); do : >f$i || break; done; ls | wc -l")
+    assert "No space left on device" in made.output
+    assert 9_000 < int(made.output.split()[-1]) <= 10_240

@@ -40,7 +40,7 @@ def test_everything_is_killed_only_by_process_1_of_a_namespace():
     """`kill -1` as any other process would end the user's session."""
     inside = ShellProtocol().keeper(SandboxLimits(), has_namespaces=True).splitlines()
     (stop,) = [line for line in inside if "kill" in line]
-    assert stop == "(( $$ == 1 )) || exit; trap 'kill -KILL -1' TERM"
+    assert stop == "(( $$ == 1 )) || exit; trap 'while kill -KILL -1; do :; done' TERM"
     assert "kill" not in ShellProtocol().keeper(SandboxLimits(), has_namespaces=False)
 
 
@@ -49,3 +49,12 @@ def test_limits_are_set_before_the_first_shell_starts():
     script = ShellProtocol().keeper(limits, has_namespaces=True)
     assert "ulimit -t 3 -v 5120 -f 7168 -n 11 -u 13 || exit" in script
     assert script.index("ulimit") < script.index("bash --noprofile")
+
+
+def test_a_forged_mark_with_a_number_of_any_length_is_output():
+    protocol = ShellProtocol()
+    token = token_of(protocol)
+    protocol.received += b"\0" + token + b" 1 " + b"9" * 5000 + b"\0" + b"\0" + token + b" " + b"1" * 5000 + b" 0\0"
+    assert protocol.answer() is None
+    protocol.received += b"\0" + token + b" 1 0\0"
+    assert protocol.answer().to == 1

@@ -37,7 +37,7 @@ def read_conversations(path: Path) -> list[Conversation]:
             if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
                 raise ValueError("tools is a list of tool schemas")
             rows.append(("", messages, tools))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}; {error!r}'
             ) from error

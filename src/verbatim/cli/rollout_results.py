@@ -112,7 +112,7 @@ class ResultFile:
             record = json.loads(line)
             task, sample, digest = record["task"], record["sample"], record["digest"]
             settings, error = record["settings"], record["trajectory"]["error"]
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             raise self._no_result(number) from None
         if settings != self._settings:
             differ = ", ".join(f"--{name.replace('_', '-')} {settings.get(name)}" for name in self._settings

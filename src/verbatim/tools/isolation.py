@@ -136,6 +136,22 @@ def _system_folders() -> list[tuple[str, str | None]]:
     return shown
 
 
+# The throw-away directory, and the end of privileges: a process that shuts itself in holds capabilities over its own
+# namespaces and drops them; a namespace of users inside would give them back, and with them file systems in memory of
+# any size. Bubblewrap's own file systems have no limit on files, each of which takes memory of the kernel.
+_WORK = """
+mount -t tmpfs -o size={size},nr_inodes=10k,mode=755,nosuid,nodev work {at}
+mkdir {at}/work
+"""
+_SEAL = """
+echo 0 >/proc/sys/user/max_user_namespaces
+cd $HOME
+exec setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --securebits=+noroot,+noroot_locked \\
+  --no-new-privs bash -c "{script}"
+"""
+_MOUNTING = ("CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SETPCAP")
+
+
 def _bubblewrap(limits: SandboxLimits, script: str) -> list[str]:
     system = [
         word
@@ -143,18 +159,19 @@ def _bubblewrap(limits: SandboxLimits, script: str) -> list[str]:
         for word in (("--ro-bind", path, path) if target is None else ("--symlink", target, path))
     ]
     return [
-        *_as_nobody(), _program("bwrap"), "--unshare-all", "--unshare-user", "--disable-userns",
-        "--uid", "1000", "--gid", "1000", "--hostname", "terminal", "--die-with-parent", "--as-pid-1",
-        *system, "--proc", "/proc", "--dev", "/dev",
-        "--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp", "--dir", WORK,
+        *_as_nobody(), _program("bwrap"), "--unshare-all", "--unshare-user", "--uid", "0", "--gid", "0",
+        "--hostname", "terminal", "--die-with-parent", "--as-pid-1",
+        "--cap-drop", "ALL", *(word for name in _MOUNTING for word in ("--cap-add", name)),
+        *system, "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp",
         # What bubblewrap makes is in memory, of any size, and the user's own: nothing of it stays writable.
         "--remount-ro", "/dev", "--remount-ro", "/",
-        "--chdir", WORK, "--setenv", "HOME", WORK, "--", "bash", "-c", script,
+        "--chdir", "/", "--setenv", "HOME", WORK, "--",
+        "bash", "-c", f"set -e\n{_WORK.format(at='/tmp', size='$1')}{_SEAL.format(script='$2')}", "bash",
+        str(limits.disk_mb << 20), script,
     ]  # fmt: skip
 
 
-# The same by hand. A process that shuts itself in holds every capability over its own namespaces and drops them at the
-# end; a namespace of users inside would give them back, and with them file systems in memory of any size.
+# The same by hand.
 _UNSHARE = """
 set -e
 new=/tmp
@@ -175,16 +192,13 @@ mkdir dev proc tmp old
 for device in null zero full random urandom; do : >dev/$device; mount --bind /dev/$device dev/$device; done
 ln -s /proc/self/fd dev/fd
 mount -t proc -o nosuid,nodev,noexec proc proc
-mount -t tmpfs -o size=$2,nr_inodes=10k,mode=755,nosuid,nodev work tmp
-mkdir tmp/work
+@work
 pivot_root . old
 umount -l /old
 mount -o remount,bind,ro,nosuid,nodev /
 hostname terminal
-echo 0 >/proc/sys/user/max_user_namespaces
-cd $HOME
-exec setpriv --bounding-set=-all --inh-caps=-all --securebits=+noroot,+noroot_locked --no-new-privs bash -c "$3"
-"""
+@seal
+""".replace("@work", _WORK.format(at="tmp", size="$2")).replace("@seal", _SEAL.format(script="$3"))
 
 
 def _unshare(limits: SandboxLimits, script: str) -> list[str]:

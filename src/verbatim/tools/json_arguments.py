@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from verbatim.errors import ComponentError
@@ -11,9 +12,17 @@ from verbatim.tools.base import ToolArgumentsError
 if TYPE_CHECKING:
     from jsonschema import ValidationError
 
+MOST_ERRORS = 20
+"""That are told of one call."""
+MOST_VALUES = 100_000
+"""Of a schema: lists, objects, texts and numbers."""
+
 
 class JsonArguments:
     """What a schema lets through.
+
+    A schema and arguments can be made so that checking them takes for ever (a pattern that tries every way, references
+    that double at each step): after `bounded_schema.SECONDS` the arguments count as wrong.
 
     Example:
         >>> schema = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
@@ -22,25 +31,25 @@ class JsonArguments:
         verbatim.tools.base.ToolArgumentsError: place: 3 is not of type 'string'
 
     Raises:
-        ComponentError: it is no schema of an object.
+        ComponentError: it is no schema of an object, or one that cannot be checked in bounded time.
     """
 
     def __init__(self, schema: Mapping[str, Any], where: str) -> None:
         from jsonschema import SchemaError  # not above: most tools are typed functions, and need none of it
-        from jsonschema.validators import validator_for
-        from referencing import Registry
+
+        from verbatim.tools.bounded_schema import bounded_validator
 
         self.schema = schema
         if not isinstance(schema, Mapping) or schema.get("type") != "object":
             raise ComponentError(f"{where}: parameters {schema!r:.80}; expected a JSON schema such as "
                                  '{"type": "object", "properties": {"place": {"type": "string"}}}')  # fmt: skip
-        checks = validator_for(schema)
+        _refuse_large(schema, where)
         try:
-            checks.check_schema(schema)
+            self._validator = bounded_validator(schema)
         except SchemaError as error:
-            raise ComponentError(f"{where}: its parameters are no JSON schema: {error.message}") from error
-        # An empty registry: a reference to somewhere else is never fetched.
-        self._validator = checks(schema, registry=Registry())
+            raise ComponentError(f"{where}: its parameters are no JSON schema: {error.message[:500]}") from error
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise ComponentError(f"{where}: its parameters cannot be checked: {error}") from error
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments.
@@ -48,10 +57,30 @@ class JsonArguments:
         Raises:
             ToolArgumentsError: they do not fit; says where and why.
         """
-        wrong = sorted(self._validator.iter_errors(dict(arguments)), key=lambda error: list(map(str, error.path)))
+        from verbatim.tools.bounded_schema import TooLong, timed
+
+        try:
+            with timed():
+                wrong = list(islice(self._validator.iter_errors(dict(arguments)), MOST_ERRORS))
+        except (TooLong, RecursionError) as error:
+            why = str(error) if isinstance(error, TooLong) else "its references never end"
+            raise ToolArgumentsError(f"they cannot be checked against the tool's schema: {why}") from error
         if wrong:
+            wrong.sort(key=lambda error: list(map(str, error.path)))
             raise ToolArgumentsError("; ".join(map(_explain, wrong)))
         return dict(arguments)
+
+
+def _refuse_large(schema: Mapping[str, Any], where: str) -> None:
+    waiting: list[Any] = [schema]
+    seen = 0
+    while waiting:
+        value = waiting.pop()
+        seen += 1
+        if seen > MOST_VALUES:
+            raise ComponentError(f"{where}: its parameters hold more than {MOST_VALUES:,} values; expected a schema "
+                                 "that fits into a prompt")  # fmt: skip
+        waiting += value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
 
 
 def _explain(error: ValidationError) -> str:

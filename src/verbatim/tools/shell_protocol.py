@@ -29,7 +29,7 @@ while printf '\\0{token} ready %s\\0' $status >&4; do
   wait
 done
 """
-_STOP = "(( $$ == 1 )) || exit; trap 'kill -KILL -1' TERM"
+_STOP = "(( $$ == 1 )) || exit; trap 'while kill -KILL -1; do :; done' TERM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ShellProtocol:
 
     def __init__(self) -> None:
         self._token = f"sandbox-{secrets.token_hex(8)}"  # a digit after \\0 would be part of the escape
-        self._mark = re.compile(rb"\0%s (\d+|ready) (\d+)\0" % self._token.encode())
+        self._mark = re.compile(rb"\0%s (\d{1,9}|ready) (\d{1,3})\0" % self._token.encode())
         self.received = bytearray()
         """Written by the shell, and no part of an answer yet."""
 
