@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Container, Sequence
 from types import TracebackType
@@ -49,6 +50,8 @@ def program() -> NoReturn:
     """The process of the command: ends with its status, whatever threads are left."""
     sys.excepthook = _show_traceback
     sigterm_is_ctrl_c()
+    threading.excepthook = _show_end_of_thread
+    sys.unraisablehook = _show_unraisable
     status = exit_status.STOPPED
     try:
         status = main()
@@ -116,7 +119,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: `--help`, `--version`, or no such command (argparse answers by itself).
     """
-    parser = argparse.ArgumentParser(prog="verbatim", description="Train LLM agents by reinforcement learning.")
+    parser = _Parser(prog="verbatim", description="Train LLM agents by reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"verbatim {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     typed = next((a for a in arguments if not a.startswith("-")), None)
@@ -161,6 +164,29 @@ def split_overrides(arguments: Sequence[str], known: Container[str]) -> tuple[li
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """As Python does, but what the error quotes is shown by the terminal, not obeyed."""
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
+
+
+def _show_end_of_thread(args: threading.ExceptHookArgs) -> None:
+    """The same of a thread, an environment's for example."""
+    if args.exc_type is not SystemExit:
+        name = args.thread.name if args.thread is not None else "unknown"
+        sys.stderr.write(printable(f"thread {name} ended:\n"))
+        error = args.exc_value if args.exc_value is not None else args.exc_type()
+        _show_traceback(args.exc_type, error, args.exc_traceback)
+
+
+def _show_unraisable(args: sys.UnraisableHookArgs) -> None:
+    """The same of what a destructor raised."""
+    sys.stderr.write(printable(f"{args.err_msg or 'ignored'}: {shown(args.object)}\n"))
+    error = args.exc_value if args.exc_value is not None else args.exc_type()
+    _show_traceback(args.exc_type, error, args.exc_traceback)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Quotes what was typed so that a terminal shows it."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def _complain(kind: str, message: str) -> None:
