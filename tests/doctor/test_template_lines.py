@@ -51,7 +51,7 @@ def test_the_line_that_does_it_is_named(template: str, kind: BreakClass, line: s
 
 
 def test_a_template_that_is_no_jinja_is_refused_with_its_line():
-    with pytest.raises(ModelError, match=r"the chat template is no Jinja \(line 2: .*\)"):
+    with pytest.raises(ModelError, match=r"chat template is not valid Jinja \(line 2: .*\)"):
         template_lines("a\n{% if %}")
 
 

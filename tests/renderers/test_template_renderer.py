@@ -138,7 +138,7 @@ ROUNDS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% e
         ("{{ " + "(" * 300 + "1" + ")" * 300 + " }}" + PLAIN, "cannot be compiled"),
         ("{% if 1 %}" * 200 + "{% endif %}" * 200 + PLAIN, "cannot be compiled"),
         ("{% for x in [1] %}" * 30 + "{% endfor %}" * 30 + PLAIN, "cannot be compiled"),
-        ("{{ 10 ** 5000 }}" + PLAIN, "cannot be compiled"),
+        ("{{ 10 ** 5000 }}" + PLAIN, "computes a huge number"),
         ("\ud800" + PLAIN, "cannot be compiled"),
         ("{{ '\\ud800' }}" + PLAIN, "cannot render one question"),
         ("{{ 1 // 0 }}" + PLAIN, "ZeroDivisionError"),
@@ -177,7 +177,7 @@ def test_a_template_that_would_take_for_ever_is_refused_at_once(source):
 
 @pytest.mark.parametrize(
     "late",
-    ["1 // 0", "'{}{}'.format(1)", "'x'.encode('foo')", "1 is divisibleby(0)", "cycler()", "'x' * 99999999999999",
+    ["1 // 0", "'{}{}'.format(1)", "'x'.encode('foo')", "1 is divisibleby(0)", "cycler()",
      "[1, 'x'] | sort", "messages.x.y", "'\\ud800'"],
 )  # fmt: skip
 def test_whatever_a_template_raises_is_a_refusal(late):

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.plain_console import PlainConsole
-from verbatim.renderers.chat_template import parse_template, text_of
+from verbatim.renderers.chat_template import ChatTemplate, parse_template
 from verbatim.renderers.derived_syntax import derive
 from verbatim.renderers.hermes import fit
 from verbatim.renderers.proof import Row, proof_table
 from verbatim.renderers.template import with_arguments
-from verbatim.renderers.tool_support import DIALOGUES, TOOLS, USE_HERMES, ToolSupport, probe
-from verbatim.renderers.trial import check_ends
+from verbatim.renderers.tool_support import USE_HERMES, ToolSupport, probe
 
 _APPENDED = {"tool": "tools' answers", "user": "a user's message"}
 _LONGEST = 160
@@ -41,16 +39,20 @@ def report(asked: str, *, as_json: bool) -> bool:
     """
     templates = _templates(asked)
     for _, source, _ in templates:  # proofs take seconds: one that is no template is named before them
-        parse_template(source)
+        parse_template(source, asked)
     tables = {name: (source, proof_table(source, variables)) for name, source, variables in templates}
     by_name = {name: (source, variables) for name, source, variables in templates}
     # The template that a tokenizer takes where there are tools.
-    support, hermes = _tools(*by_name.get("tool_use", by_name.get("default", next(iter(by_name.values())))))
+    source, variables = by_name.get("tool_use", by_name.get("default", next(iter(by_name.values()))))
+    try:
+        support, hermes = _tools(ChatTemplate(source, {name: f"<{name}>" for name in variables}, asked))
+    except TemplateFault as error:
+        raise ModelError(str(error)) from error
     if as_json:
         print(json.dumps({"template": asked, "tables": {
             name: [{**asdict(row), "text": _line(source, row)} for row in rows]
             for name, (source, rows) in tables.items()
-        }, "tools": {**asdict(support), "hermes": hermes}}, indent=2, ensure_ascii=False))  # fmt: skip
+        }, "tools": {**asdict(support), "hermes": hermes}}, indent=2))  # fmt: skip
     else:
         console = PlainConsole()
         for name, (source, rows) in tables.items():
@@ -74,12 +76,9 @@ def _templates(asked: str) -> list[tuple[str, str, Sequence[str]]]:
     return [(name, source, tuple(tokenizer.special_tokens_map)) for name, source in named.items()]
 
 
-def _tools(source: str, variables: Sequence[str]) -> tuple[ToolSupport, str | None]:
+def _tools(template: ChatTemplate) -> tuple[ToolSupport, str | None]:
     """What a template writes of tools, and where tools = "hermes" would write them; None if there is no place."""
-    given = {name: f"<{name}>" for name in variables}
-    for tools, dialogue in product((None, TOOLS), DIALOGUES):
-        check_ends(source, dialogue, tools, given)
-    write = text_of(source, given)
+    write = template.text
 
     def text(messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         try:

@@ -25,7 +25,7 @@ from verbatim.config.schema import (
 from verbatim.curriculum import ExampleSchedule, PoolRules
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import create_environment, demonstrations_of, examples_of
-from verbatim.errors import ComponentError, ConfigError, EnvironmentFault, ModelError
+from verbatim.errors import ComponentError, ConfigError, EnvironmentFault, ModelError, TemplateFault
 from verbatim.inference import SAMPLERS
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.openai import Connection, OpenAI
@@ -402,7 +402,7 @@ def _check_shown(
 ) -> None:
     try:
         renderer.render_ids(messages, tools or None, add_generation_prompt=False)
-    except (ModelError, EnvironmentFault) as error:
+    except (ModelError, EnvironmentFault, TemplateFault) as error:
         raise ComponentError(f"{where}: {error}") from error
 
 

@@ -14,11 +14,9 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-import jinja2
-
 from verbatim.doctor.classes import BreakClass
 from verbatim.doctor.diagnosis import TemplateLine
-from verbatim.errors import ModelError
+from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
 
 _THOUGHT, _ANSWER = "zq thought", "zq answer"
 
@@ -47,13 +45,9 @@ def template_lines(template: str) -> Callable[[BreakClass], TemplateLine | None]
     """Looks up the line behind a class; what a template does not do has none.
 
     Raises:
-        ModelError: the template is no Jinja.
+        ModelError: the template is no Jinja, or does not come to an end.
     """
-    try:
-        watched = _Watched(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ModelError(f"the chat template is no Jinja (line {error.lineno}: {error.message}); mend the model's "
-                         "chat_template.jinja") from error  # fmt: skip
+    watched = _Watched(template)
 
     @cache
     def line(kind: BreakClass) -> TemplateLine | None:
@@ -67,12 +61,12 @@ class _Watched:
     """A template whose lines are noted as they run."""
 
     def __init__(self, template: str) -> None:
-        from transformers.utils.chat_template_utils import _compile_jinja_template
+        from verbatim.renderers.chat_template import ChatTemplate
 
         self.lines = template.split("\n")
-        self._template: jinja2.Template = _compile_jinja_template(template)
+        self._template = ChatTemplate(template, {})
         # Only the Python lines that begin a line of the template: those between belong to no branch.
-        self._line_of = {python: line for line, python in self._template.debug_info}
+        self._line_of = {python: line for line, python in self._template.program.debug_info}
 
     def responsible(self, kind: BreakClass) -> int | None:
         """The number of the line, or None."""
@@ -113,7 +107,7 @@ class _Watched:
     def _run(self, messages: Sequence[dict[str, Any]]) -> tuple[str, set[int]] | None:
         """The text, and the numbers of the lines that ran; None where the template refuses."""
         ran: set[int] = set()
-        of_template = self._template.root_render_func.__code__.co_filename
+        of_template = self._template.program.root_render_func.__code__.co_filename
 
         def watch(frame: FrameType, event: str, arg: object) -> Any:
             if frame.f_code.co_filename != of_template:
@@ -125,9 +119,11 @@ class _Watched:
         before = sys.gettrace()
         sys.settrace(watch)
         try:
-            text = self._template.render(messages=messages, tools=[_TOOL], add_generation_prompt=False)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+            text = self._template.text(messages, [_TOOL], False)
+        except EnvironmentFault:
             return None
+        except TemplateFault as error:
+            raise ModelError(str(error)) from error
         finally:
             sys.settrace(before)
         return text, ran

@@ -13,7 +13,15 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from verbatim.errors import EnvironmentFault, ModelError, RecordError, SamplerFault, UsageError, VerbatimError
+from verbatim.errors import (
+    EnvironmentFault,
+    ModelError,
+    RecordError,
+    SamplerFault,
+    TemplateFault,
+    UsageError,
+    VerbatimError,
+)
 from verbatim.inference.base import INT32_END, Completion, SampleRequest
 from verbatim.types import Float32, Int32, StopReason
 
@@ -258,6 +266,7 @@ _STATUS: Sequence[tuple[type[VerbatimError], int, str]] = (
     (ModelError, 400, "model_error"),
     (UsageError, 400, "invalid_request_error"),
     (EnvironmentFault, 400, "invalid_request_error"),
+    (TemplateFault, 400, "template_fault"),
     (SamplerFault, 500, "sampler_fault"),
     (VerbatimError, 500, "error"),
 )

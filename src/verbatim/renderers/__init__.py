@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
-from verbatim.errors import ModelError, UsageError
+from verbatim.errors import ModelError, TemplateFault, UsageError
 from verbatim.renderers.base import ParsedResponse, Renderer
 
 if TYPE_CHECKING:
@@ -68,12 +68,15 @@ def create_renderer(name: str, tokenizer: Any, tools: Literal["hermes"] | None =
     from verbatim.renderers.recognise import check_guarded, first_difference
 
     guarded = GuardedTokenizer(tokenizer)
-    if tools is not None:
-        renderer = _make_with_hermes(name, known, guarded)
-    else:
-        renderer = _recognise(guarded) if known == "auto" else _make(known, guarded)
-    check_guarded(renderer, guarded)
-    differs = first_difference(renderer, guarded) if known not in ("auto", "template") else None
+    try:
+        if tools is not None:
+            renderer = _make_with_hermes(name, known, guarded)
+        else:
+            renderer = _recognise(guarded) if known == "auto" else _make(known, guarded)
+        check_guarded(renderer, guarded)
+        differs = first_difference(renderer, guarded) if known not in ("auto", "template") else None
+    except TemplateFault as error:
+        raise ModelError(str(error)) from error
     if differs is not None:
         _log.warning(
             'renderer "%s" and the chat template of this model give different ids (%s). Unless the model was trained '

@@ -1,58 +1,115 @@
-"""A chat template's source, read as the program that it is, by the environment that renders it."""
+"""A chat template's source: read as the program that it is, and run within a budget.
+
+Everything that renders a model's template goes through here: recognising it, checking it, bridges, every turn of every
+episode, the server and the doctor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 from jinja2 import Environment, nodes
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
+from verbatim.renderers.metering.environment import MeteredContext, metered_environment
+from verbatim.renderers.metering.meter import Meter, Overrun
+from verbatim.renderers.metering.program import compiled
+from verbatim.texts import cut, error_text
 
+MAX_SOURCE = 400_000
+"""Characters of a template; published ones have some ten thousand."""
 _MEND = "mend the model's chat_template.jinja"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names that messages' reasoning is given under; templates read the first, or the second."""
 
 
-def parse_template(source: str) -> tuple[Environment, nodes.Template]:
+def parse_template(source: str, name: str = "") -> tuple[Environment, nodes.Template]:
     """The environment in which a template is rendered, and the template's tree, which is the caller's own.
+
+    Args:
+        source: Jinja.
+        name: The model or file that it is of, for messages.
 
     Raises:
         ModelError: it is no template, or one that cannot be compiled.
     """
+    called = _called(name)
     if not isinstance(source, str):
-        raise ModelError(f"the chat template is of type {type(source).__name__}; expected Jinja's text; {_MEND}")
+        raise ModelError(f"{called} is of type {type(source).__name__}; expected Jinja's text; {_MEND}")
     if not source.strip():
-        raise ModelError("the chat template is empty; expected a template that writes messages as a prompt")
+        raise ModelError(f"{called} is empty; expected a template that writes messages as a prompt")
+    if len(source) > MAX_SOURCE:
+        raise ModelError(f"{called} has {len(source):,} characters; expected at most {MAX_SOURCE:,}; {_MEND}")
     try:
         source.encode()  # half a surrogate pair cannot be tokenised
-        environment: Environment = _compile_jinja_template(source).environment
+        compiled(source)
+        environment = metered_environment()
         return environment, environment.parse(source)
     except jinja2.TemplateSyntaxError as error:
-        where = f"line {error.lineno}: {error.message}"
-        raise ModelError(f"the chat template is not valid Jinja ({where}); {_MEND}") from error
-    except Exception as error:  # somebody else's program: deep nesting and huge numbers end compilers in many ways
-        raise ModelError(f"the chat template cannot be compiled ({type(error).__name__}: {error}); {_MEND}") from error
+        where = f"line {error.lineno}: {cut(str(error.message))}"
+        raise ModelError(f"{called} is not valid Jinja ({where}); {_MEND}") from error
+    except Exception as error:  # deep nesting and huge numbers end compilers in many ways
+        raise ModelError(f"{called} cannot be compiled ({error_text(error)}); {_MEND}") from error
 
 
-def text_of(source: str, variables: Mapping[str, str]) -> Callable[[list[dict[str, Any]], Any, bool], str]:
-    """(messages, tools, add_generation_prompt) -> what a template writes, for one that is known to come to an end.
+class ChatTemplate:
+    """One template of one model, ready to render.
 
     Args:
-        source: The template.
+        source: Jinja.
         variables: The special tokens that it is given, by name.
+        name: The model or file that it is of, for messages.
 
     Raises:
-        ModelError: as `parse_template`. Messages that the template refuses are an `EnvironmentFault`.
+        ModelError: as `parse_template`.
     """
-    environment, _ = parse_template(source)
-    template = environment.from_string(source)
 
-    def text(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
-        given = {"messages": messages, "tools": tools, "documents": None, **variables}
+    def __init__(self, source: str, variables: Mapping[str, Any], name: str = "") -> None:
+        parse_template(source, name)
+        self.program = compiled(source)
+        """What runs."""
+        self._variables = dict(variables)
+        self._called = _called(name)
+
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+        """What the template writes: what `apply_chat_template` of `transformers` gives.
+
+        Raises:
+            EnvironmentFault: it refuses these messages, or raises whatever else.
+            TemplateFault: it does not come to an end within its budget.
+        """
+        meter = Meter()
         try:
-            return template.render(**given, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a chat template may raise anything
-            raise EnvironmentFault(f"the chat template refuses these messages ({error})") from error
+            given = meter.given([_as_templates_read(message) for message in messages], tools, copies=len(messages))
+            context = self.program.new_context({
+                **self._variables, "messages": given[0], "tools": given[1], "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            })  # fmt: skip
+            assert isinstance(context, MeteredContext)
+            context.meter = meter
+            text = meter.whole(self.program.root_render_func(context))
+            text.encode()  # half a surrogate pair, which a template may write, is no text
+        except (Overrun, RecursionError, MemoryError) as error:
+            why = str(error) if isinstance(error, Overrun) else type(error).__name__
+            raise TemplateFault(f"{self._called} does not come to an end with {len(messages)} messages ({why}); "
+                                f"{_MEND}") from error  # fmt: skip
+        except Exception as error:  # somebody else's program may raise anything
+            roles = cut(", ".join(str(message.get("role")) for message in messages), 300)
+            raise EnvironmentFault(
+                f"{self._called} refuses these messages ({error_text(error)}); their roles are {roles}; change the "
+                "environment's messages, or the model's chat_template.jinja"
+            ) from error
+        return text
 
-    return text
+
+def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As `transformers` gives it: without fields that are None, and with reasoning under the names that are read."""
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((fields[key] for key in _REASONING if key in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+
+
+def _called(name: str) -> str:
+    return f"the chat template of {name!r}" if name else "the model's chat template"

@@ -20,6 +20,8 @@ _NAMES = ("zqfirst", "zqother")
 _KEYS = ("zqone", "zqtwo")
 _VALUES = ("zqalpha", "zqbeta")
 _CONTENT = "zqcontent"
+_LONGEST = 50_000
+"""Characters of what is written for two calls; in more, a form is not looked for."""
 
 
 def derive(render: Render, stops: Sequence[str]) -> ToolSyntax | None:
@@ -53,7 +55,7 @@ def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) 
             whole, start = render([ask, reply], False), render([ask], True)
         except EnvironmentFault:
             continue
-        if all(call["function"]["name"] in whole for call in calls):
+        if len(whole) <= _LONGEST and all(call["function"]["name"] in whole for call in calls):
             text = whole[len(_shared_start(whole, start)) :]
             text = text.partition(_CONTENT)[2] if _CONTENT in text.partition(_NAMES[0])[0] else text
             last = max(text.rfind(mark) for mark in (*_NAMES, *_VALUES))
@@ -153,7 +155,7 @@ def _object(
     for brace in re.compile("{").finditer(text, start):
         try:
             value, end = json.JSONDecoder().raw_decode(text, brace.start())
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and wanted(value):
             return brace.start(), end, value

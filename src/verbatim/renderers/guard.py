@@ -34,6 +34,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.renderers.chat_template import ChatTemplate
 from verbatim.types import Message
 
 ESCAPE = "\ufdd0"
@@ -195,6 +196,7 @@ class GuardedTokenizer:
         # What parsers ask for several times a turn, looked up once.
         self.unk_token_id: int | None = tokenizer.unk_token_id
         self._id_of: Callable[[str], Any] = lru_cache(maxsize=1024)(tokenizer.convert_tokens_to_ids)
+        self._templates: dict[str, ChatTemplate] = {}
         self._check()
 
     def __getattr__(self, name: str) -> Any:
@@ -212,6 +214,38 @@ class GuardedTokenizer:
         assert not add_special_tokens, "a renderer writes its own control tokens"
         ids, offsets = self._lookup(text)
         return {"input_ids": list(ids), "offset_mapping": list(offsets)}
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+    ) -> str:
+        """What the chat template writes: for this tokenizer, in place of `apply_chat_template`.
+
+        Raises:
+            EnvironmentFault: the template refuses these messages.
+            TemplateFault: it does not come to an end within its budget.
+            ModelError: there is no template, or it cannot be compiled.
+        """
+        source = self.chat_source(tools)
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(source, self.special_tokens_map, str(self.name_or_path))
+        return self._templates[source].text(messages, tools, add_generation_prompt)
+
+    def chat_source(self, tools: Any = None) -> str:
+        """The template that is used with such tools; a tokenizer may have several, by name.
+
+        Raises:
+            ModelError: it has none for these.
+        """
+        try:
+            source: str = self._tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:
+            raise ModelError("the tokenizer has several chat templates, and none of them is named default; rename one, "
+                             "or put a single chat_template.jinja into the model's folder") from error  # fmt: skip
+        return source
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> Any:
+        """The tokenizer's own has no bounds: `chat_text` has."""
+        raise TypeError("a model's chat template is rendered by chat_text")
 
     def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
         """The text of ids, exactly."""

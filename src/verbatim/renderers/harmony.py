@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 import numpy as np
 from renderers.parsing import parse_gpt_oss
 
-from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.renderers.base import ParsedResponse
 from verbatim.renderers.guard import GuardedTokenizer
 from verbatim.renderers.reading import read_completion
@@ -52,7 +51,10 @@ class HarmonyRenderer:
         self._parser = _Parser(self._tokenizer, self._tokenizer.encode("<|start|>assistant"), self._ids)
         stops = ("<|return|>", "<|call|>", "<|endoftext|>")
         self.stop_token_ids: tuple[int, ...] = tuple(control[token] for token in stops if token in control)
-        self._check_format()
+        try:
+            self._check_format()
+        except (EnvironmentFault, TemplateFault) as error:
+            raise ModelError(str(error)) from error
 
     def render_ids(
         self,
@@ -65,6 +67,7 @@ class HarmonyRenderer:
         Raises:
             EnvironmentFault: the template refuses these messages, or one of them holds two calls: harmony gives each
                 call a message of its own, and the template would drop the second.
+            TemplateFault: the template does not come to an end with these messages.
         """
         guard = self._tokenizer.guard
         fields = [_as_template_reads(message) for message in guard.messages(messages)]
@@ -120,16 +123,7 @@ class HarmonyRenderer:
         return self._tokenizer.decode(ids)
 
     def _encode(self, fields: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> Int32:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                fields, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            roles = ", ".join(str(message["role"]) for message in fields)
-            raise EnvironmentFault(
-                f"the model's chat template refuses these messages ({type(error).__name__}: {error}); their roles are "
-                f"{roles}; change the environment's messages"
-            ) from error
+        text = self._tokenizer.chat_text(fields, tools, add_generation_prompt)
         return np.asarray(self._tokenizer.encode(text), dtype=np.int32)
 
     def _check_format(self) -> None:

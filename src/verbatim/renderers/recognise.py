@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jinja2
 from renderers.base import MODEL_RENDERER_MAP
 
 from verbatim.errors import EnvironmentFault, ModelError
@@ -41,6 +40,10 @@ def first_difference(renderer: Renderer, tokenizer: GuardedTokenizer) -> str | N
     return None
 
 
+_MOST_COMPLETIONS = 200
+"""Of one field of a message; published templates have some ten."""
+
+
 def check_guarded(renderer: Renderer, tokenizer: GuardedTokenizer) -> None:
     """Refuse a renderer that encodes past the guard, in any field of a message or of a tool.
 
@@ -70,7 +73,10 @@ def check_guarded(renderer: Renderer, tokenizer: GuardedTokenizer) -> None:
             _compare(renderer, tokenizer, dialogue, hostile, own)
         around = tokenizer.decode(plain).lower()
         for field, word in _PLAIN.items():
-            for inside in _completions(tokenizer, around, word):
+            for number, inside in enumerate(_completions(tokenizer, around, word)):
+                if number == _MOST_COMPLETIONS:
+                    raise ModelError(f'renderer "{renderer.name}" writes text between pieces of special tokens in more '
+                                     f"places than can be looked at; {_instead(renderer)}")  # fmt: skip
                 _compare(renderer, tokenizer, dialogue, {field: inside}, own)
 
 
@@ -145,13 +151,9 @@ def _template_ids(
     """
     for variant in (messages, [_with_text_arguments(message) for message in messages]):
         try:
-            ids = tokenizer.apply_chat_template(
-                [dict(message) for message in variant],
-                tools=tools, add_generation_prompt=generation, return_dict=False,
-            )  # fmt: skip
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+            return tokenizer.encode(tokenizer.chat_text(variant, tools, generation))
+        except EnvironmentFault:
             continue
-        return list(ids)
     return None
 
 

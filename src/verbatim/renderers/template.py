@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.renderers.base import ParsedResponse
 from verbatim.renderers.bridge import TemplateBridge
 from verbatim.renderers.derived_syntax import derive
@@ -21,7 +21,6 @@ from verbatim.renderers.hermes import SYNTAX, TAGS, HermesFormat, fit
 from verbatim.renderers.messages import check_messages
 from verbatim.renderers.tool_support import COMPLETE, ToolSupport, probe
 from verbatim.renderers.tool_syntax import hide, shown
-from verbatim.renderers.trial import check_ends
 from verbatim.types import Int32, Message
 
 _OPEN, _CLOSE = "<think>", "</think>"
@@ -53,10 +52,20 @@ class TemplateRenderer:
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
         if not self._tokenizer.chat_template:
             raise ModelError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
+        self._arguments_as_text = False
+        try:
+            for given, dialogue in product((None, [_TOOL]), ([_ASK], [_ASK, _ANSWER], [_ASK, _CALL, _RESULT])):
+                self._renders(dialogue, given)
+            self._find_out(tools)
+        except TemplateFault as error:
+            raise ModelError(str(error)) from error
+
+    def _find_out(self, tools: Literal["hermes"] | None) -> None:
+        """What the template does, found by rendering."""
         tokens = self._tokenizer.control_tokens
-        for given, dialogue in product((None, [_TOOL]), ([_ASK], [_ASK, _ANSWER], [_ASK, _CALL, _RESULT])):
-            check_ends(self._source(given), dialogue, given, self._tokenizer.special_tokens_map)
-        self._arguments_as_text = not self._renders(_CALL) and self._renders(with_arguments(_CALL, as_text=True))
+        self._arguments_as_text = not self._renders([_ASK, _CALL]) and self._renders(
+            [_ASK, with_arguments(_CALL, as_text=True)]
+        )
         self._hermes: HermesFormat | None = None
         if tools is not None:
             self._hermes = fit(lambda messages, prompt: self._render(messages, None, prompt), tokens)
@@ -83,6 +92,7 @@ class TemplateRenderer:
 
         Raises:
             EnvironmentFault: messages that are none, or that the template refuses (two user turns in a row).
+            TemplateFault: the template does not come to an end with these messages.
             ModelError: the template would leave out the tools, a call, or what a tool answered.
         """
         check_messages(messages)
@@ -183,17 +193,8 @@ class TemplateRenderer:
         thought = {} if reasoning is None else {"reasoning_content": mark(reasoning)}
         return {"role": "assistant", "content": content, **thought}
 
-    def _source(self, tools: Any = None) -> str:
-        """The template that is used with such tools; a tokenizer may have several, by name."""
-        try:
-            source: str = self._tokenizer.get_chat_template(tools=tools)
-        except ValueError as error:
-            raise ModelError("the tokenizer has several chat templates, and none of them is named default; rename one, "
-                             "or put a single chat_template.jinja into the model's folder") from error  # fmt: skip
-        return source
-
     def _bridge(self, tools: Any) -> TemplateBridge:
-        source = self._source(self._given(tools))
+        source = self._tokenizer.chat_source(self._given(tools))
         if source not in self._bridges:
             self._bridges[source] = TemplateBridge(
                 self._tokenizer,
@@ -216,27 +217,16 @@ class TemplateRenderer:
             ordinary = []
         return text
 
-    def _renders(self, message: dict[str, Any]) -> bool:
+    def _renders(self, messages: list[dict[str, Any]], tools: Any = None) -> bool:
         try:
-            self._tokenizer.apply_chat_template([_ASK, message], tokenize=False)
-        except Exception:  # noqa: BLE001  (somebody else's program, as in `_render`)
+            self._tokenizer.chat_text(messages, tools)
+        except EnvironmentFault:
             return False
         return True
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         given = [with_arguments(message, as_text=self._arguments_as_text) for message in messages]
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                given, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-            text.encode()  # half a surrogate pair, which a template may write, is no text
-        except Exception as error:  # a chat template is somebody else's program and may raise anything
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise EnvironmentFault(
-                f"the model's chat template refuses these messages ({type(error).__name__}: {error}); their roles are "
-                f"{roles}; change the environment's messages, or the model's chat_template.jinja"
-            ) from error
-        return text
+        return self._tokenizer.chat_text(given, tools, add_generation_prompt)
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
         """The end of sequence, whatever the folder's generation_config.json adds, and the template's end of a turn."""

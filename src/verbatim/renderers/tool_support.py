@@ -139,6 +139,3 @@ _ASK: dict[str, Any] = {"role": "user", "content": "zq question zq"}
 _RESULT: dict[str, Any] = {"role": "tool", "content": "zq result", "tool_call_id": "zqcall000", "name": "zqother"}
 _TOOL: dict[str, Any] = {"type": "function", "function": {"name": _NAME, "description": "zq", "parameters": {
     "type": "object", "properties": {"zqat": {"type": "string"}}, "required": ["zqat"]}}}  # fmt: skip
-DIALOGUES: Sequence[list[dict[str, Any]]] = ([_ASK], [_SYSTEM, _ASK], [_ASK, _calling(""), _RESULT])
-TOOLS = [_TOOL]
-"""What a template is tried with."""

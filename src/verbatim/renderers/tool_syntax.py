@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -186,7 +187,9 @@ def _python(text: str) -> Sequence[ToolCall]:
     """Calls written as Python: read as a syntax tree, never run."""
     raw = shown(text.strip())
     try:
-        tree = ast.parse(raw, mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python would quote odd escapes of the model's text on the console
+            tree = ast.parse(raw, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [unreadable(raw, "invalid_json")]
     calls = []

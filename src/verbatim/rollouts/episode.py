@@ -345,5 +345,6 @@ def _keep_traceback(info: dict[str, Any], fault: RolloutError) -> None:
 
 
 def _said(fault: RolloutError) -> str:
-    kind = {"EnvironmentFault": "environment", "SamplerFault": "sampler", "RecordError": "record"}
+    kind = {"EnvironmentFault": "environment", "SamplerFault": "sampler", "RecordError": "record",
+            "TemplateFault": "template"}  # fmt: skip
     return f"{kind.get(type(fault).__name__, 'rollout')}: {cut(str(fault), 2 * LONGEST_ERROR)}"

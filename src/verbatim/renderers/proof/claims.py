@@ -22,14 +22,16 @@ written: refused at that line, unless nothing has been thought.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 from jinja2 import nodes
 
+from verbatim.renderers.metering.meter import Meter, Overrun
 from verbatim.renderers.proof.side_by_side import Differs, Program, Refusal, SideBySide, last_line
 from verbatim.renderers.proof.situation import Situation
-from verbatim.renderers.proof.symbolic import ALLOWED, Impossible, Term, TooManyPaths, Work, explore
+from verbatim.renderers.proof.symbolic import ALLOWED, Impossible, Term, TooManyPaths, explore
 from verbatim.renderers.proof.values import NotUnderstood
 from verbatim.renderers.proof.world import World
 
@@ -50,7 +52,7 @@ class Prover:
     def _refusal(self, situation: Situation) -> Refusal | None:
         """Why not; None: proven."""
         cuts: set[int] = set()
-        ALLOWED.set(Work(MOST_STEPS))
+        ALLOWED.set(Meter(steps=MOST_STEPS, seconds=math.inf))
         try:
             explore(partial(_Kept.check, self._program, situation, cuts, {}, True), {})
             if not cuts:
@@ -61,7 +63,7 @@ class Prover:
             return difference.refusal
         except NotUnderstood as error:
             return Refusal(error.line, f"{error.what}, which the proof does not cover")
-        except (TooManyPaths, RecursionError):
+        except (TooManyPaths, Overrun, RecursionError, MemoryError):
             return Refusal(1, TOO_MANY)
         return None
 

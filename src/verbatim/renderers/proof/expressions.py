@@ -15,7 +15,18 @@ from jinja2 import nodes
 
 from verbatim.renderers.proof.names import Uses, uses
 from verbatim.renderers.proof.questions import Questions, may_lack
-from verbatim.renderers.proof.symbolic import UNDEFINED, Linear, Term, cat, is_text, minus, split, starts
+from verbatim.renderers.proof.symbolic import (
+    MOST_SIZE,
+    UNDEFINED,
+    Linear,
+    Term,
+    cat,
+    is_text,
+    minus,
+    size_of,
+    split,
+    starts,
+)
 from verbatim.renderers.proof.values import (
     Entry,
     Here,
@@ -71,7 +82,7 @@ class Expressions(Questions):
         if rule is None:
             raise NotUnderstood(node.lineno, f"a {type(node).__name__} expression")
         self.line = node.lineno
-        self.oracle.work.step()
+        self.oracle.meter.step(1)
         return rule(node)
 
     def _of_const(self, node: nodes.Const) -> Any:
@@ -86,7 +97,7 @@ class Expressions(Questions):
         return self._lookup(node.name)
 
     def _of_list(self, node: nodes.List) -> Any:
-        return tuple(self._kept(self.value(item)) for item in node.items)
+        return self._bounded(tuple(self._kept(self.value(item)) for item in node.items))
 
     _of_tuple = _of_list
 
@@ -124,19 +135,24 @@ class Expressions(Questions):
         return True
 
     def _of_concat(self, node: nodes.Concat) -> Any:
-        return cat(tuple(self._string(self.value(part)) for part in node.nodes))
+        return self._bounded(cat(tuple(self._string(self.value(part)) for part in node.nodes)))
 
     def _of_add(self, node: nodes.Add) -> Any:
         a, b = self.value(node.left), self.value(node.right)
         if isinstance(a, (int, Linear)) and isinstance(b, (int, Linear)):
             return minus(a, minus(0, b))
         if isinstance(a, tuple) and isinstance(b, tuple):
-            return a + b
+            return self._bounded(a + b)
         if any(x is None or x is UNDEFINED or isinstance(x, _NO_TEXTS) for x in (a, b)) and any(map(is_text, (a, b))):
             raise Raises
         if is_text(a) or is_text(b):
-            return cat((a, b))
+            return self._bounded(cat((a, b)))
         return self.term("add", a, b)
+
+    def _bounded(self, value: Any) -> Any:
+        """A value that was put together, if it is not too large to be compared."""
+        self.oracle.meter.step(size_of(value))
+        return value
 
     def _of_sub(self, node: nodes.Sub) -> Any:
         a, b = self.value(node.left), self.value(node.right)
@@ -313,6 +329,8 @@ class Expressions(Questions):
         marker = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], str) else None
         if is_text(whole) and not keywords:
             if isinstance(whole, str) and name in _PURE and all(isinstance(a, (str, int)) for a in arguments):
+                if (len(whole) + 1) * sum(len(a) for a in arguments if isinstance(a, str)) > MOST_SIZE:
+                    return self.term("string", name, whole, *arguments)
                 found = getattr(whole, name)(*arguments)
                 return tuple(found) if isinstance(found, list) else found
             if name == "split" and marker:
@@ -370,7 +388,7 @@ class Expressions(Questions):
         before, self.out = self.out, []
         try:
             self.run(body)
-            return cat(tuple(text for text, _ in self.out)) if self.out else ""
+            return self._bounded(cat(tuple(text for text, _ in self.out))) if self.out else ""
         finally:
             self.out = before
 

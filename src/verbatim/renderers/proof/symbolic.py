@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from verbatim.renderers.metering.meter import Meter
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Term:
@@ -25,8 +27,11 @@ class Term:
     op: str
     args: tuple[Any, ...]
     _hash: int = field(init=False, repr=False)
+    size: int = field(init=False, repr=False)
+    """Terms and characters in it, those that it shares counted each time: what comparing it may take."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "size", size_of(self.args))
         # Terms are keys everywhere, and deep.
         object.__setattr__(self, "_hash", hash((self.op, self.args)))
 
@@ -37,6 +42,28 @@ class Term:
         if self is other:
             return True
         return isinstance(other, Term) and self._hash == other._hash and (self.op, self.args) == (other.op, other.args)
+
+
+MOST_SIZE = 100_000
+"""Of a value: a template can double one in each round of a loop."""
+
+
+def size_of(value: object) -> int:
+    """How large a value is, as `Term.size` counts.
+
+    Raises:
+        TooManyPaths: too large to be compared.
+    """
+    size = 1
+    if isinstance(value, Term):
+        size += value.size
+    elif isinstance(value, str):
+        size += len(value) >> 6
+    elif isinstance(value, (tuple, frozenset)):
+        size += sum(map(size_of, value))
+    if size > MOST_SIZE:
+        raise TooManyPaths
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +121,14 @@ def largest(value: Linear | int, bounds: Bounds) -> int | None:
         if bound is None:
             return None
         rest: Linear | int = linear(value.constant, {s: t for s, t in value.parts if s != symbol})
-        for _ in range(abs(times)):
-            rest = minus(rest, minus(0, bound)) if times > 0 else minus(rest, bound)
-        value = rest
+        value = minus(rest, _times(bound, -times))
     return value
+
+
+def _times(value: Linear | int, number: int) -> Linear | int:
+    if isinstance(value, int):
+        return value * number
+    return linear(value.constant * number, {symbol: times * number for symbol, times in value.parts})
 
 
 def smallest(value: Linear | int, bounds: Bounds) -> int | None:
@@ -190,25 +221,9 @@ class TooManyPaths(Exception):
     """There are more ways through the template than would be looked at."""
 
 
-class Work:
-    """How much one proof may do; counted, not timed, so that the same template always has the same proof."""
-
-    def __init__(self, steps: int) -> None:
-        self.left = steps
-
-    def step(self) -> None:
-        """Do a little: evaluate an expression.
-
-        Raises:
-            TooManyPaths: it is enough.
-        """
-        self.left -= 1
-        if self.left < 0:
-            raise TooManyPaths
-
-
-ALLOWED: ContextVar[Work] = ContextVar("ALLOWED")
-"""Of the proof that is being made."""
+ALLOWED: ContextVar[Meter] = ContextVar("ALLOWED")
+"""How much the proof that is being made may do; counted, not timed, so that the same template always has the same
+proof."""
 
 
 class Oracle:
@@ -217,7 +232,7 @@ class Oracle:
     def __init__(self, told: Mapping[Term, bool]) -> None:
         self.answers = dict(told)
         self.asked: list[Term] = []
-        self.work = ALLOWED.get()
+        self.meter = ALLOWED.get()
 
     def decide(self, question: Term) -> bool:
         """The answer; the same question always gets the same one."""
