@@ -134,7 +134,7 @@ class Misbehaving:
         if self.mode == "hang":
             await asyncio.Event().wait()
         if self.mode == "swallow":
-            until = time.monotonic() + 2
+            until = time.monotonic() + 3
             while time.monotonic() < until:
                 try:
                     await asyncio.sleep(until - time.monotonic())

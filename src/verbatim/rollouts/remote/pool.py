@@ -28,6 +28,8 @@ whose code ignores its cancellation is given up, and closed, within less."""
 MOST_TRIES = 3
 """Workers that an episode may lose before it fails. For the last try it has a worker of its own: where that one is lost
 too, nothing else can have done it."""
+MOST_ALONE = 4
+"""Episodes that have workers of their own at one time; as many as there are workers, where those are more."""
 LONGEST_PAUSE = 10.0
 """Seconds before a worker is replaced, where one after the other is lost and no episode ends."""
 
@@ -60,7 +62,7 @@ class WorkerPool:
         self._workers: list[_Started] = []
         self._starting: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        self._alone = asyncio.Semaphore(workers)
+        self._alone = asyncio.Semaphore(max(workers, MOST_ALONE))
         self._num_to_play_alone = 0
         self._spare: list[_Started] = []
         self._changed = asyncio.Event()
