@@ -79,5 +79,6 @@ class LoopLag:
                 frame = sys._current_frames().get(self._loop_thread)
                 where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "?"
                 logger.warning("the event loop has stood still for %.0f s: nothing else can go on. It is in\n%s"
-                               "code that takes long belongs into `await asyncio.to_thread(...)`",
+                               "code that takes long belongs into `await asyncio.to_thread(...)`, or its environment "
+                               "into processes of its own (isolated = true)",
                                blocked, where)  # fmt: skip
