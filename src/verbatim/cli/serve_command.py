@@ -19,6 +19,7 @@ from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler, watch_engine
 from verbatim.inference.server import LAST_PORT
+from verbatim.inference.server_limits import ServerLimits
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
 
@@ -26,7 +27,8 @@ _CONTEXT = 4096
 """Tokens of the context where none are asked for and the model has as many positions."""
 _CHAT_PROCESSES = 2
 """One for small requests alone."""
-_SWITCH_SECONDS = 5e-4
+_REFUSAL_SECONDS = 0.25
+_SWITCH_SECONDS = 1e-4
 """How long the event loop may keep Python's lock from the engine, which asks for it after every operation."""
 _LAST_ANSWERS = 1.0
 """Seconds in which a server whose engine has died still says so to those who ask."""
@@ -102,7 +104,7 @@ async def _serve(args: argparse.Namespace, api_key: str | None, console: Console
         async with serve_sampler(
             sampler, host=args.host, port=args.port, renderer=renderer, model=args.name or Path(args.model).name,
             api_key=api_key, seed=args.seed, weights_folder=args.weights_folder, allow_hosts=args.allow_host,
-            chat_processes=_CHAT_PROCESSES,
+            chat_processes=_CHAT_PROCESSES, limits=ServerLimits(refusal_seconds=_REFUSAL_SECONDS),
         ) as server:  # fmt: skip
             console.print(f"{server.model} at {server.url} (chat completions: {server.url}/v1)" if renderer is not None
                           else f"{server.model} at {server.url} (token ids only)", soft_wrap=True)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
@@ -190,6 +191,14 @@ class SamplerApp:
         """The endpoint behind the key, its answer as JSON, our errors as OpenAI writes them."""
 
         async def guarded(request: Request) -> Response:
+            answer = await answered(request)
+            if 400 <= answer.status_code < 500 and self._limits.refusal_seconds:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._limits.refusal_seconds):
+                        await self._stopped.wait()
+            return answer
+
+        async def answered(request: Request) -> Response:
             try:
                 if self._stopped.is_set():
                     raise Refused(503, _STOPPING)
@@ -288,7 +297,7 @@ async def _disconnected(request: Request) -> None:
 def _refusal(status: int, message: str) -> Response:
     kind = "invalid_request_error" if status < 500 else "unavailable"
     told = _told(status, {"error": {"message": message, "type": kind, "code": status}})
-    if status == 408:
+    if status in (408, 411):  # the rest of the body is not waited for
         told.headers["connection"] = "close"
     return told
 

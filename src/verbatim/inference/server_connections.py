@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 """Connections accepted in one turn of the event loop; what is under way gets its turn in between."""
-_READ_AT_ONCE = 2**15
-"""Bytes read in one turn: a body in thousands of tiny chunks is taken apart a little at a time."""
+_HEAD_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**16
+"""Bytes read in one turn. A body whose length is known is passed on whole; all else is taken apart piece by piece, and
+thousands of tiny chunks would take a tenth of a second."""
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _SAY_AGAIN = 60.0
@@ -68,8 +69,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the head of the first request."""
         super().connection_made(transport)
-        with contextlib.suppress(AttributeError):  # asyncio's own transports have it, uvloop's do not
-            transport.max_size = _READ_AT_ONCE  # type: ignore[attr-defined]
+        self._read_at_once(_HEAD_AT_ONCE)
         self._places.open.add(self)
         self._expect_head()
 
@@ -87,11 +87,14 @@ class Connection(H11Protocol):
         if self._busy:
             self._head = _cancelled(self._head)
             self._places.waiting.pop(self, None)
+            if not any(name == b"transfer-encoding" for name, _ in self.headers):
+                self._read_at_once(_BODY_AT_ONCE)
         elif self._head is None and not self.transport.is_closing():
             self._expect_head()
 
     def on_response_complete(self) -> None:
         """The answer is written, if not yet read; the next request may come, or has come already."""
+        self._read_at_once(_HEAD_AT_ONCE)
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._expect_reading()
@@ -117,6 +120,10 @@ class Connection(H11Protocol):
     def _busy(self) -> bool:
         """Whether a request has come that is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _read_at_once(self, size: int) -> None:
+        with contextlib.suppress(AttributeError):  # asyncio's own transports have it, uvloop's do not
+            self.transport.max_size = size  # type: ignore[attr-defined]
 
     def _expect_head(self) -> None:
         self._places.waiting[self] = None

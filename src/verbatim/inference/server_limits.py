@@ -35,6 +35,8 @@ class ServerLimits:
     """For a client that reads nothing of its answer."""
     render_seconds: float = 10.0
     """For a conversation to become token ids."""
+    refusal_seconds: float = 0.0
+    """Before a request is told that it cannot be taken: a client that asks again and again takes less of the server."""
     max_body: int | None = None
     """Bytes of a request; None: what a full context can need."""
 

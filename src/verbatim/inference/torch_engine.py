@@ -37,6 +37,10 @@ _MOST_DEFERRED = 16
 """Requests that may wait for another's prefix before the rest of the queue is left for the next step."""
 
 
+_STEPS_PER_QUESTION = 3.0
+"""While sequences are in flight, the logprobs of prompts take one second for so many of decoding."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """What the engine has done since it started."""
@@ -184,6 +188,7 @@ class TorchSampler:
         # Of the engine's thread alone:
         self._waiting: deque[_Job] = deque()
         self._commands: deque[_Command] = deque()
+        self._owed = 0.0
         self._running: dict[int, _Job] = {}
         self._outbox = _Outbox()
         self._completions = 0
@@ -334,7 +339,9 @@ class TorchSampler:
                     self._admit()
                     self._step()
                     self._outbox.send()
-                    self._busy_seconds += time.perf_counter() - began
+                    seconds = time.perf_counter() - began
+                    self._busy_seconds += seconds
+                    self._owed -= seconds
         except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             self._shut_down(error)
         else:
@@ -350,7 +357,7 @@ class TorchSampler:
             arrived = len(self._inbox)
         for _ in range(arrived):
             self._take(self._inbox.popleft())
-        if self._commands:  # one between two steps, so that many of them hold up no completion
+        if self._commands and (self._owed <= 0 or self._commands[0].vital or not self._running):
             self._run(self._commands[0])
             self._commands.popleft()
         self._outbox.send()
@@ -366,8 +373,11 @@ class TorchSampler:
                 self._drop(message.job)
 
     def _run(self, command: _Command) -> None:
+        began = time.perf_counter()
         try:
             answer = command.run()
+            if not command.vital:
+                self._owed = _STEPS_PER_QUESTION * (time.perf_counter() - began)
         except Exception as error:
             if command.vital:
                 raise
