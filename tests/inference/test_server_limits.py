@@ -312,6 +312,19 @@ async def test_a_body_in_chunks_is_asked_to_say_its_length():
         assert answer.status_code == 411
 
 
+@pytest.mark.parametrize("path", [wire.GENERATE, "/health", "/nowhere"])
+async def test_thousands_of_tiny_chunks_are_not_read(path):
+    """The answer comes, and then the end: not after all of them have been taken apart."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+    async with asking(scripted(), limits=ServerLimits(refusal_seconds=0.3)) as client:
+        reader, writer = await asyncio.open_connection(*address(client))
+        began = time.process_time()
+        writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n[\r\n" * 500_000)
+        await closed_after(reader, 0)
+        assert time.process_time() - began < 1
+        writer.close()
+
+
 @pytest.mark.parametrize("part", ["messages", "tools"])
 async def test_a_conversation_that_no_context_holds_is_refused_without_rendering_it(part):
     rendered = []

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 64
 """Connections accepted in one turn of the event loop; what is under way gets its turn in between."""
 _HEAD_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**16
-"""Bytes read in one turn. A body whose length is known is passed on whole; all else is taken apart piece by piece, and
-thousands of tiny chunks would take a tenth of a second."""
+"""Bytes read in one turn. A body whose length is known is passed on as it comes; a head may be followed by thousands of
+tiny chunks, which are taken apart one by one."""
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _SAY_AGAIN = 60.0
@@ -87,7 +87,10 @@ class Connection(H11Protocol):
         if self._busy:
             self._head = _cancelled(self._head)
             self._places.waiting.pop(self, None)
-            if not any(name == b"transfer-encoding" for name, _ in self.headers):
+            if any(name == b"transfer-encoding" for name, _ in self.headers):
+                self.flow.pause_reading()  # it is answered without its body, and then closed
+                self.cycle.keep_alive = False
+            else:
                 self._read_at_once(_BODY_AT_ONCE)
         elif self._head is None and not self.transport.is_closing():
             self._expect_head()
