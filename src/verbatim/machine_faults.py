@@ -18,6 +18,7 @@ ERRNOS = frozenset({
 """Errors of the system that another command line would meet too. A folder that is missing or forbidden is not among
 them: another one can be named."""
 
+_NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 _RUST = re.compile(r"\(os error (\d+)\)")
 _PYTHON = re.compile(r"^\[Errno \d+\] ")
 
@@ -38,11 +39,17 @@ def is_machine_fault(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: Python's, torch's on a CPU (a RuntimeError), or a device's."""
+    """Whether memory ran out: Python's and numpy's, or torch's, on a CPU or a device.
+
+    >>> is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"))
+    True
+    >>> is_out_of_memory(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"))
+    False
+    """
     if isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and (
-        type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and not isinstance(error, RecursionError) and (
+        type(error).__name__ == "OutOfMemoryError" or any(text in str(error).lower() for text in _NO_MEMORY)
     )
 
 

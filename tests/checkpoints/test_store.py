@@ -18,6 +18,7 @@ import pytest
 from verbatim.checkpoints import CheckpointStore, read_json, write_json
 from verbatim.checkpoints import store as module
 from verbatim.errors import CheckpointError, CheckpointNotWritten, RunStopped
+from verbatim.machine_faults import is_machine_fault
 
 
 def save(store: CheckpointStore, step: int, text: str = "weights") -> None:
@@ -225,6 +226,27 @@ def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: 
             for file in (store.folder / f"step_{step:06d}").iterdir():
                 file.unlink()
             (store.folder / f"step_{step:06d}").rmdir()
+
+
+@pytest.mark.parametrize("reads", ["read_text", "open"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
+def test_a_checkpoint_that_this_process_cannot_read_is_not_taken_for_damaged(
+    store: CheckpointStore, monkeypatch, reads: str, number: int
+):
+    """Of the manifest, or of a file. Whoever takes it for damaged goes on from an older one."""
+    for step in (1, 2):
+        with store.writing(step) as folder:
+            (folder / "a").write_text("x")
+
+    def refuse(path: Path, *args: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, reads, refuse)
+        with pytest.raises(CheckpointError, match=f"step_000002 cannot be read: {os.strerror(number)}") as caught:
+            store.latest()
+    assert is_machine_fault(caught.value) == (number == errno.EMFILE)
+    assert store.latest().step == 2
 
 
 def test_what_refused_a_checkpoint_is_told_before_what_it_quotes(store: CheckpointStore):

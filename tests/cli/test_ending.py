@@ -79,6 +79,29 @@ def test_a_signal_after_the_command_is_done_does_not_change_its_status(number):
     assert (process.returncode, err) == (3, "")
 
 
+def test_a_signal_while_python_takes_itself_down_does_not_change_the_status_either():
+    """What a module holds is let go of after all handlers are gone."""
+    script = """
+        import os, time
+        from verbatim.cli import main as shell
+
+        class Held:
+            def __del__(self, sleep=time.sleep, say=os.write):
+                say(1, b"down\\n")
+                sleep(1.0)
+
+        held = Held()
+        shell.main = lambda: 3
+        shell.program()
+    """
+    with started(script) as process:
+        assert process.stdout.readline() == "down\n"
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    assert process.returncode == 3
+
+
 BUSY = """
     import sys, time
     from verbatim.cli import main as shell

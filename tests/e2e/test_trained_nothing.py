@@ -133,6 +133,14 @@ def test_rewards_that_are_all_equal(run):
         assert (line["metrics"]["reward/mean"], line["metrics"]["reward/std"]) == (0.25, 0.0)
 
 
+def test_a_run_that_trained_nothing_says_so_again_when_it_is_resumed(run, place, capsys):
+    _, _, folder = run("Flat")
+    assert main(["rl", "run.toml", "--orchestrator.train.env.0.import-path", "silent.Flat", "--run-dir", str(folder),
+                 "--resume"]) == NOTHING_TRAINED  # fmt: skip
+    assert "the rewards of each group were equal" in " ".join(capsys.readouterr().err.split())
+    assert not (folder / "final").exists()
+
+
 def test_advantages_that_are_all_zero_and_no_filter_that_says_so(run):
     status, printed, _ = run("Flat", "--orchestrator.filters", "[]")
     assert status == NOTHING_TRAINED

@@ -6,13 +6,14 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from faults.strikes import CHANGES, FULL_DISK, READS, error_number
 from faults.test_kills import spread
-from faults.tiny_places import Place, differences, imbalances
+from faults.tiny_places import STEPS, Place, differences, imbalances
 from faults.warm import Ended, Warm
 
 TRAINER = ("verbatim.trainer", "verbatim.models", "verbatim.losses", "verbatim.packing", "verbatim.transport.weights",
@@ -49,7 +50,7 @@ def what_is_wrong_with_the_end(ended: Ended, run: Path, allowed: tuple[int, ...]
 
 
 def failed(place: Place, expected: Path, kind: str, order: Mapping[str, Any], allowed: tuple[int, ...], told: str,
-           warm: Warm, at: int) -> list[str]:  # fmt: skip
+           base: Path | None, warm: Warm, at: int) -> list[str]:  # fmt: skip
     """What was wrong with a run that a fault was put into at the event `at`, and with the run that then went on.
 
     Args:
@@ -58,13 +59,14 @@ def failed(place: Place, expected: Path, kind: str, order: Mapping[str, Any], al
         order: What strikes, without `at`.
         allowed: Exit statuses.
         told: A pattern that the message must match, where the run stopped.
+        base: A run that is gone on with; None = a new one.
         warm: The server.
         at: The number of the event.
     """
-    run = place.new()
+    run = place.copy(base)
     ended = place.run(warm, kind, run, strike={**order, "at": at})
     found = what_is_wrong_with_the_end(ended, run, allowed)
-    message = ended.said[ended.said.rfind("stopped: "):] if ended.status else ""
+    message = re.split(r"^(?:stopped|error): ", ended.said, flags=re.MULTILINE)[-1] if ended.status else ""
     if ended.status and not re.search(told, message):
         found.append(f"{told!r} is not in the message: {message}")
     elif ended.status and order["do"] == "error" and not re.search(rf"{run.name}|checkpoint|weights", message):
@@ -105,9 +107,25 @@ def test_a_call_of_the_system_that_fails_is_one_message_or_costs_only_what_it_wa
             number = error_number(name)
             order = {"role": role, "do": "error", "errno": number, **settings}
             allowed = (0, 1, 2) if name == "EACCES" else (0, 1)
-            case = functools.partial(failed, place, expected, kind, order, allowed, os.strerror(number))
+            case = functools.partial(failed, place, expected, kind, order, allowed, os.strerror(number), None)
             cases = spread(range(1, len(events) + 1), count if whole else 1)
             wrong += all_wrong(campaign(f"{name} in {kind}, {role}"), each, case, cases)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_call_that_fails_when_a_run_goes_on(place: Place, expected: Path, each, whole: bool, campaign):
+    """It has one checkpoint, after half of its steps."""
+    base = place.copy(expected)
+    for gone in (base / "checkpoints" / f"step_{STEPS:06d}", base / "final"):
+        shutil.rmtree(gone)
+    wrong = []
+    for name, count in (("EMFILE", 12), ("EIO", 16), ("ENOSPC", 8)) if whole else (("EMFILE", 1),):
+        events = place.events(each, "one", "orchestrator", base=base, ops=DISK[name]["ops"])
+        order = {"role": "orchestrator", "do": "error", "errno": error_number(name), **DISK[name]}
+        allowed = (0, 1, 2) if name == "EIO" else (0, 1)  # its one checkpoint cannot be read
+        case = functools.partial(failed, place, expected, "one", order, allowed, os.strerror(error_number(name)), base)
+        cases = spread(range(1, len(events) + 1), count)
+        wrong += all_wrong(campaign(f"{name} in one that goes on"), each, case, cases)
     assert not wrong, "\n".join(wrong)
 
 
@@ -121,7 +139,7 @@ def test_memory_that_runs_out_is_one_message_or_costs_an_episode(
             events = place.events(each, kind, role, do=do, modules=modules)
             order = {"role": role, "do": do, "modules": modules}
             case = functools.partial(failed, place, expected, kind, order, (0, 1),
-                                     "out of memory|MemoryError|can't allocate memory")  # fmt: skip
+                                     "out of memory", None)  # fmt: skip
             cases = spread(range(1, len(events) + 1), count)
             wrong += all_wrong(campaign(f"no {name}, {kind}"), each, case, cases)
     assert not wrong, "\n".join(wrong)

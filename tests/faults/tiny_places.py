@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -75,6 +76,13 @@ class Place:
         """A folder for a run that is not there yet."""
         return self.folder / f"run-{next(self.numbers)}"
 
+    def copy(self, run: Path | None) -> Path:
+        """`new`, with what is in the other run's folder, if there is one."""
+        new = self.new()
+        if run is not None:
+            shutil.copytree(run, new, symlinks=True)
+        return new
+
     def run(
         self, warm: Warm, kind: str, run: Path, *, strike: Mapping[str, Any] | None = None, **options: Any
     ) -> Ended:
@@ -91,9 +99,11 @@ class Place:
         (found,) = each(lambda warm, _: self.count(warm, kind, role, **strike), [None])
         return found
 
-    def count(self, warm: Warm, kind: str, role: str, **strike: Any) -> list[tuple[str, str]]:
-        """The events of a run that nothing happens to: what, and where."""
-        run, note = self.new(), self.folder / f"events-{next(self.numbers)}"
+    def count(
+        self, warm: Warm, kind: str, role: str, *, base: Path | None = None, **strike: Any
+    ) -> list[tuple[str, str]]:
+        """The events of a run that nothing happens to, or of one that goes on from `base`: what, and where."""
+        run, note = self.copy(base), self.folder / f"events-{next(self.numbers)}"
         do = strike.pop("do", "count")
         ended = self.run(warm, kind, run, strike={"role": role, "do": do, "note": str(note), **strike})
         assert ended.status == 0, ended.said

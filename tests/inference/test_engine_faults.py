@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from verbatim import machine_faults
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import EngineDead, ModelError, RecordError, SamplerFault
-from verbatim.inference import SampleRequest, SamplingParams, out_of_memory
+from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.base import MOST_STOP_IDS, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn
 from verbatim.inference.torch_engine import TorchSampler
@@ -57,7 +58,7 @@ def damaged(source, folder, name, at, value):
 
 
 def test_what_each_allocator_says_is_known():
-    assert doctest.testmod(out_of_memory).failed == 0
+    assert doctest.testmod(machine_faults).failed == 0
 
 
 # ---- stop ids

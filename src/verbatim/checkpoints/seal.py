@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +16,12 @@ from typing import Any
 from verbatim.checkpoints.json_files import read_json, write_json
 from verbatim.disk import sync_tree
 from verbatim.errors import CheckpointError
+from verbatim.machine_faults import describe
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_OF_THE_READER = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""Errors that say nothing of a file."""
 
 
 def seal(folder: Path, more: Mapping[str, Any] | None = None) -> None:
@@ -48,7 +52,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with the files of a sealed folder: the first one that is missing or changed; None if nothing is."""
+    """What is wrong with the files of a sealed folder: the first one that is missing or changed; None if nothing is.
+
+    Raises:
+        CheckpointError: whether they are whole cannot be known: no permission, or too many open files.
+    """
     try:
         manifest = read_manifest(folder)
         if manifest["format"] != FORMAT:
@@ -62,10 +70,13 @@ def find_damage(folder: Path) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes, expected {size}"
             if _sha256(path) != sha256:
                 return f"{name} has another SHA-256 than when it was written"
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError) and cause.errno in _OF_THE_READER:
+            raise CheckpointError(f"{folder} cannot be read: {describe(cause)}") from cause
+        if isinstance(error, OSError):
+            return f"{error.filename or folder} cannot be read: {error.strerror or error}"
         return str(error)
-    except OSError as error:
-        return f"{error.filename or folder} cannot be read: {error.strerror or error}"
     except (KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not one of ours"
     return None

@@ -29,6 +29,17 @@ def end_without_stragglers(status: int) -> None:
     threading.Thread(target=_watch, args=(status,), name="verbatim-leaving", daemon=True).start()
 
 
+def ignore_signals_at_the_very_end() -> None:
+    """Called when the process begins: while Python takes itself down, after all `atexit` functions, it has no handlers
+    any more, and a signal would end a command that is done with the signal's status."""
+
+    def ignore() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    atexit.register(ignore)
+
+
 def _watch(status: int) -> None:
     time.sleep(PATIENCE)
     left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread.is_alive()]

@@ -21,7 +21,7 @@ from rich.text import Text
 from verbatim import __version__
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import sigterm_is_ctrl_c
-from verbatim.cli.leaving import end_without_stragglers
+from verbatim.cli.leaving import end_without_stragglers, ignore_signals_at_the_very_end
 from verbatim.errors import NothingTrained, RunStopped, UsageError, VerbatimError
 from verbatim.machine_faults import describe, is_machine_fault, is_out_of_memory
 from verbatim.plain_console import PlainConsole
@@ -49,6 +49,7 @@ OVERRIDES_HELP = (
 def program() -> NoReturn:
     """The process of the command: ends with its status, whatever threads are left."""
     sys.excepthook = _show_traceback
+    ignore_signals_at_the_very_end()
     sigterm_is_ctrl_c()
     threading.excepthook = _show_end_of_thread
     sys.unraisablehook = _show_unraisable

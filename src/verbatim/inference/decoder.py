@@ -14,10 +14,10 @@ from verbatim.errors import ModelError
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.kv_cache import BLOCK, CachePlan, Group, KeptPrefix, KeyValueCache, KeyValueShape, up_to
 from verbatim.inference.lean import AttentionCall, lean_backbone
-from verbatim.inference.out_of_memory import is_out_of_memory
 from verbatim.inference.runs import runs_of_slots
 from verbatim.inference.sampling import Truncation, draw, uniforms
 from verbatim.inference.slots import Placement, Slots, SlotTable
+from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
 
 _ROW_QUANTUM = 32

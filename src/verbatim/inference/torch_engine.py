@@ -22,9 +22,9 @@ from verbatim.inference.base import Completion, SampleRequest, nothing_sampled
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
 from verbatim.inference.decoder import Decoder, DecoderConfig
 from verbatim.inference.model_check import refuse_other_decoding
-from verbatim.inference.out_of_memory import is_out_of_memory
 from verbatim.inference.requests import check_ids, check_prompt, check_temperature, check_version
 from verbatim.inference.whole_sequence import sequence_logprobs
+from verbatim.machine_faults import describe, is_out_of_memory
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, read_weights, replace_weights
 from verbatim.models.positions import refuse_moving_positions
@@ -522,6 +522,8 @@ def _request_failed(cause: Exception) -> SamplerFault:
 
 
 def _engine_failed(cause: BaseException, num_tokens: int = 0) -> SamplerFault:
+    if is_out_of_memory(cause):  # its frames would keep what they took
+        return SamplerFault(f"the sampler's thread failed: {describe(cause)}", num_tokens=num_tokens)
     fault = SamplerFault(f"the sampler's thread failed: {type(cause).__name__}: {cause}", num_tokens=num_tokens)
     fault.__cause__ = cause
     return fault
