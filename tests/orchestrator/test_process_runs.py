@@ -173,6 +173,7 @@ class Harms(Lots):
 '''
 
 
+@pytest.mark.slow  # a dozen processes, each with a tokenizer
 def test_an_environment_that_exits_leaves_the_one_beside_it_as_it_is(model, tmp_path):
     """The weights change nothing here: nothing is learned fast enough to tell (lr = 0 would be refused)."""
     with workplace(tmp_path / "work", {"lots": LOTS, "harms": HARMFUL}) as folder:
