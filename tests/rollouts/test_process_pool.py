@@ -323,11 +323,12 @@ def test_environments_that_cannot_be_made_again_elsewhere_are_refused_by_name():
 
 PROGRAM = """
 import asyncio, sys
+from pathlib import Path
 from rollouts.players import Players
 
 async def main():
     players = Players(trouble={"4": "block"})
-    async with players.processes() as pool:
+    async with players.processes(logs=Path(sys.argv[1])) as pool:
         playing = asyncio.create_task(players.group(pool, "4", size=2).run())  # both are stuck, and see no socket
         while not all(worker.num_playing for worker in pool._workers):
             await asyncio.sleep(0.01)
@@ -339,9 +340,9 @@ asyncio.run(main())
 """
 
 
-def test_workers_end_with_the_run_however_that_ends():
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE,
-                               text=True)  # fmt: skip
+def test_workers_end_with_the_run_however_that_ends(tmp_path):
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=Path(__file__).parents[1],
+                               stdout=subprocess.PIPE, text=True)  # fmt: skip
     try:
         pids = list(map(int, program.stdout.readline().split()))
         assert len(pids) == 2 and all(map(runs, pids))
