@@ -25,8 +25,8 @@ def spread(numbers: Sequence[int], count: int) -> list[int]:
 
 
 KILLED = [
-    ("one", "orchestrator", 2, 160), ("two", "trainer", 1, 60), ("two", "orchestrator", 0, 50),
-    ("overlapping", "trainer", 0, 40), ("overlapping", "orchestrator", 0, 40),
+    ("one", "orchestrator", 2, 110), ("two", "trainer", 1, 40), ("two", "orchestrator", 0, 35),
+    ("overlapping", "trainer", 0, 30), ("overlapping", "orchestrator", 0, 30),
 ]  # fmt: skip
 """The kind of a run, which process is killed, and the number of cases: of the short part, of the whole."""
 
