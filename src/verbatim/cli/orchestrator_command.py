@@ -28,6 +28,6 @@ def with_trajectory_strategy(args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """As `verbatim rl`, with a trainer that somebody else starts."""
+    """As `verbatim rl`, with a trainer that is started separately."""
     args.overrides = with_trajectory_strategy(args)
     return rl_command.run(args, trainer_elsewhere=True)

@@ -332,7 +332,7 @@ class Program:
 
 
 async def _tell_progress(side: TrainerSide, orchestrator: Any) -> None:
-    """Tell the trainer that the event loop turns, and hear from it whether somebody wants the run to end."""
+    """Tell the trainer that the event loop turns, and hear from it whether the run was asked to end."""
     while True:
         side.progress(f"at work, after {orchestrator.step} batches")
         if side.wants_to_stop():

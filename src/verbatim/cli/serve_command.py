@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Load, serve until Ctrl-C or SIGTERM, and let go of everything.
 
     Raises:
-        UsageError: an option that is none, a variable without a key, a folder that is not there, or an address that is
+        UsageError: an unknown option, a variable without a key, a folder that is not there, or an address that is
             taken.
         ModelError: a model that cannot be loaded.
         EngineDead: the engine can answer nothing any more; whoever watches the process may start it anew.

@@ -34,7 +34,7 @@ _POLL = 0.02
 _PATIENCE = 20.0
 """Seconds that a trainer which was told to end may take."""
 _LITTLE_PATIENCE = 2.0
-"""The same where the run has failed: nobody needs any more what it is at."""
+"""The same where the run has failed: its work is not needed any more."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class TrainerSide:
     progress: Callable[[str], None]
     """Tells the trainer that this process goes on, and what it does."""
     wants_to_stop: Callable[[], bool]
-    """Whether somebody asked the trainer to end."""
+    """Whether the trainer was asked to end."""
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def trainer_child(config: RunConfig, folder: RunFolder) -> Iterator[TrainerSide]
 
 @contextlib.contextmanager
 def trainer_elsewhere(config: RunConfig, folder: RunFolder, console: Console) -> Iterator[TrainerSide]:
-    """In a process that somebody starts with `verbatim trainer`."""
+    """In a process that is started with `verbatim trainer`."""
     log = folder.log(TRAINER)
     exchange = _find_session(folder.exchange, console, folder.path)
     folder.agree(config, exchange.config.read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ def _heartbeats(
         return None if seen is None else f"{seen}{last_lines(log)}"
 
     def wants_to_stop() -> bool:
-        watch.fault()  # looks anew, also where nobody waits for the trainer
+        watch.fault()  # looks anew, also where nothing waits for the trainer
         return watch.wants_to_stop
 
     with Heartbeat(exchange.orchestrator_beat) as heartbeat:

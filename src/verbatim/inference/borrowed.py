@@ -1,4 +1,4 @@
-"""A sampler in front of one that somebody else owns."""
+"""Delegates to another sampler; cannot update or close it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where conversations become token ids and completions become messages: never on the event loop.
 
-A template is a program and a tokenizer takes seconds for a megabyte, all of it under Python's lock. So a server that
-strangers can reach does it in processes beside it, which can be ended; one that serves its own run, on a thread.
+A template is a program and a tokenizer takes seconds for a megabyte, all of it under Python's lock. So a server for
+untrusted clients does it in processes beside it, which can be killed; one that serves its own run, on a thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ START_SECONDS = 120.0
 """For a process to load the renderer."""
 _MOST_WAITING = 1024
 _MOST_BYTES = 2**28
-"""Of requests that wait."""
+"""Bytes of all waiting requests together."""
 _HEADER = struct.Struct("!Q")
 
 
@@ -106,7 +106,7 @@ class ProcessDesk:
     def __init__(self, renderer: Renderer, processes: int, limits: ServerLimits) -> None:
         try:
             self._recipe = pickle.dumps(describe_renderer(renderer))
-        except Exception as error:  # a renderer of somebody else's, whose parts raise what they like
+        except Exception as error:  # a custom renderer's parts raise anything
             raise UsageError(f"renderer {renderer.name!r} cannot be made again in another process ({error}); serve "
                              "with chat_processes = 0") from error  # fmt: skip
         self._seconds = limits.render_seconds

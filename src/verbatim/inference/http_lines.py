@@ -47,7 +47,7 @@ class _Lines:
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[Any]:
-        """A connection that nobody uses.
+        """An idle connection.
 
         One whose request failed or was cancelled is not used again: cancelled at the wrong moment, httpx's client
         believes for ever that its connection is taken (https://github.com/encode/httpcore/issues/1093).

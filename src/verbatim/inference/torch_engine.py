@@ -118,7 +118,7 @@ class _Outbox:
             try:
                 loop.call_soon_threadsafe(_settle, answers)
             except RuntimeError:
-                if not loop.is_closed():  # a closed loop has nobody left who waits
+                if not loop.is_closed():  # nothing waits on a closed loop
                     raise
         self.answers = {}
 
@@ -136,7 +136,7 @@ def _settle(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
 class TorchSampler:
     """A `Sampler` that owns a copy of the model and decodes many sequences together on its own thread.
 
-    Requests join as places free up; nobody waits for a batch to end. A finished sequence's keys and values stay
+    Requests join as places free up; no request waits for a batch to end. A finished sequence's keys and values stay
     until its place is needed, then in memory beside the batch, so that the next turn computes only what is new.
 
     Args:
@@ -269,7 +269,7 @@ class TorchSampler:
                 return read_weights(self._model.model, folder)
             except VerbatimError:
                 raise
-            except Exception as error:  # a folder of somebody else's, read by several libraries
+            except Exception as error:  # several libraries read the folder, and raise anything
                 raise ModelError(f"{cut(repr(str(folder)), 200)} cannot be loaded as weights: "
                                  f"{error_text(error, 200)}") from error  # fmt: skip
 

@@ -79,7 +79,7 @@ def request_body(request: SampleRequest, model: str | None, *, seed_for_all: boo
 
 
 def brief(value: object) -> str:
-    """What a message quotes of a value that somebody else chose; costs the same for a large one.
+    """A short quote of an untrusted value, for a message; its cost does not grow with the value.
 
     >>> brief("hot"), len(brief([[0] * 10**6] * 10))
     ("'hot'", 80)

@@ -26,7 +26,7 @@ class LogMark:
     records: int = 0
     """Lines."""
     crc32: int = 0
-    """Of these bytes; goes on from a mark to the next one without reading anything again."""
+    """CRC-32 of these bytes; it continues from one mark to the next without reading anything again."""
 
     def after(self, line: bytes) -> LogMark:
         """The mark behind one more line."""

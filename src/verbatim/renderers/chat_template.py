@@ -95,7 +95,7 @@ class ChatTemplate:
             why = str(error) if isinstance(error, Overrun) else type(error).__name__
             raise TemplateFault(f"{self._called} does not come to an end with {len(messages)} messages ({why}); "
                                 f"{_MEND}") from error  # fmt: skip
-        except Exception as error:  # somebody else's program may raise anything
+        except Exception as error:  # a template may raise anything
             roles = cut(", ".join(str(message.get("role")) for message in messages), 300)
             raise EnvironmentFault(
                 f"{self._called} refuses these messages ({error_text(error)}); their roles are {roles}; change the "

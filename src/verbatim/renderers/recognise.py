@@ -41,7 +41,7 @@ def first_difference(renderer: Renderer, tokenizer: GuardedTokenizer) -> str | N
 
 
 _MOST_COMPLETIONS = 200
-"""Of one field of a message; published templates have some ten."""
+"""Completions of one field of a message; published templates have about ten."""
 
 
 def check_guarded(renderer: Renderer, tokenizer: GuardedTokenizer) -> None:

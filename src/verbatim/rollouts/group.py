@@ -59,7 +59,7 @@ class GroupRun:
         """Run all episodes to their end. A failing episode fails alone.
 
         Raises:
-            RunStopped: nobody is left to play them.
+            RunStopped: no worker is left to play them.
         """
         ended = await run_together(self._episode(i, recorder) for i, recorder in enumerate(self._recorders))
         trajectories = [

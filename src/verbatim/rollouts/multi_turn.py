@@ -34,7 +34,7 @@ class MultiTurnRollout:
     it calls no tool.
 
     All trajectories of a call share the sampler's batch and advance independently: while one waits for a tool, the
-    others are sampled, so a slow tool or a failing trajectory costs nobody else anything. The training loop's episodes
+    others are sampled, so a slow tool or a failing trajectory costs the others nothing. The training loop's episodes
     run on the same code.
 
     Example:

@@ -114,7 +114,7 @@ class Recorder:
         self._closed = True
 
     def refuse_if_closed(self) -> None:
-        """Raise, and remember that somebody went on after the end.
+        """Raise, and remember that the episode went on after its end.
 
         Raises:
             RecordError: the episode has ended.

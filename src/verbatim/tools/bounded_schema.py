@@ -17,9 +17,9 @@ from jsonschema.validators import extend, validator_for
 from referencing import Registry
 
 SECONDS = 1.0
-"""For checking the arguments of one call."""
+"""Time to check the arguments of one call."""
 MOST_CHARACTERS = 10_000
-"""Of a pattern."""
+"""Length of the longest pattern."""
 
 _deadline: ContextVar[float] = ContextVar("deadline")
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from jsonschema import ValidationError
 
 MOST_ERRORS = 20
-"""That are told of one call."""
+"""Most errors that are reported for one call."""
 MOST_VALUES = 100_000
-"""Of a schema: lists, objects, texts and numbers."""
+"""Most values of one schema: lists, objects, texts and numbers."""
 
 
 class JsonArguments:

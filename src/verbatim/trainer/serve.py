@@ -28,7 +28,7 @@ def serve(
         worker: Does the work.
         exchange: Where orders come from.
         heartbeat: Is told what is being done.
-        look: Called while waiting; raises when nobody is there any more who could give orders.
+        look: Called while waiting; raises when the orchestrator is gone.
         on_step: Called after each batch with the new version and the metrics.
     """
     number = 0
@@ -51,7 +51,7 @@ def serve(
 def _execute(
     worker: TrainerWorker, order: Order, idle: float, on_step: Callable[[int, dict[str, float]], None]
 ) -> dict[str, Any]:
-    """The answer. What is somebody's fault is told; what is ours ends the process with a traceback."""
+    """The answer. An external fault is reported; a bug of ours ends the process with a traceback."""
     try:
         if order.kind == "save":
             assert order.folder is not None

@@ -14,7 +14,7 @@ CHARACTERS, COPIES = 4_000_000, 64
 OUTPUT, OUTPUT_PER_VALUE, OUTPUT_PER_CHARACTER = 100_000, 2_000, 16
 """Characters of what is written: at least, for each value, and for each character."""
 SECONDS = 5.0
-"""Of processor time."""
+"""Processor time of one rendering."""
 MAX_DEPTH = 200
 """Levels of lists in lists: what Python does with them is recursive."""
 _SCANNED = 8
@@ -139,7 +139,7 @@ class Meter:
         return "".join(written)
 
     def length(self, value: Any) -> int:
-        """Of all text in a value."""
+        """Characters of all text in a value."""
         return len(value) if isinstance(value, (str, bytes)) else self._size(value)[1]
 
     def counted(self, items: Any, steps: int = 1, characters: int = 0) -> Any:

@@ -13,7 +13,7 @@ from verbatim.renderers.metering.formats import printf
 from verbatim.renderers.metering.meter import Meter, Overrun
 
 MAX_BITS = 10_000
-"""Of a whole number that is computed."""
+"""Bits of the largest integer that a template may compute."""
 
 _PLENTY = 1 << 60
 """Smaller numbers are added without a look."""

@@ -45,7 +45,7 @@ class Term:
 
 
 MOST_SIZE = 100_000
-"""Of a value: a template can double one in each round of a loop."""
+"""Size of the largest value: a template can double one in each round of a loop."""
 
 
 def size_of(value: object) -> int:

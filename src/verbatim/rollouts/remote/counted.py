@@ -60,7 +60,7 @@ class CountedSampler(BorrowedSampler):
         self._numbers = itertools.count()
 
     def open(self, recorder: Recorder) -> Try:
-        """Let another try draw; close it when nobody waits for it any more."""
+        """Let another try draw; close it when nothing waits for it any more."""
         found = Try(f"try-{next(self._numbers)}", recorder)
         self._tries[found.session] = found
         return found

@@ -53,7 +53,7 @@ class EpisodePlan:
     setups: Mapping[tuple[str, str], RemoteSetup]
     """By purpose ("train", "eval") and label."""
     renderer: Renderer | RendererRecipe
-    """Of the sampler's model."""
+    """The renderer of the sampler's model."""
 
 
 def packed_plan(

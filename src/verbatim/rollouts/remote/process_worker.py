@@ -53,7 +53,7 @@ class ProcessPlan:
     label: str
     """The environment's."""
     plan: bytes
-    """Of its episodes, as `packed_plan` wrote it."""
+    """The plan of its episodes, as `packed_plan` wrote it."""
     place: Place
     """Where this process stands."""
     log: Path

@@ -59,7 +59,7 @@ async def ray_player(
         async with serve_sampler(counted, host=host, port=port, api_key=key) as server:
 
             def make(alone: bool) -> RayWorker:
-                # One for a single episode takes the place of nobody: the others have all CPUs.
+                # One for a single episode reserves no CPU: the others have them all.
                 cpus = 0.0 if alone else cpus_per_worker
                 return RayWorker(ray, EpisodeActor, (place, plan, server.url, key), cpus=cpus)
 

@@ -17,7 +17,7 @@ from verbatim.types import Example, StopReason, Trajectory
 HARNESS = "verbatim-chat"
 """The chat loop that needs no network (`harnesses/verbatim_chat.py`)."""
 _NO_KEY = "VERBATIM_NO_KEY"
-"""A variable that nobody sets: our server asks for no key here, and verifiers is to send none of its own."""
+"""A variable that is never set: our server asks for no key here, and verifiers is to send none of its own."""
 
 
 class VerifiersEnvironment:

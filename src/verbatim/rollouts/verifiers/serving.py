@@ -44,7 +44,7 @@ class Switchboard(BorrowedSampler):
         """A turn of its episode. Where there is no turn or token left, verifiers is told to stop and score.
 
         Raises:
-            RecordError: nobody's request, or the episode is over.
+            RecordError: an unknown request, or the episode is over.
         """
         if request.session not in self._speaking:
             raise RecordError(f"session {request.session!r} is no episode under way")
@@ -62,7 +62,7 @@ class Switchboard(BorrowedSampler):
 
 @dataclass(eq=False)
 class Serving:
-    """Up for as long as somebody uses it, in one event loop.
+    """Up for as long as it is used, in one event loop.
 
     verifiers' servers are entered and left in one task of their own, as their scopes demand, whichever episode comes
     first and goes last.

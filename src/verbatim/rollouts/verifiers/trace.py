@@ -31,7 +31,7 @@ def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
     """Whether the traces hold exactly what was served.
 
     Raises:
-        EnvironmentFault: a sampled message that nobody served, or a served one that no trace holds.
+        EnvironmentFault: a sampled message that was not served, or a served one that no trace holds.
     """
     recorded = Counter(_served(node) for trace in traces for node in _sampled(trace))
     served = Counter(
