@@ -299,3 +299,14 @@ async def test_many_questions_between_two_steps_do_not_hold_up_completions(model
     assert spent["question"] < seconds / 2
     await asyncio.gather(*questions)
     await sampler.close()
+
+
+async def test_a_request_that_the_engine_dies_of_while_it_takes_it_is_answered_too(models, monkeypatch):
+    def full(message: object) -> None:
+        raise MemoryError
+
+    sampler = make(models["tied"])
+    monkeypatch.setattr(sampler, "_take", full)
+    with pytest.raises(SamplerFault, match="the sampler's thread failed: out of memory"):
+        await asyncio.wait_for(sampler.generate(request()), timeout=20)
+    await sampler.close()

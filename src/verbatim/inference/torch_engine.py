@@ -356,7 +356,8 @@ class TorchSampler:
                 return False
             arrived = len(self._inbox)
         for _ in range(arrived):
-            self._take(self._inbox.popleft())
+            self._take(self._inbox[0])  # where it is found, should this fail
+            self._inbox.popleft()
         if self._commands and (self._owed <= 0 or self._commands[0].vital or not self._running):
             self._run(self._commands[0])
             self._commands.popleft()
