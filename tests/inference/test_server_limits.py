@@ -27,7 +27,7 @@ from verbatim.errors import UsageError
 from verbatim.inference import server_limits, wire
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inference.server import serve_sampler
-from verbatim.inference.server_connections import Acceptor, Places
+from verbatim.inference.server_connections import Acceptor, Connection, Places
 from verbatim.inference.server_limits import ServerLimits, raise_descriptor_limit
 
 CHAT = "/v1/chat/completions"
@@ -301,6 +301,34 @@ async def test_a_body_larger_than_any_context_is_refused_before_it_is_sent():
             assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
             assert f"larger than {most} bytes".encode() in await asyncio.wait_for(reader.readuntil(b"}"), 5)
             writer.close()
+
+
+async def test_the_rest_of_a_body_that_was_refused_is_thrown_away_in_large_pieces(monkeypatch):
+    pieces = []
+    received = Connection.data_received
+
+    def counted(self, data):
+        pieces.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", counted)
+    async with asking(scripted()) as client:
+        answer = await client.post(CHAT, content=b" " * 10**7, headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+        assert (await client.get("/health")).status_code == 200  # over the same connection, or another one
+    assert len(pieces) < 1000
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+async def test_what_is_not_http_is_refused_once_and_as_late_as_any_other_mistake(seconds):
+    async with asking(scripted(), limits=ServerLimits(refusal_seconds=seconds)) as client:
+        reader, writer = await asyncio.open_connection(*address(client))
+        began = time.monotonic()
+        writer.write(b"\0" * 100 + b"\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.count(b"HTTP/1.1 400") == 1
+        assert time.monotonic() - began >= seconds
+        writer.close()
 
 
 async def test_a_body_in_chunks_is_asked_to_say_its_length():

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verbatim.inference.server_limits import ServerLimits
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 """Connections accepted in one turn of the event loop; what is under way gets its turn in between."""
-_HEAD_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**16
+_HEAD_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**18
 """Bytes read in one turn. A body whose length is known is passed on as it comes; a head may be followed by thousands of
 tiny chunks, which are taken apart one by one."""
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -65,6 +66,7 @@ class Connection(H11Protocol):
         self._places = places
         self._head: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
+        self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the head of the first request."""
@@ -92,17 +94,32 @@ class Connection(H11Protocol):
                 self.cycle.keep_alive = False
             else:
                 self._read_at_once(_BODY_AT_ONCE)
-        elif self._head is None and not self.transport.is_closing():
-            self._expect_head()
+        elif not self.transport.is_closing():
+            if not self._in_body:
+                self._read_at_once(_HEAD_AT_ONCE)
+            if self._head is None:
+                self._expect_head()
 
     def on_response_complete(self) -> None:
-        """The answer is written, if not yet read; the next request may come, or has come already."""
-        self._read_at_once(_HEAD_AT_ONCE)
+        """The answer is written, if not yet read; the next request may come, or has come already. Or the rest of a body
+        that was refused comes first, and is thrown away."""
+        self._read_at_once(_BODY_AT_ONCE if self._in_body else _HEAD_AT_ONCE)
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._expect_reading()
         if not self._busy and self in self._places.open:
             self._places.waiting[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is not HTTP: say so, as late as every other refusal."""
+        if not self._refused:
+            self._refused = True
+            self.flow.pause_reading()
+            self.loop.call_later(self._places.limits.refusal_seconds, self._refuse, msg)
+
+    def _refuse(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
 
     def pause_writing(self) -> None:
         """The client does not read as fast as the answer is written."""
@@ -123,6 +140,11 @@ class Connection(H11Protocol):
     def _busy(self) -> bool:
         """Whether a request has come that is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _in_body(self) -> bool:
+        """Whether the client is sending the body of a request."""
+        return self.conn.their_state is h11.SEND_BODY
 
     def _read_at_once(self, size: int) -> None:
         with contextlib.suppress(AttributeError):  # asyncio's own transports have it, uvloop's do not
