@@ -68,6 +68,9 @@ class Doubling(Episode):
             self.info = {"ended with": waits.exitcode}
             if os.fork() == 0:
                 raise RuntimeError("a copy of the worker goes on")
+        if self.trouble == "interpreter":
+            sys.path.clear()
+            sys.modules.clear()
         if self.trouble == "block":
             time.sleep(1000)  # noqa: ASYNC251  (it is to hold up everybody)
         if self.trouble == "wait":

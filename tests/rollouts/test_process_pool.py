@@ -134,6 +134,17 @@ async def test_an_episode_that_ends_its_workers_fails_and_those_beside_it_do_not
     assert "a worker process of environment 'doubles' was lost; its " in caplog.text
 
 
+async def test_an_environment_that_damages_its_interpreter_costs_its_own_episode(monkeypatch):
+    monkeypatch.setattr(remote_pool, "MOST_TRIES", 1)
+    players = Players(trouble={"4": "interpreter"})
+    async with players.processes(workers=1) as pool:
+        (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
+        good = await players.group(pool, "3").run()
+        assert pool.num_lost == 1
+    assert failed.error.startswith("worker: its code failed outside the environment: "), failed.error
+    same(good, await players.here("3"))
+
+
 async def test_a_worker_that_is_stuck_is_taken_for_lost(monkeypatch):
     monkeypatch.setattr(remote_pool, "GRACE", 0.5)
     monkeypatch.setattr(remote_pool, "MOST_TRIES", 1)

@@ -268,8 +268,16 @@ class ProcessWorker:
         self._raise(number, CannotTravel(why))
 
     def _broke(self, number: int, kind: str, message: str) -> None:
-        """A fault of our own code there is one here; what it means to the run is said by its class."""
-        self._raise(number, getattr(errors, kind)(message) if kind else RuntimeError(f"in a worker process: {message}"))
+        """The code around the environment raised. An error of this package means what its class says.
+
+        Any other one costs the process: the environment may have damaged the interpreter that it shares with this
+        code, and a fault of our own is found again in the next process.
+        """
+        if kind:
+            self._raise(number, getattr(errors, kind)(message))
+            return
+        self._why = f"its code failed outside the environment: {message}"
+        self.kill()
 
     def _raise(self, number: int, error: Exception) -> None:
         if (answer := self._playing.get(number)) is not None and not answer.done():
