@@ -360,7 +360,7 @@ def test_the_table_of_a_model_says_which_renderer_it_has(model: Path, capsys: py
     [
         (None, "there is no model folder"),
         ("{% for m in", "not valid Jinja (line 1"),
-        ("", "the chat template is empty"),
+        ("", "is empty; expected a template that writes messages as a prompt"),
         ("{% if 1 %}" * 200 + "{% endif %}" * 200, "cannot be compiled"),
     ],
 )

@@ -318,18 +318,15 @@ def test_a_loss_that_is_no_number_stops_the_run_which_goes_on_when_it_is_mended(
 def test_a_sampler_that_keeps_a_stale_layer_stops_the_run_before_it_samples_with_it(place: Path, monkeypatch):
     from verbatim.inference import torch_engine
 
-    load = torch_engine.load_weights
+    replace = torch_engine.replace_weights
 
-    def stale(model, folder: Path) -> None:
-        layer = {name: p.clone() for name, p in model.named_parameters() if "layers.0." in name}
-        load(model, folder)
-        for name, value in layer.items():
-            model.get_parameter(name).copy_(value)
+    def stale(model, weights) -> None:
+        replace(model, {name: value for name, value in weights.items() if "layers.0." not in name})
 
     run = place / "stale"
     arguments = ["rl", "run.toml", "--run-dir", run, *INSIDE]
     with monkeypatch.context() as patched:
-        patched.setattr(torch_engine, "load_weights", stale)
+        patched.setattr(torch_engine, "replace_weights", stale)
         status, text = typed(*arguments, "--max-steps", "2")
     assert status == 1
     assert "the sampler does not hold policy version 1, which it was told to load: its logprobs differ by" in text

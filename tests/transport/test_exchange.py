@@ -196,3 +196,13 @@ def test_a_sign_of_life_that_the_power_took_away_is_none(exchange):
     for content in (b"", bytes(80), b"{", b"[1]", b'{"beats": 3}'):
         exchange.trainer_beat.write_bytes(content)
         assert exchange.beats() is None
+
+
+def test_what_a_killed_trainer_was_writing_is_removed_and_nothing_else(exchange):
+    exchange.answer(1, {"step": 1})
+    kept = sorted(path for path in exchange.folder.rglob("*"))
+    (exchange.folder / ".trainer.json.tmp").write_bytes(b'{"pid"')
+    (exchange.answers / ".000002.json.tmp").write_bytes(b"")
+    exchange.remove_temporary()
+    assert sorted(exchange.folder.rglob("*")) == kept
+    Exchange(exchange.folder / "nowhere").remove_temporary()

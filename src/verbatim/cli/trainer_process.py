@@ -99,6 +99,7 @@ def trainer_child(config: RunConfig, folder: RunFolder) -> Iterator[TrainerSide]
         raise
     finally:
         _end(process, patience)
+        exchange.remove_temporary()
 
 
 @contextlib.contextmanager

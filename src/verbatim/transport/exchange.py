@@ -75,6 +75,11 @@ class Exchange:
 
     # ---- the orchestrator's side
 
+    def remove_temporary(self) -> None:
+        """Remove what a trainer that has ended was writing when it was killed."""
+        for path in self.folder.rglob(".*.tmp"):
+            path.unlink(missing_ok=True)
+
     @classmethod
     def current(cls, root: Path) -> Exchange | None:
         """The session of the trainer that started last; None if there is none, or it is being set up.
