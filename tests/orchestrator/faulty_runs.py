@@ -109,7 +109,7 @@ class Counted(BorrowedSampler):
         if isinstance(self._sampler, ScriptedSampler):
             await self._sampler.update_weights(path, version)
         else:
-            await self._sampler._run_between_steps(lambda: self._sampler._decoder.set_version(version))
+            await self._sampler._run_between_steps(lambda: self._sampler._decoder.set_version(version), vital=True)
 
     @property
     def num_drawn(self):
