@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,16 @@ def test_a_folder_in_the_place_of_a_log_is_kept_aside(path: Path):
     assert found.fault is not None
     assert "cannot be read (Is a directory); the log begins anew. What was found is kept as" in found.fault
     assert not path.exists()
+    assert found.mark == LogMark()
+
+
+def test_a_pipe_in_the_place_of_a_log_is_kept_aside_and_not_waited_for(path: Path):
+    path.unlink()
+    os.mkfifo(path)
+    found = back_to_4(path)
+    assert found.fault is not None
+    assert "cannot be read (it is a pipe, a socket or a device); the log begins anew" in found.fault
+    assert path.with_name("metrics.jsonl.damaged-1").is_fifo()
     assert found.mark == LogMark()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,6 +68,8 @@ def restore(
     if step == 0:
         mark = LogMark()
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise PermissionError(errno.EPERM, "it is a pipe, a socket or a device")  # opening it may wait for ever
         if mark is not None and measure(path, mark.size) == mark:
             if path.exists() and path.stat().st_size > mark.size:
                 os.truncate(path, mark.size)
