@@ -35,7 +35,7 @@ from verbatim.renderers.proof.symbolic import ALLOWED, Impossible, Term, TooMany
 from verbatim.renderers.proof.values import NotUnderstood
 from verbatim.renderers.proof.world import World
 
-MOST_STEPS = 600_000
+MOST_STEPS = 1_000_000
 """Expressions that one proof may evaluate: some seconds. No template of the tests needs two thirds of it."""
 TOO_MANY = "too many different ways through the template"
 
