@@ -36,7 +36,8 @@ from verbatim.renderers.proof.values import NotUnderstood
 from verbatim.renderers.proof.world import World
 
 MOST_STEPS = 1_000_000
-"""Expressions that one proof may evaluate: some seconds. No template of the tests needs two thirds of it."""
+"""Steps of one proof, by the size of what each looks at: some ten seconds. No template of the tests needs more
+than 900,000."""
 TOO_MANY = "too many different ways through the template"
 
 
