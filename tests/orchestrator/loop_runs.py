@@ -234,7 +234,7 @@ async def nothing_left_behind():
         await asyncio.sleep(0)
     gc.collect()
     left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    assert (left, complaints) == ([], [])
+    assert (left, complaints) == ([], []), (left, complaints)
 
 
 async def go_on_and_check(notes, tmp_path, *, step=None, level=0, steps=6):

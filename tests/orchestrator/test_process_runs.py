@@ -92,7 +92,7 @@ async def test_a_run_whose_processes_are_all_gone_stops_and_can_be_resumed(tmp_p
     orchestrator, notes, _ = make(tmp_path, sampler=sampler, steps=6)
     async with nothing_left_behind(), in_processes(orchestrator, sampler, FLIPS, folder=str(tmp_path)) as pool:
         running = asyncio.create_task(orchestrator.run())
-        await until(lambda: sampler.num_in_flight >= 4)
+        await until(lambda: sampler.num_in_flight >= 4 and orchestrator.step >= 1)
         (tmp_path / "refuse").touch()
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
