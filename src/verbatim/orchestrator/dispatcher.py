@@ -241,6 +241,14 @@ class Dispatcher:
         return len(self._running) < self._max_running and len(self._useful()) < wanted
 
     def _finished(self, task: asyncio.Task[Group]) -> None:
+        """The run stops with whatever goes wrong here; the event loop would only log it, and the run would wait."""
+        try:
+            self._collect(task)
+        except BaseException as error:  # noqa: BLE001  (next_batch raises it)
+            self._failure = self._failure or error
+            self._changed.set()
+
+    def _collect(self, task: asyncio.Task[Group]) -> None:
         if self._stopped:
             return  # it stays in `_running`: its tokens are still held
         self._changed.set()
