@@ -207,3 +207,22 @@ def test_a_resume_holds_what_was_in_flight_and_what_was_left_over():
     assert sorted(held + settled) == list(range(len(play.launched)))
     assert held == sorted(held)
     assert len(held) > G
+
+
+def test_what_goes_wrong_as_a_group_is_collected_stops_the_run(monkeypatch):
+    """The event loop would only log it, and the next batch would never come."""
+
+    def no_memory(*args, **kwargs):
+        raise MemoryError
+
+    async def asked():
+        play = Play(seconds=lambda index: 1.0)
+        play.dispatcher.start(version=0, batch=0)
+        monkeypatch.setattr("verbatim.orchestrator.dispatcher.insort", no_memory)
+        try:
+            await asyncio.wait_for(play.dispatcher.next_batch(), 100)
+        finally:
+            await play.dispatcher.stop()
+
+    with pytest.raises(MemoryError):
+        on_virtual_time(asked())
