@@ -256,15 +256,17 @@ class Dispatcher:
         if error is not None:
             self._failure = self._failure or error
             return
-        launched, group = self._running.pop(task), task.result()
+        launched, group = self._running[task], task.result()
         run, drawn = launched.run, launched.drawn
         kind = flatness(group) if self._online_difficulty_filtering else None
         if kind is None:
             ended = _Ended(run=run, drawn=drawn, version=launched.version, group=group)
             insort(self._ready, ended, key=lambda one: one.run.index)
+            del self._running[task]  # until here it is held, whatever goes wrong: its tokens stay pending
             self._filtered_in_a_row = 0
             self._drop_stale()
         else:
+            del self._running[task]
             self._filter(run, group, kind)
             self._judge(drawn, group)
         useful = [t for t in (group.scored if self._needs_rewards else group.completed) if t.num_sampled_tokens]

@@ -36,7 +36,7 @@ class Beat:
     """Counts up whenever the process's main work moves on."""
     doing: str
     wants_to_stop: bool
-    """Whether somebody asked this process to end."""
+    """Whether this process was asked to end."""
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -73,7 +73,7 @@ class Heartbeat:
         self._doing = doing
 
     def ask_to_stop(self) -> None:
-        """Tell the other side that somebody asked this process to end."""
+        """Tell the other side that this process was asked to end."""
         self._wants_to_stop = True
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class PeerWatch:
         self._asked = clock()
         self._who, self._doing = name, "starting"
         self.wants_to_stop = False
-        """Whether somebody asked the other side to end."""
+        """Whether the other side was asked to end."""
 
     def fault(self) -> str | None:
         """What is wrong with the other side; None if nothing is. To be asked every now and then."""

@@ -10,7 +10,8 @@ STEPS, STEPS_PER_VALUE, STEPS_PER_CHARACTER = 100_000, 5_000, 10
 """Nodes of the template's tree that may be evaluated: at least, for each value that is rendered (a message has some),
 and for each of its characters. Published templates need some hundred for a message."""
 CHARACTERS, COPIES = 4_000_000, 64
-"""That may be made: at least, and how often all text that is rendered may be made anew; once more for each message."""
+"""Characters that a template may make: at least, and how often it may copy all rendered text; once more for each
+message."""
 OUTPUT, OUTPUT_PER_VALUE, OUTPUT_PER_CHARACTER = 100_000, 2_000, 16
 """Characters of what is written: at least, for each value, and for each character."""
 SECONDS = 5.0
