@@ -1,6 +1,7 @@
 """Environments that are played in this process, on processes of this machine and on Ray actors, with the same setup."""
 
 import asyncio
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -89,11 +90,15 @@ class Doubling(Episode):
 
 
 class Doublings:
-    """`trouble` maps examples to what goes wrong; where the file `refuse` is, no other one can be made."""
+    """`trouble` maps examples to what goes wrong; where the file `refuse` is, no other one can be made, and
+    where `refuse_and_linger` is, the process takes its time to end as well."""
 
     def __init__(self, trouble: dict[str, str] | None = None, folder: str | None = None):
         self.trouble, self.folder = trouble or {}, Path(folder) if folder else None
         if self.folder is not None and (self.folder / "refuse").exists():
+            raise RuntimeError("the game server is down")
+        if self.folder is not None and (self.folder / "refuse_and_linger").exists():
+            atexit.register(time.sleep, 0.5)
             raise RuntimeError("the game server is down")
         in_a_worker = "verbatim.rollouts.remote.child" in sys.modules
         if in_a_worker and self.folder is not None and (self.folder / "leave").exists():

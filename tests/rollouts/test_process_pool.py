@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from byte_renderer import ByteRenderer
+from orchestrator.loop_runs import nothing_left_behind
 from rollouts.chat_server import chat_server
 from rollouts.players import Players, SecondTurnsWait, contents, scripted
 from rollouts.waiting import until
@@ -318,6 +319,44 @@ async def test_what_hinders_the_workers_is_said_before_anything_is_played(monkey
     with pytest.raises(UsageError, match=r"did not start within 0 s; what it prints is in .*doubles\.log"):
         async with players.processes():
             pass
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["for one episode", "in the place of a lost one"])
+async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(tmp_path, monkeypatch, alone):
+    """Whoever wanted it is cancelled while its process takes its time to end."""
+    players = Players(folder=str(tmp_path))
+    async with nothing_left_behind(), players.processes(workers=1) as pool:
+        made, make = [], pool._make
+        pool._make = lambda alone: made.append(make(alone)) or made[-1]
+        monkeypatch.setattr(process_worker, "_kill_group", lambda leader: None)
+        (tmp_path / "refuse_and_linger").touch()
+        starting = asyncio.create_task(pool._start(alone=True) if alone else pool._replace())
+        await until(lambda: made and made[0]._frames._transport and made[0]._frames._transport.is_closing())
+        assert runs(made[0]._process.pid)
+        starting.cancel()
+        await asyncio.wait({starting})
+    assert not runs(made[0]._process.pid)
+
+
+async def test_a_worker_that_cannot_be_reached_is_ended(monkeypatch):
+    """Its process is there, and then the connection cannot be made."""
+    async def fails(*args, **kwargs):
+        raise OSError("no connection")
+
+    players, began = Players(), []
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", fails)
+    spawn = asyncio.create_subprocess_exec
+
+    async def spawned(*args, **kwargs):
+        began.append(await spawn(*args, **kwargs))
+        return began[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawned)
+    async with nothing_left_behind():
+        with pytest.raises(UsageError, match="cannot be started: no connection"):
+            async with players.processes(workers=2):
+                pass
+    assert [process.returncode for process in began] == [-signal.SIGKILL] * len(began) != []
 
 
 def test_environments_that_cannot_be_made_again_elsewhere_are_refused_by_name():

@@ -238,10 +238,7 @@ class Orchestrator:
             await self._keep_what_was_trained(lag)
             raise
         finally:
-            unfinished = [producer, watch, *(submitted.report for submitted in self._submitted)]
-            for task in unfinished:
-                task.cancel()
-            await asyncio.gather(*unfinished, return_exceptions=True)
+            await _end([producer, watch, *(submitted.report for submitted in self._submitted)])
 
     async def _watch(self) -> None:
         """Raise why, once the trainer or the engine can do nothing more; else it ends with neither."""
@@ -253,8 +250,7 @@ class Orchestrator:
                     watch.result()
                     watches.remove(watch)
         finally:
-            for watch in watches:
-                watch.cancel()
+            await _end(watches)
 
     # ---- the producer
 
@@ -316,8 +312,7 @@ class Orchestrator:
             groups = batch.result() if batch.done() else None
             return None if self._stopping.is_set() else groups  # not settled, they are run again after a resume
         finally:
-            batch.cancel()
-            stop.cancel()
+            await _end([batch, stop])
 
     # ---- the consumer
 
@@ -328,8 +323,10 @@ class Orchestrator:
                 return None
             self._more.clear()
             more = asyncio.ensure_future(self._more.wait())
-            await asyncio.wait({more, producer, watch}, return_when=asyncio.FIRST_COMPLETED)
-            more.cancel()
+            try:
+                await asyncio.wait({more, producer, watch}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await _end([more])
             if watch.done():
                 watch.result()
         return self._submitted[0]
@@ -497,9 +494,7 @@ class Orchestrator:
                     return
                 await running
             finally:
-                stop.cancel()
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+                await _end([running, stop])
             await asyncio.to_thread(self._observer.on_eval, self.step, running.result())
 
     async def _save(self) -> None:
@@ -526,3 +521,10 @@ class Orchestrator:
         self._ledger.drop({"cancelled": state["pending_tokens"]})
         self._ledger.check(pending=0)
         self._sampled_before = self._ledger.sampled
+
+
+async def _end(unfinished: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what is not done, and wait for it: nothing runs on, and no exception of theirs stays unread."""
+    for future in unfinished:
+        future.cancel()
+    await asyncio.gather(*unfinished, return_exceptions=True)

@@ -17,7 +17,7 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.remote.counted import CountedSampler, Try
 from verbatim.rollouts.remote.episodes import unpack
 from verbatim.rollouts.remote.worker import CannotTravel, Worker, WorkerLost
-from verbatim.texts import cut, printable
+from verbatim.texts import cut, error_text, printable
 from verbatim.types import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,8 @@ class WorkerPool:
             self._close(started.worker)
         self._workers.clear()
         self._close_spare()
-        await asyncio.gather(*self._closing)
+        while self._closing:
+            await asyncio.wait(self._closing)
 
     async def play(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
         """The finished episode, by whichever worker ends it.
@@ -186,7 +187,12 @@ class WorkerPool:
 
     async def _start(self, *, alone: bool = False) -> _Started:
         worker = self._make(alone)
-        return _Started(worker, await worker.start())
+        try:
+            pid = await worker.start()
+        except BaseException:
+            self._close(worker)  # by a task of the pool's own: whoever wanted the worker may be cancelled meanwhile
+            raise
+        return _Started(worker, pid)
 
     async def _add(self) -> None:
         self._workers.append(await self._start())
@@ -237,7 +243,12 @@ class WorkerPool:
     def _close(self, worker: Worker) -> None:
         closing = asyncio.create_task(worker.close(), name="close-worker")
         self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        closing.add_done_callback(self._closed)
+
+    def _closed(self, closing: asyncio.Task[None]) -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled() and (error := closing.exception()) is not None:
+            logger.warning("a %s could not be ended: %s", self._what, printable(error_text(error)))
 
 
 def _received(

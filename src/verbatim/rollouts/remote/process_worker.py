@@ -114,7 +114,6 @@ class ProcessWorker:
         finally:
             if not self._ready.done() or self._ready.cancelled() or self._ready.exception() is not None:
                 self.kill()
-                await self.close()
 
     async def play(self, label: str, task: EpisodeTask) -> bytes:
         """One episode.
@@ -156,7 +155,10 @@ class ProcessWorker:
         await asyncio.wait({self._overseeing}, timeout=PATIENCE)
         self.kill()
         await asyncio.wait({self._overseeing}, timeout=PATIENCE)
-        self._overseeing.cancel()  # one that the kernel does not let go of is not waited for
+        left = {self._overseeing, *self._asking.values()}
+        for task in left:
+            task.cancel()  # a process that the kernel does not let go of is not waited for
+        await asyncio.wait(left, timeout=PATIENCE)
 
     # ---- the process
 
@@ -170,12 +172,13 @@ class ProcessWorker:
                     *command, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True, env={**_ONE_THREAD, **os.environ},
                 )  # fmt: skip
+            self._overseeing = asyncio.create_task(self._oversee(self._process), name=f"worker-{self._process.pid}")
             await asyncio.get_running_loop().create_unix_connection(lambda: self._frames, sock=ours)
         except BaseException:
             ours.close()
+            self._frames.connection_lost(None)  # where it was never made, too
             self.kill()
             raise
-        self._overseeing = asyncio.create_task(self._oversee(self._process), name=f"worker-{self._process.pid}")
 
     async def _oversee(self, process: asyncio.subprocess.Process) -> None:
         """Until the process has ended. What it still plays then is lost."""
@@ -196,6 +199,7 @@ class ProcessWorker:
             exited.cancel()
             self._frames.close()
             self._end(self._why or self._how_it_ended(process))
+            await asyncio.wait({exited})
 
     def _outgrown(self, pid: int) -> str | None:
         """What the process has too much of; None where it has not, or the system does not tell."""

@@ -163,8 +163,9 @@ class RayWorker:
         return packed
 
     def kill(self) -> None:
-        """End the actor."""
-        self._ray.kill(self.handle)
+        """End the actor, if there is one."""
+        if self.handle is not None:
+            self._ray.kill(self.handle)
 
     async def close(self) -> None:
         """End the actor; Ray sees to the rest."""

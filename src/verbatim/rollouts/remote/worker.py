@@ -19,13 +19,14 @@ class CannotTravel(Exception):
 
 
 class Worker(Protocol):
-    """One process. It is started once, plays any number of episodes side by side, and is closed once."""
+    """One process. It is started once, plays any number of episodes side by side, and is closed once, also where it
+    did not start."""
 
     async def start(self) -> int:
         """Start it and have it make its environments. Returns its process id, on its host.
 
         Raises:
-            UsageError: it cannot be started; says why and what to change. Nothing of it is left.
+            UsageError: it cannot be started; says why and what to change. It is closed all the same.
         """
 
     async def play(self, label: str, task: EpisodeTask) -> bytes:
