@@ -39,7 +39,7 @@ from verbatim.config import load_config
 from verbatim.config.schema import InferenceConfig
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.inference import SampleRequest, SamplingParams
-from verbatim.inference.torch_engine import TorchSampler
+from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.models.build import build_model, chat_text
 
 CONTEXT = 2048

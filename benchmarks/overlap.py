@@ -26,8 +26,8 @@ from demo_runs import NO_LEARNING, finish, run_options, seconds_per_step, train_
 from verbatim.transport import StepReport, TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
-from verbatim.transport.orders import Order, order_to_bytes, report_to_json
-from verbatim.transport.presence import Heartbeat
+from verbatim.transport.heartbeat import Heartbeat
+from verbatim.transport.trainer_messages import Order, order_to_bytes, report_to_json
 
 SKIP = 4
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

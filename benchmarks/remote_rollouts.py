@@ -34,9 +34,16 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
 from verbatim.renderers import create_renderer
-from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, Player, RolloutSetup, trajectory_from_messages
-from verbatim.rollouts.remote.episodes import RemoteSetup
-from verbatim.rollouts.remote.processes import process_player
+from verbatim.rollouts import (
+    EpisodeLimits,
+    EpisodeRunner,
+    GroupRun,
+    LocalRunner,
+    RolloutSetup,
+    trajectory_from_messages,
+)
+from verbatim.rollouts.processes.runner import process_runner
+from verbatim.rollouts.workers.episodes import RemoteSetup
 
 EPISODES, CONTEXT = 64, 2048
 SIZES = BuildConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=512)
@@ -81,12 +88,12 @@ class Bench:
             for label in labels
         }
 
-    async def play(self, player: Player, size: int, index: int, label: str = "guess_number",
+    async def play(self, player: EpisodeRunner, size: int, index: int, label: str = "guess_number",
                    environment: GuessNumber | None = None) -> int:  # fmt: skip
         """One group; its turns."""
         setup = RolloutSetup(
             env=label, environment=environment or self.environment, sampler=self.sampler, renderer=self.renderer,
-            params=self.params, limits=self.limits, slots=asyncio.Semaphore(EPISODES), player=player,
+            params=self.params, limits=self.limits, slots=asyncio.Semaphore(EPISODES), runner=player,
         )  # fmt: skip
         group = await GroupRun(setup, self.example, index=index, size=size, run_seed=0).run()
         assert all(t.error is None for t in group.trajectories)
@@ -106,15 +113,15 @@ async def cost(bench: Bench, repeats: int, *, with_ray: bool) -> dict[str, float
     """Milliseconds of each player."""
     remote = bench.remote(["guess_number"], "guess_number")
     async with contextlib.AsyncExitStack() as stack:
-        processes = await stack.enter_async_context(process_player(remote, bench.sampler, bench.renderer, workers=2))
-        players: dict[str, tuple[Player, Sequence[int]]] = {
-            "local": (LocalPlayer(), []),
+        processes = await stack.enter_async_context(process_runner(remote, bench.sampler, bench.renderer, workers=2))
+        players: dict[str, tuple[EpisodeRunner, Sequence[int]]] = {
+            "local": (LocalRunner(), []),
             "processes": (processes, processes.pools["train", "guess_number"].pids),
         }
         if with_ray:
-            from verbatim.rollouts.remote.ray_workers import ray_player
+            from verbatim.rollouts.ray.runner import ray_runner
 
-            actors = await stack.enter_async_context(ray_player(remote, bench.sampler, bench.renderer, workers=2))
+            actors = await stack.enter_async_context(ray_runner(remote, bench.sampler, bench.renderer, workers=2))
             players["ray"] = (actors, actors.pids)
         wall: dict[str, list[float]] = defaultdict(list)
         cpu: dict[str, float] = defaultdict(float)
@@ -146,10 +153,10 @@ async def gain(bench: Bench, repeats: int) -> dict[str, float]:
     """How much sooner two busy environments are through with a process each."""
     labels, busy = ("one", "two"), Busy()
     remote = bench.remote(labels, f"{Path(__file__).stem}.Busy")
-    async with process_player(remote, bench.sampler, bench.renderer, workers=1) as processes:
+    async with process_runner(remote, bench.sampler, bench.renderer, workers=1) as processes:
         wall: dict[str, list[float]] = defaultdict(list)
         for index in range(repeats + 1):
-            for name, player in (("local", LocalPlayer()), ("processes", processes)):
+            for name, player in (("local", LocalRunner()), ("processes", processes)):
                 began = time.perf_counter()
                 await asyncio.gather(*(bench.play(player, BUSY_EPISODES, index, label, busy) for label in labels))
                 if index:

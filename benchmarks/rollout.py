@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from verbatim.config.schema import InferenceConfig
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams
-from verbatim.inference.torch_engine import TorchSampler
+from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.renderers.base import ParsedResponse
 from verbatim.rollouts import AgentLoop, EpisodeLimits, MultiTurnRollout, Recorder, derive_seed
 from verbatim.tools import FunctionTool, ToolManager

@@ -203,8 +203,8 @@ def step_ratio(case: Callable[[Path], list[TrainingSample]], args: argparse.Name
     layouts = [x for i, x in enumerate(layouts) if all(
         x.kind != y.kind or len(x.groups(samples)) != len(y.groups(samples)) for y in layouts[:i])]  # fmt: skip
     plain.step(samples, layouts[0])  # warms up
-    trial = {layout: seconds(lambda at=layout: plain.step(samples, at), args.device) for layout in layouts}
-    best = min(trial, key=trial.__getitem__)
+    TRIAL = {layout: seconds(lambda at=layout: plain.step(samples, at), args.device) for layout in layouts}
+    best = min(TRIAL, key=TRIAL.__getitem__)
     computed = {packing: int(t.train_batch(samples)["num_tokens"]) for packing, t in trainers.items()}
     ours: dict[str, list[float]] = {packing: [] for packing in PACKINGS}
     theirs = []
@@ -227,7 +227,7 @@ def step_ratio(case: Callable[[Path], list[TrainingSample]], args: argparse.Name
         "trained_tokens": sum(sample.num_trained_tokens for sample in samples),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "vocab_size": trainer.lm.vocab_size,
-        "plain_trials": {f"{k.kind} {k.budget}": round(v, 3) for k, v in trial.items()},
+        "plain_trials": {f"{k.kind} {k.budget}": round(v, 3) for k, v in TRIAL.items()},
     }
 
 

@@ -28,7 +28,7 @@ from verbatim.environments.resolve import corpus
 from verbatim.filters import apply_filters
 from verbatim.filters.zero_advantage import ZeroAdvantage
 from verbatim.inference import SamplingParams
-from verbatim.inference.torch_engine import TorchSampler
+from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.losses import LOSSES
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer

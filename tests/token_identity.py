@@ -23,8 +23,8 @@ from unittest import mock
 import numpy as np
 
 from verbatim import Trajectory, build_samples
+from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.recorder import Recorder
-from verbatim.rollouts.turn_loop import AgentLoop
 
 
 @dataclasses.dataclass

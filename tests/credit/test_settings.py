@@ -12,7 +12,7 @@ from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import ADVANTAGES
 from verbatim.errors import ConfigError
 from verbatim.filters.zero_advantage import ZeroAdvantage
-from verbatim.orchestrator.assemble import Rules, assemble_group, rollout_metrics
+from verbatim.orchestrator.assemble import GroupRules, assemble_group, rollout_metrics
 
 TWO = """\
 [model]
@@ -98,7 +98,7 @@ def test_groups_of_one_may_have_chunk_returns(rules):
 
 
 def assembled(*rollouts, **fields):
-    rules = Rules(
+    rules = GroupRules(
         advantage=ADVANTAGES["default"], filters={"zero_advantage": ZeroAdvantage()}, strategy="interleaved",
         max_length=100, max_off_policy_steps=8, **fields,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def test_where_a_teacher_is_followed_rollouts_without_a_reward_are_trained_and_i
         rollout(1.0, turn(2), trajectory_id="a"), rollout(None, turn(3), trajectory_id="b", index=1),
         rollout(0.0, turn(4), trajectory_id="c", index=2),
     ]  # fmt: skip
-    rules = Rules(
+    rules = GroupRules(
         advantage=ADVANTAGES["default"], filters={}, strategy="interleaved", max_length=100, max_off_policy_steps=8,
         needs_rewards=False,
     )  # fmt: skip

@@ -316,7 +316,7 @@ def test_a_loss_that_is_no_number_stops_the_run_which_goes_on_when_it_is_mended(
 
 
 def test_a_sampler_that_keeps_a_stale_layer_stops_the_run_before_it_samples_with_it(place: Path, monkeypatch):
-    from verbatim.inference import torch_engine
+    from verbatim.inference.embedded import engine as torch_engine
 
     replace = torch_engine.replace_weights
 

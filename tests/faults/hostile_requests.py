@@ -1,4 +1,4 @@
-"""The requests of the campaign: every field of every route with every kind of wrong value, as the bytes on the wire."""
+"""The requests of the campaign: every field of every route with every kind of wrong value, as bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.inference import wire
+from verbatim.inference.http import protocol
 
 CHAT = "/v1/chat/completions"
 
@@ -33,7 +33,8 @@ CHAT_BODY = {
 LOGPROBS_BODY = {"token_ids": [1, 2, 3], "temperature": 1.0, "model": "tiny"}
 WEIGHTS_BODY = {"path": "/tmp", "version": 1}
 BODIES: Mapping[str, dict[str, Any]] = {
-    wire.GENERATE: GENERATE_BODY, CHAT: CHAT_BODY, wire.PROMPT_LOGPROBS: LOGPROBS_BODY, wire.WEIGHTS: WEIGHTS_BODY,
+    protocol.GENERATE: GENERATE_BODY, CHAT: CHAT_BODY, protocol.PROMPT_LOGPROBS: LOGPROBS_BODY,
+    protocol.WEIGHTS: WEIGHTS_BODY,
 }  # fmt: skip
 
 DEEP = "[" * 800 + "]" * 800
@@ -157,12 +158,12 @@ def paths_cases() -> Iterator[Case]:
     for path in ("/", "/nowhere", "/v1/../../etc/passwd", "/%00", "/v1/models/../x", "/" + "x" * 20_000, "//health"):
         yield Case(name=f"path {path[:20]}", path=path, data=b"", method="GET", statuses=(400, 404))
     for length in ("-1", "abc", "99999999999999999999999", "1, 2"):
-        yield Case(name=f"content-length {length}", path=wire.GENERATE, data=b"{}", headers={"content-length": length},
-                   statuses=(400, 413))  # fmt: skip
+        yield Case(name=f"content-length {length}", path=protocol.GENERATE, data=b"{}",
+                   headers={"content-length": length}, statuses=(400, 413))  # fmt: skip
     yield Case(name="a head without end", path="/health", data=b"", method="GET", headers={"a": "b" * 200_000},
                statuses=(400, 431))  # fmt: skip
     elsewhere = b'{"path": "/etc", "version": 1}'
-    yield Case(name="weights from elsewhere", path=wire.WEIGHTS, data=elsewhere, statuses=(403,))
+    yield Case(name="weights from elsewhere", path=protocol.WEIGHTS, data=elsewhere, statuses=(403,))
 
 
 def all_cases() -> list[Case]:

@@ -154,7 +154,7 @@ LATE = 20
 def run(name: str) -> dict[str, str]:
     """What each entry point made of a template: "refused: ..." as it should be, or what happened."""
     from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
-    from verbatim.inference.server_chat import read_chat
+    from verbatim.inference.http.chat_endpoint import read_chat
     from verbatim.renderers import create_renderer
 
     def tokenizer(source: str):

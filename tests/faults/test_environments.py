@@ -22,14 +22,14 @@ from verbatim.environments.resolve import examples_of
 from verbatim.errors import ComponentError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.orchestrator.assemble import Rules
+from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.loop import Orchestrator, Plan
-from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, LocalPlayer, RolloutSetup, supervised
+from verbatim.orchestrator.loop import Orchestrator, RunSchedule
+from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, LocalRunner, RolloutSetup, supervised
 from verbatim.rollouts import episode as episode_module
-from verbatim.rollouts.remote import pool as remote_pool
-from verbatim.rollouts.remote.episodes import RemoteSetup
-from verbatim.rollouts.remote.processes import process_player
+from verbatim.rollouts.processes.runner import process_runner
+from verbatim.rollouts.workers import pool as worker_pool
+from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.trajectories import Ledger
 
 STEPS, GROUP, GROUPS = 3, 2, 3
@@ -114,7 +114,7 @@ def pytest_generate_tests(metafunc):
 def impatient(monkeypatch):
     monkeypatch.setattr(supervised, "GRACE", GRACE)
     monkeypatch.setattr(episode_module, "CLOSING", GRACE)
-    monkeypatch.setattr(remote_pool, "GRACE", 1.0)
+    monkeypatch.setattr(worker_pool, "GRACE", 1.0)
 
 
 class Run:
@@ -125,19 +125,24 @@ class Run:
         self.tally, self.notes, self.ledger = EpisodeTally(), Notes(), Ledger()
         self.sampler = ScriptedSampler(script=pokes_then_speaks, vocab_size=VOCAB_SIZE, context_length=400)
         self.environments = {"good": Misbehaving(), "bad": bad}
-        setups = {label: self.setup(label, player if label == "bad" else LocalPlayer()) for label in self.environments}
+        setups = {label: self.setup(label, player if label == "bad" else LocalRunner()) for label in self.environments}
         examples = {label: environment.examples("train") for label, environment in self.environments.items()}
         dispatcher = Dispatcher(
             schedule=ExampleSchedule(examples, {"good": 1.0, "bad": 1.0}, seed=5), setups=setups, ledger=self.ledger,
             group_size=GROUP, groups_per_batch=GROUPS, max_async_level=0, max_off_policy_steps=8,
             oversampling_factor=1.0, run_seed=5, num_batches=steps,
         )  # fmt: skip
-        rules = Rules(advantage=default_advantage, filters={}, strategy="interleaved", on_break="split",
-                      max_length=400, max_off_policy_steps=8)  # fmt: skip
-        plan = Plan(max_steps=steps, eval_setups=[setups["bad"]] if bad.where == "examples" else [], eval_interval=1,
-                    eval_episodes=5, eval_seed=1, checkpoint_interval=100)  # fmt: skip
+        rules = GroupRules(
+            advantage=default_advantage, filters={}, strategy="interleaved", on_break="split", max_length=400,
+            max_off_policy_steps=8,
+        )  # fmt: skip
+        schedule = RunSchedule(
+            max_steps=steps, eval_setups=[setups["bad"]] if bad.where == "examples" else [], eval_interval=1,
+            eval_episodes=5, eval_seed=1, checkpoint_interval=100,
+        )  # fmt: skip
         self.orchestrator = Orchestrator(
-            plan=plan, sampler=self.sampler, trainer=FakeTrainer(tmp_path), dispatcher=dispatcher, ledger=self.ledger,
+            schedule=schedule, sampler=self.sampler, trainer=FakeTrainer(tmp_path), dispatcher=dispatcher,
+            ledger=self.ledger,
             rules={label: rules for label in setups}, environments=self.environments, observer=self.notes,
             checkpointer=self.notes, tally=self.tally,
         )  # fmt: skip
@@ -146,7 +151,7 @@ class Run:
         return RolloutSetup(
             env=label, environment=self.environments[label], sampler=self.sampler, renderer=ByteRenderer(),
             params=SamplingParams(), limits=self.limits if label == "bad" else PATIENT, slots=asyncio.Semaphore(64),
-            player=player, tally=self.tally,
+            runner=player, tally=self.tally,
         )  # fmt: skip
 
     async def go(self):
@@ -223,7 +228,7 @@ async def test_played_here_it_costs_its_own_episodes(tmp_path, campaign, here):
     row = campaign("environments, played here")
     row.add(wrong=True)
     bad = Misbehaving(where, mode, str(tmp_path))
-    run = Run(tmp_path, bad, LocalPlayer())
+    run = Run(tmp_path, bad, LocalRunner())
     try:
         await run.go()
         await check(run, where, mode, HERE[where, mode])
@@ -240,7 +245,7 @@ async def test_played_here_it_costs_its_own_episodes(tmp_path, campaign, here):
 async def test_played_in_processes_it_costs_its_own_episodes(tmp_path, campaign, monkeypatch, there):
     where, mode = there
     if mode == "block":
-        monkeypatch.setattr(remote_pool, "GRACE", 0.1)
+        monkeypatch.setattr(worker_pool, "GRACE", 0.1)
     row = campaign("environments, in processes")
     row.add(wrong=True)
     args = {"where": where, "mode": mode, "folder": str(tmp_path)}
@@ -248,8 +253,8 @@ async def test_played_in_processes_it_costs_its_own_episodes(tmp_path, campaign,
                         params=SamplingParams(), limits=limits_of(mode))  # fmt: skip
     relay = Relay()
     run = Run(tmp_path, Misbehaving(**args), relay, steps=2)
-    async with process_player({("train", "bad"): setup}, run.sampler, ByteRenderer(), workers=2) as player:
-        relay.player = player
+    async with process_runner({("train", "bad"): setup}, run.sampler, ByteRenderer(), workers=2) as player:
+        relay.runner = player
         await run.go()
         pids = player.pools["train", "bad"].pids
     await check(run, where, mode, IN_PROCESSES[where, mode])
@@ -259,15 +264,15 @@ async def test_played_in_processes_it_costs_its_own_episodes(tmp_path, campaign,
 
 
 class Relay:
-    """A player that is known only when the run is made."""
+    """A runner that is known only when the run is made."""
 
-    player = None
+    runner = None
 
-    async def play(self, setup, task, recorder):
-        return await self.player.play(setup, task, recorder)
+    async def run(self, setup, task, recorder):
+        return await self.runner.run(setup, task, recorder)
 
     def metrics(self):
-        return self.player.metrics()
+        return self.runner.metrics()
 
 
 AT_THE_START = {
@@ -307,7 +312,7 @@ def test_examples_that_are_no_examples_are_refused_by_name(campaign, given, said
 async def test_examples_that_fail_in_an_evaluation_cost_that_evaluation(tmp_path, campaign, mode):
     row = campaign("environments, examples in an evaluation")
     row.add(wrong=True)
-    run = Run(tmp_path, Misbehaving("examples", mode), LocalPlayer())
+    run = Run(tmp_path, Misbehaving("examples", mode), LocalRunner())
     await run.go()
     await check(run, "examples", mode, None)
     assert len(run.notes.evals) == STEPS + 1  # before the first step, and after each

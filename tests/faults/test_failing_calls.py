@@ -17,7 +17,7 @@ from faults.tiny_places import STEPS, Place, differences, imbalances
 from faults.warm import Ended, Warm
 
 TRAINER = ("verbatim.trainer", "verbatim.models", "verbatim.losses", "verbatim.packing", "verbatim.transport.weights",
-           "verbatim.transport.orders")  # fmt: skip
+           "verbatim.transport.trainer_messages")  # fmt: skip
 LOOP = ("verbatim.orchestrator", "verbatim.trajectories", "verbatim.credit", "verbatim.filters", "verbatim.curriculum",
         "verbatim.checkpoints", "verbatim.transport.remote_trainer", "verbatim.transport.exchange",
         "verbatim.cli.run_log", "verbatim.cli.rl_command", "verbatim.rollouts.group")  # fmt: skip

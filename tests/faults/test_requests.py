@@ -21,7 +21,7 @@ import pytest
 
 from e2e.tiny_runs import build_tiny_model
 from faults.hostile_requests import CHAT, Case, all_cases
-from verbatim.inference import wire
+from verbatim.inference.http import protocol
 
 SECONDS = 40.0
 """For one answer, on a machine that others use."""
@@ -104,7 +104,7 @@ def healthy_body(number: int) -> dict[str, Any]:
 
 
 async def healthy(client: httpx.AsyncClient, number: int) -> Any:
-    answer = await client.post(wire.GENERATE, json=healthy_body(number), timeout=SECONDS)
+    answer = await client.post(protocol.GENERATE, json=healthy_body(number), timeout=SECONDS)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     return choice["token_ids"], choice["logprobs"]
@@ -144,7 +144,7 @@ async def test_hostile_requests_are_refused_by_name_and_change_nothing_for_other
         row.note = f"{count} healthy requests beside them, tokens and logprobs as alone; then /health {seconds:.3f} s"
         chat = await client.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}]}, timeout=SECONDS)
         assert chat.status_code == 200
-        assert (await client.get(wire.SAMPLER)).json()["policy_version"] == 0
+        assert (await client.get(protocol.SAMPLER)).json()["policy_version"] == 0
     assert len(cases) >= 100
     assert wrong == []
 
@@ -162,7 +162,7 @@ async def test_thousands_of_requests_and_half_open_connections_leave_the_health_
     )
     async with httpx.AsyncClient(base_url=server, timeout=120, limits=httpx.Limits(max_connections=None)) as many:
         body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4}}
-        calls = [asyncio.create_task(many.post(wire.GENERATE, json=body)) for _ in range(2000 // share)]
+        calls = [asyncio.create_task(many.post(protocol.GENERATE, json=body)) for _ in range(2000 // share)]
         statuses = [(await call).status_code for call in calls]
     told, _ = await probe.communicate(b"\n")
     longest = float(told)

@@ -128,7 +128,7 @@ def serve() -> None:
     for module in ("httpx", "renderers", "safetensors.torch", "strikes", "verbatim.renderers.recognise",
                    "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama",
                    "verbatim.cli.main", "verbatim.cli.rl_command", "verbatim.cli.trainer_command",
-                   "verbatim.cli.trainer_process", "verbatim.inference.torch_engine", "verbatim.inference.teacher",
+                   "verbatim.cli.trainer_process", "verbatim.inference.embedded.engine", "verbatim.inference.teacher",
                    "verbatim.models.build", "verbatim.orchestrator.loop", "verbatim.orchestrator.nothing_trained",
                    "verbatim.renderers", "verbatim.trainer.serve", "verbatim.trainer.trainer",
                    "verbatim.cli.prepare"):  # fmt: skip

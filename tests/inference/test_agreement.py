@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verbatim.inference import SampleRequest, SamplingParams
-from verbatim.inference.decoder import Decoder, DecoderConfig
+from verbatim.inference.embedded.decoder import Decoder, DecoderConfig
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
 

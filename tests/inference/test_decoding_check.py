@@ -5,8 +5,8 @@ import pytest
 from models.architectures import Architecture, tiny_model
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError
-from verbatim.inference.kv_cache import CachePlan
-from verbatim.inference.torch_engine import TorchSampler
+from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.kv_cache import CachePlan
 
 
 @pytest.fixture

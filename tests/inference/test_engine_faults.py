@@ -20,7 +20,7 @@ from verbatim.errors import EngineDead, ModelError, RecordError, SamplerFault
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.base import MOST_STOP_IDS, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn
-from verbatim.inference.torch_engine import TorchSampler
+from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.models import loading
 
 VOCAB = 97
@@ -149,7 +149,7 @@ async def test_a_path_that_the_system_refuses_fails_its_update_alone(models, tmp
 
 async def test_weights_that_were_replaced_by_half_end_the_engine(models, monkeypatch):
     sampler = make(models["tied"])
-    monkeypatch.setattr("verbatim.inference.torch_engine.replace_weights", lambda model, weights: 1 / 0)
+    monkeypatch.setattr("verbatim.inference.embedded.engine.replace_weights", lambda model, weights: 1 / 0)
     with pytest.raises(SamplerFault, match="thread failed: ZeroDivisionError"):
         await sampler.update_weights(models["tied_later"], 1)
     with pytest.raises(SamplerFault, match="thread failed: ZeroDivisionError"):
@@ -265,7 +265,7 @@ async def test_logprobs_of_a_prompt_that_memory_is_not_enough_for_fail_alone(mod
         raise MemoryError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr("verbatim.inference.torch_engine.sequence_logprobs", fail)
+        patched.setattr("verbatim.inference.embedded.engine.sequence_logprobs", fail)
         with pytest.raises(SamplerFault, match="failed on this request: MemoryError: no room"):
             await sampler.prompt_logprobs(np.array([1, 2], np.int32))
     assert np.isfinite(await sampler.prompt_logprobs(np.array([1, 2], np.int32))).tolist() == [False, True]

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
-from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams, http_lines, wire
-from verbatim.inference.http_sampler import HttpSampler
+from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams
+from verbatim.inference.http import client, protocol
+from verbatim.inference.http.request_body import read_request
+from verbatim.inference.http.sampler import HttpSampler
+from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.inference.server import serve_sampler
-from verbatim.inference.server_request import read_request
 from verbatim.rollouts import MultiTurnRollout
 from verbatim.types import StopReason
 
@@ -50,7 +51,7 @@ async def behind_http(sampler: Sampler, **settings: Any) -> AsyncIterator[HttpSa
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_lines, "pause", lambda attempt, retry_after, jitter: 0.01)
+    monkeypatch.setattr(client, "pause", lambda attempt, retry_after, jitter: 0.01)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -77,7 +78,7 @@ async def test_it_is_a_sampler_and_knows_what_the_server_is():
 
 
 async def test_many_requests_at_a_time_get_the_ids_logprobs_and_versions_of_the_engine_bit_for_bit(models):
-    from verbatim.inference.torch_engine import TorchSampler
+    from verbatim.inference.embedded.engine import TorchSampler
 
     config = InferenceConfig(max_batch_size=8, device="cpu", deterministic=True)
     engine = TorchSampler(models["tied"], config=config, context_length=64, policy_version=5)
@@ -112,13 +113,13 @@ async def test_hundreds_of_requests_are_in_flight_together():
 @pytest.mark.parametrize("style", ["objects", "plain"])
 @given(bits=st.lists(st.integers(0x80000000, 0xFF7FFFFF), min_size=1, max_size=8))  # every float32 from -0 to -max
 @settings(deadline=None)
-def test_every_float32_logprob_survives_the_wire(style: wire.LogprobStyle, bits: list[int]):
+def test_every_float32_logprob_survives_the_wire(style: protocol.LogprobStyle, bits: list[int]):
     logprobs = np.array(bits, dtype=np.uint32).view(np.float32)
     completion = Completion(ids=np.arange(len(bits), dtype=np.int32), logprobs=logprobs, policy_versions=None,
                             stop_reason=StopReason.STOP)  # fmt: skip
-    body = wire.completion_body(completion, request_id="r", model="m", seed=0, num_prompt_tokens=1, policy_version=0,
-                                logprobs=style)  # fmt: skip
-    read, _ = wire.read_completion(json.loads(json.dumps(body)))
+    body = protocol.completion_body(completion, request_id="r", model="m", seed=0, num_prompt_tokens=1,
+                                    policy_version=0, logprobs=style)  # fmt: skip
+    read, _ = protocol.read_completion(json.loads(json.dumps(body)))
     assert read.logprobs is not None
     assert read.logprobs.tobytes() == logprobs.tobytes()
 
@@ -135,7 +136,7 @@ def test_every_request_survives_the_wire(
 ):
     sent = request(*prompt, seed=seed, session=session, temperature=temperature, max_tokens=max_tokens, top_p=top_p,
                    top_k=top_k, min_p=min_p, stop_token_ids=tuple(stop))  # fmt: skip
-    body = json.loads(json.dumps(wire.request_body(sent, "m", seed_for_all=seed_for_all)))
+    body = json.loads(json.dumps(protocol.request_body(sent, "m", seed_for_all=seed_for_all)))
     read, logprobs = read_request(body, seed=-1, room=16, end_ids=(9,))
     assert (read.prompt_ids.tolist(), read.params, read.seed, read.session, logprobs) == (
         prompt, sent.params, seed, session, "plain")  # fmt: skip

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verbatim.inference.kv_cache import BLOCK, KeyValueCache, KeyValueShape, attend_at_once, attend_in_blocks
+from verbatim.inference.embedded.kv_cache import BLOCK, KeyValueCache, KeyValueShape, attend_at_once, attend_in_blocks
 
 SHAPE = KeyValueShape(num_layers=2, num_kv_heads=2, key_size=8, value_size=4)
 

@@ -6,8 +6,8 @@ from test_agreement import MODELS
 from torch import nn
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen2Config
 
-from verbatim.inference.decoder import probe
-from verbatim.inference.lean import LeanBackbone, lean_backbone
+from verbatim.inference.embedded.decoder import probe
+from verbatim.inference.embedded.fast_forward import FastBackbone, fast_backbone
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
@@ -26,7 +26,7 @@ def save(config, folder):
 
 def lean(model):
     with torch.inference_mode():
-        return lean_backbone(model, probe(model)[1], 128)
+        return fast_backbone(model, probe(model)[1], 128)
 
 
 def difference(ours, model):
@@ -40,7 +40,7 @@ def difference(ours, model):
 def test_known_models_are_computed_alike(models, name):
     model = CausalLM(load_model(models[name]))
     ours = lean(model)
-    assert isinstance(ours, LeanBackbone)
+    assert isinstance(ours, FastBackbone)
     assert difference(ours, model) <= 2e-5
 
 

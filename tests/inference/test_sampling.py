@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verbatim.inference.sampling import Truncation, draw, seed_key, uniforms
+from verbatim.inference.embedded.sampling import Truncation, draw, seed_key, uniforms
 
 HALF = torch.tensor([0.5], dtype=torch.float64)
 

@@ -19,10 +19,10 @@ import renderers.client
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
 from verbatim.errors import UsageError
-from verbatim.inference import wire
+from verbatim.inference.http import protocol
+from verbatim.inference.http.limits import ServerLimits
+from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
-from verbatim.inference.server import serve_sampler
-from verbatim.inference.server_limits import ServerLimits
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hi"}]
@@ -58,12 +58,12 @@ async def refusal(client: httpx.AsyncClient, path: str, body: Any, status: int =
 
 
 def test_the_examples_of_the_format_are_true():
-    assert doctest.testmod(wire).failed == 0
+    assert doctest.testmod(protocol).failed == 0
 
 
 async def test_an_answer_has_vllms_fields_and_the_versions_beside_them():
     async with asking(scripted([[5, 6]], policy_version=3)) as client:
-        answer = (await client.post(wire.GENERATE, json=token_body(1, 2, logprobs=1, seed=4, max_tokens=2))).json()
+        answer = (await client.post(protocol.GENERATE, json=token_body(1, 2, logprobs=1, seed=4, max_tokens=2))).json()
     (choice,) = answer["choices"]
     assert choice == {
         "index": 0, "token_ids": [5, 6], "finish_reason": "length", "logprobs": {"content": [
@@ -80,7 +80,7 @@ async def test_an_answer_has_vllms_fields_and_the_versions_beside_them():
 
 async def test_logprobs_are_told_where_they_are_asked_for():
     async with asking(scripted()) as client:
-        answer = (await client.post(wire.GENERATE, json=token_body(1))).json()
+        answer = (await client.post(protocol.GENERATE, json=token_body(1))).json()
     assert answer["choices"][0]["logprobs"] is None
 
 
@@ -88,7 +88,7 @@ async def test_what_is_not_said_is_vllms_default():
     sampler = scripted()
     async with asking(sampler) as client:
         for body in (token_body(1, 2), token_body(1, 2, top_k=-1, stop=None, n=1, skip_special_tokens=True)):
-            assert (await client.post(wire.GENERATE, json=body)).status_code == 200
+            assert (await client.post(protocol.GENERATE, json=body)).status_code == 200
     for seen in sampler.requests:
         params = seen.params
         assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
@@ -100,16 +100,16 @@ async def test_what_is_not_said_is_vllms_default():
 async def test_ignore_eos_leaves_only_the_stop_ids_that_are_given():
     sampler = scripted()
     async with asking(sampler) as client:
-        await client.post(wire.GENERATE, json=token_body(1, stop_token_ids=[7], ignore_eos=True))
-        await client.post(wire.GENERATE, json=token_body(1, stop_token_ids=[7]))
+        await client.post(protocol.GENERATE, json=token_body(1, stop_token_ids=[7], ignore_eos=True))
+        await client.post(protocol.GENERATE, json=token_body(1, stop_token_ids=[7]))
     assert [seen.params.stop_token_ids for seen in sampler.requests] == [(7,), (7, END)]
 
 
 async def test_a_session_is_handed_on_from_the_body_or_the_header():
     sampler = scripted()
     async with asking(sampler) as client:
-        await client.post(wire.GENERATE, json={**token_body(1), "verbatim": {"session": "a"}})
-        await client.post(wire.GENERATE, json=token_body(1), headers={"X-Session-ID": "b"})
+        await client.post(protocol.GENERATE, json={**token_body(1), "verbatim": {"session": "a"}})
+        await client.post(protocol.GENERATE, json=token_body(1), headers={"X-Session-ID": "b"})
     assert [seen.session for seen in sampler.requests] == ["a", "b"]
 
 
@@ -137,7 +137,7 @@ async def test_a_session_is_handed_on_from_the_body_or_the_header():
 async def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(params, said):
     sampler = scripted()
     async with asking(sampler) as client:
-        assert said in await refusal(client, wire.GENERATE, token_body(1, **params))
+        assert said in await refusal(client, protocol.GENERATE, token_body(1, **params))
     assert sampler.requests == []
 
 
@@ -159,24 +159,24 @@ async def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(params, sa
 )
 async def test_a_request_that_is_none_is_refused_saying_where(body, said):
     async with asking(scripted()) as client:
-        assert said in await refusal(client, wire.GENERATE, body)
+        assert said in await refusal(client, protocol.GENERATE, body)
 
 
 async def test_bodies_that_are_no_json_too_large_or_of_another_type_are_refused():
     async with asking(scripted(), limits=ServerLimits(max_body=1000), weights_folder=Path("/")) as client:
         json_type = {"Content-Type": "application/json"}
         for content in (b"{", b"\xff", b'{"token_ids": [NaN]}', b"[" * 900):
-            answer = await client.post(wire.GENERATE, content=content, headers=json_type)
+            answer = await client.post(protocol.GENERATE, content=content, headers=json_type)
             assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-        assert "1000 bytes" in await refusal(client, wire.GENERATE, token_body(*range(900)), 413)
-        plain = await client.post(wire.WEIGHTS, content=b'{"path": "/", "version": 1}')
+        assert "1000 bytes" in await refusal(client, protocol.GENERATE, token_body(*range(900)), 413)
+        plain = await client.post(protocol.WEIGHTS, content=b'{"path": "/", "version": 1}')
         assert plain.status_code == 415
 
 
 async def test_another_model_is_not_found():
     async with asking(scripted(), model="mine") as client:
-        assert (await client.post(wire.GENERATE, json={**token_body(1), "model": "mine"})).status_code == 200
-        assert "'other'" in await refusal(client, wire.GENERATE, {**token_body(1), "model": "other"}, 404)
+        assert (await client.post(protocol.GENERATE, json={**token_body(1), "model": "mine"})).status_code == 200
+        assert "'other'" in await refusal(client, protocol.GENERATE, {**token_body(1), "model": "other"}, 404)
         (card,) = (await client.get("/v1/models")).json()["data"]
         assert (card["id"], card["max_model_len"]) == ("mine", 400)
         assert (await client.get("/health")).status_code == 200
@@ -185,7 +185,7 @@ async def test_another_model_is_not_found():
 async def test_with_a_key_everything_but_the_health_check_asks_for_it():
     async with asking(scripted(), api_key="sk-canary") as client:
         assert (await client.get("/health")).status_code == 200
-        for path in (wire.GENERATE, CHAT, wire.WEIGHTS, wire.PROMPT_LOGPROBS):
+        for path in (protocol.GENERATE, CHAT, protocol.WEIGHTS, protocol.PROMPT_LOGPROBS):
             assert "canary" not in await refusal(client, path, {}, 401)
         assert (await client.get("/v1/models", headers={"Authorization": "Bearer sk-canary"})).status_code == 200
 
@@ -193,10 +193,10 @@ async def test_with_a_key_everything_but_the_health_check_asks_for_it():
 async def test_weights_need_a_key_wherever_the_request_comes_from():
     sampler = scripted()
     async with asking(sampler) as client:
-        assert "with an api key" in await refusal(client, wire.WEIGHTS, {"path": "/", "version": 1}, 403)
+        assert "with an api key" in await refusal(client, protocol.WEIGHTS, {"path": "/", "version": 1}, 403)
     async with asking(sampler, api_key="k") as client:
         key = {"Authorization": "Bearer k"}
-        answer = await client.post(wire.WEIGHTS, json={"path": "/w", "version": 1}, headers=key)
+        answer = await client.post(protocol.WEIGHTS, json={"path": "/w", "version": 1}, headers=key)
         assert answer.json() == {"policy_version": 1}
 
 
@@ -342,13 +342,13 @@ async def test_what_chat_cannot_do_here_is_refused_by_name(change, said):
 
 async def test_without_a_renderer_chat_points_to_the_endpoint_that_takes_ids():
     async with asking(scripted(), renderer=None) as client:
-        assert wire.GENERATE in await refusal(client, CHAT, {"messages": HELLO}, 404)
+        assert protocol.GENERATE in await refusal(client, CHAT, {"messages": HELLO}, 404)
 
 
-@pytest.mark.parametrize("path", [wire.GENERATE, CHAT])
+@pytest.mark.parametrize("path", [protocol.GENERATE, CHAT])
 async def test_a_client_that_hangs_up_frees_its_place(path):
     sampler = scripted(trouble={0: "hang"})
-    body = token_body(1) if path == wire.GENERATE else {"messages": HELLO}
+    body = token_body(1) if path == protocol.GENERATE else {"messages": HELLO}
     async with asking(sampler) as client:
         with pytest.raises(httpx.ReadTimeout):
             await client.post(path, json=body, timeout=0.3)
@@ -358,10 +358,10 @@ async def test_a_client_that_hangs_up_frees_its_place(path):
         assert sampler.num_cancelled == 1
 
 
-@pytest.mark.parametrize("path", [wire.GENERATE, CHAT])
+@pytest.mark.parametrize("path", [protocol.GENERATE, CHAT])
 async def test_a_fault_of_the_engine_is_a_500_that_says_so(path):
     async with asking(scripted(trouble={0: "fail"})) as client:
-        body = token_body(1) if path == wire.GENERATE else {"messages": HELLO}
+        body = token_body(1) if path == protocol.GENERATE else {"messages": HELLO}
         assert await refusal(client, path, body, 500) == "sampler_fault: request 0 fails, as scripted"
 
 
@@ -375,14 +375,14 @@ async def test_a_port_that_is_none_is_refused(port: int):
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (wire.GENERATE, '{"token_ids": [1], "sampling_params": {"stop_token_ids": [2147483648]}}'),
-        (wire.GENERATE, '{"token_ids": [1], "sampling_params": {"top_k": 1' + 30 * "0" + "}}"),
-        (wire.GENERATE, '{"token_ids": [1], "sampling_params": {"temperature": 1' + 400 * "0" + "}}"),
-        (wire.GENERATE, '{"token_ids": [1], "sampling_params": {"temperature": 1e999}}'),
-        (wire.GENERATE, '{"token_ids": [1], "\\ud800": 1}'),
-        (wire.PROMPT_LOGPROBS, '{"token_ids": [1], "temperature": 1' + 400 * "0" + "}"),
-        (wire.PROMPT_LOGPROBS, '{"token_ids": [1], "temperature": 1e-300}'),
-        (wire.WEIGHTS, '{"path": "/tmp", "version": 2147483648}'),
+        (protocol.GENERATE, '{"token_ids": [1], "sampling_params": {"stop_token_ids": [2147483648]}}'),
+        (protocol.GENERATE, '{"token_ids": [1], "sampling_params": {"top_k": 1' + 30 * "0" + "}}"),
+        (protocol.GENERATE, '{"token_ids": [1], "sampling_params": {"temperature": 1' + 400 * "0" + "}}"),
+        (protocol.GENERATE, '{"token_ids": [1], "sampling_params": {"temperature": 1e999}}'),
+        (protocol.GENERATE, '{"token_ids": [1], "\\ud800": 1}'),
+        (protocol.PROMPT_LOGPROBS, '{"token_ids": [1], "temperature": 1' + 400 * "0" + "}"),
+        (protocol.PROMPT_LOGPROBS, '{"token_ids": [1], "temperature": 1e-300}'),
+        (protocol.WEIGHTS, '{"path": "/tmp", "version": 2147483648}'),
     ],
 )
 async def test_what_no_number_or_text_can_be_is_the_clients_mistake(path: str, body: str):
@@ -390,7 +390,7 @@ async def test_what_no_number_or_text_can_be_is_the_clients_mistake(path: str, b
         answer = await client.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
-        assert (await client.post(wire.GENERATE, json=token_body(1, max_tokens=1))).status_code == 200
+        assert (await client.post(protocol.GENERATE, json=token_body(1, max_tokens=1))).status_code == 200
 
 
 async def test_a_client_that_reads_nothing_is_let_go_of_when_the_server_ends():
@@ -400,7 +400,7 @@ async def test_a_client_that_reads_nothing_is_let_go_of_when_the_server_ends():
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]), limit=1024)
         body = json.dumps(token_body(1, max_tokens=400_000, logprobs=1)).encode()
         writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
-                     b"\r\n%b" % (wire.GENERATE.encode(), len(body), body))  # fmt: skip
+                     b"\r\n%b" % (protocol.GENERATE.encode(), len(body), body))  # fmt: skip
         head = await reader.readuntil(b"\r\n\r\n")
         promised = int(next(line for line in head.split(b"\r\n") if line.startswith(b"content-length")).split()[1])
         await stack.aclose()

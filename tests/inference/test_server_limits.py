@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import doctest
 import errno
+import functools
 import json
 import logging
 import os
@@ -24,11 +25,11 @@ from slow_renderer import SlowRenderer
 from verbatim.cli import serve_command
 from verbatim.cli.main import main
 from verbatim.errors import UsageError
-from verbatim.inference import server_limits, wire
+from verbatim.inference.http import limits, protocol
+from verbatim.inference.http.connections import Acceptor, Connection, Places
+from verbatim.inference.http.limits import ServerLimits, raise_descriptor_limit
+from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.inference.server import serve_sampler
-from verbatim.inference.server_connections import Acceptor, Connection, Places
-from verbatim.inference.server_limits import ServerLimits, raise_descriptor_limit
 
 CHAT = "/v1/chat/completions"
 
@@ -73,7 +74,7 @@ async def closed_after(reader: asyncio.StreamReader, began: float) -> float:
 
 
 def test_the_examples_of_the_bounds_are_true():
-    assert doctest.testmod(server_limits).failed == 0
+    assert doctest.testmod(limits).failed == 0
 
 
 # ---- a dead engine
@@ -96,9 +97,9 @@ async def test_a_dead_engine_fails_the_health_check_and_answers_everything_with_
         sampler.why = "the sampler's thread failed: ZeroDivisionError"
         answer = await client.get("/health")
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, sampler.why)
-        for path in (wire.GENERATE, CHAT, wire.PROMPT_LOGPROBS, wire.WEIGHTS):
+        for path in (protocol.GENERATE, CHAT, protocol.PROMPT_LOGPROBS, protocol.WEIGHTS):
             assert await message(client, path, {}, 503) == sampler.why
-        for path in ("/v1/models", wire.SAMPLER):
+        for path in ("/v1/models", protocol.SAMPLER):
             assert (await client.get(path)).status_code == 503
 
 
@@ -111,7 +112,7 @@ async def test_an_engine_that_dies_of_a_request_answers_that_one_with_503_too():
 
     sampler.generate = generate  # type: ignore[method-assign]
     async with asking(sampler) as client:
-        assert await message(client, wire.GENERATE, {"token_ids": [1]}, 503) == "dead"
+        assert await message(client, protocol.GENERATE, {"token_ids": [1]}, 503) == "dead"
 
 
 def test_the_process_of_a_server_whose_engine_is_dead_ends_with_a_status_for_its_supervisor(monkeypatch, capsys):
@@ -164,7 +165,7 @@ async def test_the_head_of_a_second_request_has_its_deadline_too():
         writer.close()
 
 
-@pytest.mark.parametrize("path", [wire.GENERATE, CHAT, wire.PROMPT_LOGPROBS])
+@pytest.mark.parametrize("path", [protocol.GENERATE, CHAT, protocol.PROMPT_LOGPROBS])
 async def test_a_body_that_does_not_come_in_time_is_answered_with_408(path):
     async with asking(scripted(), limits=ServerLimits(body_seconds=0.3)) as client:
         reader, writer = await asyncio.open_connection(*address(client))
@@ -196,7 +197,7 @@ async def test_a_client_that_reads_nothing_is_let_go_of():
         reader, writer = await asyncio.open_connection(sock=narrow, limit=1024)
         body = json.dumps({"token_ids": [1], "sampling_params": {"logprobs": 1}}).encode()
         writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
-                     b"\r\n%b" % (wire.GENERATE.encode(), len(body), body))  # fmt: skip
+                     b"\r\n%b" % (protocol.GENERATE.encode(), len(body), body))  # fmt: skip
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
         promised = int(head.lower().partition(b"content-length: ")[2].split()[0])
         await asyncio.sleep(1.5)
@@ -216,7 +217,7 @@ async def test_connections_without_a_request_make_room_for_those_with_one():
         held = [await asyncio.open_connection(*address(client)) for _ in range(60)]
         await healthy_within(client, 1)
         async with httpx.AsyncClient(base_url=client.base_url) as other:
-            assert (await other.post(wire.GENERATE, json={"token_ids": [1]})).status_code == 200
+            assert (await other.post(protocol.GENERATE, json={"token_ids": [1]})).status_code == 200
         ended = 0
         for reader, _ in held:
             with contextlib.suppress(TimeoutError, ConnectionError):
@@ -229,7 +230,8 @@ async def test_connections_without_a_request_make_room_for_those_with_one():
 async def test_where_every_connection_has_a_request_the_next_one_is_told_so():
     sampler = scripted(trouble=lambda index, r: "hang")
     async with asking(sampler, limits=ServerLimits(max_connections=8)) as client:
-        busy = [asyncio.create_task(client.post(wire.GENERATE, json={"token_ids": [1]}, timeout=60)) for _ in range(8)]
+        post = functools.partial(client.post, protocol.GENERATE, json={"token_ids": [1]}, timeout=60)
+        busy = [asyncio.create_task(post()) for _ in range(8)]
         async with asyncio.timeout(20):
             while sampler.num_in_flight < 8:  # noqa: ASYNC110 - a sampler sets no event for a count
                 await asyncio.sleep(0.01)
@@ -294,7 +296,7 @@ def test_the_limit_of_descriptors_is_raised_to_what_the_system_allows():
 async def test_a_body_larger_than_any_context_is_refused_before_it_is_sent():
     """The server says so while the body is still to come."""
     async with asking(scripted()) as client:
-        for path, most in ((wire.GENERATE, 406_016), (CHAT, 466_944), (wire.PROMPT_LOGPROBS, 406_016)):
+        for path, most in ((protocol.GENERATE, 406_016), (CHAT, 466_944), (protocol.PROMPT_LOGPROBS, 406_016)):
             reader, writer = await asyncio.open_connection(*address(client))
             writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                          b"Content-Length: 100000000000\r\n\r\n" % path.encode())  # fmt: skip
@@ -336,11 +338,11 @@ async def test_a_body_in_chunks_is_asked_to_say_its_length():
         yield b'{"token_ids": [1]}'
 
     async with asking(scripted()) as client:
-        answer = await client.post(wire.GENERATE, content=chunks(), headers={"content-type": "application/json"})
+        answer = await client.post(protocol.GENERATE, content=chunks(), headers={"content-type": "application/json"})
         assert answer.status_code == 411
 
 
-@pytest.mark.parametrize("path", [wire.GENERATE, "/health", "/nowhere"])
+@pytest.mark.parametrize("path", [protocol.GENERATE, "/health", "/nowhere"])
 async def test_thousands_of_tiny_chunks_are_not_read(path):
     """The answer comes, and then the end: not after all of them have been taken apart."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
@@ -424,10 +426,10 @@ async def test_weights_are_taken_from_the_named_folder_only(tmp_path: Path):
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         async with asking(sampler, weights_folder=folder, api_key=key) as client:
             for path in (tmp_path / "other", folder / ".." / "other", folder / "link", Path("/")):
-                said = await message(client, wire.WEIGHTS, {"path": str(path), "version": 1}, 403, **headers)
+                said = await message(client, protocol.WEIGHTS, {"path": str(path), "version": 1}, 403, **headers)
                 assert "outside of the folder" in said
             body = {"path": str(folder / "step_1"), "version": 1}
-            assert (await client.post(wire.WEIGHTS, json=body, headers=headers)).status_code == 200
+            assert (await client.post(protocol.WEIGHTS, json=body, headers=headers)).status_code == 200
     assert [path for path, _ in sampler.updates] == [folder / "step_1"] * 2
 
 
@@ -436,7 +438,7 @@ async def test_a_path_that_is_none_is_refused_by_name(path):
     async with asking(scripted(failing_updates=frozenset({1})), api_key="k") as client:
         body = json.dumps({"path": path, "version": 1})
         headers = {"authorization": "Bearer k", "content-type": "application/json"}
-        answer = await client.post(wire.WEIGHTS, content=body, headers=headers)
+        answer = await client.post(protocol.WEIGHTS, content=body, headers=headers)
         assert answer.status_code == 400
 
 
@@ -448,13 +450,13 @@ async def test_a_path_that_is_none_is_refused_by_name(path):
 )  # fmt: skip
 async def test_without_a_key_a_request_calls_the_server_by_its_name(host, status):
     async with asking(scripted(), allow_hosts=["gpu.lan"]) as client:
-        answer = await client.post(wire.GENERATE, json={"token_ids": [1]}, headers={"host": host})
+        answer = await client.post(protocol.GENERATE, json={"token_ids": [1]}, headers={"host": host})
         assert answer.status_code == status
         if status == 403:
             assert "--allow-host" in answer.json()["error"]["message"]
     async with asking(scripted(), api_key="k") as client:
         headers = {"host": host, "authorization": "Bearer k"}
-        assert (await client.post(wire.GENERATE, json={"token_ids": [1]}, headers=headers)).status_code == 200
+        assert (await client.post(protocol.GENERATE, json={"token_ids": [1]}, headers=headers)).status_code == 200
 
 
 # ---- many at once
@@ -466,7 +468,7 @@ async def test_the_health_check_answers_beside_hundreds_of_requests_and_half_ope
         held = [await asyncio.open_connection(*address(client)) for _ in range(200)]
         many = httpx.AsyncClient(base_url=client.base_url, timeout=60, limits=httpx.Limits(max_connections=None))
         async with many:
-            calls = [asyncio.create_task(many.post(wire.GENERATE, json={"token_ids": [1]})) for _ in range(100)]
+            calls = [asyncio.create_task(many.post(protocol.GENERATE, json={"token_ids": [1]})) for _ in range(100)]
             async with asyncio.timeout(60):
                 while sampler.num_in_flight < 100:  # noqa: ASYNC110 - a sampler sets no event for a count
                     await asyncio.sleep(0.05)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from verbatim.inference import SampleRequest, SamplingParams
-from verbatim.inference.slots import WAIT_FOR_PREFIX, SlotTable
+from verbatim.inference.embedded.slots import WAIT_FOR_PREFIX, SlotTable
 
 
 def ids(*values):

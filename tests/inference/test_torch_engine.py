@@ -12,7 +12,7 @@ from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.cut_off import num_tokens_drawn
-from verbatim.inference.torch_engine import TorchSampler
+from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.types import StopReason
 
 VOCAB = 97

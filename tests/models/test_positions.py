@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from verbatim.errors import ModelError
-from verbatim.inference.whole_sequence import sequence_logprobs
+from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 from verbatim.models import positions
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model

@@ -17,7 +17,7 @@ from models.architectures import Architecture, tiny_model
 from verbatim.config.schema import InferenceConfig, OptimConfig, TrainerConfig
 from verbatim.errors import UsageError
 from verbatim.inference.base import SampleRequest, SamplingParams
-from verbatim.inference.torch_engine import TorchSampler
+from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.losses import LOSSES
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model

@@ -23,9 +23,9 @@ from verbatim.config.schema import InferenceConfig
 from verbatim.environments.base import Episode, Reply
 from verbatim.errors import SamplerFault, VerbatimError
 from verbatim.inference import SamplingParams
-from verbatim.inference.borrowed import BorrowedSampler
+from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.proxy import SamplerProxy
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.inference.torch_engine import TorchSampler
 from verbatim.rollouts import EpisodeLimits
 from verbatim.tools import FunctionTool
 
@@ -89,7 +89,7 @@ class Breaking(ScriptedSampler):
         return await super().generate(request)
 
 
-class Counted(BorrowedSampler):
+class Counted(SamplerProxy):
     """The count beside the ledger's: of every call that has ended, the tokens that were drawn for it."""
 
     def __init__(self, sampler):

@@ -17,9 +17,9 @@ from verbatim.environments.base import Episode
 from verbatim.errors import RunStopped
 from verbatim.inference import Completion, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
-from verbatim.orchestrator.assemble import Rules
+from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.loop import Orchestrator, Plan
+from verbatim.orchestrator.loop import Orchestrator, RunSchedule
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
 from verbatim.trajectories import Ledger
 from verbatim.transport import StepReport
@@ -194,17 +194,18 @@ def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=No
         max_off_policy_steps=launch_bound, oversampling_factor=oversampling, run_seed=5, num_batches=steps,
         online_difficulty_filtering=online_filtering,
     )  # fmt: skip
-    rules = Rules(
+    rules = GroupRules(
         advantage=default_advantage, filters=filters or {}, strategy=strategy, on_break=on_break, max_length=max_length,
         max_off_policy_steps=max_off_policy_steps,
     )  # fmt: skip
     notes = notes or Notes()
-    plan = Plan(
+    schedule = RunSchedule(
         max_steps=steps, eval_setups=[setup] if evaluate else [], eval_interval=2, eval_episodes=10, eval_seed=1,
         checkpoint_interval=interval,
     )  # fmt: skip
     orchestrator = Orchestrator(
-        plan=plan, sampler=sampler, trainer=trainer or FakeTrainer(tmp_path), dispatcher=dispatcher, ledger=ledger,
+        schedule=schedule, sampler=sampler, trainer=trainer or FakeTrainer(tmp_path), dispatcher=dispatcher,
+        ledger=ledger,
         rules={"coins": rules}, environments={"coins": environment}, observer=notes, checkpointer=notes,
         probes=probes, teacher=teacher,
     )  # fmt: skip

@@ -47,7 +47,7 @@ class RandomRun:
         self.ledger, self.version, self.saved = Ledger(), 0, []
         setup = SimpleNamespace(
             env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(self.slots),
-            player=SimpleNamespace(play=self.play, metrics=dict), tally=EpisodeTally(),
+            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(),
         )  # fmt: skip
         self.dispatcher = Dispatcher(
             schedule=ExampleSchedule({"e": self.examples}, {"e": 1.0}, seed=self.seed, pool_rules=self.pools),
@@ -62,7 +62,7 @@ class RandomRun:
             self.ledger.drop({"cancelled": state["pending"]})
             self.ledger.check(pending=0)
 
-    async def play(self, setup, task, recorder):
+    async def run_episode(self, setup, task, recorder):
         group, sample = task.identity["group_id"], task.identity["sample_index"]
         rng = random.Random(f"{self.seed} {group} {sample}")
         num_turns, error = rng.randint(1, 3), None

@@ -9,7 +9,7 @@ from loop_runs import GROUP, GROUPS, Coins, FakeTrainer, make, versions
 from verbatim.credit.default import default_advantage
 from verbatim.errors import RunStopped
 from verbatim.filters.zero_advantage import ZeroAdvantage
-from verbatim.orchestrator.assemble import Rules, assemble_group
+from verbatim.orchestrator.assemble import GroupRules, assemble_group
 
 
 async def test_a_synchronous_run_samples_every_batch_with_the_newest_weights(tmp_path):
@@ -133,7 +133,7 @@ async def test_what_is_too_old_at_the_trainers_door_is_dropped_and_counted(tmp_p
     orchestrator, notes, _ = make(tmp_path, level=0, steps=1)
     await orchestrator.run()
     group = notes.steps[0][2][0]
-    rules = Rules(
+    rules = GroupRules(
         advantage=default_advantage, filters={}, strategy="interleaved", max_length=100, max_off_policy_steps=8
     )
     on_time, late = assemble_group(0, group, rules, step=8), assemble_group(0, group, rules, step=9)

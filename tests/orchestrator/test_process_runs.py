@@ -24,8 +24,8 @@ from verbatim.config import load_config
 from verbatim.errors import ConfigError, RunStopped
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
-from verbatim.rollouts.remote.episodes import RemoteSetup
-from verbatim.rollouts.remote.processes import process_player
+from verbatim.rollouts.processes.runner import process_runner
+from verbatim.rollouts.workers.episodes import RemoteSetup
 
 FLIPS = "orchestrator.test_process_runs.Flips"
 PROCESSES = ["--orchestrator.rollout.backend", "processes", "--orchestrator.rollout.workers", "1"]
@@ -45,10 +45,10 @@ class Flips(Coins):
 async def in_processes(orchestrator, sampler, name, **args):
     """The orchestrator of `loop_runs.make`, its episodes in two processes."""
     remote = RemoteSetup(env="coins", name=name, args=args, params=SamplingParams(), limits=EpisodeLimits())
-    async with process_player({("train", "coins"): remote}, sampler, ByteRenderer(), workers=2) as player:
+    async with process_runner({("train", "coins"): remote}, sampler, ByteRenderer(), workers=2) as player:
         dispatcher = orchestrator._dispatcher
         dispatcher._setups = {
-            label: dataclasses.replace(setup, player=player) for label, setup in dispatcher._setups.items()
+            label: dataclasses.replace(setup, runner=player) for label, setup in dispatcher._setups.items()
         }
         yield player.pools["train", "coins"]
 
@@ -82,7 +82,7 @@ async def test_a_run_in_processes_trains_the_trajectories_of_a_local_one_also_wh
     assert ledger.sampled == sum(len(two_turns(request)) for request in sampler.requests)  # as the engine saw it
     assert ledger.dropped == {"lost_worker": ledger.sampled - trained}
     last = notes.steps[-1][1]
-    assert (last["rollout/workers_lost"], last["rollout/episodes_played_again"]) == (1, 3)
+    assert (last["rollout/workers_lost"], last["rollout/episodes_rerun"]) == (1, 3)
     assert last["rollout/workers_lost/coins"] == 1
     assert last["ledger/dropped/lost_worker"] == ledger.sampled - trained > 0
 

@@ -22,8 +22,8 @@ from verbatim.cli.main import main
 from verbatim.errors import RunStopped
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
-from verbatim.rollouts.remote.episodes import RemoteSetup
-from verbatim.rollouts.remote.ray_workers import ray_player
+from verbatim.rollouts.ray.runner import ray_runner
+from verbatim.rollouts.workers.episodes import RemoteSetup
 
 pytestmark = pytest.mark.extras
 __all__ = ["local_ray"]
@@ -47,10 +47,10 @@ class Flips(Coins):
 async def on_actors(orchestrator, sampler, name, **args):
     """The orchestrator of `loop_runs.make`, its episodes on two actors."""
     remote = RemoteSetup(env="coins", name=name, args=args, params=SamplingParams(), limits=EpisodeLimits())
-    async with ray_player({("train", "coins"): remote}, sampler, ByteRenderer(), workers=2) as player:
+    async with ray_runner({("train", "coins"): remote}, sampler, ByteRenderer(), workers=2) as player:
         dispatcher = orchestrator._dispatcher
         dispatcher._setups = {
-            label: dataclasses.replace(setup, player=player) for label, setup in dispatcher._setups.items()
+            label: dataclasses.replace(setup, runner=player) for label, setup in dispatcher._setups.items()
         }
         yield player
 
@@ -83,7 +83,7 @@ async def test_a_run_on_actors_trains_the_trajectories_of_a_local_one_also_when_
     assert ledger.sampled == sum(len(two_turns(request)) for request in sampler.requests)  # as the engine saw it
     assert ledger.dropped == {"lost_worker": ledger.sampled - trained}
     last = notes.steps[-1][1]
-    assert (last["rollout/workers_lost"], last["rollout/episodes_played_again"]) == (1, 3)
+    assert (last["rollout/workers_lost"], last["rollout/episodes_rerun"]) == (1, 3)
     assert last["ledger/dropped/lost_worker"] == ledger.sampled - trained > 0
 
 

@@ -48,7 +48,7 @@ class Play:
         self.launched, self.finished, self.taken, self.in_flight = {}, {}, [], []
         setup = SimpleNamespace(
             env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(10_000),
-            player=SimpleNamespace(play=self.play, metrics=dict), tally=EpisodeTally(),
+            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(),
         )  # fmt: skip
         examples = {"e": [Example(id=f"e{i}") for i in range(7)]}
         self.dispatcher = Dispatcher(
@@ -58,7 +58,7 @@ class Play:
             online_difficulty_filtering=filtering,
         )  # fmt: skip
 
-    async def play(self, setup, task, recorder):
+    async def run_episode(self, setup, task, recorder):
         index = int(task.identity["group_id"].removeprefix("train-"))
         now = asyncio.get_running_loop().time
         self.launched.setdefault(index, (now(), self.version))

@@ -17,7 +17,7 @@ from verbatim.credit import assign_advantages
 from verbatim.credit.default import default_advantage
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.inference import SamplingParams
-from verbatim.inference.torch_engine import TorchSampler
+from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.losses import LOSSES
 from verbatim.models.build import build_model, chat_text
 from verbatim.models.loading import load_tokenizer

@@ -18,10 +18,10 @@ from verbatim import Example
 from verbatim.environments.base import Episode, Reply
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, RolloutSetup
-from verbatim.rollouts.remote.episodes import RemoteSetup
-from verbatim.rollouts.remote.processes import process_player
-from verbatim.rollouts.remote.ray_workers import ray_player
+from verbatim.rollouts import EpisodeLimits, GroupRun, LocalRunner, RolloutSetup
+from verbatim.rollouts.processes.runner import process_runner
+from verbatim.rollouts.ray.runner import ray_runner
+from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.tools import FunctionTool
 
 
@@ -100,7 +100,7 @@ class Doublings:
         if self.folder is not None and (self.folder / "refuse_and_linger").exists():
             atexit.register(time.sleep, 0.5)
             raise RuntimeError("the game server is down")
-        in_a_worker = "verbatim.rollouts.remote.child" in sys.modules
+        in_a_worker = "verbatim.rollouts.processes.child" in sys.modules
         if in_a_worker and self.folder is not None and (self.folder / "leave").exists():
             sys.exit(0)
 
@@ -148,26 +148,26 @@ class Players:
 
     def pool(self, workers=2, **name):
         """Of Ray actors."""
-        return ray_player(self.remote(**name), self.sampler, ByteRenderer(), workers=workers)
+        return ray_runner(self.remote(**name), self.sampler, ByteRenderer(), workers=workers)
 
     @contextlib.asynccontextmanager
     async def processes(self, workers=2, *, name="rollouts.players.Doublings", **more):
         """A pool of processes of this machine."""
         remote = self.remote(name)
-        async with process_player(remote, self.sampler, ByteRenderer(), workers=workers, **more) as player:
+        async with process_runner(remote, self.sampler, ByteRenderer(), workers=workers, **more) as player:
             yield player.pools["train", "doubles"]
 
     def setup(self, player):
         return RolloutSetup(
             env="doubles", environment=self.environment, sampler=self.sampler, renderer=ByteRenderer(),
-            params=SamplingParams(), limits=self.limits, slots=asyncio.Semaphore(64), player=player,
+            params=SamplingParams(), limits=self.limits, slots=asyncio.Semaphore(64), runner=player,
         )  # fmt: skip
 
     def group(self, player, example="3", index=0, size=4, **listeners):
         return GroupRun(self.setup(player), Example(id=example), index=index, size=size, run_seed=7, **listeners)
 
     async def here(self, example="3", index=0, size=4):
-        return await self.group(LocalPlayer(), example, index, size).run()
+        return await self.group(LocalRunner(), example, index, size).run()
 
 
 def contents(trajectory):

@@ -12,13 +12,13 @@ from ray.cluster_utils import Cluster
 from byte_renderer import ByteRenderer
 from rollouts.players import Players, SecondTurnsWait, contents
 from rollouts.waiting import until
-from verbatim.rollouts.remote.cluster import OBJECT_STORE_BYTES, connect
-from verbatim.rollouts.remote.ray_workers import ray_player
+from verbatim.rollouts.ray.cluster import OBJECT_STORE_BYTES, connect
+from verbatim.rollouts.ray.runner import ray_runner
 
 
 async def play(cluster, nodes, add_node):
     players = Players(SecondTurnsWait())
-    actors = ray_player(players.remote(), players.sampler, ByteRenderer(), workers=2, address=cluster.address)
+    actors = ray_runner(players.remote(), players.sampler, ByteRenderer(), workers=2, address=cluster.address)
     async with actors as pool:
         running = asyncio.create_task(players.group(pool, size=6).run())
         await until(lambda: len(players.sampler.requests) == 6)
@@ -30,7 +30,7 @@ async def play(cluster, nodes, add_node):
         await until(lambda: len(pool.pids) == 2)
     here = await players.here(size=6)
     same = [contents(a) == contents(b) for a, b in zip(group.trajectories, here.trajectories, strict=True)]
-    return {"same": same, "lost": pool.num_lost, "again": pool.num_played_again, "left": ray.is_initialized()}
+    return {"same": same, "lost": pool.num_lost, "again": pool.num_rerun, "left": ray.is_initialized()}
 
 
 def main():

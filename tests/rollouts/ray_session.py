@@ -2,7 +2,7 @@
 
 import pytest
 
-from verbatim.rollouts.remote.cluster import ray_running
+from verbatim.rollouts.ray.cluster import ray_running
 
 
 @pytest.fixture(scope="session")

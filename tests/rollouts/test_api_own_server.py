@@ -24,7 +24,7 @@ import pytest
 from e2e.tiny_runs import SIZES as TINY
 from verbatim import Trajectory, build_samples
 from verbatim.inference import SamplingParams
-from verbatim.inference.http_sampler import HttpSampler
+from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout, trajectory_from_messages
 from verbatim.tools import ToolManager
@@ -166,7 +166,7 @@ def test_what_was_sampled_comes_again_from_its_seed(url: str):
 
 async def test_recorded_logprobs_are_those_of_the_local_model(url: str, model: Path):
     from verbatim.config.schema import InferenceConfig
-    from verbatim.inference.torch_engine import TorchSampler
+    from verbatim.inference.embedded.engine import TorchSampler
 
     results = await over(url).run(CONVERSATIONS)
     local = TorchSampler(model, config=InferenceConfig(device="cpu"), context_length=384, num_threads=1)
@@ -178,7 +178,7 @@ async def test_recorded_logprobs_are_those_of_the_local_model(url: str, model: P
 
 async def test_token_in_token_out_over_the_process_equals_the_local_rollout(url: str, model: Path):
     from verbatim.config.schema import InferenceConfig
-    from verbatim.inference.torch_engine import TorchSampler
+    from verbatim.inference.embedded.engine import TorchSampler
     from verbatim.models.loading import load_tokenizer
     from verbatim.renderers import create_renderer
 
@@ -268,7 +268,7 @@ def _is_up(url: str) -> bool:
 @pytest.mark.extras
 async def test_trajectories_over_vllm_have_the_local_models_logprobs(vllm_url: str, model: Path):
     from verbatim.config.schema import InferenceConfig
-    from verbatim.inference.torch_engine import TorchSampler
+    from verbatim.inference.embedded.engine import TorchSampler
 
     results = await over(vllm_url, seed=None).run(CONVERSATIONS)
     assert [r["error"] for r in results] == [None] * len(results)

@@ -11,8 +11,8 @@ from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
 from verbatim.errors import RecordError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
+from verbatim.rollouts.agent_loop import AgentLoop, EpisodeLimits, EpisodeOver
 from verbatim.rollouts.recorder import Recorder
-from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits, EpisodeOver
 from verbatim.types import StopReason
 
 PARAMS = SamplingParams(max_tokens=50, temperature=0.5, stop_token_ids=(END,))

@@ -76,7 +76,7 @@ def embedded(folder):
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from verbatim.config.schema import InferenceConfig
-    from verbatim.inference.torch_engine import TorchSampler
+    from verbatim.inference.embedded.engine import TorchSampler
 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(

@@ -23,12 +23,12 @@ from verbatim import Example
 from verbatim.errors import ComponentError, RunStopped, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.openai import OpenAI
-from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, RolloutSetup
-from verbatim.rollouts.remote import pool as remote_pool
-from verbatim.rollouts.remote import process_worker
-from verbatim.rollouts.remote import worker as remote_worker
-from verbatim.rollouts.remote.episodes import RemoteSetup, packed_plan
-from verbatim.rollouts.remote.processes import process_player
+from verbatim.rollouts import EpisodeLimits, GroupRun, LocalRunner, RolloutSetup
+from verbatim.rollouts.processes import worker as process_worker
+from verbatim.rollouts.processes.runner import process_runner
+from verbatim.rollouts.workers import pool as worker_pool
+from verbatim.rollouts.workers import worker as pool_worker
+from verbatim.rollouts.workers.episodes import RemoteSetup, packed_plan
 
 
 def same(found, expected):
@@ -55,7 +55,7 @@ async def test_groups_in_processes_are_groups_of_this_process():
         pids = pool.pids
         assert len(set(pids)) == 2 and os.getpid() not in pids
         assert dict(pool.metrics()) == {
-            "rollout/workers": 2, "rollout/workers_lost": 0, "rollout/episodes_played_again": 0
+            "rollout/workers": 2, "rollout/workers_lost": 0, "rollout/episodes_rerun": 0
         }  # fmt: skip
     same(found, await players.here(size=6))
     assert sum(counts) == run.num_sampled_tokens == sum(t.num_sampled_tokens for t in found.trajectories) > 0
@@ -68,10 +68,10 @@ async def test_episodes_go_to_the_worker_that_plays_the_fewest():
     async with players.processes() as pool:
         running = asyncio.create_task(players.group(pool, size=6).run())
         await until(lambda: len(players.sampler.requests) == 6)
-        assert [started.num_playing for started in pool._workers] == [3, 3]
+        assert [started.num_running for started in pool._workers] == [3, 3]
         players.sampler.go_on.set()
         await running
-        assert [started.num_playing for started in pool._workers] == [0, 0]
+        assert [started.num_running for started in pool._workers] == [0, 0]
 
 
 async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(tmp_path):
@@ -107,7 +107,7 @@ async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_cou
         await until(lambda: len(pool.pids) == 2)  # another one took its place
         assert victim not in pool.pids
         again = await players.group(pool, index=1, size=6).run()
-        assert (pool.num_lost, pool.num_played_again) == (1, 3)
+        assert (pool.num_lost, pool.num_rerun) == (1, 3)
     same(found, await players.here(size=6))
     same(again, await players.here(index=1, size=6))
     firsts = [len(t.turns[0].completion_ids) for t in found.trajectories]
@@ -136,7 +136,7 @@ async def test_an_episode_that_ends_its_workers_fails_and_those_beside_it_do_not
 
 
 async def test_an_environment_that_damages_its_interpreter_costs_its_own_episode(monkeypatch):
-    monkeypatch.setattr(remote_pool, "MOST_TRIES", 1)
+    monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
     players = Players(trouble={"4": "interpreter"})
     async with players.processes(workers=1) as pool:
         (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
@@ -147,8 +147,8 @@ async def test_an_environment_that_damages_its_interpreter_costs_its_own_episode
 
 
 async def test_a_worker_that_is_stuck_is_taken_for_lost(monkeypatch):
-    monkeypatch.setattr(remote_pool, "GRACE", 0.5)
-    monkeypatch.setattr(remote_pool, "MOST_TRIES", 1)
+    monkeypatch.setattr(worker_pool, "GRACE", 0.5)
+    monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
     players = Players(timeout=0.5, trouble={"4": "block"})
     async with players.processes(workers=1) as pool:
         (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
@@ -217,7 +217,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_worker():
             run = GroupRun(setup, Example(id="3", payload={"it": payload}), index=1, size=1, run_seed=7)
             unplayed += (await run.run()).trajectories
         good = await players.group(pool, "3").run()
-        assert (pool.num_lost, [started.num_playing for started in pool._workers]) == (0, [0])
+        assert (pool.num_lost, [started.num_running for started in pool._workers]) == (0, [0])
     assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
     assert len(kept.turns) == 2
     assert [t.error for t in unplayed] == [
@@ -236,7 +236,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_worker():
 )  # fmt: skip
 async def test_a_worker_that_takes_too_much_is_replaced(monkeypatch, trouble, limit, why):
     monkeypatch.setattr(process_worker, "WATCH_EVERY", 0.05)
-    monkeypatch.setattr(remote_pool, "MOST_TRIES", 1)
+    monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
     if limit is not None:
         monkeypatch.setattr(process_worker, limit, 50)
     players = Players(trouble={"4": trouble})
@@ -315,7 +315,7 @@ async def test_what_hinders_the_workers_is_said_before_anything_is_played(monkey
         async with players.processes():
             pass
     monkeypatch.undo()
-    monkeypatch.setattr(remote_worker, "START_TIMEOUT", 0.01)
+    monkeypatch.setattr(pool_worker, "START_TIMEOUT", 0.01)
     with pytest.raises(UsageError, match=r"did not start within 0 s; what it prints is in .*doubles\.log"):
         async with players.processes():
             pass
@@ -380,7 +380,7 @@ async def main():
     players = Players(trouble={"4": "block"})
     async with players.processes(logs=Path(sys.argv[1])) as pool:
         playing = asyncio.create_task(players.group(pool, "4", size=2).run())  # both are stuck, and see no socket
-        while not all(worker.num_playing for worker in pool._workers):
+        while not all(worker.num_running for worker in pool._workers):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
         print(*pool.pids, flush=True)
@@ -407,7 +407,7 @@ def test_workers_end_with_the_run_however_that_ends(tmp_path):
 
 
 def test_losses_in_a_row_are_followed_by_longer_and_longer_pauses():
-    pool = remote_pool.WorkerPool(lambda alone: None, None, workers=2, what="worker")
+    pool = worker_pool.WorkerPool(lambda alone: None, None, workers=2, what="worker")
     pauses = []
     for pool._num_lost_in_a_row in range(12):
         pauses.append(pool._pause())
@@ -423,12 +423,12 @@ async def test_a_teacher_plays_in_processes_too():
         api = OpenAI(model="teacher", base_url=server.url)
         remote = RemoteSetup(env="sums", name="rollouts.test_teacher_loop.Sums", args={}, params=params, limits=limits,
                              teacher=api)  # fmt: skip
-        pool = process_player({("train", "sums"): remote}, sampler, ByteRenderer(), workers=1)
+        pool = process_runner({("train", "sums"): remote}, sampler, ByteRenderer(), workers=1)
         async with pool as player, api.connect() as teacher:
-            for who in (player, LocalPlayer()):
+            for who in (player, LocalRunner()):
                 setup = RolloutSetup(
                     env="sums", environment=Sums(), sampler=sampler, renderer=ByteRenderer(), params=params,
-                    limits=limits, slots=asyncio.Semaphore(8), teacher=teacher, player=who,
+                    limits=limits, slots=asyncio.Semaphore(8), teacher=teacher, runner=who,
                 )  # fmt: skip
                 listener = []
                 run = GroupRun(setup, Example(id="x"), index=0, size=2, run_seed=0, on_sampled=listener.append)

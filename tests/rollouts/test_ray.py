@@ -17,10 +17,10 @@ from rollouts.ray_session import local_ray
 from verbatim import Example, Trajectory
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError
-from verbatim.inference.http_sampler import HttpSampler
+from verbatim.inference.http.sampler import HttpSampler
+from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.openai import OpenAI
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.inference.server import serve_sampler
 from verbatim.models.loading import load_tokenizer
 from verbatim.renderers import create_renderer
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout
@@ -78,7 +78,7 @@ def test_trajectories_can_be_given_and_settings_changed_for_one_call(local_ray):
 
 def test_a_function_makes_the_sampler_inside_of_the_actor(local_ray, model):
     def sampler():
-        from verbatim.inference.torch_engine import TorchSampler
+        from verbatim.inference.embedded.engine import TorchSampler
 
         return TorchSampler(model, config=InferenceConfig(deterministic=True), context_length=200)
 
@@ -113,7 +113,7 @@ async def test_a_served_sampler_is_drawn_from_over_http(local_ray):
 
 
 def test_an_engine_of_this_process_is_refused_with_what_to_do(local_ray, model):
-    from verbatim.inference.torch_engine import TorchSampler
+    from verbatim.inference.embedded.engine import TorchSampler
 
     engine = TorchSampler(model, config=InferenceConfig(), context_length=200)
     with pytest.raises(UsageError, match=r"TorchSampler lives in this process.*serve_sampler.*HttpSampler\("):

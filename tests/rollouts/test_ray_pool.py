@@ -20,12 +20,12 @@ from verbatim import Example
 from verbatim.errors import RunStopped, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.openai import OpenAI
-from verbatim.rollouts import EpisodeLimits, GroupRun, LocalPlayer, RolloutSetup
-from verbatim.rollouts.remote import pool as remote_pool
-from verbatim.rollouts.remote import worker as remote_worker
-from verbatim.rollouts.remote.cluster import connect
-from verbatim.rollouts.remote.episodes import RemoteSetup
-from verbatim.rollouts.remote.ray_workers import ray_player
+from verbatim.rollouts import EpisodeLimits, GroupRun, LocalRunner, RolloutSetup
+from verbatim.rollouts.ray.cluster import connect
+from verbatim.rollouts.ray.runner import ray_runner
+from verbatim.rollouts.workers import pool as worker_pool
+from verbatim.rollouts.workers import worker as pool_worker
+from verbatim.rollouts.workers.episodes import RemoteSetup
 
 pytestmark = pytest.mark.extras
 __all__ = ["local_ray"]
@@ -45,7 +45,7 @@ async def test_groups_on_actors_are_groups_of_this_process(local_ray):
     same(found, await players.here(size=6))
     assert sum(counts) == run.num_sampled_tokens == sum(t.num_sampled_tokens for t in found.trajectories) > 0
     assert [t.reward_parts["digit"] for t in found.trajectories] == [t.seed % 10 for t in found.trajectories]
-    assert dict(pool.metrics()) == {"rollout/workers": 0, "rollout/workers_lost": 0, "rollout/episodes_played_again": 0}
+    assert dict(pool.metrics()) == {"rollout/workers": 0, "rollout/workers_lost": 0, "rollout/episodes_rerun": 0}
 
 
 async def test_episodes_go_to_the_actor_that_plays_the_fewest(local_ray):
@@ -53,10 +53,10 @@ async def test_episodes_go_to_the_actor_that_plays_the_fewest(local_ray):
     async with players.pool() as pool:
         running = asyncio.create_task(players.group(pool, size=6).run())
         await until(lambda: len(players.sampler.requests) == 6)
-        assert [started.num_playing for started in pool._workers] == [3, 3]
+        assert [started.num_running for started in pool._workers] == [3, 3]
         players.sampler.go_on.set()
         await running
-        assert [started.num_playing for started in pool._workers] == [0, 0]
+        assert [started.num_running for started in pool._workers] == [0, 0]
 
 
 async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(local_ray, tmp_path):
@@ -99,8 +99,8 @@ async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_cou
         await until(lambda: len(pool.pids) == 2)  # another one took its place
         assert victim.pid not in pool.pids
         again = await players.group(pool, index=1, size=6).run()
-        assert (pool.num_lost, pool.num_played_again) == (1, 3)
-        assert pool.metrics()["rollout/episodes_played_again"] == 3
+        assert (pool.num_lost, pool.num_rerun) == (1, 3)
+        assert pool.metrics()["rollout/episodes_rerun"] == 3
     same(found, await players.here(size=6))
     same(again, await players.here(index=1, size=6))
     firsts = [len(t.turns[0].completion_ids) for t in found.trajectories]
@@ -115,7 +115,7 @@ async def test_an_episode_that_kills_its_actors_fails_and_the_others_do_not(loca
     async with players.pool() as pool:
         deadly = await players.group(pool, "4", size=1, on_sampled=sampled.append, on_dropped=lost_to(lost)).run()
         good = await players.group(pool, "3", size=4).run()
-        assert (pool.num_lost, pool.num_played_again) == (3, 2)
+        assert (pool.num_lost, pool.num_rerun) == (3, 2)
     (failed,) = deadly.trajectories
     assert failed.error.startswith("worker: The actor died ")
     assert failed.error.endswith(" (the last of 3 workers that were lost with it)")
@@ -126,8 +126,8 @@ async def test_an_episode_that_kills_its_actors_fails_and_the_others_do_not(loca
 
 
 async def test_an_actor_that_is_stuck_is_taken_for_lost(local_ray, monkeypatch):
-    monkeypatch.setattr(remote_pool, "GRACE", 0.5)
-    monkeypatch.setattr(remote_pool, "MOST_TRIES", 1)
+    monkeypatch.setattr(worker_pool, "GRACE", 0.5)
+    monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
     players = Players(timeout=0.5, trouble={"4": "block"})
     async with players.pool(workers=1) as pool:
         (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
@@ -181,7 +181,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_actor(local_ray):
         locked = GroupRun(setup, Example(id="3", payload={"lock": threading.Lock()}), index=1, size=1, run_seed=7)
         (unplayed,) = (await locked.run()).trajectories
         good = await players.group(pool, "3").run()
-        assert (pool.num_lost, [started.num_playing for started in pool._workers]) == (0, [0])
+        assert (pool.num_lost, [started.num_running for started in pool._workers]) == (0, [0])
     assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
     assert len(kept.turns) == 2
     assert unplayed.error.startswith("environment: the example cannot travel to a worker: ")
@@ -204,7 +204,7 @@ async def test_what_hinders_the_actors_is_said_before_anything_is_played(local_r
     with pytest.raises(UsageError, match=r"on a Ray actor: .*no_such_module"):
         async with players.pool(name="no_such_module.Environment"):
             pass
-    monkeypatch.setattr(remote_worker, "START_TIMEOUT", 2.0)
+    monkeypatch.setattr(pool_worker, "START_TIMEOUT", 2.0)
     with pytest.raises(UsageError, match=r"a Ray actor did not start within 2 s; .*rollout\.workers"):
         async with players.pool(workers=3):
             pass
@@ -232,12 +232,12 @@ async def test_a_teacher_plays_on_actors_too(local_ray):
         api = OpenAI(model="teacher", base_url=server.url)
         remote = RemoteSetup(env="sums", name="rollouts.test_teacher_loop.Sums", args={}, params=params, limits=limits,
                              teacher=api)  # fmt: skip
-        pool = ray_player({("train", "sums"): remote}, sampler, ByteRenderer(), workers=1)
+        pool = ray_runner({("train", "sums"): remote}, sampler, ByteRenderer(), workers=1)
         async with pool as player, api.connect() as teacher:
-            for who in (player, LocalPlayer()):
+            for who in (player, LocalRunner()):
                 setup = RolloutSetup(
                     env="sums", environment=Sums(), sampler=sampler, renderer=ByteRenderer(), params=params,
-                    limits=limits, slots=asyncio.Semaphore(8), teacher=teacher, player=who,
+                    limits=limits, slots=asyncio.Semaphore(8), teacher=teacher, runner=who,
                 )  # fmt: skip
                 listener = []
                 run = GroupRun(setup, Example(id="x"), index=0, size=2, run_seed=0, on_sampled=listener.append)

@@ -13,7 +13,7 @@ from verbatim.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout, Recorder
-from verbatim.rollouts.remote.counted import CountedSampler
+from verbatim.rollouts.workers.counting_sampler import CountingSampler
 
 
 def request(session):
@@ -22,7 +22,7 @@ def request(session):
 
 def counted(**more):
     engine = ScriptedSampler(script=lambda r: say("abc"), vocab_size=VOCAB_SIZE, context_length=100, **more)
-    return CountedSampler(engine), engine
+    return CountingSampler(engine), engine
 
 
 async def test_tokens_go_to_the_count_of_the_try_that_they_are_drawn_for():
@@ -41,7 +41,7 @@ async def test_tokens_go_to_the_count_of_the_try_that_they_are_drawn_for():
 async def test_nobody_draws_for_a_try_that_is_not_under_way():
     sampler, engine = counted()
     ended = sampler.open(Recorder(VOCAB_SIZE))
-    sampler.close_try(ended)
+    sampler.close_attempt(ended)
     for session in (f"{ended.session}/main", "", "try-99/main"):
         with pytest.raises(SamplerFault, match="no episode draws as"):
             await sampler.generate(request(session))

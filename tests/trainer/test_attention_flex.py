@@ -6,9 +6,9 @@ import torch
 from test_attention_tree import forest
 from torch.nn.attention.flex_attention import create_mask
 
-from verbatim.trainer import attention_flex
-from verbatim.trainer.attention_flex import FlexPlan, visible_blocks
-from verbatim.trainer.attention_tree import TreePlan
+from verbatim.trainer.attention import flex
+from verbatim.trainer.attention.flex import FlexPlan, visible_blocks
+from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.device_batch import tree_plan
 
 SCALE = 0.3
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 @pytest.fixture(params=[4, 32])
 def block(request, monkeypatch):
-    monkeypatch.setattr(attention_flex, "BLOCK", request.param)
+    monkeypatch.setattr(flex, "BLOCK", request.param)
     return request.param
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verbatim.trainer.attention_rows import RowsPlan
+from verbatim.trainer.attention.rows import RowsPlan
 
 SCALE = 0.3
 

@@ -8,8 +8,8 @@ import torch
 from trainer_helpers import make_sample
 
 from verbatim.packing import pack_tree
-from verbatim.trainer import attention_tree
-from verbatim.trainer.attention_tree import TreePlan
+from verbatim.trainer.attention import tree
+from verbatim.trainer.attention.tree import TreePlan
 
 SCALE = 0.3
 
@@ -40,8 +40,8 @@ def dense(query, key, value, starts, ends, depths, window):
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(("seed", "value_size"), [(0, 8), (1, 8), (2, 3), (3, 12)])
 def test_a_tree_attends_as_by_one_dense_mask_forward_and_backward(seed, value_size, window, block, monkeypatch):
-    monkeypatch.setattr(attention_tree, "BLOCK", block)
-    monkeypatch.setattr(attention_tree, "KEY_MULTIPLE", 4)
+    monkeypatch.setattr(tree, "BLOCK", block)
+    monkeypatch.setattr(tree, "KEY_MULTIPLE", 4)
     torch.manual_seed(seed)
     batch = forest(seed)
     assert not batch.is_rows

@@ -10,8 +10,8 @@ from trainer_helpers import gradients, largest_difference, make_batch, reference
 
 from models.architectures import Architecture, tiny_model
 from verbatim.errors import ModelError
-from verbatim.trainer.attention_rows import RowsPlan
-from verbatim.trainer.attention_tree import TreePlan
+from verbatim.trainer.attention.rows import RowsPlan
+from verbatim.trainer.attention.tree import TreePlan
 
 
 @pytest.fixture

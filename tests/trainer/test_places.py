@@ -2,12 +2,12 @@
 
 import torch
 
-from verbatim.trainer.places import Places
+from verbatim.trainer.attention.padding import Padding
 
 
 def two_rows():
     """Tokens 0, 1, 2 in rows `[0, pad]` and `[1, 2]`."""
-    return Places(torch.tensor([0, 0, 1, 2]), torch.tensor([True, False, True, True]), "cpu")
+    return Padding(torch.tensor([0, 0, 1, 2]), torch.tensor([True, False, True, True]), "cpu")
 
 
 def test_spread_shows_some_token_in_padding_and_collect_drops_it():
@@ -33,6 +33,6 @@ def test_the_gradient_of_what_is_collected_goes_to_its_place():
 
 
 def test_a_permutation_that_is_its_own_inverse_is_not_taken_for_no_permutation():
-    swapped = Places(torch.tensor([1, 0]), torch.tensor([True, True]), "cpu")
+    swapped = Padding(torch.tensor([1, 0]), torch.tensor([True, True]), "cpu")
     (grid,) = swapped.spread(torch.tensor([5.0, 6.0]).view(2, 1, 1), [(1, 2)])
     assert grid.flatten().tolist() == [6, 5]

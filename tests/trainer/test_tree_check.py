@@ -11,7 +11,7 @@ from trainer_helpers import make_batch, make_sample, shared_prefixes
 
 from verbatim.losses import LOSSES
 from verbatim.trainer import trainer as trainer_module
-from verbatim.trainer.attention_tree import TreePlan
+from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.tree_check import MOST_TOKENS, sharing_samples
 
 

@@ -4,7 +4,7 @@ import pytest
 from trainer_helpers import gradients, largest_difference, reference_gradients, shared_prefixes
 
 from verbatim.packing import pack_tree
-from verbatim.trainer import attention_tree
+from verbatim.trainer.attention import tree as tree_attention
 
 SAMPLES = shared_prefixes()
 
@@ -12,8 +12,8 @@ SAMPLES = shared_prefixes()
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
     """Blocks smaller than the trees."""
-    monkeypatch.setattr(attention_tree, "BLOCK", 8)
-    monkeypatch.setattr(attention_tree, "KEY_MULTIPLE", 4)
+    monkeypatch.setattr(tree_attention, "BLOCK", 8)
+    monkeypatch.setattr(tree_attention, "KEY_MULTIPLE", 4)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])

@@ -19,7 +19,7 @@ from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport import WeightFolders
 from verbatim.transport.canary import probe_sequences
 from verbatim.transport.exchange import Exchange
-from verbatim.transport.orders import Order
+from verbatim.transport.trainer_messages import TrainerMessage
 
 
 class Worker:
@@ -164,11 +164,11 @@ def test_a_trainer_that_serves_answers_every_order_and_tells_whose_fault_it_was(
     exchange = Exchange.open(tmp_path / "exchange")
     kept = tmp_path / "kept"
     kept.mkdir()
-    exchange.order(1, Order(kind="train", version=1, samples=tuple(make_batch(1)), checkpoint=True))
-    exchange.order(2, Order(kind="train", version=2, samples=tuple(poisoned(2))))
-    exchange.order(3, Order(kind="train", version=3, samples=tuple(make_batch(3))))
-    exchange.order(4, Order(kind="save", version=1, folder=kept))
-    exchange.order(5, Order(kind="stop"))
+    exchange.send(1, TrainerMessage(kind="train", version=1, samples=tuple(make_batch(1)), checkpoint=True))
+    exchange.send(2, TrainerMessage(kind="train", version=2, samples=tuple(poisoned(2))))
+    exchange.send(3, TrainerMessage(kind="train", version=3, samples=tuple(make_batch(3))))
+    exchange.send(4, TrainerMessage(kind="save", version=1, folder=kept))
+    exchange.send(5, TrainerMessage(kind="stop"))
     told, steps = [], []
 
     class Told:

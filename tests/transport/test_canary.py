@@ -8,8 +8,8 @@ import torch
 
 from trainer.trainer_helpers import VOCAB, make_batch, write_model
 from verbatim.config.schema import InferenceConfig, OptimConfig, TrainerConfig
-from verbatim.inference import torch_engine
-from verbatim.inference.torch_engine import TorchSampler
+from verbatim.inference.embedded import engine as torch_engine
+from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.losses import LOSSES
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.worker import TrainerWorker

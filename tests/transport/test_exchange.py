@@ -12,8 +12,8 @@ from verbatim.errors import RunStopped
 from verbatim.transport import StepReport
 from verbatim.transport import exchange as module
 from verbatim.transport.exchange import Exchange
-from verbatim.transport.orders import Order, report_to_json
 from verbatim.transport.remote_trainer import RemoteTrainer
+from verbatim.transport.trainer_messages import TrainerMessage, report_to_json
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def wait_for(exchange, number, seconds=5.0):
         if time.monotonic() > until:
             raise TooLate
 
-    return exchange.wait_for_order(number, look)
+    return exchange.wait_for_message(number, look)
 
 
 def report(version):
@@ -57,13 +57,13 @@ def serve(exchange, count, answer=report):
 
 
 async def test_batches_that_are_handed_over_at_once_arrive_in_the_order_of_the_calls(exchange, monkeypatch):
-    order = exchange.order
+    order = exchange.send
 
     def slower_at_first(number, what):
         time.sleep(0.05 / number)  # whoever waited for nobody would be overtaken here
         order(number, what)
 
-    monkeypatch.setattr(exchange, "order", slower_at_first)
+    monkeypatch.setattr(exchange, "send", slower_at_first)
     link = RemoteTrainer(exchange, fault=lambda: None)
     thread, seen = serve(exchange, 6)
     samples = [[make_sample(version + 1)] for version in range(1, 7)]
@@ -72,7 +72,7 @@ async def test_batches_that_are_handed_over_at_once_arrive_in_the_order_of_the_c
     assert [r.version for r in reports] == [o.version for o in seen] == [1, 2, 3, 4, 5, 6]
     assert [o.samples[0].trajectory_id for o in seen] == ["t-2", "t-3", "t-4", "t-5", "t-6", "t-7"]
     assert [o.checkpoint for o in seen] == [False, False, False, True, False, False]
-    assert list(exchange.orders.iterdir()) == list(exchange.answers.iterdir()) == []
+    assert list(exchange.messages.iterdir()) == list(exchange.answers.iterdir()) == []
 
 
 async def test_the_number_of_an_order_that_could_not_be_written_is_free_again(exchange, monkeypatch):
@@ -94,14 +94,14 @@ async def test_the_number_of_an_order_that_could_not_be_written_is_free_again(ex
 
 async def test_an_order_that_is_cancelled_while_it_is_written_keeps_its_number(exchange, monkeypatch):
     """Else the next one would replace it, or never be looked for."""
-    begun, go_on, order = threading.Event(), threading.Event(), exchange.order
+    begun, go_on, order = threading.Event(), threading.Event(), exchange.send
 
     def slow(number, what):
         begun.set()
         assert go_on.wait(5)
         order(number, what)
 
-    monkeypatch.setattr(exchange, "order", slow)
+    monkeypatch.setattr(exchange, "send", slow)
     link = RemoteTrainer(exchange, fault=lambda: None)
     training = asyncio.create_task(link.train([], 1))
     await asyncio.to_thread(begun.wait, 5)
@@ -142,14 +142,14 @@ async def test_the_last_answer_of_a_trainer_that_has_ended_counts(exchange):
 
 
 async def test_a_trainer_is_let_go_also_where_nothing_can_be_written(exchange):
-    exchange.orders.rmdir()
+    exchange.messages.rmdir()
     await RemoteTrainer(exchange, fault=lambda: None).close()
 
 
 def test_waiting_for_an_order_ends_where_the_look_raises(exchange):
     with pytest.raises(TooLate):
         wait_for(exchange, 1, seconds=0.01)
-    exchange.order(1, Order(kind="stop"))
+    exchange.send(1, TrainerMessage(kind="stop"))
     assert wait_for(exchange, 1, seconds=0.01).kind == "stop"
 
 
@@ -172,7 +172,7 @@ def test_what_a_killed_session_left_is_never_read_again(tmp_path):
     root = tmp_path / "exchange"
     assert Exchange.current(root) is None
     first = Exchange.open(root)
-    first.order(1, Order(kind="train", version=9))
+    first.send(1, TrainerMessage(kind="train", version=9))
     first.answer(1, report(9))
     first.attach()
     second = Exchange.open(root)
@@ -181,7 +181,7 @@ def test_what_a_killed_session_left_is_never_read_again(tmp_path):
     assert current.folder == second.folder != first.folder
     assert not first.folder.exists()
     assert current.take_answer(1) is None
-    assert list(current.orders.iterdir()) == []
+    assert list(current.messages.iterdir()) == []
     assert current.read_ready() is None
     assert current.attach()
 

@@ -24,9 +24,9 @@ from verbatim.config.packages import is_installed
 from verbatim.config.schema import RunConfig, TeacherConfig
 from verbatim.environments.resolve import corpus
 from verbatim.errors import ComponentError, UsageError
-from verbatim.inference.openai import OpenAI
+from verbatim.inference.chat.client import OpenAI
 from verbatim.models.source import find_source
-from verbatim.rollouts.remote.episodes import refuse_what_cannot_travel
+from verbatim.rollouts.workers.episodes import refuse_what_cannot_travel
 
 _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
 """Renderers that every chat template has."""
@@ -55,7 +55,7 @@ def check_run(config: RunConfig) -> Environments:
     data = read_conversations(warm_start.data) if warm_start is not None and warm_start.data is not None else []
     if config.orchestrator.rollout.backend == "ray":
         _need("ray", 'orchestrator.rollout.backend = "ray"', "verbatim-rl[ray]")
-    _check_players(config, environments)
+    _check_runners(config, environments)
     _check_devices(config)
     if config.orchestrator.teacher is not None:
         _check_teacher(config.orchestrator.teacher, config.orchestrator.training_mode)
@@ -76,7 +76,7 @@ def _check_loss(config: RunConfig) -> None:
         raise ComponentError(f"trainer.loss: {error}") from error
 
 
-def _check_players(config: RunConfig, environments: Environments) -> None:
+def _check_runners(config: RunConfig, environments: Environments) -> None:
     for made in (environments.train, environments.eval):
         for label, (env, _) in made.items():
             if plays_elsewhere(config.orchestrator, env) and config.orchestrator.rollout.backend != "ray":

@@ -19,7 +19,7 @@ from verbatim.cli.session import (
     make_renderer,
     make_sampler,
     make_setups,
-    open_player,
+    open_runner,
 )
 from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
@@ -81,9 +81,9 @@ async def _evaluate(config: RunConfig, model: str, out: Path | None) -> dict[str
     made = environments.eval or environments.train
     results: dict[str, dict[str, Any]] = {}
     try:
-        async with open_player(orchestrator, {"eval": made}, sampler, renderer) as player:
+        async with open_runner(orchestrator, {"eval": made}, sampler, renderer) as runner:
             tally = EpisodeTally("eval")
-            setups = make_setups(orchestrator, made, sampler, renderer, slots, player=player, tally=tally)
+            setups = make_setups(orchestrator, made, sampler, renderer, slots, runner=runner, tally=tally)
             for env, setup in setups.items():
                 found = await evaluate(setup, episodes=settings.episodes, seed=settings.seed)
                 results[env] = {**found.metrics, "episodes": found.num_episodes, "failed": found.num_failed}

@@ -30,7 +30,7 @@ from verbatim.cli.session import (
     make_rules,
     make_sampler,
     make_setups,
-    open_player,
+    open_runner,
 )
 from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config
@@ -39,7 +39,7 @@ from verbatim.config.secrets import redacted
 from verbatim.disk import rename, sync_tree
 from verbatim.errors import NothingTrained, UsageError
 from verbatim.inference.base import Sampler
-from verbatim.inference.openai import Connection, OpenAI
+from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.machine_faults import is_machine_fault
 from verbatim.monitors.base import OpenMonitor, RunInfo, open_monitors
 from verbatim.plain_console import PlainConsole
@@ -230,12 +230,12 @@ class Program:
         api = speaker.api if speaker is not None else None
         try:
             logs = self._folder.path / "logs" / "environments"
-            async with open_player(config.orchestrator, made, sampler, renderer, api, logs) as player:
+            async with open_runner(config.orchestrator, made, sampler, renderer, api, logs) as runner:
                 slots = asyncio.Semaphore(config.orchestrator.max_concurrent)
                 tallies = {purpose: EpisodeTally(purpose) for purpose in made}
                 setups, eval_setups = (
                     make_setups(
-                        config.orchestrator, made[purpose], sampler, renderer, slots, teacher, player, tallies[purpose]
+                        config.orchestrator, made[purpose], sampler, renderer, slots, teacher, runner, tallies[purpose]
                     )
                     for purpose, teacher in (("train", speaker), ("eval", None))
                 )
@@ -253,7 +253,7 @@ class Program:
         setups: Mapping[str, RolloutSetup], eval_setups: Mapping[str, RolloutSetup], tally: EpisodeTally,
     ) -> bool:  # fmt: skip
         from verbatim.inference.teacher import Teacher, make_teacher
-        from verbatim.orchestrator.loop import Orchestrator, Plan
+        from verbatim.orchestrator.loop import Orchestrator, RunSchedule
         from verbatim.orchestrator.nothing_trained import why_nothing_was_trained
         from verbatim.trajectories import Ledger
         from verbatim.transport.canary import tolerance_of
@@ -266,7 +266,7 @@ class Program:
         if orchestrator_config.teacher is not None and orchestrator_config.training_mode != "sft":
             teacher = make_teacher(orchestrator_config.teacher)
         orchestrator = Orchestrator(
-            plan=Plan(
+            schedule=RunSchedule(
                 max_steps=config.max_steps,
                 eval_setups=list(eval_setups.values()),
                 eval_interval=evaluation.interval if evaluation else config.max_steps,

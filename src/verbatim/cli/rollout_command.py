@@ -21,7 +21,7 @@ from verbatim.cli.rollout_tasks import Job, read_jobs
 from verbatim.config import import_object
 from verbatim.errors import RunStopped, UsageError
 from verbatim.inference.base import SamplingParams
-from verbatim.inference.openai import OpenAI
+from verbatim.inference.chat.client import OpenAI
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts import APIMultiTurnRollout
 from verbatim.rollouts.main_loop import run_main

@@ -18,8 +18,8 @@ from verbatim.cli.logs import log_to_console
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler, watch_engine
-from verbatim.inference.server import LAST_PORT
-from verbatim.inference.server_limits import ServerLimits
+from verbatim.inference.http.limits import ServerLimits
+from verbatim.inference.http.server import LAST_PORT
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace, api_key: str | None, console: Console, stop: asyncio.Event) -> None:
-    from verbatim.inference.server import serve_sampler
+    from verbatim.inference.http.server import serve_sampler
 
     renderer = _make_renderer(args)
     sampler = _make_sampler(args)
@@ -142,7 +142,7 @@ def _make_renderer(args: argparse.Namespace) -> Any:
 
 
 def _make_sampler(args: argparse.Namespace) -> Any:
-    from verbatim.inference.torch_engine import TorchSampler
+    from verbatim.inference.embedded.engine import TorchSampler
 
     config = InferenceConfig(max_batch_size=args.max_batch_size, dtype=args.dtype, device=args.device,
                              deterministic=args.deterministic, num_threads=args.threads)  # fmt: skip

@@ -28,14 +28,14 @@ from verbatim.environments.resolve import create_environment, demonstrations_of,
 from verbatim.errors import ComponentError, ConfigError, EnvironmentFault, ModelError, TemplateFault
 from verbatim.inference import SAMPLERS
 from verbatim.inference.base import Sampler, SamplingParams
-from verbatim.inference.openai import Connection, OpenAI
+from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.monitors.base import OpenMonitor
-from verbatim.orchestrator.assemble import Rules
+from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.staleness import capped_settings
 from verbatim.renderers.base import Renderer
 from verbatim.renderers.tool_support import USE_HERMES
-from verbatim.rollouts import EpisodeLimits, EpisodeTally, LocalPlayer, Player, RolloutSetup, derive_seed
+from verbatim.rollouts import EpisodeLimits, EpisodeRunner, EpisodeTally, LocalRunner, RolloutSetup, derive_seed
 from verbatim.trajectories import Ledger
 from verbatim.types import Message
 
@@ -116,10 +116,10 @@ def make_setups(
     renderer: Renderer,
     slots: asyncio.Semaphore,
     teacher: Connection | None = None,
-    player: Player | None = None,
+    runner: EpisodeRunner | None = None,
     tally: EpisodeTally | None = None,
 ) -> dict[str, RolloutSetup]:
-    """How each environment's episodes are run; a `teacher` speaks instead of the sampler, a `player` runs them
+    """How each environment's episodes are run; a `teacher` speaks instead of the sampler, a `runner` runs them
     elsewhere, and one `tally` counts the episodes of all environments."""
     tally = tally or EpisodeTally()
     return {
@@ -132,7 +132,7 @@ def make_setups(
             limits=_limits(orchestrator, env),
             slots=slots,
             teacher=teacher,
-            player=player or LocalPlayer(),
+            runner=runner or LocalRunner(),
             tally=tally,
         )
         for label, (env, environment) in environments.items()
@@ -152,18 +152,18 @@ def _limits(orchestrator: OrchestratorConfig, env: EnvConfig) -> EpisodeLimits:
 
 
 @contextlib.asynccontextmanager
-async def open_player(
+async def open_runner(
     orchestrator: OrchestratorConfig,
     environments: Mapping[str, Mapping[str, tuple[EnvConfig, Environment]]],
     sampler: Sampler,
     renderer: Renderer,
     teacher: OpenAI | None = None,
     logs: Path | None = None,
-) -> AsyncIterator[Player]:
-    """Who plays the episodes, for as long as the block lasts.
+) -> AsyncIterator[EpisodeRunner]:
+    """Who runs the episodes, for as long as the block lasts.
 
     Args:
-        orchestrator: Says where they are played.
+        orchestrator: Says where they run.
         environments: By purpose ("train", "eval") and label.
         sampler: Whose tokens.
         renderer: Of its model.
@@ -181,9 +181,9 @@ async def open_player(
         if plays_elsewhere(orchestrator, env)
     }
     if not elsewhere:
-        yield LocalPlayer()
+        yield LocalRunner()
         return
-    from verbatim.rollouts.remote.episodes import RemoteSetup
+    from verbatim.rollouts.workers.episodes import RemoteSetup
 
     setups = {
         (purpose, label): RemoteSetup(
@@ -197,24 +197,24 @@ async def open_player(
         for (purpose, label), env in elsewhere.items()
     }
     if rollout.backend == "ray":
-        from verbatim.rollouts.remote.ray_workers import ray_player
+        from verbatim.rollouts.ray.runner import ray_runner
 
-        async with ray_player(
+        async with ray_runner(
             setups, sampler, renderer, workers=rollout.workers, cpus_per_worker=rollout.cpus_per_worker,
             address=rollout.address, host=rollout.host, port=rollout.port,
         ) as actors:  # fmt: skip
             yield actors
         return
-    from verbatim.rollouts.remote.processes import process_player
+    from verbatim.rollouts.processes.runner import process_runner
 
-    async with process_player(
+    async with process_runner(
         setups, sampler, renderer, workers=rollout.workers, memory_mb=rollout.worker_memory_mb, logs=logs
     ) as processes:
         yield processes
 
 
 def plays_elsewhere(orchestrator: OrchestratorConfig, env: EnvConfig) -> bool:
-    """Whether this environment's episodes are played in other processes."""
+    """Whether this environment's episodes run in other processes."""
     return orchestrator.rollout.backend != "local" or env.isolated
 
 
@@ -235,7 +235,7 @@ _READ_NO_TURN_REWARDS = ("default", "normalized", "rloo")
 """Advantages that are made of each rollout's reward alone."""
 
 
-def make_rules(config: RunConfig, environments: Environments) -> dict[str, Rules]:
+def make_rules(config: RunConfig, environments: Environments) -> dict[str, GroupRules]:
     """How each environment's groups become samples."""
     tables, orchestrator = component_tables(), config.orchestrator
     off = _filters_without_sense(config)
@@ -252,7 +252,7 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Rules
             )
         filters[name] = rule
     return {
-        label: Rules(
+        label: GroupRules(
             advantage=resolve(
                 env.advantage or orchestrator.advantage,
                 tables.advantages,

@@ -27,7 +27,7 @@ from verbatim.plain_console import PlainConsole
 from verbatim.transport import TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
-from verbatim.transport.presence import Heartbeat, PeerWatch
+from verbatim.transport.heartbeat import Heartbeat, PeerWatch
 from verbatim.user_code import raise_ctrl_c
 
 if TYPE_CHECKING:

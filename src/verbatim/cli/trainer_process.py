@@ -27,7 +27,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped, UsageError
 from verbatim.transport import TrainerLink, TrainerReady
 from verbatim.transport.exchange import Exchange
-from verbatim.transport.presence import Heartbeat, PeerWatch
+from verbatim.transport.heartbeat import Heartbeat, PeerWatch
 from verbatim.transport.remote_trainer import RemoteTrainer
 
 _POLL = 0.02

@@ -226,7 +226,7 @@ class EnvConfig(Section):
     """Its share of the groups, relative to the others."""
     isolated: bool = False
     """Play its episodes in processes of its own on this machine, as under orchestrator.rollout.backend = "processes",
-    while those of the other environments are played in the orchestrator's process."""
+    while those of the other environments run in the orchestrator's process."""
     max_turns: PositiveInt = 16
     """Most turns of one trajectory."""
     sampling: SamplingConfig | None = None
@@ -338,7 +338,7 @@ class BufferConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Where episodes are played."""
+    """Where episodes run."""
 
     backend: Literal["local", "processes", "ray"] = "local"
     """In the orchestrator's own process; in child processes of this machine; or in Ray actors, on any number of
@@ -346,7 +346,7 @@ class RolloutConfig(Section):
     workers: PositiveInt = 2
     """Processes of each environment; with "ray" actors, for all environments together."""
     worker_memory_mb: PositiveInt | None = None
-    """Most memory of one process, in MB (2**20 bytes): one that takes more is replaced, and its episodes are played
+    """Most memory of one process, in MB (2**20 bytes): one that takes more is replaced, and its episodes run
     again. Any by default. Not for "ray"."""
     cpus_per_worker: NonNegativeFloat = 1.0
     """With "ray": CPUs that an actor reserves on its host."""
@@ -412,7 +412,7 @@ class OrchestratorConfig(Section):
     Breaks are nothing to "branching"."""
     training_mode: Literal["rl", "opd", "sft"] = "rl"
     """What the trainer optimises: the reward; the nearness to a teacher on the policy's own samples (on-policy
-    distillation); or the likelihood of what a teacher behind a server says when it plays."""
+    distillation); or the likelihood of what a teacher behind a server says when it acts."""
     teacher: TeacherConfig | None = None
     """For "opd" and "sft", and for trainer.loss.teacher_tau."""
     episode_timeout: PositiveFloat = 600.0
@@ -434,7 +434,7 @@ class OrchestratorConfig(Section):
     renderer: RendererConfig = RendererConfig()
     """How messages become ids."""
     rollout: RolloutConfig = RolloutConfig()
-    """Where episodes are played."""
+    """Where episodes run."""
     buffer: BufferConfig = BufferConfig()
     """Difficulty pools, and online difficulty filtering."""
     advantage: ComponentConfig = ComponentConfig()
@@ -455,7 +455,7 @@ class OrchestratorConfig(Section):
         if where and self.rollout.backend == "ray":
             raise ValueError(
                 f'{where[0]}.isolated = true asks for processes of this machine, found rollout.backend = "ray", which '
-                'plays every environment on its actors; remove isolated, or set rollout.backend = "local"'
+                'runs every environment on its actors; remove isolated, or set rollout.backend = "local"'
             )
         return self
 

@@ -3,7 +3,7 @@
 from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams
 
 SAMPLERS = {
-    "torch": "verbatim.inference.torch_engine:TorchSampler",
+    "torch": "verbatim.inference.embedded.engine:TorchSampler",
     "scripted": "verbatim.inference.scripted:ScriptedSampler",
 }
 """Where each backend lives: heavy libraries load with the one that is used."""

@@ -14,7 +14,7 @@ import numpy as np
 from verbatim.errors import ModelError, RecordError, SamplerFault
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.cut_off import cut_off
-from verbatim.inference.requests import check_ids, check_prompt
+from verbatim.inference.validation import check_ids, check_prompt
 from verbatim.types import Float32, Ids, Int32, StopReason
 
 Trouble: TypeAlias = Literal["fail", "hang", "wrong_length", "outside_vocabulary", "nan"]

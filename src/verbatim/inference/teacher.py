@@ -12,7 +12,7 @@ import numpy as np
 
 from verbatim.config.schema import TeacherConfig
 from verbatim.errors import RunStopped, UsageError
-from verbatim.inference.requests import check_ids
+from verbatim.inference.validation import check_ids
 from verbatim.types import Float32, Int32
 
 ATTEMPTS = 5
@@ -65,7 +65,7 @@ class LocalTeacher:
     def _score(self, ids: Int32, temperature: float) -> Float32:
         import torch
 
-        from verbatim.inference.whole_sequence import sequence_logprobs
+        from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 
         with torch.inference_mode():
             tokens = torch.from_numpy(ids.astype(np.int64)).to(self._model.device)

@@ -1,4 +1,4 @@
-"""What a loss returned, checked; and a trial of a loss of one's own on a few tokens, before a run begins."""
+"""What a loss returned, checked; and a user's loss called once on a few tokens before a run begins."""
 
 from __future__ import annotations
 

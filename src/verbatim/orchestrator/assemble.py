@@ -12,13 +12,13 @@ from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import AdvantageFunction, assign_advantages
 from verbatim.filters import Filter, FilterVerdict, apply_filters
 from verbatim.orchestrator.staleness import age_metrics
-from verbatim.rollouts.turn_loop import TOOLS_OFFERED
+from verbatim.rollouts.agent_loop import TOOLS_OFFERED
 from verbatim.trajectories import OnBreak, age, build
 from verbatim.types import Group, StopReason, TrainingSample, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rules:
+class GroupRules:
     """How one environment's groups become samples."""
 
     advantage: AdvantageFunction
@@ -70,7 +70,7 @@ class AssembledGroup:
         return sum(sample.num_trained_tokens for sample in self.samples)
 
 
-def assemble_group(index: int, group: Group, rules: Rules, step: int) -> AssembledGroup:
+def assemble_group(index: int, group: Group, rules: GroupRules, step: int) -> AssembledGroup:
     """Credit, then filters, then samples, for one group that is to be trained in this step.
 
     Example: of four rollouts with rewards 1, 0, 0 and an error, the three get advantages 2/3, -1/3, -1/3; the
@@ -111,7 +111,7 @@ def assemble_group(index: int, group: Group, rules: Rules, step: int) -> Assembl
     return assembled
 
 
-def _credited(group: Group, rules: Rules) -> Group:
+def _credited(group: Group, rules: GroupRules) -> Group:
     """With advantages; what has none fails, unless rewards are not needed."""
     credited = assign_advantages(group, rules.advantage, rules.length_penalty)
     if rules.needs_rewards:
@@ -198,7 +198,7 @@ def reward_part_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def truncation_metrics(groups: Sequence[AssembledGroup], rules: Mapping[str, Rules]) -> dict[str, float]:
+def truncation_metrics(groups: Sequence[AssembledGroup], rules: Mapping[str, GroupRules]) -> dict[str, float]:
     """`truncation_mismatch`: the share of the trained tokens that were drawn from a distribution that top-p, top-k or
     min-p had cut, whose logprobs the trainer cannot reproduce. There only where the mismatch was accepted."""
     if not any(rule.truncated_sampling for rule in rules.values()):

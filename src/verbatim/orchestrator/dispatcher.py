@@ -307,9 +307,9 @@ class Dispatcher:
             self._judge(ended.drawn, group)
 
     def metrics(self) -> dict[str, float]:
-        """Difficulty pools, since this was last asked; and what the players of the episodes say."""
-        played = {name: value for setup in self._setups.values() for name, value in setup.player.metrics().items()}
-        return {**self._schedule.pools.metrics(), **played}
+        """Difficulty pools, since this was last asked; and the metrics of the episode runners."""
+        runners = {name: value for setup in self._setups.values() for name, value in setup.runner.metrics().items()}
+        return {**self._schedule.pools.metrics(), **runners}
 
     def take_filtered(self) -> list[tuple[Flatness, Group]]:
         """The groups that online difficulty filtering dropped since this was last asked."""

@@ -3,7 +3,7 @@
 ```
 producer   groups = await dispatcher.next_batch()      rollouts that finished
            batch  = assemble_group(...) for each       credit -> filters -> samples
-           batch  = await teach(batch)                 with a teacher: its logprobs
+           batch  = await add_teacher_logprobs(batch)                 with a teacher: its logprobs
            report = trainer.train(samples)             handed over, not waited for
 
 consumer   report = await report                       one batch, a new policy version
@@ -37,7 +37,7 @@ from verbatim.inference.base import Sampler, watch_engine
 from verbatim.inference.teacher import Teacher
 from verbatim.orchestrator.assemble import (
     AssembledGroup,
-    Rules,
+    GroupRules,
     assemble_group,
     rollout_metrics,
     truncation_metrics,
@@ -45,7 +45,7 @@ from verbatim.orchestrator.assemble import (
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.evaluate import Evaluation, evaluate
 from verbatim.orchestrator.loop_lag import LoopLag
-from verbatim.orchestrator.teaching import teach
+from verbatim.orchestrator.teacher import add_teacher_logprobs
 from verbatim.rollouts import EpisodeTally, RolloutSetup
 from verbatim.trajectories import Ledger
 from verbatim.transport import StepReport, TrainerLink
@@ -102,7 +102,7 @@ class Checkpointer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class RunSchedule:
     """How long, and how often."""
 
     max_steps: int
@@ -140,12 +140,12 @@ class Orchestrator:
     def __init__(
         self,
         *,
-        plan: Plan,
+        schedule: RunSchedule,
         sampler: Sampler,
         trainer: TrainerLink,
         dispatcher: Dispatcher,
         ledger: Ledger,
-        rules: Mapping[str, Rules],
+        rules: Mapping[str, GroupRules],
         environments: Mapping[str, Environment],
         observer: Observer,
         checkpointer: Checkpointer,
@@ -153,7 +153,7 @@ class Orchestrator:
         teacher: Teacher | None = None,
         tally: EpisodeTally | None = None,
     ) -> None:
-        self._plan = plan
+        self._schedule = schedule
         self._sampler = sampler
         self._trainer = trainer
         self._dispatcher = dispatcher
@@ -205,13 +205,13 @@ class Orchestrator:
             self._saved = self.step
             self._dispatcher.start(version=self.step, batch=self.step)
             await self._train(lag)
-            cut_short = self.step < self._plan.max_steps and not self._stopping.is_set()
+            cut_short = self.step < self._schedule.max_steps and not self._stopping.is_set()
             drained = self._dispatcher.drained if cut_short else None
-            finished = self.step >= self._plan.max_steps or drained is not None
+            finished = self.step >= self._schedule.max_steps or drained is not None
             await self._dispatcher.stop()
             if drained is not None:
-                logger.warning("the run ends after %d of %d batches: %s", self.step, self._plan.max_steps, drained)
-                if self.step % self._plan.eval_interval:  # not evaluated yet
+                logger.warning("the run ends after %d of %d batches: %s", self.step, self._schedule.max_steps, drained)
+                if self.step % self._schedule.eval_interval:  # not evaluated yet
                     await self._evaluate()
             if finished:
                 self._ledger.drop({"unused_at_end": self._dispatcher.discard()})
@@ -256,7 +256,7 @@ class Orchestrator:
 
     async def _produce(self) -> None:
         """Hand batches to the trainer, in order, as they fill up."""
-        for number in range(self.step, self._plan.max_steps):
+        for number in range(self.step, self._schedule.max_steps):
             began = time.perf_counter()
             groups = await self._next_batch_or_stop()
             if groups is None:
@@ -264,9 +264,9 @@ class Orchestrator:
             waited = time.perf_counter() - began
             batch = await asyncio.to_thread(self._assemble, groups, number)
             if self._teacher is not None:
-                batch = await teach(batch, self._teacher)
+                batch = await add_teacher_logprobs(batch, self._teacher)
             samples = [sample for group in batch for sample in group.samples]
-            due = (number + 1) % self._plan.checkpoint_interval == 0 and number + 1 < self._plan.max_steps
+            due = (number + 1) % self._schedule.checkpoint_interval == 0 and number + 1 < self._schedule.max_steps
             async with self._syncing:  # its last tokens may be by weights that the canary has not seen yet
                 if self._stopping.is_set():
                     return
@@ -288,7 +288,7 @@ class Orchestrator:
             batch.append(assembled)
         return batch
 
-    def _warn_of_turn_rewards(self, group: Group, rules: Rules) -> None:
+    def _warn_of_turn_rewards(self, group: Group, rules: GroupRules) -> None:
         """Say once for each environment that rewards are given which change nothing."""
         if rules.reads_turn_rewards or group.env in self._warned_of_turn_rewards:
             return
@@ -347,7 +347,7 @@ class Orchestrator:
         await self._record(
             submitted, report, {"time/wait_for_trainer": waited, "time/weight_sync": seconds}, lag
         )
-        if self.step % self._plan.eval_interval == 0 or self.step == self._plan.max_steps:
+        if self.step % self._schedule.eval_interval == 0 or self.step == self._schedule.max_steps:
             await self._evaluate()
         if state is not None:
             await self._checkpointer.save(report.version, self._trainer, state, report.state)
@@ -418,7 +418,7 @@ class Orchestrator:
             f"the trainer was given {expected} tokens and trained {report.num_trained_tokens}"
         )
         self.has_learned |= any(
-            bool(s.advantages[s.loss_mask].any()) if self._plan.learns_from_advantages else s.num_trained_tokens > 0
+            bool(s.advantages[s.loss_mask].any()) if self._schedule.learns_from_advantages else s.num_trained_tokens > 0
             for group in submitted.batch for s in group.samples
         )  # fmt: skip
         for group in submitted.batch:
@@ -437,7 +437,7 @@ class Orchestrator:
             RunStopped: the sampler's logprobs of the probes are not the trainer's.
         """
         found = [(await self._sampler.prompt_logprobs(ids))[1:] for ids in published.token_ids]
-        fault = find_mismatch(published, found, before=before, tolerance=self._plan.canary_tolerance)
+        fault = find_mismatch(published, found, before=before, tolerance=self._schedule.canary_tolerance)
         if fault is not None:
             raise RunStopped(
                 f"the sampler does not hold policy version {self.step}, which it was told to load: {fault}. It samples "
@@ -483,14 +483,14 @@ class Orchestrator:
     async def _evaluate(self) -> None:
         """Measure the policy in use; the weights stay as they are until it is done. A stop cuts it short,
         unless it is the last one."""
-        for setup in self._plan.eval_setups:
+        for setup in self._schedule.eval_setups:
             running = asyncio.ensure_future(
-                evaluate(setup, episodes=self._plan.eval_episodes, seed=self._plan.eval_seed)
+                evaluate(setup, episodes=self._schedule.eval_episodes, seed=self._schedule.eval_seed)
             )
             stop = asyncio.ensure_future(self._stopping.wait())
             try:
                 await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
-                if not running.done() and self.step < self._plan.max_steps:
+                if not running.done() and self.step < self._schedule.max_steps:
                     return
                 await running
             finally:

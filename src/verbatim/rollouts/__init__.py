@@ -1,29 +1,29 @@
 """Rollouts: one asyncio task for each episode, the turn written once."""
 
+from verbatim.rollouts.agent_loop import AgentLoop, EpisodeLimits, EpisodeOver
 from verbatim.rollouts.api_multi_turn import APIMultiTurnRollout
 from verbatim.rollouts.base import Rollout
 from verbatim.rollouts.demonstrations import trajectory_from_messages
 from verbatim.rollouts.episode import run_episode
 from verbatim.rollouts.group import GroupRun
 from verbatim.rollouts.multi_turn import MultiTurnRollout
-from verbatim.rollouts.player import EpisodeTask, LocalPlayer, Player, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.runner import EpisodeRunner, EpisodeTask, LocalRunner, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.tally import EpisodeTally
 from verbatim.rollouts.traces import TraceFolder
-from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits, EpisodeOver
 
 __all__ = [
     "APIMultiTurnRollout",
     "AgentLoop",
     "EpisodeLimits",
     "EpisodeOver",
+    "EpisodeRunner",
     "EpisodeTally",
     "EpisodeTask",
     "GroupRun",
-    "LocalPlayer",
+    "LocalRunner",
     "MultiTurnRollout",
-    "Player",
     "Recorder",
     "Rollout",
     "RolloutSetup",

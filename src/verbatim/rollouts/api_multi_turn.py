@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from verbatim.errors import UsageError
 from verbatim.inference.base import SamplingParams
-from verbatim.inference.openai import Connection, OpenAI
-from verbatim.rollouts.api_episode import ChatEpisode, ChatRules
+from verbatim.inference.chat.client import Connection, OpenAI
+from verbatim.rollouts.agent_loop import EpisodeLimits
 from verbatim.rollouts.base import Conversation, Opening, check_settings, read_openings, run_to_end
+from verbatim.rollouts.chat_loop import ChatEpisode, ChatRules
 from verbatim.rollouts.offered import Managers, offered_tools
 from verbatim.rollouts.progress import progress_bar
 from verbatim.rollouts.traces import TraceFolder
-from verbatim.rollouts.turn_loop import EpisodeLimits
 from verbatim.tools.manager import ToolManager
 from verbatim.types import StopReason, Trajectory
 
@@ -86,7 +86,7 @@ class APIMultiTurnRollout:
         Raises:
             UsageError: Ray is not installed, there is no such setting, or one of them cannot travel to an actor.
         """
-        from verbatim.rollouts.remote.rollout_actor import start_rollout
+        from verbatim.rollouts.ray.actor import start_rollout
 
         return start_rollout(cls, settings)
 

@@ -16,12 +16,12 @@ import numpy as np
 from verbatim.environments.base import Environment, Episode, Reply
 from verbatim.errors import ComponentError, EnvironmentFault, RolloutError
 from verbatim.rollouts import supervised
+from verbatim.rollouts.agent_loop import TOOLS_OFFERED, AgentLoop, EpisodeLimits, EpisodeOver
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.rewards import add_reward, checked_reward, read_score
 from verbatim.rollouts.supervised import Leash, LeftBehind, supervise
 from verbatim.rollouts.tally import TOOL_FAULTS, TRACEBACK, failure_kind, traceback_tail
 from verbatim.rollouts.teacher_loop import TeacherLoop
-from verbatim.rollouts.turn_loop import TOOLS_OFFERED, AgentLoop, EpisodeLimits, EpisodeOver
 from verbatim.rollouts.user_calls import UserCalls
 from verbatim.texts import LONGEST_ERROR, cut, shown
 from verbatim.tools.manager import ToolManager, ToolOutcome
@@ -70,23 +70,23 @@ async def run_episode(
     Raises:
         asyncio.CancelledError: the run is shutting down; the recorder still holds what was sampled.
     """
-    play = _Play(environment, example, seed, loop, recorder, limits, identity)
+    run = _EpisodeRun(environment, example, seed, loop, recorder, limits, identity)
     try:
-        await supervise(play.run(), play.leash)
+        await supervise(run.run(), run.leash)
     except LeftBehind:
-        play.was_left_behind()
-        await play.close()
+        run.was_left_behind()
+        await run.close()
     except asyncio.CancelledError:
-        if play.leash.told_to_end:
+        if run.leash.told_to_end:
             raise
-        play.fail(EnvironmentFault(f"{play.calls.now} cancelled the task that it runs on"))
+        run.fail(EnvironmentFault(f"{run.calls.now} cancelled the task that it runs on"))
     finally:
         await loop.end()
         recorder.close()
-    return play.trajectory()
+    return run.trajectory()
 
 
-class _Play:
+class _EpisodeRun:
     """One episode under way. What it holds is the record, at any time."""
 
     def __init__(
@@ -110,7 +110,7 @@ class _Play:
         """Take it to its end; what goes wrong is in the record."""
         try:
             async with asyncio.timeout(self._limits.timeout) as self.calls.deadline:
-                await self._play()
+                await self._act()
         except TimeoutError:
             self._error = f"timeout: the episode took more than {self._limits.timeout:g} s"
             self._stop_reason = StopReason.API_ERROR
@@ -158,7 +158,7 @@ class _Play:
             num_unrecorded_tokens=self._recorder.num_unrecorded_tokens, **self._identity,
         )  # fmt: skip
 
-    async def _play(self) -> None:
+    async def _act(self) -> None:
         calls, loop, recorder = self.calls, self._loop, self._recorder
         with calls.guard("start"):
             # Known at once: one that comes after the deadline is closed too.

@@ -11,9 +11,9 @@ from verbatim.environments.base import IS_SUCCESS, Environment
 from verbatim.errors import EnvironmentFault, RecordError
 from verbatim.rollouts import supervised
 from verbatim.rollouts.episode import TURN_REWARDS_SUM
-from verbatim.rollouts.player import EpisodeTask, RolloutSetup
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.rewards import checked_number
+from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.supervised import Leash, LeftBehind, supervise
 from verbatim.rollouts.tally import TRACEBACK, traceback_tail
@@ -59,7 +59,7 @@ class GroupRun:
         """Run all episodes to their end. A failing episode fails alone.
 
         Raises:
-            RunStopped: no worker is left to play them.
+            RunStopped: no worker is left to run them.
         """
         ended = await run_together(self._episode(i, recorder) for i, recorder in enumerate(self._recorders))
         trajectories = [
@@ -87,7 +87,7 @@ class GroupRun:
             },
         )  # fmt: skip
         async with setup.slots:
-            trajectory = await setup.player.play(setup, task, recorder)
+            trajectory = await setup.runner.run(setup, task, recorder)
         setup.tally.ended(trajectory)
         return trajectory
 

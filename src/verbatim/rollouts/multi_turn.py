@@ -16,6 +16,7 @@ from verbatim.environments.base import Episode, Reply
 from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.renderers.base import Renderer
+from verbatim.rollouts.agent_loop import AgentLoop, EpisodeLimits
 from verbatim.rollouts.base import Conversation, Opening, check_settings, read_openings, run_to_end
 from verbatim.rollouts.episode import run_episode
 from verbatim.rollouts.group import run_together
@@ -23,7 +24,6 @@ from verbatim.rollouts.offered import Managers, offered_tools
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.traces import TraceFolder
-from verbatim.rollouts.turn_loop import AgentLoop, EpisodeLimits
 from verbatim.tools import ToolManager
 from verbatim.types import Example, StopReason, Trajectory
 
@@ -92,7 +92,7 @@ class MultiTurnRollout:
         Raises:
             UsageError: Ray is not installed, there is no such setting, or one of them cannot travel to an actor.
         """
-        from verbatim.rollouts.remote.rollout_actor import start_rollout
+        from verbatim.rollouts.ray.actor import start_rollout
 
         return start_rollout(cls, settings)
 

@@ -1,4 +1,4 @@
-"""Episodes played by a teacher behind a chat-completions server, recorded in the student's ids."""
+"""Episodes in which a teacher acts, behind a chat-completions server, recorded in the student's ids."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from verbatim.errors import ModelError, RecordError, UsageError
 from verbatim.inference.base import SamplingParams
-from verbatim.inference.chat_request import chat_body
-from verbatim.inference.openai import Connection
+from verbatim.inference.chat.client import Connection
+from verbatim.inference.chat.request import chat_body
 from verbatim.renderers.base import ParsedResponse, Renderer
+from verbatim.rollouts.agent_loop import EpisodeLimits, EpisodeOver, same_messages
 from verbatim.rollouts.demonstrations import trajectory_from_messages
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.turn_loop import EpisodeLimits, EpisodeOver, same_messages
 from verbatim.tools.base import Tool
 from verbatim.types import Message, ParseStatus, StopReason, ToolCall, Turn, TurnTiming
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from verbatim.losses import LossInputs
 from verbatim.models.attention import AttentionPlan
 from verbatim.models.head import CausalLM
-from verbatim.trainer.attention_flex import BLOCK as FLEX_BLOCK
-from verbatim.trainer.attention_flex import FlexPlan
-from verbatim.trainer.attention_rows import RowsPlan
-from verbatim.trainer.attention_tree import TreePlan
+from verbatim.trainer.attention.flex import BLOCK as FLEX_BLOCK
+from verbatim.trainer.attention.flex import FlexPlan
+from verbatim.trainer.attention.rows import RowsPlan
+from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.linear import ROW_MULTIPLE
 from verbatim.types import Int32, MicroBatch
 

@@ -1,4 +1,4 @@
-"""The trainer process: execute one order after the other until told to end."""
+"""The trainer process: execute one message after the other until told to end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from verbatim.errors import RunStopped
 from verbatim.machine_faults import describe
 from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport.exchange import Exchange
-from verbatim.transport.orders import Order, report_to_json
-from verbatim.transport.presence import Heartbeat
+from verbatim.transport.heartbeat import Heartbeat
+from verbatim.transport.trainer_messages import TrainerMessage, report_to_json
 
 
 def serve(
@@ -26,7 +26,7 @@ def serve(
 
     Args:
         worker: Does the work.
-        exchange: Where orders come from.
+        exchange: Where messages come from.
         heartbeat: Is told what is being done.
         look: Called while waiting; raises when the orchestrator is gone.
         on_step: Called after each batch with the new version and the metrics.
@@ -40,26 +40,26 @@ def serve(
             heartbeat.progress(f"waiting for batch {worker.version}")
             look()
 
-        order = exchange.wait_for_order(number, waiting)
-        if order.kind == "stop":
+        message = exchange.wait_for_message(number, waiting)
+        if message.kind == "stop":
             return
         idle = time.monotonic() - began
-        heartbeat.progress(f"training on batch {worker.version}" if order.kind == "train" else "writing its state")
-        exchange.answer(number, _execute(worker, order, idle, on_step))
+        heartbeat.progress(f"training on batch {worker.version}" if message.kind == "train" else "writing its state")
+        exchange.answer(number, _execute(worker, message, idle, on_step))
 
 
 def _execute(
-    worker: TrainerWorker, order: Order, idle: float, on_step: Callable[[int, dict[str, float]], None]
+    worker: TrainerWorker, message: TrainerMessage, idle: float, on_step: Callable[[int, dict[str, float]], None]
 ) -> dict[str, Any]:
     """The answer. An external fault is reported; a bug of ours ends the process with a traceback."""
     try:
-        if order.kind == "save":
-            assert order.folder is not None
-            worker.save(order.folder, order.version)
+        if message.kind == "save":
+            assert message.folder is not None
+            worker.save(message.folder, message.version)
             return {"result": None}
-        report = report_to_json(worker.train(order.samples, order.version, checkpoint=order.checkpoint))
+        report = report_to_json(worker.train(message.samples, message.version, checkpoint=message.checkpoint))
     except (RunStopped, OSError) as error:
         return {"error": describe(error)}
     report["metrics"]["time/trainer_idle"] = idle
-    on_step(order.version, report["metrics"])
+    on_step(message.version, report["metrics"])
     return {"result": report}

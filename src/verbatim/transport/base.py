@@ -44,7 +44,7 @@ class StepReport:
 
 
 class TrainerLink(Protocol):
-    """Trains batches in the order in which they are handed over, and publishes the weights of each.
+    """Trains batches in the message in which they are handed over, and publishes the weights of each.
 
     A batch may be handed over while the one before is still being trained.
     """

@@ -37,7 +37,7 @@ class Probes:
 def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
     """The sequences: random ids, the same for every run with this vocabulary.
 
-    Ids that no text would have in this order still pass through every layer, and no cache knows them.
+    Ids that no text would have in this message still pass through every layer, and no cache knows them.
     """
     rng = np.random.default_rng(20_26)
     length = max(2, min(PROBE_LENGTH, context_length))

@@ -1,4 +1,4 @@
-"""The folder in which the two sides of a run meet: who is there, orders one way, answers the other."""
+"""The folder in which the two sides of a run meet: who is there, messages one way, answers the other."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from typing import Any
 
 from verbatim.transport.base import TrainerReady
 from verbatim.transport.files import publish_bytes, publish_json, read_published_json
-from verbatim.transport.orders import Order, order_to_bytes, read_order, ready_from_json, ready_to_json
-from verbatim.transport.presence import read_beat
+from verbatim.transport.heartbeat import read_beat
+from verbatim.transport.trainer_messages import (
+    TrainerMessage,
+    message_to_bytes,
+    read_message,
+    ready_from_json,
+    ready_to_json,
+)
 
 _CURRENT = "current"
 FIRST_WAIT, LONGEST_WAIT = 0.001, 0.02
@@ -23,11 +29,11 @@ FIRST_WAIT, LONGEST_WAIT = 0.001, 0.02
 
 
 class Exchange:
-    """One session: one trainer, one orchestrator. What its files are is shown in the module `orders`."""
+    """One session: one trainer, one orchestrator. What its files are is shown in the module `trainer_messages`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.orders = folder / "orders"
+        self.messages = folder / "messages"
         self.answers = folder / "answers"
         self.states = folder / "states"
         self.trainer_beat = folder / "trainer.json"
@@ -44,33 +50,33 @@ class Exchange:
         if root.is_file():
             root.unlink()
         exchange = cls(root / (session or secrets.token_hex(8)))
-        for folder in (exchange.orders, exchange.answers, exchange.states):
+        for folder in (exchange.messages, exchange.answers, exchange.states):
             folder.mkdir(parents=True)
         publish_bytes(root / _CURRENT, exchange.folder.name.encode())
         return exchange
 
     def ready(self, ready: TrainerReady) -> None:
-        """Say that orders may come."""
+        """Say that messages may come."""
         publish_json(self.folder / "ready.json", ready_to_json(ready))
 
-    def wait_for_order(self, number: int, look: Callable[[], None]) -> Order:
-        """The order of this number, as soon as it is there; its file is removed.
+    def wait_for_message(self, number: int, look: Callable[[], None]) -> TrainerMessage:
+        """The message of this number, as soon as it is there; its file is removed.
 
         Args:
             number: From 1.
             look: Called while waiting; ends the wait by raising.
         """
-        path = self.orders / _name(number, "safetensors")
+        path = self.messages / _name(number, "safetensors")
         for _ in _waits():
             if path.exists():
                 break
             look()
-        order = read_order(path)
+        message = read_message(path)
         path.unlink()
-        return order
+        return message
 
     def answer(self, number: int, value: Any) -> None:
-        """What became of an order."""
+        """What became of a message."""
         publish_json(self.answers / _name(number, "json"), value)
 
     # ---- the orchestrator's side
@@ -115,16 +121,16 @@ class Exchange:
             return False
         return True
 
-    def order(self, number: int, order: Order) -> None:
-        """Hand over an order.
+    def send(self, number: int, message: TrainerMessage) -> None:
+        """Hand over a message.
 
         Raises:
             OSError: the system refused to write; the number is still free.
         """
-        publish_bytes(self.orders / _name(number, "safetensors"), order_to_bytes(order))
+        publish_bytes(self.messages / _name(number, "safetensors"), message_to_bytes(message))
 
     def take_answer(self, number: int) -> Any | None:
-        """The answer to an order, once; None if it is not there yet."""
+        """The answer to a message, once; None if it is not there yet."""
         path = self.answers / _name(number, "json")
         value = read_published_json(path)
         if value is not None:

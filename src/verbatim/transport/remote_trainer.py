@@ -11,7 +11,7 @@ from typing import Any
 from verbatim.errors import RunStopped
 from verbatim.transport.base import StepReport
 from verbatim.transport.exchange import FIRST_WAIT, LONGEST_WAIT, Exchange
-from verbatim.transport.orders import Order, report_from_json
+from verbatim.transport.trainer_messages import TrainerMessage, report_from_json
 from verbatim.types import TrainingSample
 
 _LOOK_SECONDS = 0.25
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.25
 
 
 class RemoteTrainer:
-    """A `TrainerLink` that writes orders and waits for answers.
+    """A `TrainerLink` that writes messages and waits for answers.
 
     Args:
         exchange: The session, attached.
@@ -34,13 +34,13 @@ class RemoteTrainer:
 
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
         """Hand over a batch and wait for its weights."""
-        order = Order(kind="train", version=version, samples=tuple(samples), checkpoint=checkpoint)
-        answer = await self._execute(order)
+        message = TrainerMessage(kind="train", version=version, samples=tuple(samples), checkpoint=checkpoint)
+        answer = await self._execute(message)
         return report_from_json(answer)
 
     async def save(self, folder: Path, version: int) -> None:
         """Have the trainer write its state."""
-        await self._execute(Order(kind="save", version=version, folder=folder))
+        await self._execute(TrainerMessage(kind="save", version=version, folder=folder))
 
     async def watch(self) -> None:
         """Look at the trainer every now and then."""
@@ -52,10 +52,10 @@ class RemoteTrainer:
     async def close(self) -> None:
         """Tell the trainer to end; whoever started it waits for that."""
         with contextlib.suppress(OSError):  # without a disk it notices that nobody is there any more
-            await self._send(Order(kind="stop"))
+            await self._send(TrainerMessage(kind="stop"))
 
-    async def _execute(self, order: Order) -> Any:
-        number = await self._send(order)
+    async def _execute(self, message: TrainerMessage) -> Any:
+        number = await self._send(message)
         seconds, unobserved = FIRST_WAIT, 0.0
         while (answer := self._exchange.take_answer(number)) is None:
             if unobserved >= _LOOK_SECONDS and (fault := self._fault()) is not None:
@@ -70,13 +70,13 @@ class RemoteTrainer:
             raise RunStopped(f"the trainer: {answer['error']}")
         return answer["result"]
 
-    async def _send(self, order: Order) -> int:
+    async def _send(self, message: TrainerMessage) -> int:
         async with self._sending:  # first come, first served: the trainer gets batches in the order of the calls
             number = self._sent + 1
-            writing = asyncio.ensure_future(asyncio.to_thread(self._exchange.order, number, order))
+            writing = asyncio.ensure_future(asyncio.to_thread(self._exchange.send, number, message))
             try:
                 await asyncio.shield(writing)
-            finally:  # cancelled or not, the number is taken once the order is there
+            finally:  # cancelled or not, the number is taken once the message is there
                 await asyncio.wait({writing})
                 if writing.exception() is None:
                     self._sent = number

@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim.environments.base import Episode, Score
 from verbatim.errors import ComponentError, EnvironmentFault, UsageError
-from verbatim.rollouts.turn_loop import AgentLoop, EpisodeOver
+from verbatim.rollouts.agent_loop import AgentLoop, EpisodeOver
 from verbatim.rollouts.verifiers import trace as verifiers_trace
 from verbatim.rollouts.verifiers.serving import MODEL, Serving
 from verbatim.types import Example, StopReason, Trajectory
@@ -21,7 +21,7 @@ _NO_KEY = "VERBATIM_NO_KEY"
 
 
 class VerifiersEnvironment:
-    """A taskset of verifiers (0.4), played by its agents' programs.
+    """A taskset of verifiers (0.4), run by its agents' programs.
 
     verifiers renders the conversations itself, with the package `renderers`, and asks our server for exact ids. Every
     turn is recorded where it is sampled; at the end verifiers' own trace has to hold the same ids and logprobs.

@@ -15,9 +15,9 @@ from typing import Any
 
 from verbatim.errors import RecordError
 from verbatim.inference.base import Completion, Sampler, SampleRequest
-from verbatim.inference.borrowed import BorrowedSampler
-from verbatim.inference.server import serve_sampler
-from verbatim.rollouts.turn_loop import AgentLoop, EpisodeOver
+from verbatim.inference.http.server import serve_sampler
+from verbatim.inference.proxy import SamplerProxy
+from verbatim.rollouts.agent_loop import AgentLoop, EpisodeOver
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ MODEL = "policy"
 """The model's name between verifiers and our server."""
 
 
-class Switchboard(BorrowedSampler):
+class Switchboard(SamplerProxy):
     """The run's sampler, whose requests are turns of the episode that they belong to."""
 
     def __init__(self, sampler: Sampler) -> None:

@@ -20,7 +20,7 @@ from verifiers.v1.runtimes import ProgramResult, Runtime
 from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 
-from verbatim.inference.chat_answer import read_arguments
+from verbatim.inference.chat.answer import read_arguments
 
 CONTEXT_LENGTH = "context_length"
 """The stop condition of a conversation that has outgrown the model's context."""

@@ -1,0 +1,1 @@
+"""Chat completions: requests and answers as pure functions, and the client that samples with them."""

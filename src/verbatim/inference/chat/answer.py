@@ -1,0 +1,152 @@
+"""A chat-completions answer, read once: what was said, what was called, and the exact ids where a server gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.inference.http.protocol import OURS, UNKNOWN_LOGPROB
+from verbatim.types import ParseStatus, StopReason, ToolCall
+
+_STOP_REASONS = {
+    "stop": StopReason.STOP,
+    "tool_calls": StopReason.STOP,
+    "function_call": StopReason.STOP,
+    "length": StopReason.LENGTH,
+}
+
+
+class BadAnswer(ValueError):
+    """A server answered with something that is no chat completion; the text says what."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChatAnswer:
+    """One assistant message, and what it was made of.
+
+    Example: `{"choices": [{"message": {"content": "4"}, "finish_reason": "stop", "token_ids": [52]}],
+    "prompt_token_ids": [50, 43, 50]}` is the text "4", sampled as the id 52 after the ids 50 43 50.
+    """
+
+    content: str
+    """The text; "" where there is none."""
+    reasoning: str | None
+    """The thinking, where the server tells it apart."""
+    tool_calls: tuple[ToolCall, ...]
+    """Every attempted call, `raw` its arguments as they came; `id` is "" where the server gave none."""
+    stop_reason: StopReason
+    """"stop" or "length"."""
+    usage: Mapping[str, int]
+    """The server's own counts (prompt_tokens, completion_tokens, ...)."""
+    prompt_ids: Sequence[int] | None
+    """The ids of the prompt, as the server rendered it; None = it does not say."""
+    completion_ids: Sequence[int] | None
+    """The ids that were sampled; None = it does not say."""
+    logprobs: Sequence[float] | None
+    """One for each of `completion_ids`; None = it does not say, or does not know one of them."""
+    policy_versions: Sequence[int] | None = None
+    """The weights that sampled each of them; only our own servers say."""
+
+
+def read_answer(text: str) -> ChatAnswer:
+    """The body of an answer.
+
+    Raises:
+        BadAnswer: it is no JSON, or no completion with exactly one choice.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadAnswer(f"expected JSON, found {text[:80]!r}") from None
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        found = f"{len(choices)} choices" if isinstance(choices, list) else f"{text[:200]!r}"
+        raise BadAnswer(f"expected a chat completion with one choice, found {found}")
+    (choice,) = choices
+    message, finish = choice.get("message"), choice.get("finish_reason")
+    if not isinstance(message, dict):
+        raise BadAnswer(f"expected a message in the choice, found {message!r:.80}")
+    if not isinstance(finish, str) or finish not in _STOP_REASONS:
+        raise BadAnswer(f"finish_reason {finish!r:.80}; expected one of {', '.join(_STOP_REASONS)}")
+    content = message.get("content")
+    if content is None:
+        content = message.get("refusal") or ""
+    if not isinstance(content, str):
+        raise BadAnswer(f"expected text as the message's content, found {type(content).__name__}")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise BadAnswer(f"expected a list of tool calls, found {type(calls).__name__}")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    usage = body.get("usage")
+    return ChatAnswer(
+        content=_unicode(content),
+        reasoning=_unicode(reasoning) if isinstance(reasoning, str) else None,
+        tool_calls=tuple(map(_read_call, calls)),
+        stop_reason=_STOP_REASONS[finish],
+        usage={name: n for name, n in usage.items() if isinstance(n, int)} if isinstance(usage, dict) else {},
+        prompt_ids=body.get("prompt_token_ids") or choice.get("prompt_token_ids"),
+        completion_ids=choice.get("token_ids"),
+        logprobs=_read_logprobs(choice.get("logprobs")),
+        policy_versions=_read_versions(body.get(OURS), choice.get("token_ids")),
+    )
+
+
+def _read_call(item: object) -> ToolCall:
+    item = item if isinstance(item, dict) else {}
+    function = item.get("function")
+    function = function if isinstance(function, dict) else {}
+    name, given, call_id = function.get("name"), function.get("arguments"), item.get("id")
+    raw = _unicode(given) if isinstance(given, str) else "" if given is None else json.dumps(given)
+    arguments, status = read_arguments(raw)
+    if not isinstance(name, str) or not name:
+        name, status = None, "missing_name"
+    return ToolCall(
+        name=None if name is None else _unicode(name), arguments=arguments if status == "ok" else None, status=status,
+        raw=raw, id=call_id if isinstance(call_id, str) else "",
+    )  # fmt: skip
+
+
+def read_arguments(raw: str) -> tuple[dict[str, Any] | None, ParseStatus]:
+    """A call's arguments, strictly as JSON: what Python reads beyond it (NaN, half a surrogate pair) would break
+    whatever writes it later."""
+    if not raw.strip():
+        return {}, "ok"  # some servers say so of a call without arguments
+    try:
+        value = json.loads(raw, parse_constant=_refuse)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None, "invalid_json"
+    return (value, "ok") if isinstance(value, dict) else (None, "malformed_structure")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _read_logprobs(logprobs: object) -> list[float] | None:
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not isinstance(content, list):
+        return None
+    try:
+        found = [float(token["logprob"]) for token in content]
+    except (KeyError, OverflowError, TypeError, ValueError):
+        raise BadAnswer("expected a logprob for each token of logprobs.content") from None
+    return None if found and min(found) <= UNKNOWN_LOGPROB else found
+
+
+def _read_versions(ours: object, ids: object) -> list[int] | None:
+    versions = ours.get("policy_versions") if isinstance(ours, dict) else None
+    if versions is None or ids is None:
+        return None
+    if not isinstance(versions, list) or not isinstance(ids, list) or len(versions) != len(ids):
+        raise BadAnswer(f"expected a policy version for each token id, found {versions!r:.80}")
+    if not all(type(version) is int and version >= 0 for version in versions):
+        raise BadAnswer(f"expected policy versions, found {versions!r:.80}")
+    return versions
+
+
+def _unicode(text: str) -> str:
+    """JSON can spell half a surrogate pair, which has no bytes: "?" stands for it."""
+    return text.encode(errors="replace").decode()

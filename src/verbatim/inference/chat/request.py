@@ -1,0 +1,83 @@
+"""A chat-completions request: a conversation, and how to sample its next message, as JSON that any server takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verbatim.inference.base import SamplingParams
+from verbatim.inference.chat.answer import read_arguments
+from verbatim.types import Message
+
+_UNCHANGED: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "repetition_penalty": (1,),
+    "presence_penalty": (0, None), "frequency_penalty": (0, None), "logit_bias": ({}, None),
+}  # fmt: skip
+"""The values that leave the model's own distribution as it is. None = not sent; of the others a server may have a
+default of its own."""
+
+
+def chat_body(
+    model: str,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    params: SamplingParams,
+    *,
+    extra_body: Mapping[str, Any],
+    seed: int | None = None,
+    send_reasoning: bool = False,
+) -> dict[str, Any]:
+    """The JSON of one request.
+
+    What every server knows is always sent, what only some know where it is asked for. With
+    `extra_body={"return_token_ids": True}` logprobs are asked for too, and every setting is sent, because a server may
+    have defaults of its own. `extra_body` has the last word; a None in it leaves the key out.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [_wire_message(message, send_reasoning) for message in messages],
+        "temperature": params.temperature,
+        "max_tokens": params.max_tokens,
+    }
+    everything = bool(extra_body.get("return_token_ids"))
+    if params.top_p < 1 or everything:
+        body["top_p"] = params.top_p
+    if params.top_k or everything:
+        body["top_k"] = params.top_k or -1
+    if params.min_p or everything:
+        body["min_p"] = params.min_p
+    if params.stop_token_ids:
+        body["stop_token_ids"] = list(params.stop_token_ids)
+    if everything:
+        body |= {"repetition_penalty": 1.0, "logprobs": True}
+    if tools:
+        body["tools"] = [dict(tool) for tool in tools]
+    if seed is not None:
+        body["seed"] = seed
+    return {name: value for name, value in {**body, **extra_body}.items() if value is not None}
+
+
+def samples_as_modelled(body: Mapping[str, Any]) -> bool:
+    """Whether a request samples from the model's own distribution: then every server's logprobs are of it."""
+    return all(body.get(name) in unchanged for name, unchanged in _UNCHANGED.items())
+
+
+def _wire_message(message: Message, send_reasoning: bool) -> dict[str, Any]:
+    """A message as servers take it: arguments as text, and text that is a JSON object, or they refuse the request."""
+    wire: dict[str, Any] = dict(message)
+    if not send_reasoning:
+        wire.pop("reasoning_content", None)
+    if message.get("tool_calls"):
+        wire["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _wire_arguments(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return wire
+
+
+def _wire_arguments(arguments: str | Mapping[str, Any]) -> str:
+    if not isinstance(arguments, str):
+        return json.dumps(arguments, ensure_ascii=False)
+    value, _ = read_arguments(arguments)
+    return arguments if value else "{}"

@@ -1,0 +1,154 @@
+"""The forward pass of the common decoder layer as plain tensor operations, for models that are known to compute it.
+
+A small model spends more time in the machinery around its layers than in them. What is computed here is
+
+    h += o(attend(rope(norm(q(x))), rope(norm(k(x))), v(x)))   with x = rms_norm(h)
+    h += down(silu(gate(x)) * up(x))                           with x = rms_norm(h)
+
+from the model's own parameters, with its own position encoding. `fast_backbone` takes only classes that it knows, and
+only after both have given the same hidden states. Every other model runs as `transformers` wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verbatim.models.attention import AttentionPlan, WholeSequencePlan
+from verbatim.models.head import CausalLM
+
+_KNOWN = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
+_PROBE = 48
+"""Tokens on which both must agree; more than the tests' sliding windows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What a layer tells attention beside queries, keys and values."""
+
+    scale: float
+    """Of the queries."""
+    sliding_window: int | None
+    """Keys that a query may look back at; None = all."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Layer:
+    """One decoder layer's modules, and how it attends."""
+
+    before_attention: nn.Module
+    attention: Any
+    before_mlp: nn.Module
+    mlp: Any
+    call: AttentionCall
+
+
+class FastBackbone:
+    """`CausalLM.hidden` for one model, without its modules' `forward`.
+
+    Legend: T tokens of the pass, H query heads, K key/value heads, D head size, W width.
+
+    Args:
+        model: of a known class, in float32.
+        calls: what each of its layers tells attention.
+        context_length: positions are below this.
+    """
+
+    def __init__(self, model: CausalLM, calls: Sequence[AttentionCall], context_length: int) -> None:
+        backbone = model.backbone
+        self._embedding = backbone.embed_tokens
+        self._norm = backbone.norm
+        self._layers = [
+            _Layer(before_attention=layer.input_layernorm, attention=layer.self_attn,
+                   before_mlp=layer.post_attention_layernorm, mlp=layer.mlp, call=call)
+            for layer, call in zip(backbone.layers, calls, strict=True)
+        ]  # fmt: skip
+        self._head_size = int(backbone.layers[0].self_attn.head_dim)
+        positions = torch.arange(context_length, device=model.device)[None]
+        cos, sin = backbone.rotary_emb(model.output.weight[:1], positions)
+        self._cos, self._sin = cos[0, :, None].clone(), sin[0, :, None, : self._head_size // 2].clone()
+
+    def hidden(self, input_ids_T: Tensor, position_ids_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """Last hidden states, [T, W], after the final norm."""
+        h = F.embedding(input_ids_T, self._embedding.weight)
+        cos, sin = self._cos[position_ids_T], self._sin[position_ids_T]
+        for index, layer in enumerate(self._layers):
+            h = self._attended(h, index, layer, cos, sin, plan)
+            x = _normed(layer.before_mlp, h)
+            gated = F.silu(_linear(layer.mlp.gate_proj, x)).mul_(_linear(layer.mlp.up_proj, x))
+            h = _added(h, layer.mlp.down_proj, gated)
+        return _normed(self._norm, h)
+
+    def _attended(self, h: Tensor, index: int, layer: _Layer, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+        attention = layer.attention
+        x = _normed(layer.before_attention, h)
+        heads = (len(h), -1, self._head_size)
+        query, key = _linear(attention.q_proj, x).view(heads), _linear(attention.k_proj, x).view(heads)
+        value = _linear(attention.v_proj, x).view(heads)
+        if hasattr(attention, "q_norm"):
+            query, key = _normed(attention.q_norm, query), _normed(attention.k_norm, key)
+        num_heads = query.shape[1]
+        rotated = _rotated(torch.cat([query, key], dim=1), cos, sin)
+        query, key = rotated[:, :num_heads], rotated[:, num_heads:]
+        out = plan.attend(
+            index, query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
+            scale=layer.call.scale, sliding_window=layer.call.sliding_window,
+        )  # fmt: skip
+        return _added(h, attention.o_proj, out.reshape(len(h), -1))
+
+
+def fast_backbone(model: CausalLM, calls: Sequence[AttentionCall], context_length: int) -> FastBackbone | None:
+    """The model's forward pass in its lean form; None where it is not known to be the same."""
+    if not _is_known(model):
+        return None
+    lean = FastBackbone(model, calls, context_length)
+    length = min(_PROBE, context_length)
+    positions = torch.arange(length, device=model.device)
+    ids = (positions * 7919 + 1) % model.vocab_size
+    theirs = model.hidden(ids, positions, WholeSequencePlan())
+    ours = lean.hidden(ids, positions, WholeSequencePlan())
+    tolerance = 1e-5 * max(1.0, float(theirs.abs().max()))
+    return lean if bool((ours - theirs).abs().max() <= tolerance) else None
+
+
+def _is_known(model: CausalLM) -> bool:
+    backbone = model.backbone
+    kind = type(backbone)
+    if kind.__name__ not in _KNOWN or not kind.__module__.startswith("transformers.models."):
+        return False
+    if model.output.weight.dtype != torch.float32 or model.config.hidden_act != "silu":
+        return False  # in bfloat16 the order of roundings matters
+    for module in backbone.modules():
+        touched = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        projects = isinstance(module, nn.Linear) and type(module) is not nn.Linear
+        if touched or projects:
+            return False
+    return True
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight, module.bias)
+
+
+def _added(h: Tensor, module: Any, x: Tensor) -> Tensor:
+    """h + module(x)."""
+    return torch.addmm(h, x, module.weight.t()) if module.bias is None else h + _linear(module, x)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (x[i], x[i + D/2]) turned by its angle: x * cos + rotate_half(x) * sin."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    out = x * cos
+    out[..., :half].addcmul_(second, sin, value=-1)
+    out[..., half:].addcmul_(first, sin)
+    return out

@@ -1,0 +1,97 @@
+"""Before a model is sampled from: does a tiny copy, decoded with a cache, give the logprobs of its own attention?"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from verbatim.errors import ModelError
+from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.inference.embedded.decoder import Decoder, DecoderConfig
+from verbatim.machine_faults import is_out_of_memory
+from verbatim.models.head import CausalLM
+from verbatim.models.own_attention import (
+    FAULTS,
+    LENGTH,
+    TOLERANCE,
+    TinyPair,
+    describe,
+    mask_settings,
+    probe_ids,
+    tiny_pair,
+)
+from verbatim.models.round_trip import check_round_trip
+from verbatim.models.tiny import WINDOW
+
+_NEW_TOKENS = LENGTH // 2
+
+
+def refuse_other_decoding(model: CausalLM, config: DecoderConfig) -> None:
+    """Sample from a tiny copy and compare with a forward pass of `transformers` over what came out.
+
+    Args:
+        model: As it was loaded.
+        config: How its decoder will share its passes.
+
+    Raises:
+        ModelError: what was sampled has other logprobs, or the weights that a trainer saves do not load.
+    """
+    pair = tiny_pair(model.model, planned=True)
+    check_round_trip(pair.own)
+    fault = decoding_fault(pair, deterministic=config.deterministic)
+    if fault is not None:
+        raise ModelError(
+            f"{type(model.model).__name__}{mask_settings(model.model.config)} cannot be sampled from by the embedded "
+            f"sampler: in a small copy, {fault}; use an inference server that knows this architecture"
+        )
+
+
+def decoding_fault(pair: TinyPair, *, deterministic: bool = False) -> str | None:
+    """What is wrong with cached decoding: None, or a sentence for a message. Prompts of two lengths, in parts, then
+    tokens one by one past the windows of a tiny copy, then a second turn on what is cached."""
+    config = DecoderConfig(num_slots=2, context_length=2 * LENGTH, prefill_chunk=WINDOW - 3,
+                           deterministic=deterministic, keep_cache=False)  # fmt: skip
+    try:
+        decoder = Decoder(pair.ours, config, version=0)
+        ids = probe_ids(pair, LENGTH).numpy().astype(np.int32)
+        params = SamplingParams(max_tokens=_NEW_TOKENS)
+        first = [SampleRequest(prompt_ids=prompt, params=params, seed=seed, session=str(seed))
+                 for seed, prompt in enumerate([ids[: LENGTH // 2], ids[LENGTH // 2 :][:5]])]  # fmt: skip
+        (longer, _), worst = _sample(decoder, pair, first)
+        params = dataclasses.replace(params, max_tokens=2)
+        again = SampleRequest(prompt_ids=np.concatenate([longer, ids[:4]]), params=params, seed=2, session="0")
+        worst = max(worst, _sample(decoder, pair, [again])[1])
+    except ModelError:
+        raise
+    except FAULTS as error:
+        if is_out_of_memory(error):
+            raise
+        return f"decoding fails ({describe(error)})"
+    return f"sampled logprobs differ by {worst:.1g} from those of its own attention" if worst > TOLERANCE else None
+
+
+@torch.no_grad()
+def _sample(decoder: Decoder, pair: TinyPair, requests: list[SampleRequest]) -> tuple[list[np.ndarray], float]:
+    """Prompt and completion of each request, and the largest difference between what was recorded and what is so."""
+    table = decoder.table
+    slots = [decoder.add(request) for request in requests]
+    running = set(slots)
+    while running:
+        ended, failed = decoder.step()
+        assert not len(failed), "logits that are not finite"
+        running -= set(ended.tolist())
+    found, worst = [], 0.0
+    for slot in slots:
+        assert slot is not None
+        new = slice(int(table.prompt_length[slot]), int(table.length[slot]))
+        ids = table.ids[slot, : new.stop].copy()
+        recorded = torch.from_numpy(table.logprobs[slot, new].copy())
+        own = pair.own_logprobs(torch.from_numpy(ids).long())[new.start - 1 :]
+        worst = max(worst, float((recorded - own).abs().nan_to_num(nan=torch.inf).max()))
+        found.append(ids)
+    for slot in slots:
+        assert slot is not None
+        decoder.release(slot)
+    return found, worst

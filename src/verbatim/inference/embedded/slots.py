@@ -1,0 +1,209 @@
+"""What every slot of the sampler holds, as arrays with one row per slot, so that a decode step is a few numpy calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbatim.inference.base import SampleRequest
+from verbatim.inference.embedded.sampling import seed_key
+from verbatim.token_tree import common_prefix_length
+from verbatim.types import Int32
+
+Slots = NDArray[np.intp]
+
+WAIT_FOR_PREFIX = 32
+"""Prompt tokens another sequence must be about to compute for a request to wait a step and copy them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a request goes, and what it need not compute."""
+
+    slot: int
+    """An idle slot of the batch."""
+    source: int
+    """The slot that holds its longest known prefix; may be `slot` itself."""
+    reused: int
+    """Tokens of that prefix."""
+
+
+class SlotTable:
+    """S slots: the first `num_batch` of them decode, the others only keep prefixes of sequences that may come back.
+
+    A sequence has `length` known ids, of which the keys and values of the first `computed` are cached. A decoding
+    sequence is one id ahead; more than one is a prompt to process. Cleared caches are therefore rebuilt by setting
+    `computed` to 0, from the exact ids.
+    """
+
+    def __init__(self, num_batch: int, num_parked: int, context_length: int) -> None:
+        slots = num_batch + num_parked
+        self.num_batch = num_batch
+        self.ids = np.zeros((slots, context_length), dtype=np.int32)
+        self.logprobs = np.zeros((slots, context_length), dtype=np.float32)
+        self.versions = np.zeros((slots, context_length), dtype=np.int32)
+        self.length = np.zeros(slots, dtype=np.int64)
+        self.computed = np.zeros(slots, dtype=np.int64)
+        self.prompt_length = np.zeros(slots, dtype=np.int64)
+        self.limit = np.zeros(slots, dtype=np.int64)
+        self.rebuild_until = np.zeros(slots, dtype=np.int64)
+        self.active = np.zeros(slots, dtype=np.bool_)
+        self.arrival = np.zeros(slots, dtype=np.int64)
+        self.last_used = np.zeros(slots, dtype=np.int64)
+        self.cache_version = np.zeros(slots, dtype=np.int64)
+        self.session: list[str] = [""] * slots
+        self._slot_of: dict[str, int] = {}
+        self.keys = np.zeros(slots, dtype=np.uint64)
+        self.temperature = np.ones(slots, dtype=np.float32)
+        self.top_k = np.zeros(slots, dtype=np.int64)
+        self.top_p = np.ones(slots, dtype=np.float32)
+        self.min_p = np.zeros(slots, dtype=np.float32)
+        self.truncates = np.zeros(slots, dtype=np.bool_)
+        self.stop_ids: list[frozenset[int]] = [frozenset()] * slots
+        self._clock = 0
+
+    def place(self, prompt: Int32, session: str, version: int, *, keep: bool) -> Placement | None:
+        """Choose a slot for a request; None if it has to wait.
+
+        Order of preference: the idle slot of its own session, then the one least recently used. A cached prefix is
+        reused if the weights of `version` computed it or, with `keep`, if it is the session's own.
+        """
+        idle = np.flatnonzero(~self.active[: self.num_batch])
+        if not len(idle):
+            return None
+        own = self._slot_of.get(session)
+        if own is not None and not keep and self.cache_version[own] != version:
+            own = None
+        at_home = self._cached(own, prompt) if own is not None else 0
+        best = Placement(slot=own or 0, source=own or 0, reused=at_home)
+        found = self._longest_prefix(prompt, version, best)
+        if found is None:
+            return None
+        best = found
+        slot = own if own is not None and at_home and own < self.num_batch and not self.active[own] else None
+        if slot is None:
+            slot = int(idle[np.argmin(self.last_used[idle])])
+        source = best.source
+        if not best.reused or (self.cache_version[slot] == version and self._cached(slot, prompt) == best.reused):
+            source = slot
+        return Placement(slot=slot, source=source, reused=best.reused)
+
+    def _cached(self, slot: int, prompt: Int32) -> int:
+        """Leading ids of a prompt whose keys and values a slot holds.
+
+        The last one never counts: it is always computed, because its hidden state gives the first token.
+        """
+        most = min(len(prompt) - 1, int(self.computed[slot]))
+        return common_prefix_length(self.ids[slot, :most], prompt[:most])
+
+    def _longest_prefix(self, prompt: Int32, version: int, best: Placement) -> Placement | None:
+        """The best source among all slots; None to wait for a sequence that is about to compute a longer prefix."""
+        longest = len(prompt) - 1
+        while best.reused < longest:
+            # Whoever caches more must have the next id; each that is found leaves fewer to look at.
+            at = best.reused
+            usable = (self.computed > at) & (self.cache_version == version)
+            (some,) = np.nonzero(usable & (self.ids[:, at] == prompt[at]))
+            for slot in some[np.argsort(-self.computed[some], kind="stable")].tolist():
+                cached = self._cached(slot, prompt)
+                if cached > at:
+                    best = Placement(slot=best.slot, source=slot, reused=cached)
+                    break
+            else:
+                break
+        need = best.reused + WAIT_FOR_PREFIX
+        (busy,) = np.nonzero(self.active & (self.length - self.computed > 1) & (self.length >= need))
+        for slot in busy[self.cache_version[busy] == version].tolist() if longest >= need else ():
+            if np.array_equal(self.ids[slot, :need], prompt[:need]):
+                return None
+        return best
+
+    def parking_place(self) -> int | None:
+        """The parked slot least recently used; None without parked slots."""
+        if self.num_batch == len(self.session):
+            return None
+        return self.num_batch + int(np.argmin(self.last_used[self.num_batch :]))
+
+    def move(self, source: int, target: int) -> None:
+        """Note that `target` now caches what `source` caches, and `source` nothing."""
+        length = int(self.length[source])
+        self.ids[target, :length] = self.ids[source, :length]
+        for column in (self.computed, self.length, self.cache_version, self.last_used):
+            column[target] = column[source]
+        session = self.session[source]
+        self.forget(source)
+        self._name(target, session)
+
+    def _name(self, slot: int, session: str) -> None:
+        """The slot holds the newest sequence of this session."""
+        if self._slot_of.get(self.session[slot]) == slot:
+            del self._slot_of[self.session[slot]]
+        self.session[slot] = session
+        if session:
+            self._slot_of[session] = slot
+
+    def forget(self, slot: int) -> None:
+        """The slot caches nothing any more and is the next to be taken."""
+        self.computed[slot] = 0
+        self.last_used[slot] = 0
+        self._name(slot, "")
+
+    def start(self, slot: int, request: SampleRequest, reused: int, cache_version: int) -> None:
+        """Put a request into a slot whose first `reused` tokens are cached."""
+        prompt, params = request.prompt_ids, request.params
+        self.ids[slot, : len(prompt)] = prompt
+        self.length[slot] = self.prompt_length[slot] = len(prompt)
+        self.computed[slot] = reused
+        self.rebuild_until[slot] = 0
+        self.limit[slot] = min(len(prompt) + params.max_tokens, self.ids.shape[1])
+        self.cache_version[slot] = cache_version
+        self._name(slot, request.session)
+        self.keys[slot] = seed_key(request.seed)
+        self.temperature[slot] = params.temperature
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = params.top_k, params.top_p, params.min_p
+        self.truncates[slot] = params.truncates
+        self.stop_ids[slot] = frozenset(params.stop_token_ids)
+        self.active[slot] = True
+        self._clock += 1
+        self.arrival[slot] = self._clock
+
+    def release(self, slot: int) -> None:
+        """End a sequence; what is cached of it stays until the slot is taken."""
+        self.active[slot] = False
+        self._clock += 1
+        self.last_used[slot] = self._clock
+
+    def rebuild_all(self, version: int) -> None:
+        """Weights changed: nothing cached is valid; sequences in flight are processed again from their ids."""
+        self.cache_version[:] = version
+        self.rebuild_until = np.where(self.active, np.maximum(self.rebuild_until, self.computed), 0)
+        self.computed[:] = 0
+
+    def append(self, slots: Slots, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> Slots:
+        """Add one sampled token to each sequence; returns those that end with it."""
+        at = self.length[slots]
+        self.ids[slots, at] = tokens
+        self.logprobs[slots, at] = logprobs
+        self.versions[slots, at] = version
+        self.length[slots] = at + 1
+        return slots[self.stopped(slots) | (at + 1 >= self.limit[slots])]
+
+    def num_new(self, slot: int) -> int:
+        """Tokens that were drawn for the sequence of this slot."""
+        return int(self.length[slot] - self.prompt_length[slot])
+
+    def stopped(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which sequences' last id is one of their stop ids; costs the same however many of those there are."""
+        last = self.ids[slots, self.length[slots] - 1].tolist()
+        hits = [token in self.stop_ids[slot] for slot, token in zip(slots.tolist(), last, strict=True)]
+        return np.array(hits, dtype=np.bool_)
+
+    def snapshot(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How far every sequence is; `restore` goes back to it if a pass does not come to its end."""
+        return self.length.copy(), self.computed.copy()
+
+    def restore(self, before: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
+        """Forget what a pass did: its tokens are drawn again, and are the same, as randomness is by position."""
+        self.length[:], self.computed[:] = before

@@ -1,0 +1,307 @@
+"""The endpoints of a sampler's server: each reads a request, asks the sampler while the client is there, answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import logging
+import os
+import random
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from verbatim.errors import RecordError, UsageError, VerbatimError
+from verbatim.inference.base import Sampler, failure_of
+from verbatim.inference.http import protocol
+from verbatim.inference.http.chat_desk import ChatDesk
+from verbatim.inference.http.limits import ServerLimits
+from verbatim.inference.http.protocol import brief
+from verbatim.inference.http.request_body import Refused, check_model, read_json, read_name, read_request, refuse_others
+from verbatim.inference.validation import check_ids, check_temperature, check_version
+from verbatim.texts import cut
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SESSION_HEADER = "x-session-id"
+"""What clients of vLLM call a session."""
+_STOPPING = "the server is stopping"
+_AT_ONCE = 16
+"""Requests whose head is read in one turn of the event loop, so that thousands that come together delay no other."""
+_LONGEST_MESSAGE = 2000
+_LARGEST = sys.float_info.max
+"""An integer of JSON may be larger than any float."""
+
+
+class _ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class SamplerApp:
+    """An ASGI application over a sampler. See `server.serve_sampler` for its arguments."""
+
+    def __init__(
+        self, sampler: Sampler, *, desk: ChatDesk | None, end_ids: Collection[int], model: str, api_key: str | None,
+        seed: int | None, limits: ServerLimits, weights_folder: Path | None, hosts: Collection[str],
+    ) -> None:  # fmt: skip
+        self._sampler = sampler
+        self._desk = desk
+        self._end_ids = end_ids
+        self._model = model
+        self._api_key = api_key
+        self._limits = limits
+        self._weights_folder = None if weights_folder is None else weights_folder.resolve()
+        self._hosts = {name.lower() for name in hosts}
+        self._random = random.Random(seed)
+        self._stopped = asyncio.Event()
+        self._heads = asyncio.Semaphore(_AT_ONCE)
+        self._started = int(time.time())
+        self._app = Starlette(routes=[
+            Route("/health", self._health),
+            Route("/v1/models", self._guarded(self._models)),
+            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route(protocol.SAMPLER, self._guarded(self._describe)),
+            Route(protocol.GENERATE, self._guarded(self._generate), methods=["POST"]),
+            Route(protocol.PROMPT_LOGPROBS, self._guarded(self._prompt_logprobs), methods=["POST"]),
+            Route(protocol.WEIGHTS, self._guarded(self._update_weights), methods=["POST"]),
+        ])  # fmt: skip
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        async with self._heads:
+            await asyncio.sleep(0)
+        await self._app(scope, receive, send)
+
+    def stop(self) -> None:
+        """Answer what is in flight with 503, now."""
+        self._stopped.set()
+
+    # ---- what is told
+
+    async def _health(self, request: Request) -> Response:
+        failure = failure_of(self._sampler)
+        return JSONResponse({"status": "ok"}) if failure is None else _refusal(503, failure)
+
+    async def _models(self, request: Request) -> dict[str, Any]:
+        card = {"id": self._model, "object": "model", "created": self._started, "owned_by": "verbatim",
+                "max_model_len": self._sampler.context_length}  # fmt: skip
+        return {"object": "list", "data": [card]}
+
+    async def _describe(self, request: Request) -> dict[str, Any]:
+        return {"model": self._model, "context_length": self._sampler.context_length,
+                "vocab_size": self._sampler.vocab_size, "policy_version": self._sampler.policy_version}  # fmt: skip
+
+    # ---- what is sampled
+
+    async def _generate(self, request: Request) -> dict[str, Any]:
+        room, vocab_size = self._sampler.context_length, self._sampler.vocab_size
+        body = read_json(await self._body(request, self._limits.ids_body(room)))
+        check_model(body, self._model)
+        request_id = read_name(body, "request_id")
+        sample, logprobs = read_request(
+            body,
+            seed=self._random.getrandbits(63),
+            room=room,
+            end_ids=[token for token in self._end_ids if token < vocab_size],
+            session=request.headers.get(SESSION_HEADER, ""),
+        )
+        completion = await self._while_there(request, self._sampler.generate(sample))
+        return protocol.completion_body(
+            completion,
+            request_id=request_id or str(uuid.uuid4()),
+            model=self._model,
+            seed=sample.seed,
+            num_prompt_tokens=len(sample.prompt_ids),
+            policy_version=self._sampler.policy_version,
+            logprobs=logprobs,
+        )
+
+    async def _chat(self, request: Request) -> dict[str, Any]:
+        if self._desk is None:
+            raise Refused(404, "this server was started without a renderer, so it takes token ids only: "
+                          f"POST {protocol.GENERATE}")  # fmt: skip
+        room = self._sampler.context_length
+        data = await self._body(request, self._limits.chat_body(room))
+        asked = await self._while_there(request, self._desk.read(
+            bytes(data), model=self._model, room=room, vocab_size=self._sampler.vocab_size,
+            seed=self._random.getrandbits(63), session=request.headers.get(SESSION_HEADER, "")[:_LONGEST_MESSAGE],
+        ))  # fmt: skip
+        completion = await self._while_there(request, self._sampler.generate(asked.request))
+        return await self._desk.answer(asked, completion, model=self._model, created=int(time.time()),
+                                       policy_version=self._sampler.policy_version)  # fmt: skip
+
+    async def _prompt_logprobs(self, request: Request) -> dict[str, Any]:
+        room = self._sampler.context_length
+        body = read_json(await self._body(request, self._limits.ids_body(room)))
+        check_model(body, self._model)
+        refuse_others(body, {"token_ids", "temperature", "model"}, {}, where="request")
+        ids = protocol.read_ids(body.get("token_ids"), "token_ids", room)
+        ids = check_ids(ids, self._sampler.vocab_size, "token_ids")
+        temperature = body.get("temperature", 1.0)
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or abs(temperature) > _LARGEST:
+            raise RecordError(f"temperature = {brief(temperature)}; expected a number above 0")
+        check_temperature(temperature)
+        scored = await self._while_there(request, self._sampler.prompt_logprobs(ids, float(temperature)))
+        return {"logprobs": [None, *scored.tolist()[1:]], "policy_version": self._sampler.policy_version}
+
+    async def _update_weights(self, request: Request) -> dict[str, Any]:
+        """Where a request comes from says nothing: behind a proxy all come from this machine."""
+        if self._api_key is None and self._weights_folder is None:
+            raise Refused(403, "weights are taken with an api key, or from a folder that was named when the server "
+                          "was started (--weights-folder); this one has neither")  # fmt: skip
+        body = read_json(await self._body(request, self._limits.small_body()))
+        refuse_others(body, {"path", "version"}, {}, where="request")
+        path, version = body.get("path"), body.get("version")
+        if not isinstance(path, str) or type(version) is not int:
+            raise UsageError(f'expected {{"path": folder, "version": integer}}, found path = {brief(path)}, '
+                             f"version = {brief(version)}")  # fmt: skip
+        check_version(version)
+        await self._sampler.update_weights(await asyncio.to_thread(self._weights_at, path), version)
+        return {"policy_version": self._sampler.policy_version}
+
+    def _weights_at(self, path: str) -> Path:
+        """The folder of this path, if weights may come from there."""
+        try:
+            folder = Path(path).resolve()
+            os.fsencode(folder)
+        except (OSError, ValueError, RuntimeError) as error:  # a null character, a loop of links, half a surrogate pair
+            raise UsageError(f"path = {brief(path)} is not a path: {error}") from None
+        if self._weights_folder is not None and not folder.is_relative_to(self._weights_folder):
+            raise Refused(403, f"path = {brief(path)} is outside of the folder that weights are taken from")
+        return folder
+
+    # ---- what all have in common
+
+    def _guarded(
+        self, endpoint: Callable[[Request], Awaitable[dict[str, Any]]]
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint behind the key, its answer as JSON, our errors as OpenAI writes them."""
+
+        async def guarded(request: Request) -> Response:
+            answer = await answered(request)
+            if 400 <= answer.status_code < 500 and self._limits.refusal_seconds:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._limits.refusal_seconds):
+                        await self._stopped.wait()
+            return answer
+
+        async def answered(request: Request) -> Response:
+            try:
+                if self._stopped.is_set():
+                    raise Refused(503, _STOPPING)
+                self._check_engine()
+                self._check_key(request)
+                self._check_host(request)
+                return JSONResponse(await endpoint(request))
+            except (_ClientGone, ClientDisconnect):
+                return Response(status_code=499)  # the client has hung up
+            except Refused as error:
+                return _refusal(error.status, str(error))
+            except VerbatimError as error:
+                failure = failure_of(self._sampler)
+                if failure is not None:
+                    return _refusal(503, failure)
+                status, body = protocol.error_body(error)
+                body["error"]["message"] = cut(body["error"]["message"], _LONGEST_MESSAGE)
+                if status >= 500:
+                    logger.warning("a request failed: %s", cut(str(error)))
+                return _told(status, body)
+            except (OverflowError, RecursionError, UnicodeError) as error:  # numbers, depths and texts that are none
+                return _refusal(400, f"the request cannot be taken: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE])
+
+        return guarded
+
+    def _check_engine(self) -> None:
+        failure = failure_of(self._sampler)
+        if failure is not None:
+            raise Refused(503, failure)
+
+    def _check_host(self, request: Request) -> None:
+        """A page of the web whose name leads to this address is not to speak to the server through its reader's
+        browser: without a key, a request names an address, or a name that the server was told."""
+        given = request.headers.get("host")
+        if self._api_key is not None or given is None:
+            return
+        name = given.rpartition("]")[0].lstrip("[") if given.startswith("[") else given.partition(":")[0]
+        if name.lower() in self._hosts or "*" in self._hosts:
+            return
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            raise Refused(403, f"Host: {brief(given)} is not a name of this server; start it with --allow-host, or "
+                          "with an api key") from None  # fmt: skip
+
+    def _check_key(self, request: Request) -> None:
+        if self._api_key is None:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._api_key.encode()):
+            raise Refused(401, "expected the server's api key as a bearer token")
+
+    async def _body(self, request: Request, most: int) -> bytearray:
+        """The bytes of a request that says they are JSON: at most so many, and in time."""
+        if not request.headers.get("content-type", "").startswith("application/json"):
+            # Also keeps web pages out: a browser sends them nothing of this type unless we allowed it.
+            raise Refused(415, "expected a body of content-type application/json")
+        length = request.headers.get("content-length")
+        if length is None:
+            raise Refused(411, "expected a content-length; bodies in chunks are not taken")
+        too_large = f"the request is larger than {most} bytes, more than a full context of this model can need"
+        if int(length) > most:  # that it is a number has been seen to
+            raise Refused(413, too_large)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                async for chunk in request.stream():
+                    data += chunk
+        except TimeoutError:
+            raise Refused(408, f"the body did not come within {self._limits.body_seconds:g} s") from None
+        return data
+
+    async def _while_there(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """What the sampler answers; cancelled if the client hangs up or the server stops."""
+        working = asyncio.ensure_future(work)
+        others = [asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(self._stopped.wait())]
+        try:
+            await asyncio.wait([working, *others], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            if self._stopped.is_set():
+                raise Refused(503, _STOPPING)
+            raise _ClientGone
+        finally:
+            for task in (working, *others):
+                task.cancel()
+            await asyncio.gather(working, *others, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has hung up; its body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal(status: int, message: str) -> Response:
+    kind = "invalid_request_error" if status < 500 else "unavailable"
+    told = _told(status, {"error": {"message": message, "type": kind, "code": status}})
+    if status in (408, 411):  # the rest of the body is not waited for
+        told.headers["connection"] = "close"
+    return told
+
+
+def _told(status: int, body: dict[str, Any]) -> Response:
+    """In ASCII: a message may quote what UTF-8 cannot hold."""
+    return Response(json.dumps(body), status_code=status, media_type="application/json")

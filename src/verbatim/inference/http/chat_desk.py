@@ -1,0 +1,300 @@
+"""Where conversations become token ids and completions become messages: never on the event loop.
+
+A template is a program and a tokenizer takes seconds for a megabyte, all of it under Python's lock. So a server for
+untrusted clients does it in processes beside it, which can be killed; one that serves its own run, on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import heapq
+import itertools
+import logging
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verbatim.errors import UsageError, VerbatimError
+from verbatim.inference.base import Completion
+from verbatim.inference.http.chat_endpoint import ChatRequest, answer_chat, read_chat
+from verbatim.inference.http.limits import ServerLimits
+from verbatim.inference.http.request_body import Refused
+from verbatim.renderers.base import Renderer
+from verbatim.renderers.recipe import describe_renderer
+
+logger = logging.getLogger(__name__)
+
+SMALL = 2**14
+"""Bytes of a request that need not wait behind large ones: with several processes, one takes no others."""
+START_SECONDS = 120.0
+"""For a process to load the renderer."""
+_MOST_WAITING = 1024
+_MOST_BYTES = 2**28
+"""Bytes of all waiting requests together."""
+_HEADER = struct.Struct("!Q")
+
+
+class ChatDesk(Protocol):
+    """Reads chat requests and writes their answers."""
+
+    async def read(self, data: bytes, **about: Any) -> ChatRequest:
+        """`server_chat.read_chat` of a body."""
+
+    async def answer(self, asked: ChatRequest, completion: Completion, **about: Any) -> dict[str, Any]:
+        """`server_chat.answer_chat` of a completion."""
+
+    async def close(self) -> None:
+        """Let go of threads and processes."""
+
+
+class ThreadDesk:
+    """One thread of this process, for a renderer that no other code uses meanwhile."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verbatim-chat")
+
+    async def read(self, data: bytes, **about: Any) -> ChatRequest:
+        """`server_chat.read_chat` of a body."""
+        read: ChatRequest = await self._run(functools.partial(read_chat, data, self._renderer, **about))
+        return read
+
+    async def answer(self, asked: ChatRequest, completion: Completion, **about: Any) -> dict[str, Any]:
+        """`server_chat.answer_chat` of a completion."""
+        answer: dict[str, Any] = await self._run(
+            functools.partial(answer_chat, asked, completion, self._renderer, **about)
+        )
+        return answer
+
+    async def close(self) -> None:
+        """Let go of the thread, once it has done what it is at."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+@dataclass(eq=False)
+class _Task:
+    """Something for a process to do."""
+
+    frame: bytes
+    size: int
+    """Bytes that it is about; the smallest comes first."""
+    future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class ProcessDesk:
+    """Processes beside this one. One that takes too long for a request is ended with it, and started anew.
+
+    Args:
+        renderer: The model's; made again in each process.
+        processes: How many. With two or more, the first takes small requests only.
+        limits: How long a request may take.
+
+    Raises:
+        UsageError: the renderer cannot travel to another process.
+    """
+
+    def __init__(self, renderer: Renderer, processes: int, limits: ServerLimits) -> None:
+        try:
+            self._recipe = pickle.dumps(describe_renderer(renderer))
+        except Exception as error:  # a custom renderer's parts raise anything
+            raise UsageError(f"renderer {renderer.name!r} cannot be made again in another process ({error}); serve "
+                             "with chat_processes = 0") from error  # fmt: skip
+        self._seconds = limits.render_seconds
+        self._tasks: list[tuple[int, int, _Task]] = []
+        self._bytes = 0
+        self._numbers = itertools.count()
+        self._changed = asyncio.Condition()
+        self._ready = [asyncio.get_running_loop().create_future() for _ in range(processes)]
+        self._workers = [
+            asyncio.create_task(self._work(most=SMALL if k == 0 and processes > 1 else None, ready=self._ready[k]),
+                                name=f"chat-process-{k}")
+            for k in range(processes)
+        ]  # fmt: skip
+
+    async def start(self) -> None:
+        """Wait until all processes have loaded the renderer.
+
+        Raises:
+            UsageError: one cannot; says why.
+        """
+        await asyncio.gather(*self._ready)
+
+    async def read(self, data: bytes, **about: Any) -> ChatRequest:
+        """`server_chat.read_chat` of a body.
+
+        Raises:
+            Refused: it takes too long, or too many wait already.
+            VerbatimError: as `read_chat` does.
+        """
+        read: ChatRequest = await self._ask("read", len(data), data, about)
+        return read
+
+    async def answer(self, asked: ChatRequest, completion: Completion, **about: Any) -> dict[str, Any]:
+        """`server_chat.answer_chat` of a completion."""
+        answer: dict[str, Any] = await self._ask("answer", 0, asked, completion, about)
+        return answer
+
+    async def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        for ready in self._ready:
+            ready.cancel()
+
+    async def _ask(self, *call: Any) -> Any:
+        _, size, *_ = call
+        if len(self._tasks) >= _MOST_WAITING or self._bytes + size > _MOST_BYTES:
+            raise Refused(503, "too many conversations wait to be rendered; try again")
+        task = _Task(frame=pickle.dumps(call), size=size)
+        async with self._changed:
+            heapq.heappush(self._tasks, (size, next(self._numbers), task))
+            self._bytes += size
+            self._changed.notify_all()
+        return await task.future
+
+    async def _next(self, most: int | None) -> _Task:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._tasks and (most is None or self._tasks[0][0] <= most))
+            _, _, task = heapq.heappop(self._tasks)
+            self._bytes -= task.size
+            return task
+
+    async def _work(self, most: int | None, ready: asyncio.Future[None]) -> None:
+        while True:
+            try:
+                process = await _start(self._recipe)
+            except UsageError as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                    return
+                logger.warning("%s", error)  # it could before: memory may be short, for a while
+                await asyncio.sleep(1.0)
+                continue
+            if not ready.done():
+                ready.set_result(None)
+            try:
+                while await self._serve(process, await self._next(most)):
+                    pass
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+
+    async def _serve(self, process: asyncio.subprocess.Process, task: _Task) -> bool:
+        """Whether the process can take another task."""
+        if task.future.cancelled():  # the client hung up
+            return True
+        try:
+            async with asyncio.timeout(self._seconds):
+                await _send(process, task.frame)
+                outcome = await _receive(process)
+        except TimeoutError:
+            _settle(task, Refused(400, f"messages: they take more than {self._seconds:g} s to become token ids"))
+            return False
+        except (OSError, EOFError) as error:
+            logger.warning("a process that renders conversations ended (%s); another one is started", error)
+            _settle(task, Refused(503, "messages: the process that rendered them ended; try again"))
+            return False
+        except BaseException:
+            task.future.cancel()
+            raise
+        _settle(task, outcome)
+        return True
+
+
+def _settle(task: _Task, outcome: Any) -> None:
+    if task.future.done():
+        return
+    if isinstance(outcome, BaseException):
+        task.future.set_exception(outcome)
+    else:
+        task.future.set_result(outcome)
+
+
+async def _start(recipe: bytes) -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "verbatim.inference.http.chat_desk", stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            await _send(process, recipe)
+            outcome = await _receive(process)
+    except (OSError, EOFError, TimeoutError) as error:
+        outcome = UsageError(f"a process that renders conversations does not start: {type(error).__name__} {error}")
+    except BaseException:
+        process.kill()
+        raise
+    if isinstance(outcome, BaseException):
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise UsageError(f"a process that renders conversations cannot make the renderer: {outcome}")
+    return process
+
+
+async def _send(process: asyncio.subprocess.Process, frame: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.writelines([_HEADER.pack(len(frame)), frame])
+    await process.stdin.drain()
+
+
+async def _receive(process: asyncio.subprocess.Process) -> Any:
+    assert process.stdout is not None
+    (size,) = _HEADER.unpack(await process.stdout.readexactly(_HEADER.size))
+    return pickle.loads(await process.stdout.readexactly(size))  # noqa: S301  (from a process that we started)
+
+
+def main() -> None:
+    """Such a process: a recipe on standard input, then calls until it ends; each is answered on standard output."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; whoever started this one ends it
+    os.nice(5)  # the engine first
+    given, told = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+
+    def tell(outcome: Any) -> None:
+        frame = pickle.dumps(outcome)
+        told.write(_HEADER.pack(len(frame)) + frame)
+        told.flush()
+
+    def hear() -> Any:
+        head = given.read(_HEADER.size)
+        if len(head) < _HEADER.size:
+            sys.exit(0)
+        return pickle.loads(given.read(_HEADER.unpack(head)[0]))  # noqa: S301  (from the process that started us)
+
+    recipe = hear()
+    try:
+        renderer = recipe.make() if hasattr(recipe, "make") else recipe
+    except VerbatimError as error:
+        tell(error)
+        return
+    tell(None)
+    calls: dict[str, Callable[..., Any]] = {
+        "read": lambda _, data, about: read_chat(data, renderer, **about),
+        "answer": lambda _, asked, completion, about: answer_chat(asked, completion, renderer, **about),
+    }
+    while True:
+        name, *arguments = hear()
+        try:
+            tell(calls[name](*arguments))
+        except (VerbatimError, Refused) as error:
+            error.__cause__ = error.__context__ = None
+            tell(error)
+
+
+if __name__ == "__main__":
+    main()

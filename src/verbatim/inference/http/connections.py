@@ -1,0 +1,254 @@
+"""The connections of a sampler's server: bounded in number, and closed where a client holds one and does nothing.
+
+uvicorn has no deadline for the head of a request or for a client that does not read, and asyncio's own acceptor logs
+thousands of tracebacks where the process has no descriptor left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from verbatim.inference.http.limits import ServerLimits
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 64
+"""Connections accepted in one turn of the event loop; what is under way gets its turn in between."""
+_HEAD_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**18
+"""Bytes read in one turn. A body whose length is known is passed on as it comes; a head may be followed by thousands of
+tiny chunks, which are taken apart one by one."""
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_SAY_AGAIN = 60.0
+"""Seconds between two lines of the log about the same trouble."""
+_FULL = (b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
+         b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s")  # fmt: skip
+_FULL_BODY = b'{"error": {"message": "too many connections; try again", "type": "unavailable", "code": 503}}'
+
+
+class Places:
+    """Which connections there are, and which of them wait for a request, the one that waits longest first."""
+
+    def __init__(self, limits: ServerLimits, most: int) -> None:
+        self.limits = limits
+        self.most = most
+        self.open: set[Connection] = set()
+        self.waiting: dict[Connection, None] = {}
+
+    @property
+    def full(self) -> bool:
+        """Whether a newcomer needs the place of another."""
+        return len(self.open) >= self.most
+
+    def evict(self) -> bool:
+        """Close the connection that has waited longest for a request; False where all have one."""
+        for connection in self.waiting:
+            connection.abort()
+            return True
+        return False
+
+
+class Connection(H11Protocol):
+    """One client: it brings the head of its request in time, and reads its answer, or it is let go of."""
+
+    def __init__(self, *args: Any, places: Places, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._places = places
+        self._head: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the head of the first request."""
+        super().connection_made(transport)
+        self._read_at_once(_HEAD_AT_ONCE)
+        self._places.open.add(self)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self._places.open.discard(self)
+        self._places.waiting.pop(self, None)
+        self._head = _cancelled(self._head)
+        self._reading = _cancelled(self._reading)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes, which may or may not complete a head."""
+        super().data_received(data)
+        if self._busy:
+            self._head = _cancelled(self._head)
+            self._places.waiting.pop(self, None)
+            if any(name == b"transfer-encoding" for name, _ in self.headers):
+                self.flow.pause_reading()  # it is answered without its body, and then closed
+                self.cycle.keep_alive = False
+            else:
+                self._read_at_once(_BODY_AT_ONCE)
+        elif not self.transport.is_closing():
+            if not self._in_body:
+                self._read_at_once(_HEAD_AT_ONCE)
+            if self._head is None:
+                self._expect_head()
+
+    def on_response_complete(self) -> None:
+        """The answer is written, if not yet read; the next request may come, or has come already. Or the rest of a body
+        that was refused comes first, and is thrown away."""
+        self._read_at_once(_BODY_AT_ONCE if self._in_body else _HEAD_AT_ONCE)
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self._expect_reading()
+        if not self._busy and self in self._places.open:
+            self._places.waiting[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is not HTTP: say so, as late as every other refusal."""
+        if not self._refused:
+            self._refused = True
+            self.flow.pause_reading()
+            self.loop.call_later(self._places.limits.refusal_seconds, self._refuse, msg)
+
+    def _refuse(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as the answer is written."""
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        self._reading = _cancelled(self._reading)
+
+    def abort(self) -> None:
+        """Close it now, whatever is on its way."""
+        self._places.waiting.pop(self, None)
+        self.transport.abort()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request has come that is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _in_body(self) -> bool:
+        """Whether the client is sending the body of a request."""
+        return self.conn.their_state is h11.SEND_BODY
+
+    def _read_at_once(self, size: int) -> None:
+        with contextlib.suppress(AttributeError):  # asyncio's own transports have it, uvloop's do not
+            self.transport.max_size = size  # type: ignore[attr-defined]
+
+    def _expect_head(self) -> None:
+        self._places.waiting[self] = None
+        self._head = self.loop.call_later(self._places.limits.head_seconds, self._head_is_late)
+
+    def _expect_reading(self) -> None:
+        if self._reading is None:
+            self._reading = self.loop.call_later(self._places.limits.answer_seconds, self._reading_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head = None
+        if not self._busy:
+            self.abort()
+
+    def _reading_is_late(self) -> None:
+        self._reading = None
+        if self.transport.get_write_buffer_size():
+            self.abort()
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """What is left of a timer once it is cancelled: nothing."""
+    if timer is not None:
+        timer.cancel()
+    return None
+
+
+class Acceptor:
+    """Takes connections off a listening socket, as long as there is a place and a descriptor for them.
+
+    Args:
+        listening: Bound and listening.
+        make: Makes the protocol of a connection.
+        places: How many may be open.
+    """
+
+    def __init__(self, listening: socket.socket, make: Callable[[], asyncio.Protocol], places: Places) -> None:
+        self._listening = listening
+        self._make = make
+        self._places = places
+        self._loop = asyncio.get_running_loop()
+        self._pause = _FIRST_PAUSE
+        self._again: asyncio.TimerHandle | None = None
+        self._told = -_SAY_AGAIN
+        self._connecting: set[asyncio.Task[None]] = set()
+        listening.setblocking(False)
+        self._loop.add_reader(listening.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Take no more."""
+        self._again = _cancelled(self._again)
+        self._loop.remove_reader(self._listening.fileno())
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            if self._places.full and not self._places.evict():
+                self._turn_away()
+                return
+            try:
+                connection, _ = self._listening.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:  # it is gone already
+                continue
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                self._places.evict()
+                self._wait(error)
+                return
+            self._pause = _FIRST_PAUSE
+            connection.setblocking(False)
+            connecting = self._loop.create_task(self._connect(connection))
+            self._connecting.add(connecting)
+            connecting.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make, connection)
+        except OSError:  # it hung up meanwhile
+            connection.close()
+
+    def _turn_away(self) -> None:
+        """Every place is taken by a request under way."""
+        with contextlib.suppress(OSError):
+            connection, _ = self._listening.accept()
+            with connection:
+                connection.setblocking(False)
+                connection.send(_FULL % (len(_FULL_BODY), _FULL_BODY))
+            self._say("all %d connections have a request under way; newcomers are answered with 503", self._places.most)
+
+    def _wait(self, error: OSError) -> None:
+        """The system gives no descriptor: look again a little later, and say so once."""
+        self._say("no more connections can be accepted for now: %s", error.strerror)
+        self._loop.remove_reader(self._listening.fileno())
+        self._again = self._loop.call_later(self._pause, self._loop.add_reader, self._listening.fileno(), self._accept)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _say(self, text: str, *about: object) -> None:
+        now = time.monotonic()
+        if now - self._told >= _SAY_AGAIN:
+            self._told = now
+            logger.warning(text, *about)

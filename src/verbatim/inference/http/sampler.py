@@ -1,0 +1,254 @@
+"""A sampler behind HTTP, used like any other: ids, logprobs and versions are those that the engine gave, bit for bit.
+
+A request that failed on its way is made again (`http_lines`). That is harmless: nothing was kept of the try that
+failed. Over our own server randomness is a function of seed and position, so the same request gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.base import Completion, SampleRequest, SamplingParams, nothing_sampled
+from verbatim.inference.http import protocol
+from verbatim.inference.http.client import CONNECT, HttpClient, HungUp
+from verbatim.types import Float32, Int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What a sampler must know of the engine behind it."""
+
+    context_length: int
+    vocab_size: int
+    policy_version: int | None
+    model: str | None
+
+
+class HttpSampler:
+    """A `Sampler` over `server.serve_sampler`, or over vLLM's endpoint of the same name.
+
+    `HttpSampler(url)` asks the server what it is when that is first needed, and waits for the answer. Where the server
+    runs in the same event loop, waiting would never end: there, `await HttpSampler.connect(url)`. It can be pickled,
+    and used from several event loops.
+
+    Over vLLM (started with `--enable-scale-out`), `context_length` is read from its list of models and the rest has to
+    be told. Its weight versions are policy versions where they are numbers; all other tokens get the version that was
+    told, or none. Logprobs are recorded only where they are of the distribution that was sampled from.
+
+    Args:
+        url: The server's root: "http://127.0.0.1:8000".
+        api_key: Sent as a bearer token.
+        model: The model's name in requests; None names none.
+        context_length: Most tokens of prompt and completion together; None asks the server.
+        vocab_size: Ids are below this; None asks the server, which has to be one of ours.
+        policy_version: Of the weights that the server has now; None asks the server. Over vLLM it is that of the
+            weights whose version there is no number, as that of the ones it was started with ("default").
+        processed_logprobs: vLLM was started with `--logprobs-mode processed_logprobs`.
+        send_seeds: Send the seeds of requests to a vLLM too. Our own servers always get them; vLLM for CPUs (0.32) ends
+            at a prompt with a seed that is longer than what it computes at once.
+        request_timeout: Seconds for one try, waiting for a place in the batch included.
+        max_retries: Tries after the first.
+
+    Raises:
+        UsageError: no plain http(s) address, or httpx is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        context_length: int | None = None,
+        vocab_size: int | None = None,
+        policy_version: int | None = None,
+        processed_logprobs: bool = False,
+        send_seeds: bool = False,
+        request_timeout: float = 3600.0,
+        max_retries: int = 5,
+    ) -> None:
+        self._lines = HttpClient(url, api_key=api_key, request_timeout=request_timeout, max_retries=max_retries)
+        self._told: dict[str, Any] = {"model": model, "context_length": context_length, "vocab_size": vocab_size,
+                                      "policy_version": policy_version}  # fmt: skip
+        self._processed_logprobs = processed_logprobs
+        self._send_seeds = send_seeds
+        self._facts: _Facts | None = None
+
+    @classmethod
+    async def connect(cls, url: str, **settings: Any) -> HttpSampler:
+        """A sampler that knows its server; `settings` as above.
+
+        Raises:
+            UsageError: the server does not say what has to be known; names it.
+            SamplerFault: it cannot be reached, or refuses the key.
+        """
+        sampler = cls(url, **settings)
+        sampler._facts = await sampler._ask_what_it_is()
+        return sampler
+
+    def __repr__(self) -> str:
+        return f"HttpSampler({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """The server's root."""
+        return self._lines.url
+
+    # ---- the Sampler protocol
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return self._known().context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self._known().vocab_size
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights in use, as of the last answer; 0 where the server does not say."""
+        return self._known().policy_version or 0
+
+    async def generate(self, request: SampleRequest) -> Completion:
+        """Sample one completion. Cancelling the call cancels it on the server.
+
+        Raises:
+            RecordError: an empty or too long prompt, or an id outside the vocabulary.
+            SamplerFault: the engine failed, or the server cannot be reached.
+        """
+        facts = self._facts
+        model = facts.model if facts is not None else self._told["model"]
+        try:
+            body = protocol.request_body(request, model, seed_for_all=self._send_seeds)
+            answer = await self._sampled(protocol.GENERATE, body, if_missing="vLLM has it with --enable-scale-out")
+        except HungUp:
+            return nothing_sampled()
+        try:
+            completion, ours = protocol.read_completion(answer, self._told["policy_version"])
+        except ValueError as error:
+            raise SamplerFault(f"{self.url}: {error}") from None
+        if ours is not None:
+            self._heard(ours.get("policy_version"))
+            return completion
+        if completion.policy_versions is not None and len(completion.ids):
+            self._heard(int(completion.policy_versions[-1]))
+        plain = self._processed_logprobs or _is_plain(request.params)
+        return completion if plain else replace(completion, logprobs=None)
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        """Load a Hugging Face folder, which the server reads: it has to be on its machine too.
+
+        Raises:
+            ModelError: the folder does not fit; the engine goes on with the weights it has.
+            SamplerFault: the server refuses, has no such endpoint, or cannot be reached.
+        """
+        answer = await self._lines.ask("POST", protocol.WEIGHTS, {"path": _whole(path), "version": version})
+        self._heard(self._object(answer).get("policy_version"))
+
+    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
+        """Logprob of each token given those before it: float32 [L]; the first is NaN.
+
+        Raises:
+            RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
+            SamplerFault: the server has no such endpoint (vLLM), or cannot be reached.
+        """
+        ids = np.asarray(token_ids).tolist()
+        answer = self._object(
+            await self._sampled(protocol.PROMPT_LOGPROBS, {"token_ids": ids, "temperature": temperature})
+        )
+        self._heard(answer.get("policy_version"))
+        found = answer.get("logprobs")
+        try:
+            rest = protocol.read_plain(found[1:] if isinstance(found, list) else found, len(ids) - 1)
+        except ValueError as error:
+            raise SamplerFault(f"{self.url}: {error}, the first of {len(ids)} left out") from None
+        return np.concatenate([np.full(1, np.nan, dtype=np.float32), rest])
+
+    async def close(self) -> None:
+        """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
+        await self._lines.close()
+
+    async def hang_up(self) -> None:
+        """Close this event loop's connections, before the loop ends; they are made anew when they are needed."""
+        await self._lines.hang_up()
+
+    def _object(self, answer: object) -> dict[str, Any]:
+        if not isinstance(answer, dict):
+            raise SamplerFault(f"{self.url}: expected a JSON object, found {answer!r:.200}")
+        return answer
+
+    async def _sampled(self, path: str, body: Mapping[str, Any], *, if_missing: str = "") -> Any:
+        """An answer of the engine. A key or a name that the server refuses is a fault here, on one rollout."""
+        try:
+            return await self._lines.ask("POST", path, body, if_missing=if_missing)
+        except UsageError as error:
+            raise SamplerFault(f"{self.url}: {error}") from error
+
+    # ---- what the server is
+
+    def _known(self) -> _Facts:
+        if self._facts is None:
+            self._facts = self._ask_and_wait()
+        return self._facts
+
+    def _ask_and_wait(self) -> _Facts:
+        async def ask() -> _Facts:
+            async with asyncio.timeout(CONNECT):
+                try:
+                    return await self._ask_what_it_is()
+                finally:
+                    await self._lines.hang_up()
+
+        with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop, which cannot be waited in
+            try:
+                return pool.submit(asyncio.run, ask()).result()
+            except TimeoutError:
+                raise SamplerFault(f"{self.url} did not say what it is within {CONNECT:g} s; if it runs in this event "
+                                   "loop, use await HttpSampler.connect(url)") from None  # fmt: skip
+
+    async def _ask_what_it_is(self) -> _Facts:
+        """What was told, and where nothing was, what the server says."""
+        said = await self._lines.ask("GET", protocol.SAMPLER, missing_ok=True)
+        if said is None:
+            said = _read_cards(await self._lines.ask("GET", "/v1/models"), self._told["model"])
+        if not isinstance(said, dict):
+            raise UsageError(f"{self.url} is no server of a model: it says {said!r:.80}")
+        facts = {**said, **{name: value for name, value in self._told.items() if value is not None}}
+        for name in ("context_length", "vocab_size"):
+            if not isinstance(facts.get(name), int):
+                raise UsageError(f"{self.url} does not say its {name}; give it: HttpSampler(url, {name}=...)")
+        return _Facts(context_length=facts["context_length"], vocab_size=facts["vocab_size"],
+                      policy_version=facts.get("policy_version"), model=facts.get("model"))  # fmt: skip
+
+    def _heard(self, version: object) -> None:
+        if self._facts is not None and type(version) is int:
+            self._facts = replace(self._facts, policy_version=version)
+
+
+def _whole(path: Path) -> str:
+    """The server works in another folder."""
+    return os.path.abspath(path)
+
+
+def _read_cards(answer: object, model: str | None) -> dict[str, Any]:
+    """What a list of models, as OpenAI has it, says of this one, or else of the first."""
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+    card = next((c for c in cards if c.get("id") == model), cards[0] if cards else {})
+    return {"model": card.get("id"), "context_length": card.get("max_model_len")}
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether the distribution that is sampled from is the model's own."""
+    return params.temperature == 1 and not params.truncates

@@ -1,0 +1,55 @@
+"""Delegates to another sampler; cannot update or close it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from verbatim.errors import SamplerFault
+from verbatim.inference.base import Sampler, failure_of
+from verbatim.types import Float32, Int32
+
+
+class SamplerProxy:
+    """Says what the other says. Its weights and its end are not for whoever asks here to decide.
+
+    Args:
+        sampler: The other one.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return self._sampler.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self._sampler.vocab_size
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is dead; None while it lives."""
+        return failure_of(self._sampler)
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights in use."""
+        return self._sampler.policy_version
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        """Refused.
+
+        Raises:
+            SamplerFault: always.
+        """
+        raise SamplerFault("the run loads its weights itself")
+
+    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
+        """As the other: float32 [L]; the first is NaN."""
+        return await self._sampler.prompt_logprobs(token_ids, temperature)
+
+    async def close(self) -> None:
+        """Nothing: the other one goes on."""

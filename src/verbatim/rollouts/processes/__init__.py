@@ -1,0 +1,1 @@
+"""Episodes in child processes of this machine."""

@@ -1,0 +1,327 @@
+"""A worker that is a child process of this machine: started, talked to over a socket, watched, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import verbatim
+from verbatim import errors
+from verbatim.errors import RecordError, SamplerFault, UsageError
+from verbatim.inference.base import nothing_sampled
+from verbatim.rollouts.processes.frames import Frames
+from verbatim.rollouts.runner import EpisodeTask
+from verbatim.rollouts.workers import worker
+from verbatim.rollouts.workers.counting_sampler import CountingSampler
+from verbatim.rollouts.workers.worker import CannotTravel, WorkerLost
+from verbatim.rollouts.workers.worker_context import WorkerContext
+from verbatim.texts import error_text
+from verbatim.user_code import is_ctrl_c
+
+PATIENCE = 2.0
+"""Seconds that a worker may take to end by itself: to close what its environments hold, and to run their `atexit`."""
+WATCH_EVERY = 1.0
+"""Seconds between two looks at what a worker holds."""
+MOST_FILES, MOST_THREADS = 12_000, 1_000
+"""File descriptors and threads of a worker. One that has more leaks them, and is replaced before the system has none
+left."""
+MOST_LOGGED = 32 * 2**20
+"""Bytes of an environment's log; then it starts anew."""
+
+# Where this package is, is not always where a new interpreter looks; the working directory is not looked in, as it may
+# hold modules that are called like Python's own. What follows is for people who look at `ps`.
+_START = (
+    "import sys; _, root, fd, parent, _ = sys.argv; root in sys.path or sys.path.insert(0, root); "
+    "from verbatim.rollouts.processes.child import main; main(int(fd), int(parent))"
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProcessPlan:
+    """What the worker processes of one environment are made from."""
+
+    label: str
+    """The environment's."""
+    plan: bytes
+    """The plan of its episodes, as `packed_plan` wrote it."""
+    context: WorkerContext
+    """Where this process stands."""
+    log: Path
+    """Where they print to."""
+    memory_mb: int | None
+    """Most memory of one of them, in MB (2**20 bytes); None = any."""
+
+
+class ProcessWorker:
+    """A `Worker` in a process group of its own, which a Ctrl-C at the terminal does not reach.
+
+    It ends with this process, however this one ends.
+
+    Args:
+        plan: What it is made from.
+        sampler: Answers its requests.
+    """
+
+    def __init__(self, plan: ProcessPlan, sampler: CountingSampler) -> None:
+        self._plan = plan
+        self._sampler = sampler
+        self._process: asyncio.subprocess.Process | None = None
+        self._overseeing: asyncio.Task[None] | None = None
+        self._frames = Frames(self._received)
+        self._ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._episodes_running: dict[int, asyncio.Future[bytes]] = {}
+        self._asking: dict[int, asyncio.Task[None]] = {}
+        self._numbers = itertools.count()
+        self._why: str | None = None
+
+    # ---- the Worker protocol
+
+    async def start(self) -> int:
+        """Start the process and have it make the environment. Returns its id.
+
+        Raises:
+            UsageError: the system starts no more processes, or the environment could not be made in it.
+        """
+        what = f"a worker process of environment {self._plan.label!r}"
+        try:
+            await self._spawn()
+        except OSError as error:
+            raise UsageError(f"{what} cannot be started: {error}") from error
+        sampler = self._sampler
+        facts = {"context_length": sampler.context_length, "vocab_size": sampler.vocab_size,
+                 "policy_version": sampler.policy_version}  # fmt: skip
+        self._frames.send("begin", self._plan.context, facts, self._plan.plan)
+        try:
+            async with asyncio.timeout(worker.START_TIMEOUT):
+                return await self._ready
+        except TimeoutError:
+            raise UsageError(f"{what} did not start within {worker.START_TIMEOUT:.0f} s; what it prints is in "
+                             f"{self._plan.log}") from None  # fmt: skip
+        except WorkerLost as error:
+            raise UsageError(f"{what} did not start: {error}{self._last_words()}") from None
+        except UsageError as error:
+            raise UsageError(f"in {what}: {error}") from None
+        finally:
+            if not self._ready.done() or self._ready.cancelled() or self._ready.exception() is not None:
+                self.kill()
+
+    async def run(self, label: str, task: EpisodeTask) -> bytes:
+        """One episode.
+
+        Raises:
+            WorkerLost: the process is gone; says how it ended.
+            CannotTravel: the example cannot be pickled, here or there.
+        """
+        if self._why is not None:
+            raise WorkerLost(self._why)
+        try:
+            packed = pickle.dumps(task, protocol=pickle.HIGHEST_PROTOCOL)
+        except BaseException as error:
+            if is_ctrl_c(error):
+                raise
+            raise CannotTravel(error_text(error, 500)) from error
+        number = next(self._numbers)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._episodes_running[number] = answer
+        self._frames.send("run", number, label, packed)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._frames.send("cancel", number)
+            raise
+        finally:
+            del self._episodes_running[number]
+
+    def kill(self) -> None:
+        """End the process at once, and what it has started."""
+        if self._process is not None and self._process.returncode is None:
+            _kill_group(self._process.pid)
+
+    async def close(self) -> None:
+        """Let the process end, for a moment; then end it."""
+        if self._overseeing is None:
+            return
+        self._frames.close()
+        await asyncio.wait({self._overseeing}, timeout=PATIENCE)
+        self.kill()
+        await asyncio.wait({self._overseeing}, timeout=PATIENCE)
+        left = {self._overseeing, *self._asking.values()}
+        for task in left:
+            task.cancel()  # a process that the kernel does not let go of is not waited for
+        await asyncio.wait(left, timeout=PATIENCE)
+
+    # ---- the process
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        root = str(Path(verbatim.__file__).parents[1])
+        command = (sys.executable, "-P", "-c", _START, root, str(theirs.fileno()), str(os.getpid()), self._plan.label)
+        try:
+            with theirs, self._plan.log.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True, env={**_ONE_THREAD, **os.environ},
+                )  # fmt: skip
+            self._overseeing = asyncio.create_task(self._oversee(self._process), name=f"worker-{self._process.pid}")
+            await asyncio.get_running_loop().create_unix_connection(lambda: self._frames, sock=ours)
+        except BaseException:
+            ours.close()
+            self._frames.connection_lost(None)  # where it was never made, too
+            self.kill()
+            raise
+
+    async def _oversee(self, process: asyncio.subprocess.Process) -> None:
+        """Until the process has ended. What it still runs then is lost."""
+        exited, closed = asyncio.create_task(process.wait()), self._frames.closed
+        either: set[asyncio.Future[Any]] = {exited, closed}
+        try:
+            while not (exited.done() or closed.done()):
+                await asyncio.wait(either, timeout=WATCH_EVERY, return_when=asyncio.FIRST_COMPLETED)
+                if not (exited.done() or closed.done()) and (outgrown := self._outgrown(process.pid)) is not None:
+                    self._why = outgrown
+                    self.kill()
+            # The one follows the other, unless the process has closed the socket, or has left a copy of it behind.
+            await asyncio.wait(either, timeout=PATIENCE)
+            self.kill()
+            await exited
+            _kill_group(process.pid)  # what it has started
+        finally:
+            exited.cancel()
+            self._frames.close()
+            self._end(self._why or self._how_it_ended(process))
+            await asyncio.wait({exited})
+
+    def _outgrown(self, pid: int) -> str | None:
+        """What the process has too much of; None where it has not, or the system does not tell."""
+        with contextlib.suppress(OSError):
+            if self._plan.log.stat().st_size > MOST_LOGGED:
+                os.truncate(self._plan.log, 0)
+        try:
+            memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") // 2**20
+            num_threads, num_files = len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
+        except (OSError, ValueError, IndexError):
+            return None
+        limit = self._plan.memory_mb
+        if limit is not None and memory > limit:
+            return f"it used {memory:,} MB of memory; orchestrator.rollout.worker_memory_mb = {limit}"
+        if num_threads > MOST_THREADS:
+            return f"it had {num_threads:,} threads; at most {MOST_THREADS:,}"
+        return f"it had {num_files:,} open files; at most {MOST_FILES:,}" if num_files > MOST_FILES else None
+
+    def _how_it_ended(self, process: asyncio.subprocess.Process) -> str:
+        code = process.returncode
+        if self._frames.broken is not None:
+            return f"it sent what cannot be read: {self._frames.broken}"
+        if code is None:
+            return "it cannot be ended"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process ended with status {code}"
+
+    def _end(self, why: str) -> None:
+        self._why = why
+        asked: list[asyncio.Future[Any]] = [self._ready, *self._episodes_running.values()]
+        for waiting in asked:
+            if not waiting.done():
+                waiting.set_exception(WorkerLost(why))
+        if not self._ready.cancelled():
+            self._ready.exception()  # it is no longer waited for where `start` was cancelled
+
+    def _last_words(self) -> str:
+        try:
+            with self._plan.log.open("rb") as log:
+                log.seek(max(0, self._plan.log.stat().st_size - 2000))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return f"; the last lines of {self._plan.log}:\n    " + "\n    ".join(lines[-8:]) if lines else ""
+
+    # ---- what it says
+
+    def _received(self, what: str, *parts: Any) -> None:
+        methods: dict[str, Callable[..., None]] = {
+            "ready": self._is_ready, "refused": self._refused, "ended": self._ended, "unread": self._unread,
+            "broke": self._broke, "ask": self._ask, "leave": self._leave,
+        }  # fmt: skip
+        methods[what](*parts)
+
+    def _is_ready(self, pid: int) -> None:
+        if not self._ready.done():
+            self._ready.set_result(pid)
+
+    def _refused(self, message: str) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(UsageError(message))
+
+    def _ended(self, number: int, packed: bytes) -> None:
+        if (answer := self._episodes_running.get(number)) is not None and not answer.done():
+            answer.set_result(packed)
+
+    def _unread(self, number: int, why: str) -> None:
+        self._raise(number, CannotTravel(why))
+
+    def _broke(self, number: int, kind: str, message: str) -> None:
+        """The code around the environment raised. An error of this package means what its class says.
+
+        Any other one costs the process: the environment may have damaged the interpreter that it shares with this
+        code, and a fault of our own is found again in the next process.
+        """
+        if kind:
+            self._raise(number, getattr(errors, kind)(message))
+            return
+        self._why = f"its code failed outside the environment: {message}"
+        self.kill()
+
+    def _raise(self, number: int, error: Exception) -> None:
+        if (answer := self._episodes_running.get(number)) is not None and not answer.done():
+            answer.set_exception(error)
+
+    def _ask(self, number: int, method: str, *given: Any) -> None:
+        assert method in ("generate", "prompt_logprobs")
+        task = asyncio.create_task(self._answer(number, method, given), name=f"{method}-{number}")
+        self._asking[number] = task
+        task.add_done_callback(lambda _: self._asking.pop(number))
+
+    async def _answer(self, number: int, method: str, given: tuple[Any, ...]) -> None:
+        try:
+            value = await getattr(self._sampler, method)(*given)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            value = nothing_sampled()  # the engine is closing
+        except (SamplerFault, RecordError) as fault:
+            # The tokens that were drawn are counted here; the other side learns of none.
+            self._frames.send("fail", number, type(fault).__name__, str(fault))
+            return
+        except Exception as error:  # noqa: BLE001  (a fault of our own: the run ends with it, as it does locally)
+            for answer in self._episodes_running.values():
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        self._frames.send("answer", number, value)
+
+    def _leave(self, number: int) -> None:
+        if number in self._asking:
+            self._asking[number].cancel()
+
+
+_ONE_THREAD: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""As on Ray: many workers, each with a thread for every core, would only be in each other's way."""
+
+
+def _kill_group(leader: int) -> None:
+    """The process and what it has started, except what made a group of its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Episodes on the actors of a Ray cluster."""

@@ -1,0 +1,94 @@
+"""A whole rollout engine as an actor of Ray's."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verbatim.errors import UsageError
+from verbatim.renderers.recipe import RendererRecipe, describe_renderer
+from verbatim.rollouts.base import Conversation
+from verbatim.rollouts.ray.cluster import connect, import_ray
+from verbatim.rollouts.workers.worker_context import WorkerContext
+from verbatim.types import Trajectory
+
+
+def start_rollout(kind: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+    """The handle of an actor that holds one rollout engine; see `MultiTurnRollout.remote`.
+
+    Raises:
+        UsageError: Ray is not installed, the engine has no such setting, or a setting cannot travel to the actor.
+    """
+    ray = import_ray()
+    try:
+        inspect.signature(kind).bind(**settings)
+    except TypeError as error:
+        raise UsageError(f"{getattr(kind, '__name__', kind)}.remote: {error}") from None
+    packed = {name: _pack(ray, name, value) for name, value in {"kind": kind, **settings}.items()}
+    if not ray.is_initialized():
+        connect(ray)
+    return ray.remote(RolloutActor).remote(WorkerContext.current(), packed)
+
+
+def _pack(ray: Any, name: str, value: Any) -> bytes:
+    kind = type(value).__name__
+    if name == "sampler" and _has_thread(value):
+        raise UsageError(
+            f"{name}: a {kind} lives in this process, with its model and its thread, and cannot move to an actor. "
+            "Serve it (`async with serve_sampler(sampler) as server`) and give HttpSampler(server.url); or have the "
+            f"actor make one of its own: {name}=lambda: {kind}(...)"
+        )
+    try:
+        packed: bytes = ray.cloudpickle.dumps(describe_renderer(value) if name == "template" else value)
+    except Exception as error:  # objects raise whatever they like here
+        mend = f"have the actor make it: {name}=lambda: ..." if name in _MADE_THERE else "change what it holds"
+        raise UsageError(f"{name}: a {kind} cannot travel to an actor ({type(error).__name__}: {error}); "
+                         f"{mend}") from error  # fmt: skip
+    return packed
+
+
+def _has_thread(value: object) -> bool:
+    return any(isinstance(part, threading.Thread) for part in getattr(value, "__dict__", {}).values())
+
+
+_MADE_THERE = {"sampler": "generate", "template": "render_ids"}
+"""The settings that may be a function which makes them; and a method that tells the thing itself from the function.
+Looked up on the type: a sampler over HTTP asks its server for some of what an `isinstance` would touch."""
+
+
+class RolloutActor:
+    """A rollout engine in a process of Ray's. Calls run side by side on its event loop."""
+
+    def __init__(self, context: WorkerContext, packed: Mapping[str, bytes]) -> None:
+        context.apply()
+        self._packed = packed
+        self._rollout: Any = None
+
+    async def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
+        """What the engine returns for these."""
+        if self._rollout is None:  # made here, not in __init__: what it is made of may want the running event loop
+            settings = {name: _unpack(name, value) for name, value in self._packed.items()}
+            self._rollout = settings.pop("kind")(**settings)
+        result: list[Trajectory] = await self._rollout.run(trajectories, **overrides)
+        return result
+
+    async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
+        """The same."""
+        return await self(trajectories, **overrides)
+
+
+def _unpack(name: str, packed: bytes) -> Any:
+    from ray import cloudpickle
+
+    value = cloudpickle.loads(packed)
+    if isinstance(value, RendererRecipe):
+        return value.make()
+    method = _MADE_THERE.get(name)
+    if method is None or hasattr(type(value), method) or not callable(value):
+        return value
+    made = value()
+    if not hasattr(type(made), method):
+        raise UsageError(f"{name}: the function returned a {type(made).__name__}, which has no `{method}`")
+    return made

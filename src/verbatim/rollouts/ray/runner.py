@@ -1,0 +1,190 @@
+"""Workers on a Ray cluster: actors, on any number of hosts, that reach the sampler over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.base import Sampler
+from verbatim.inference.http.sampler import HttpSampler
+from verbatim.inference.http.server import serve_sampler
+from verbatim.renderers.base import Renderer
+from verbatim.rollouts.ray.cluster import ray_running
+from verbatim.rollouts.runner import EpisodeTask
+from verbatim.rollouts.workers import worker
+from verbatim.rollouts.workers.counting_sampler import CountingSampler
+from verbatim.rollouts.workers.episodes import EpisodePlan, RemoteSetup, WorkerEpisodes, packed_plan
+from verbatim.rollouts.workers.pool import WorkerPool
+from verbatim.rollouts.workers.worker import CannotTravel, WorkerLost
+from verbatim.rollouts.workers.worker_context import WorkerContext
+from verbatim.texts import error_text
+
+
+@contextlib.asynccontextmanager
+async def ray_runner(
+    setups: Mapping[tuple[str, str], RemoteSetup],
+    sampler: Sampler,
+    renderer: Renderer,
+    *,
+    workers: int,
+    cpus_per_worker: float = 1.0,
+    address: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> AsyncIterator[WorkerPool]:
+    """An `EpisodeRunner` on Ray actors for as long as the block lasts. The sampler stays here and is served to them.
+
+    Args:
+        setups: By purpose ("train", "eval") and label.
+        sampler: Whose tokens.
+        renderer: Of its model.
+        workers: Actors.
+        cpus_per_worker: What each takes of its host's.
+        address: Of the Ray cluster; None starts Ray here.
+        host: This machine's address, as the actors' hosts know it.
+        port: Of the sampler; 0 takes a free one.
+
+    Raises:
+        UsageError: Ray or the actors cannot be started; says why.
+    """
+    counted, key, context = CountingSampler(sampler), secrets.token_urlsafe(24), WorkerContext.current()
+    with ray_running(address, num_cpus=max(1, math.ceil(workers * cpus_per_worker))) as ray:
+        plan = packed_plan(setups, renderer, ray.cloudpickle.dumps)
+        async with serve_sampler(counted, host=host, port=port, api_key=key) as server:
+
+            def make(alone: bool) -> RayWorker:
+                # One for a single episode reserves no CPU: the others have them all.
+                cpus = 0.0 if alone else cpus_per_worker
+                return RayWorker(ray, EpisodeActor, (context, plan, server.url, key), cpus=cpus)
+
+            pool = WorkerPool(make, counted, workers=workers, what="Ray actor")
+            try:
+                await pool.start()
+                yield pool
+            finally:
+                await pool.close()
+
+
+class EpisodeActor:
+    """Plays episodes side by side on the event loop of a process of Ray's."""
+
+    def __init__(self, context: WorkerContext, plan: bytes, url: str, api_key: str) -> None:
+        context.apply()
+        self._plan, self._url, self._api_key = plan, url, api_key
+        self._open = contextlib.AsyncExitStack()
+        self._episodes: WorkerEpisodes | None = None
+
+    async def prepare(self) -> int:
+        """Make everything that episodes need. Returns the id of this process.
+
+        Raises:
+            UsageError: an environment cannot be imported or made on this host.
+            SamplerFault: the sampler cannot be reached from it.
+        """
+        from ray import cloudpickle
+
+        plan: EpisodePlan = cloudpickle.loads(self._plan)
+        sampler = await HttpSampler.connect(self._url, api_key=self._api_key)
+        self._episodes = await self._open.enter_async_context(WorkerEpisodes.made(plan, sampler))
+        return os.getpid()
+
+    async def run(self, label: str, task: EpisodeTask) -> bytes:
+        """The finished episode, packed."""
+        assert self._episodes is not None
+        return await self._episodes.run(label, task)
+
+
+class RayWorker:
+    """A `Worker` that is a Ray actor.
+
+    Args:
+        ray: The package, connected.
+        actor: The actor's class.
+        given: What it is made with.
+        cpus: What it takes of its host's.
+    """
+
+    def __init__(self, ray: Any, actor: type, given: tuple[Any, ...], *, cpus: float) -> None:
+        self._ray = ray
+        # Ray bounds the calls of an actor; here the run does, by orchestrator.max_concurrent.
+        options = {"num_cpus": cpus, "scheduling_strategy": "SPREAD", "max_concurrency": 100_000}
+        self._make: Callable[[], Any] = lambda: ray.remote(actor).options(**options).remote(*given)
+        self.handle: Any = None
+        """Ray's, once it is started."""
+        errors = ray.exceptions
+        # A task that was cancelled, and not by us, was in a process that is being ended.
+        self._signs_of_loss = (
+            errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError, errors.TaskCancelledError
+        )  # fmt: skip
+
+    async def start(self) -> int:
+        """Place it on a host and have it make its environments. Returns its process id there.
+
+        Raises:
+            UsageError: it could not be placed, or not made there.
+        """
+        self.handle = self._make()
+        try:
+            async with asyncio.timeout(worker.START_TIMEOUT):
+                pid: int = await self.handle.prepare.remote()
+        except BaseException as error:
+            self.kill()
+            told = self._tell(error)
+            if told is None:
+                raise
+            raise told from error
+        return pid
+
+    async def run(self, label: str, task: EpisodeTask) -> bytes:
+        """One episode.
+
+        Raises:
+            WorkerLost: the actor or its host is gone.
+            CannotTravel: the example cannot be pickled.
+        """
+        try:
+            answer = self.handle.run.remote(label, task)
+        except Exception as error:  # what the environment put into the example raises what it likes
+            raise CannotTravel(error_text(error, 500)) from error
+        try:
+            packed: bytes = await answer
+        except asyncio.CancelledError:
+            self._ray.cancel(answer)
+            raise
+        except self._signs_of_loss as error:
+            said = " ".join(str(error).split())[:500].partition(" Some common causes include")[0]
+            raise WorkerLost(said or type(error).__name__) from error
+        return packed
+
+    def kill(self) -> None:
+        """End the actor, if there is one."""
+        if self.handle is not None:
+            self._ray.kill(self.handle)
+
+    async def close(self) -> None:
+        """End the actor; Ray sees to the rest."""
+        self.kill()
+
+    def _tell(self, error: BaseException) -> UsageError | None:
+        """Why an actor could not be started, for people; None where nothing is wrong with it (a cancellation)."""
+        cause = getattr(error, "cause", error)  # Ray wraps what was raised in the actor
+        if isinstance(cause, TimeoutError):
+            free = self._ray.available_resources().get("CPU", 0.0)
+            return UsageError(
+                f"a Ray actor did not start within {worker.START_TIMEOUT:.0f} s; {free:g} CPUs are free. Lower "
+                "orchestrator.rollout.workers or cpus_per_worker, or add hosts"
+            )
+        if isinstance(cause, SamplerFault):
+            return UsageError(f"a Ray actor cannot reach the sampler ({cause}); set orchestrator.rollout.host to this "
+                              "machine's address as the actors' hosts know it")  # fmt: skip
+        if isinstance(cause, UsageError):
+            return UsageError(f"on a Ray actor: {cause}")
+        if isinstance(error, self._ray.exceptions.RayError):
+            return UsageError(f"a Ray actor could not start: {type(cause).__name__}: {cause}")
+        return None

@@ -1,0 +1,98 @@
+"""What runs an episode: what all episodes of one environment share, what one episode is, and the local runner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verbatim.environments.base import Environment
+from verbatim.inference.base import Sampler, SamplingParams
+from verbatim.inference.chat.client import Connection
+from verbatim.renderers.base import Renderer
+from verbatim.rollouts.agent_loop import AgentLoop, EpisodeLimits
+from verbatim.rollouts.episode import run_episode
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.tally import EpisodeTally
+from verbatim.rollouts.teacher_loop import TeacherLoop
+from verbatim.types import Example, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EpisodeTask:
+    """One episode, in values that can travel."""
+
+    purpose: str
+    """"train" or "eval"."""
+    example: Example
+    """What it is about."""
+    seed: int
+    """Of its sampling and of its environment."""
+    session: str
+    """What its requests to the sampler are known by."""
+    identity: Mapping[str, Any]
+    """`trajectory_id`, `group_id`, `sample_index`, `env` and `seed` of the record."""
+
+
+class EpisodeRunner(Protocol):
+    """Takes one episode to its end."""
+
+    async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
+        """The finished episode; what goes wrong in it is on the trajectory.
+
+        Args:
+            setup: Of the episode's environment.
+            task: Which episode.
+            recorder: Is told of every sampled token as it appears.
+        """
+
+    def metrics(self) -> Mapping[str, float]:
+        """How running goes, for the metrics of a step."""
+
+
+class LocalRunner:
+    """Plays on the running event loop."""
+
+    async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
+        """The finished episode."""
+        loop: AgentLoop | TeacherLoop
+        if setup.teacher is None:
+            loop = AgentLoop(
+                sampler=setup.sampler, renderer=setup.renderer, params=setup.params, limits=setup.limits,
+                recorder=recorder, seed=task.seed, session=task.session,
+            )  # fmt: skip
+        else:
+            loop = TeacherLoop(
+                connection=setup.teacher, renderer=setup.renderer, params=setup.params, limits=setup.limits,
+                recorder=recorder, seed=task.seed,
+            )  # fmt: skip
+        return await run_episode(
+            environment=setup.environment, example=task.example, seed=task.seed, loop=loop, recorder=recorder,
+            limits=setup.limits, identity=task.identity,
+        )  # fmt: skip
+
+    def metrics(self) -> Mapping[str, float]:
+        """None of its own."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutSetup:
+    """What all episodes of one environment share."""
+
+    env: str
+    """The environment's label."""
+    environment: Environment
+    sampler: Sampler
+    renderer: Renderer
+    params: SamplingParams
+    limits: EpisodeLimits
+    slots: asyncio.Semaphore
+    """Bounds the episodes in flight, over all environments."""
+    teacher: Connection | None = None
+    """Who runs instead of the sampler; None = the sampler does."""
+    runner: EpisodeRunner = field(default_factory=LocalRunner)
+    """Where the episodes run."""
+    tally: EpisodeTally = field(default_factory=EpisodeTally)
+    """Counts how they end, and says what fails."""

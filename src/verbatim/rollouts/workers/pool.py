@@ -1,0 +1,277 @@
+"""Episodes spread over workers; those of a worker that is lost are run again, from their own seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from verbatim.errors import RecordError, RunStopped, UsageError
+from verbatim.rollouts import supervised
+from verbatim.rollouts.episode import CLOSING
+from verbatim.rollouts.group import run_together
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
+from verbatim.rollouts.workers.counting_sampler import Attempt, CountingSampler
+from verbatim.rollouts.workers.episodes import unpack
+from verbatim.rollouts.workers.worker import CannotTravel, Worker, WorkerLost
+from verbatim.texts import cut, error_text, printable
+from verbatim.types import StopReason, Trajectory
+
+logger = logging.getLogger(__name__)
+
+GRACE = CLOSING + 3 * supervised.GRACE
+"""Seconds after an episode's deadline; a worker that has not ended it by then is stuck, and taken for lost. An episode
+whose code ignores its cancellation is given up, and closed, within less."""
+MOST_ATTEMPTS = 3
+"""Workers that an episode may lose before it fails. For the last try it has a worker of its own: where that one is lost
+too, nothing else can have done it."""
+MOST_ALONE = 4
+"""Episodes that have workers of their own at one time; as many as there are workers, where those are more."""
+LONGEST_PAUSE = 10.0
+"""Seconds before a worker is replaced, where one after the other is lost and no episode ends."""
+
+
+@dataclass(eq=False)
+class _Started:
+    """A worker that runs episodes, or could."""
+
+    worker: Worker
+    pid: int
+    num_running: int = 0
+    is_lost: bool = False
+
+
+class WorkerPool:
+    """An `EpisodeRunner`: each episode goes to the worker that runs the fewest episodes.
+
+    Args:
+        make: Makes a worker, which is not started yet. True asks for one that runs a single episode.
+        sampler: Where the workers' requests arrive.
+        workers: How many there are.
+        what: What messages call one of them: "Ray actor".
+    """
+
+    def __init__(self, make: Callable[[bool], Worker], sampler: CountingSampler, *, workers: int, what: str) -> None:
+        self._make = make
+        self._sampler = sampler
+        self._num_wanted = workers
+        self._what = what
+        self._workers: list[_Started] = []
+        self._starting: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._alone = asyncio.Semaphore(max(workers, MOST_ALONE))
+        self._num_to_run_alone = 0
+        self._spare: list[_Started] = []
+        self._changed = asyncio.Event()
+        self._why = ""
+        self._num_lost_in_a_row = 0
+        self.num_lost = 0
+        """Workers lost so far."""
+        self.num_rerun = 0
+        """Episodes begun anew so far, because their worker was lost."""
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each worker, on its host."""
+        return [started.pid for started in self._workers]
+
+    def metrics(self) -> Mapping[str, float]:
+        """The workers there are; and since the start, those that were lost and the episodes that were run again."""
+        return {
+            "rollout/workers": len(self._workers), "rollout/workers_lost": self.num_lost,
+            "rollout/episodes_rerun": self.num_rerun,
+        }  # fmt: skip
+
+    async def start(self) -> None:
+        """Start every worker.
+
+        Raises:
+            UsageError: one cannot be started.
+        """
+        await run_together(self._add() for _ in range(self._num_wanted))
+
+    async def close(self) -> None:
+        """End every worker."""
+        starting = list(self._starting)
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        for started in self._workers:
+            self._close(started.worker)
+        self._workers.clear()
+        self._close_spare()
+        while self._closing:
+            await asyncio.wait(self._closing)
+
+    async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
+        """The finished episode, by whichever worker ends it.
+
+        Raises:
+            RunStopped: no worker is left, and no other can be started.
+        """
+        why = ""
+        for number in range(1, MOST_ATTEMPTS + 1):
+            self.num_rerun += number > 1
+            try:
+                if 1 < number == MOST_ATTEMPTS:
+                    return await self._run_alone(setup, task, recorder)
+                return await self._run_on(await self._least_busy(), setup, task, recorder)
+            except WorkerLost as lost:
+                why = str(lost)
+        return _unplayed(task, recorder, f"worker: {why} (the last of {MOST_ATTEMPTS} workers that were lost with it)")
+
+    async def _least_busy(self) -> _Started:
+        while not self._workers:
+            if not self._starting:
+                raise RunStopped(f"no {self._what} is left to run episodes, and no other can be started: {self._why}")
+            self._changed.clear()
+            await self._changed.wait()
+        return min(self._workers, key=lambda started: started.num_running)
+
+    async def _run_alone(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
+        """On a worker of its own; where none can be started, beside others after all."""
+        self._num_to_run_alone += 1
+        try:
+            async with self._alone:
+                try:
+                    started = self._spare.pop() if self._spare else await self._start(alone=True)
+                except UsageError as error:
+                    logger.warning("no %s could be started for one episode: %s", self._what, printable(str(error)))
+                    return await self._run_on(await self._least_busy(), setup, task, recorder)
+                try:
+                    return await self._run_on(started, setup, task, recorder)
+                finally:
+                    if started.is_lost or self._num_to_run_alone <= 1:
+                        self._close(started.worker)
+                    else:  # the next one need not wait for another
+                        self._spare.append(started)
+        finally:
+            self._num_to_run_alone -= 1
+            if not self._num_to_run_alone:
+                self._close_spare()
+
+    async def _run_on(
+        self, started: _Started, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder
+    ) -> Trajectory:
+        current = self._sampler.open(recorder)
+        started.num_running += 1
+        try:
+            async with asyncio.timeout(setup.limits.timeout + GRACE):
+                packed = await started.worker.run(setup.env, dataclasses.replace(task, session=current.session))
+        except CannotTravel as error:
+            return _unplayed(task, recorder, f"environment: the example cannot travel to a worker: {error}")
+        except (WorkerLost, TimeoutError) as error:
+            why = str(error) or f"it did not end an episode within {GRACE:g} s of its deadline"
+            self._lose(started, why)
+            await current.give_up()
+            recorder.lose(current.num_tokens)
+            raise WorkerLost(why) from error
+        except asyncio.CancelledError:
+            await current.give_up()
+            raise
+        finally:
+            started.num_running -= 1
+            self._sampler.close_attempt(current)
+        self._num_lost_in_a_row = 0
+        await current.give_up()  # what the episode gave up may still be on its way to the engine's ears
+        try:
+            trajectory, late = unpack(packed)
+        except CannotTravel as error:
+            return _unplayed(task, recorder, f"environment: what it recorded cannot be read here: {error}")
+        return _received(trajectory, late, setup, current, recorder)
+
+    # ---- workers come and go
+
+    async def _start(self, *, alone: bool = False) -> _Started:
+        worker = self._make(alone)
+        try:
+            pid = await worker.start()
+        except BaseException:
+            self._close(worker)  # by a task of the pool's own: whoever wanted the worker may be cancelled meanwhile
+            raise
+        return _Started(worker, pid)
+
+    async def _add(self) -> None:
+        self._workers.append(await self._start())
+        self._changed.set()
+
+    def _lose(self, started: _Started, why: str) -> None:
+        """Several episodes may tell of one loss."""
+        if started.is_lost:
+            return
+        started.is_lost = True
+        started.worker.kill()  # it may only be stuck
+        self.num_lost += 1
+        self._num_lost_in_a_row += 1
+        self._why = why
+        logger.warning("a %s was lost; its %d episodes are run again: %s", self._what, started.num_running,
+                       printable(why))  # fmt: skip
+        if started not in self._workers:
+            return
+        self._workers.remove(started)
+        self._close(started.worker)
+        for _ in range(self._num_wanted - len(self._workers) - len(self._starting)):
+            starting = asyncio.create_task(self._replace(), name="start-worker")
+            self._starting.add(starting)
+            starting.add_done_callback(self._ended)
+
+    async def _replace(self) -> None:
+        await asyncio.sleep(self._pause())
+        try:
+            await self._add()
+        except UsageError as error:
+            self._why = str(error)
+            logger.warning("no other %s could be started, %d are left: %s", self._what, len(self._workers),
+                           printable(str(error)))  # fmt: skip
+
+    def _pause(self) -> float:
+        """None after the first losses; longer and longer where nothing but losses follows."""
+        extra = self._num_lost_in_a_row - self._num_wanted
+        return min(LONGEST_PAUSE, 0.1 * 2 ** min(extra, 10)) if extra > 0 else 0.0
+
+    def _ended(self, starting: asyncio.Task[None]) -> None:
+        self._starting.discard(starting)
+        self._changed.set()
+
+    def _close_spare(self) -> None:
+        while self._spare:
+            self._close(self._spare.pop().worker)
+
+    def _close(self, worker: Worker) -> None:
+        closing = asyncio.create_task(worker.close(), name="close-worker")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closed)
+
+    def _closed(self, closing: asyncio.Task[None]) -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled() and (error := closing.exception()) is not None:
+            logger.warning("a %s could not be ended: %s", self._what, printable(error_text(error)))
+
+
+def _received(
+    trajectory: Trajectory, late: RecordError | None, setup: RolloutSetup, ended: Attempt, recorder: Recorder
+) -> Trajectory:
+    """Bring the count to what the trajectory holds."""
+    if setup.teacher is not None:  # what a teacher said is counted in the student's ids, which are made there
+        recorder.count(trajectory.num_sampled_tokens)
+    else:  # an answer that was lost on its way was asked for, and drawn, again
+        recorder.lose(ended.num_delivered - trajectory.num_sampled_tokens)
+        # What was cut off is known here alone: its worker was answered with nothing.
+        unrecorded = trajectory.num_unrecorded_tokens + ended.num_cut_off
+        trajectory = trajectory.replace(num_unrecorded_tokens=unrecorded)
+    assert recorder.num_sampled_tokens == trajectory.num_sampled_tokens
+    recorder.close()
+    recorder.late = recorder.late or late
+    return trajectory
+
+
+def _unplayed(task: EpisodeTask, recorder: Recorder, error: str) -> Trajectory:
+    """The record of an episode of which nothing is left but what it cost."""
+    recorder.close()
+    return Trajectory(
+        example_id=task.example.id, stop_reason=StopReason.API_ERROR, truncated=True, error=cut(error),
+        num_unrecorded_tokens=recorder.num_sampled_tokens, **task.identity,
+    )  # fmt: skip

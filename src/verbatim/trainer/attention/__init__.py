@@ -1,0 +1,1 @@
+"""Attention over packed samples: rows, prefix trees, and trees by flex attention."""

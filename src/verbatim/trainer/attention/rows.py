@@ -1,0 +1,108 @@
+"""Attention of packed rows: each row by itself, rows of like length together, never a mask over the micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from verbatim.trainer.attention.padding import Padding
+
+BUCKET_FILL = 0.9
+"""A row joins a bucket of longer rows where it is at least this share of their length."""
+
+
+class RowsPlan:
+    """The `AttentionPlan` of rows that lie one after the other: causal, inside each row only.
+
+    Rows of like length are gathered into padded buckets. The padding is at the end of a row, where causality keeps
+    it out of sight, so no mask is needed, and its gradient is 0. The index tensors are made once for all layers.
+
+    Example: rows of lengths 3, 9 and 10 become the buckets `[2, 10]` (one place of padding) and `[1, 3]`.
+
+    Legend: U tokens, P places of all buckets, B rows of a bucket, L its longest row, H query heads, K key/value
+    heads, D head size of queries and keys, E of values.
+    """
+
+    def __init__(self, row_lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        """Plan for rows of these lengths, all above 0, laid one after the other."""
+        tokens, real, self.shapes = [], [], []
+        for rows in _buckets(row_lengths):
+            longest = rows[0][1]
+            starts, lengths = torch.tensor(rows).T[:, :, None]
+            within = torch.arange(longest)
+            tokens.append((starts + torch.minimum(within, lengths - 1)).flatten())
+            real.append((within < lengths).flatten())
+            self.shapes.append((len(rows), longest))
+        self._padding = Padding(torch.cat(tokens), torch.cat(real), device)
+
+    def attend(
+        self,
+        layer_index: int,
+        query_BHTD: Tensor,
+        key_BKTD: Tensor,
+        value_BKTD: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """The attention output, [1, U, H, E].
+
+        Args:
+            layer_index: Not used: all layers share the plan.
+            query_BHTD: [1, H, U, D].
+            key_BKTD: [1, K, U, D].
+            value_BKTD: [1, K, U, E].
+            scale: Multiplies the scores.
+            sliding_window: Tokens a query sees, itself included; None = all before it.
+        """
+        assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(self._padding)
+        queries, keys, values = (
+            self._padding.spread(x[0].transpose(0, 1), self.shapes) for x in (query_BHTD, key_BKTD, value_BKTD)
+        )
+        outs = [
+            _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, sliding_window)
+            for query, key, value in zip(queries, keys, values, strict=True)
+        ]
+        out_PHD = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
+        return self._padding.collect(out_PHD)[None]
+
+
+def _buckets(row_lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Rows as (start, length), grouped by like length, longest first."""
+    starts = [0]
+    for length in row_lengths:
+        assert length > 0
+        starts.append(starts[-1] + length)
+    rows = sorted(zip(starts[:-1], row_lengths, strict=True), key=lambda row: -row[1])
+    buckets: list[list[tuple[int, int]]] = []
+    for row in rows:
+        if not buckets or row[1] < BUCKET_FILL * buckets[-1][0][1]:
+            buckets.append([])
+        buckets[-1].append(row)
+    return buckets
+
+
+def _causal(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, scale: float, window: int | None) -> Tensor:
+    """Causal attention, [B, H, L, D]; a sliding window is walked in blocks, so that cost is linear in L."""
+    length = query_BHLD.shape[2]
+    if window is None or length <= window:
+        return scaled_dot_product_attention(
+            query_BHLD, key_BKLD, value_BKLD, is_causal=True, scale=scale, enable_gqa=True
+        )
+    outs = []
+    for start in range(0, length, window):
+        end = min(start + window, length)
+        first = max(0, start - window + 1)
+        query = torch.arange(start, end, device=query_BHLD.device)[:, None]
+        key = torch.arange(first, end, device=query_BHLD.device)[None]
+        seen = (key <= query) & (key > query - window)
+        outs.append(
+            scaled_dot_product_attention(
+                query_BHLD[:, :, start:end], key_BKLD[:, :, first:end], value_BKLD[:, :, first:end],
+                attn_mask=seen, scale=scale, enable_gqa=True,
+            )
+        )  # fmt: skip
+    return torch.cat(outs, dim=2)

@@ -1,0 +1,28 @@
+import numpy as np
+
+from verbatim.inference.embedded.slot_ranges import slot_ranges
+
+
+def cut(slots, lengths):
+    return [(found.slots.start, found.slots.stop, found.longest, found.in_place)
+            for found in slot_ranges(np.array(slots), np.array(lengths), 512)]  # fmt: skip
+
+
+def test_long_sequences_are_attended_to_apart_from_short_ones():
+    assert cut(range(64), [1000] * 16 + [100] * 48) == [(0, 16, 1000, True), (16, 64, 100, True)]
+
+
+def test_sequences_of_about_one_length_are_one_run():
+    assert cut(range(64), [100 + i for i in range(64)]) == [(0, 64, 163, True)]
+
+
+def test_few_sequences_among_many_idle_slots_are_copied():
+    assert cut([3, 90], [50, 60]) == [(3, 91, 60, False)]
+
+
+def test_every_sequence_is_in_one_run():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        slots = np.flatnonzero(rng.random(130) < rng.random())
+        runs = slot_ranges(slots, rng.integers(1, 900, len(slots)), 512)
+        assert [i for run in runs for i in range(run.first, run.last)] == list(range(len(slots)))

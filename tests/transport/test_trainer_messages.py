@@ -1,0 +1,113 @@
+"""What one process orders is what the other one gets: every bit of it."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transport_samples import assert_same_sample, make_sample
+
+from verbatim.errors import RunStopped
+from verbatim.transport import StepReport, TrainerReady
+from verbatim.transport.canary import Probes
+from verbatim.transport.files import publish_bytes
+from verbatim.transport.trainer_messages import (
+    TrainerMessage,
+    message_to_bytes,
+    read_message,
+    ready_from_json,
+    ready_to_json,
+    report_from_json,
+    report_to_json,
+)
+
+
+def travelled(order, tmp_path):
+    publish_bytes(tmp_path / "order", message_to_bytes(order))
+    return read_message(tmp_path / "order")
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_every_bit_of_a_batch_survives_the_trip(tmp_path, teacher):
+    sent = tuple(make_sample(length, teacher=teacher, seed=i) for i, length in enumerate([9, 1, 300, 2, 9]))
+    found = travelled(TrainerMessage(kind="train", version=7, samples=sent, checkpoint=True), tmp_path)
+    assert (found.kind, found.version, found.checkpoint, found.folder) == ("train", 7, True, None)
+    assert len(found.samples) == len(sent)
+    for mine, theirs in zip(found.samples, sent, strict=True):
+        assert_same_sample(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["", "лот-№1 🎲", 'quotes " and \\ and \n', "nul \0 and lone \ud800", "x" * 10_000])
+def test_ids_may_be_any_text(tmp_path, name):
+    sample = make_sample(3, name=name)
+    (found,) = travelled(TrainerMessage(kind="train", samples=(sample,)), tmp_path).samples
+    assert (found.trajectory_id, found.group_id, found.env) == (f"{name}-3", f"group-{name}", f"env-{name}")
+
+
+def test_a_batch_of_which_everything_was_dropped_survives_the_trip(tmp_path):
+    found = travelled(TrainerMessage(kind="train", version=3), tmp_path)
+    assert (found.kind, found.version, found.samples) == ("train", 3, ())
+
+
+def test_the_other_kinds_of_order_survive_the_trip(tmp_path, monkeypatch):
+    assert travelled(TrainerMessage(kind="stop"), tmp_path).kind == "stop"
+    monkeypatch.chdir(tmp_path)
+    save = travelled(TrainerMessage(kind="save", version=12, folder=Path("états")), tmp_path)
+    assert (save.kind, save.version) == ("save", 12)
+    assert save.folder == tmp_path / "états"  # the other process may stand elsewhere
+
+
+def test_the_samples_of_these_tests_have_no_field_at_its_default():
+    """Else a field that is added to the record and forgotten in the file would go unnoticed."""
+    sample = make_sample(3, teacher=True)
+    defaults = [field for field in dataclasses.fields(sample) if field.default is not dataclasses.MISSING]
+    assert {field.name for field in defaults} >= {"teacher_logprobs", "trajectory_id", "group_id", "env"}
+    assert [field.name for field in defaults if getattr(sample, field.name) is field.default] == []
+
+
+PROBES = Probes(
+    token_ids=(np.array([5, 2**31 - 1], np.int32), np.array([1, 2, 3], np.int32)),
+    logprobs=(np.array([-0.1], np.float32), np.array([np.nan, -1e-45], np.float32)),
+)
+
+
+def assert_same_probes(found, sent):
+    for name in ("token_ids", "logprobs"):
+        for mine, theirs in zip(getattr(found, name), getattr(sent, name), strict=True):
+            assert (mine.dtype, mine.tobytes()) == (theirs.dtype, theirs.tobytes())
+
+
+def test_every_bit_of_a_report_survives_the_trip():
+    metrics = {"third": 1 / 3, "tiny": 5e-324, "nan": math.nan, "inf": -math.inf, "count": 3, "zero": -0.0}
+    sent = StepReport(
+        version=4, weights=Path("/w/v000004"), num_trained_tokens=10**12, metrics=metrics, probes=PROBES,
+        state=Path("/s/é"),
+    )  # fmt: skip
+    found = report_from_json(json.loads(json.dumps(report_to_json(sent))))
+    assert (found.version, found.weights, found.num_trained_tokens) == (4, Path("/w/v000004"), 10**12)
+    assert found.state == Path("/s/é")
+    assert {k: repr(v) for k, v in found.metrics.items()} == {k: repr(v) for k, v in metrics.items()}
+    assert_same_probes(found.probes, PROBES)
+
+
+def test_a_report_without_probes_and_state_survives_the_trip():
+    sent = StepReport(version=1, weights=Path("w"), num_trained_tokens=0, metrics={})
+    found = report_from_json(json.loads(json.dumps(report_to_json(sent))))
+    assert (found.probes, found.state, found.metrics) == (None, None, {})
+
+
+@pytest.mark.parametrize("checkpoint", [None, Path("/run/checkpoints/step_000003")])
+def test_what_a_trainer_that_is_ready_says_survives_the_trip(checkpoint):
+    sent = TrainerReady(version=3, weights="some/hub-id", checkpoint=checkpoint, probes=PROBES)
+    found = ready_from_json(json.loads(json.dumps(ready_to_json(sent))))
+    assert (found.version, found.weights, found.checkpoint) == (3, "some/hub-id", checkpoint)
+    assert_same_probes(found.probes, PROBES)
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:50], lambda data: bytes(len(data))])
+def test_a_damaged_order_stops_the_run_and_names_the_file(tmp_path, damage):
+    (tmp_path / "order").write_bytes(damage(message_to_bytes(TrainerMessage(kind="train", samples=(make_sample(9),)))))
+    with pytest.raises(RunStopped, match=r"the message in .*/order is damaged"):
+        read_message(tmp_path / "order")
