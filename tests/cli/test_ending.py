@@ -43,6 +43,41 @@ def started(script):
                             stderr=subprocess.PIPE, text=True)  # fmt: skip
 
 
+THREADS = """
+    import threading
+    from verbatim.cli import main as shell
+
+    class Owner:
+        def __del__(self):
+            raise {error}
+
+    def fail():
+        raise {error}
+
+    def main():
+        Owner()
+        thread = threading.Thread(target=fail, name="watcher")
+        thread.start()
+        thread.join()
+        return 0
+
+    shell.main = main
+    shell.program()
+"""
+
+
+def test_memory_that_runs_out_in_a_thread_or_a_destructor_is_one_line_each():
+    with started(THREADS.format(error="MemoryError")) as process:
+        _, err = process.communicate(timeout=60)
+    destructor, thread = err.splitlines()
+    assert "__del__" in destructor and ": out of memory, in __del__ (<string>:" in destructor
+    assert thread.startswith("thread watcher ended: out of memory, in fail (<string>:")
+    assert process.returncode == 0
+    with started(THREADS.format(error="ValueError('no')")) as process:
+        _, err = process.communicate(timeout=60)
+    assert err.count("Traceback") == 2
+
+
 @pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "time.sleep(60)", "re.match('(a+)+b', 'a' * 60)"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_the_process_at_once_whatever_the_code_does(wait, number):

@@ -177,3 +177,11 @@ def test_chunk_returns_feel_a_penalty_where_the_turns_rewards_are_the_reward():
     penalty = LengthPenaltyConfig(type="tokens", target=2, slope=0.1)
     credited = assign_advantages(group_of(rewarded), lambda i: chunk_returns_advantage(i, gamma=1.0), penalty)
     assert [t.advantage for t in credited.trajectories[0].turns] == pytest.approx([0.8, 0.55], abs=1e-12)
+
+
+def test_memory_that_runs_out_in_an_advantage_is_not_its_fault():
+    def full(inputs):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        assign_advantages(group(1.0, 0.0), full)

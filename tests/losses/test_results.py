@@ -7,7 +7,7 @@ import torch
 
 from verbatim.errors import ComponentError
 from verbatim.losses import LOSSES, Loss, LossInputs, LossOutputs
-from verbatim.losses.results import try_loss
+from verbatim.losses.results import as_scalar, try_loss
 
 
 def total(inputs: LossInputs) -> torch.Tensor:
@@ -53,3 +53,18 @@ def test_a_loss_that_needs_a_teacher_is_told_that_there_is_none():
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_of_ours_passes(name):
     try_loss(LOSSES[name], has_teacher=True)
+
+
+NO_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), NO_MEMORY])
+def test_memory_that_runs_out_is_not_the_losss_fault(error, monkeypatch):
+    def full(*args, **kwargs):
+        raise error
+
+    with pytest.raises(type(error)):
+        try_loss(Loss(full, level="token"), has_teacher=True)
+    monkeypatch.setattr(torch, "as_tensor", full)
+    with pytest.raises(type(error)):
+        as_scalar("entropy", torch.tensor(1.0))

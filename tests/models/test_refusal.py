@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.other_models import write_other
 from verbatim.errors import ModelError
+from verbatim.models import tiny
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_tokenizer
@@ -78,6 +79,22 @@ def test_what_is_not_the_models_fault_stays_what_it_is(error):
     with pytest.raises(type(error)) as raised, refusing("X"):
         raise error
     assert raised.value is error
+
+
+NO_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("where", ["_fitting", "_randomize", "tiny_config"])
+def test_a_small_copy_that_there_is_no_memory_for_is_not_the_models_fault(where, monkeypatch, tmp_path):
+    write_other("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    def fail(*args):
+        raise NO_MEMORY
+
+    monkeypatch.setattr(tiny, where, fail)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        tiny.tiny_copy(model)
 
 
 @pytest.mark.parametrize(("error", "message"), [

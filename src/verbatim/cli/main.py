@@ -168,18 +168,26 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def _show_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """The same of a thread, an environment's for example."""
-    if args.exc_type is not SystemExit:
-        name = args.thread.name if args.thread is not None else "unknown"
-        sys.stderr.write(printable(f"thread {name} ended:\n"))
-        error = args.exc_value if args.exc_value is not None else args.exc_type()
-        _show_traceback(args.exc_type, error, args.exc_traceback)
+    """The same of a thread, an environment's for example; of memory that ran out, one line."""
+    if args.exc_type is SystemExit:
+        return
+    name = args.thread.name if args.thread is not None else "unknown"
+    error = args.exc_value if args.exc_value is not None else args.exc_type()
+    if is_out_of_memory(error):
+        sys.stderr.write(printable(f"thread {name} ended: {describe(error)}\n"))
+        return
+    sys.stderr.write(printable(f"thread {name} ended:\n"))
+    _show_traceback(args.exc_type, error, args.exc_traceback)
 
 
 def _show_unraisable(args: sys.UnraisableHookArgs) -> None:
     """The same of what a destructor raised."""
-    sys.stderr.write(printable(f"{args.err_msg or 'ignored'}: {shown(args.object)}\n"))
+    where = printable(f"{args.err_msg or 'ignored'}: {shown(args.object)}")
     error = args.exc_value if args.exc_value is not None else args.exc_type()
+    if is_out_of_memory(error):
+        sys.stderr.write(f"{where}: {printable(describe(error))}\n")
+        return
+    sys.stderr.write(f"{where}\n")
     _show_traceback(args.exc_type, error, args.exc_traceback)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit.length_penalty import penalised
 from verbatim.errors import ComponentError
+from verbatim.machine_faults import is_out_of_memory
 from verbatim.types import Group, Trajectory
 
 
@@ -83,6 +84,8 @@ def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: st
     except ComponentError as error:
         raise ComponentError(f"{where}: {error}") from error
     except Exception as error:  # a user's function may raise anything, all of it theirs to mend
+        if is_out_of_memory(error):
+            raise
         raise ComponentError(f"{where}: raised {type(error).__name__}: {error}") from error
     advantages = getattr(outputs, "advantages", None)
     expected = f"expected AdvantageOutputs(advantages=[one for each of {len(rollouts)} rollouts])"

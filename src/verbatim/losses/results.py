@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.errors import ComponentError
 from verbatim.losses.base import Loss, LossInputs
+from verbatim.machine_faults import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,8 @@ def checked_outputs(outputs: Any, name: str) -> tuple[Tensor, dict[str, Any]]:
 def as_scalar(name: str, value: Any) -> Tensor:
     """A metric of a loss as a tensor of shape [] without a gradient.
 
+    Memory that ran out stays what it is: the loss is not at fault.
+
     Raises:
         ComponentError: it is not one number.
     """
@@ -56,6 +59,8 @@ def as_scalar(name: str, value: Any) -> Tensor:
     try:
         tensor = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ComponentError(f"metric {name!r} of the loss is {value!r:.80}; expected a scalar tensor") from error
     if tensor.numel() != 1:
         raise ComponentError(f"metric {name!r} of the loss has shape {tuple(tensor.shape)}; expected a scalar: "
@@ -93,6 +98,8 @@ def try_loss(loss: Loss, *, has_teacher: bool) -> None:
     except ComponentError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ComponentError(
             f"the loss {loss.name}, tried on a trajectory of {TRIAL_TOKENS} tokens"
             f"{'' if has_teacher else ' without a teacher (teacher_logprobs = None)'}, raised "

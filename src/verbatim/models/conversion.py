@@ -16,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from verbatim.errors import ModelError
+from verbatim.machine_faults import is_out_of_memory
 
 
 def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -66,6 +67,8 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         try:
             made = conversion.convert(name, model=model, config=model.config)
         except (RuntimeError, ValueError, KeyError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
             raise ModelError(f"the tensors of the model's {name} do not fit each other: {error}") from error
         for target, value in made.items():
             converted[target] = value[0] if isinstance(value, list) else value

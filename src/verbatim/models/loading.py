@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from verbatim.errors import ModelError
-from verbatim.machine_faults import rust_errors_as_oserror
+from verbatim.machine_faults import is_out_of_memory, rust_errors_as_oserror
 from verbatim.models.conversion import to_model_tensors
 from verbatim.models.float64 import keep_float64
 from verbatim.models.mixing import plan_attention
@@ -47,6 +47,8 @@ def resolve_device(device: str) -> torch.device:
         try:
             torch.zeros(1, device=found).item()
         except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+            if is_out_of_memory(error):
+                raise
             said = str(error).partition("\n")[0]
             raise ModelError(f'device {device!r} cannot be used here ({said}); take "auto", "cpu" or "cuda"') from None
     return found

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from verbatim.errors import ModelError
+from verbatim.machine_faults import is_out_of_memory
 
 VOCAB = 96
 """Ids of a tiny copy are below this."""
@@ -106,6 +107,8 @@ class NoTinyCopy(ModelError):
 def tiny_copy(model: Any, *, seed: int = 0) -> Any:
     """A tiny model of a model's class and configuration, on the CPU, in float32 and eval mode, with its own attention.
 
+    Memory that ran out stays what it is: the model is not at fault.
+
     Raises:
         NoTinyCopy: a configuration that cannot be made small.
     """
@@ -116,6 +119,8 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
             tiny = _fitting(model)
             _randomize(tiny)
     except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, ZeroDivisionError) as error:
+        if is_out_of_memory(error):
+            raise
         raise NoTinyCopy(
             f"{kind.__name__} cannot be checked against its own attention, because no small copy of it can be made "
             f"({type(error).__name__}: {str(error)[:200]}); use a model of another class"
@@ -134,6 +139,8 @@ def _fitting(model: Any) -> Any:
         try:
             tiny = type(model)(tiny_config(model.config, depth))
         except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, ZeroDivisionError) as error:
+            if is_out_of_memory(error):
+                raise
             problem = error
             continue
         size = sum(p.numel() for p in tiny.parameters())

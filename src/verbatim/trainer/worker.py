@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from verbatim.errors import RunStopped
+from verbatim.errors import RunStopped, VerbatimError
 from verbatim.machine_faults import describe, is_out_of_memory
 from verbatim.trainer.trainer import Trainer
 from verbatim.transport import StepReport, WeightFolders
@@ -59,7 +59,7 @@ class TrainerWorker:
                 shutil.rmtree(state, ignore_errors=True)
                 state.mkdir(parents=True)
                 self._write(state, folder)
-        except RunStopped as error:
+        except VerbatimError as error:
             self._failure = str(error)
             raise
         except OSError as error:

@@ -101,8 +101,8 @@ class Heartbeat:
             beat = Beat(pid=os.getpid(), beats=self._beats, progress=self._progress, doing=self._doing,
                         wants_to_stop=self._wants_to_stop)  # fmt: skip
             publish_json(self._path, dataclasses.asdict(beat))
-        except OSError:
-            return  # a full disk, or a folder that was removed: the other side notices that nothing comes
+        except (OSError, MemoryError):
+            return  # no disk, or no memory just now: where it stays so, the other side notices that nothing comes
 
 
 class PeerWatch:

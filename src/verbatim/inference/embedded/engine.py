@@ -37,6 +37,8 @@ _MOST_DEFERRED = 16
 """Requests that may wait for another's prefix before the rest of the queue is left for the next step."""
 
 
+_LOOK_EVERY = 1.0
+"""Seconds between two looks of a waiting call at whether the engine's thread is there."""
 _STEPS_PER_QUESTION = 3.0
 """While sequences are in flight, the logprobs of prompts take one second for so many of decoding."""
 
@@ -236,12 +238,12 @@ class TorchSampler:
         job = _Job(loop=loop, future=loop.create_future(), request=request, submitted=time.perf_counter())
         self._send(job)
         try:
-            await asyncio.wait([job.future])  # unlike `await job.future`, leaves it to the engine to end
+            await self._answered(job.future)
         except asyncio.CancelledError:
             with self._wake:
                 self._inbox.append(_Cancel(job))
                 self._wake.notify()
-            raise cut_off(await _num_drawn(job)) from None
+            raise cut_off(await self._num_drawn(job)) from None
         completion: Completion = job.future.result()
         return completion
 
@@ -252,7 +254,7 @@ class TorchSampler:
             ModelError: the folder cannot be read, does not fit, or holds a weight that is not a finite number; the
                 engine goes on with the weights and the version it has.
             UsageError: a version that none can be.
-            SamplerFault: the engine is dead or closed.
+            SamplerFault: the engine is dead or closed; or memory is not enough to read them, and it goes on as before.
         """
         check_version(version)
         weights = await asyncio.to_thread(self._read_weights, Path(path))
@@ -270,8 +272,10 @@ class TorchSampler:
             except VerbatimError:
                 raise
             except Exception as error:  # several libraries read the folder, and raise anything
-                raise ModelError(f"{cut(repr(str(folder)), 200)} cannot be loaded as weights: "
-                                 f"{error_text(error, 200)}") from error  # fmt: skip
+                message = f"{cut(repr(str(folder)), 200)} cannot be loaded as weights: {_said(error, 200)}"
+                if is_out_of_memory(error):
+                    raise SamplerFault(message) from error
+                raise ModelError(message) from error
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it, past any cache: float32 [L]; the first is NaN.
@@ -327,7 +331,30 @@ class TorchSampler:
         loop = asyncio.get_running_loop()
         command = _Command(loop=loop, future=loop.create_future(), run=run, vital=vital)
         self._send(command)
-        return await command.future
+        try:
+            await self._answered(command.future)
+        finally:
+            command.future.cancel()  # unless it is answered: whoever asked is gone
+        return command.future.result()
+
+    async def _answered(self, future: asyncio.Future[Any]) -> None:
+        """Wait until the engine has answered; one whose thread is gone answers nothing, and that is the answer then.
+
+        A call that is cancelled meanwhile leaves the future to the engine, unlike `await future`.
+        """
+        while not future.done():
+            await asyncio.wait([future], timeout=_LOOK_EVERY)
+            if not future.done() and not self._thread.is_alive():
+                await asyncio.sleep(0)  # its last answers may be on their way
+                _settle([(future, SamplerFault(self.failure or "the sampler's thread has ended"))])
+
+    async def _num_drawn(self, job: _Job) -> int:
+        """Tokens that were drawn for a job that is being cancelled. The engine answers every job, and soon."""
+        answered = asyncio.ensure_future(self._answered(job.future))
+        with contextlib.suppress(asyncio.CancelledError):  # it is cancelled once more: so it is, in the end
+            await settle([answered])
+        fault = job.future.exception()
+        return num_tokens_drawn(fault) if fault is not None else len(job.future.result().ids)
 
     # ---- the engine's thread
 
@@ -412,7 +439,7 @@ class TorchSampler:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            no_room = error_text(error, 200)
+            no_room = _said(error, 200)
         if no_room is not None:  # outside of the handler: what the pass took is free by now
             self._make_room(no_room)
             return
@@ -507,19 +534,19 @@ def _threads(num_threads: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-async def _num_drawn(job: _Job) -> int:
-    """Tokens that were drawn for a job that is being cancelled. The engine answers every job, and soon."""
-    with contextlib.suppress(asyncio.CancelledError):  # it is cancelled once more: so it is, in the end
-        await settle([job.future])
-    fault = job.future.exception()
-    return num_tokens_drawn(fault) if fault is not None else len(job.future.result().ids)
-
-
 def _request_failed(cause: Exception) -> SamplerFault:
-    fault = SamplerFault(f"the sampler failed on this request: {error_text(cause, 500)}")
+    fault = SamplerFault(f"the sampler failed on this request: {_said(cause, 500)}")
     if not is_out_of_memory(cause):  # its frames would keep what they took
         fault.__cause__ = cause
     return fault
+
+
+def _said(cause: Exception, limit: int) -> str:
+    """For those who asked; memory that ran out is called that, whichever library ran out of it."""
+    if not is_out_of_memory(cause):
+        return error_text(cause, limit)
+    said = str(cause).partition("\n")[0]
+    return cut(f"out of memory: {said}" if said else "out of memory", limit)
 
 
 def _engine_failed(cause: BaseException, num_tokens: int = 0) -> SamplerFault:
