@@ -31,6 +31,7 @@ ORDER = (
     ("transport", "checkpoints", "monitors"),
     ("trainer", "orchestrator"),
     ("doctor", "viewer"),
+    ("run",),
     ("cli",),
 )
 """Left to right: a package imports from rows above its own, never from below, and not from its neighbours in the

@@ -22,8 +22,6 @@ from e2e.tiny_runs import FILTERS, LOTS, TOML, build_tiny_model, train_lines, tr
 from rollouts.chat_server import add_numbers, chat_server
 from verbatim import Trajectory
 from verbatim.cli.main import main
-from verbatim.cli.session import make_loss
-from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.credit.length_penalty import SLOPES
 from verbatim.environments.resolve import create_environment
@@ -31,6 +29,8 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
+from verbatim.run.parts import make_loss
+from verbatim.run.tables import component_tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

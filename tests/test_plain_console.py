@@ -7,8 +7,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from verbatim.cli.logs import log_to_console, log_to_file
 from verbatim.plain_console import PlainConsole
+from verbatim.run.logs import log_to_console, log_to_file
 from verbatim.texts import cut, error_text, printable, shown
 
 HOSTILE = "[/red] [bold]x[/] :smile: \x1b[2J\x1b]8;;http://x\x07 \r\x9b31m \u202e \udc80"

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from verbatim.cli.tables import component_tables
 from verbatim.config import resolve
 from verbatim.config.known_names import _ANSWERS, known_elsewhere
 from verbatim.config.schema import ComponentConfig
 from verbatim.errors import ComponentError
+from verbatim.run.tables import component_tables
 
 
 def refusal(what: str, name: str) -> str:

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 from verbatim.errors import ConfigError
+from verbatim.run.tables import component_tables
 
 TOML = """\
 [model.build]

@@ -5,14 +5,15 @@ import math
 import pytest
 
 from credit.groups import group_of, rollout, turn
-from verbatim.cli.session import make_environments, make_rules
-from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import ADVANTAGES
 from verbatim.errors import ConfigError
 from verbatim.filters.zero_advantage import ZeroAdvantage
 from verbatim.orchestrator.assemble import GroupRules, assemble_group, rollout_metrics
+from verbatim.run.environments import make_environments
+from verbatim.run.parts import make_rules
+from verbatim.run.tables import component_tables
 
 TWO = """\
 [model]

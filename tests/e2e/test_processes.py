@@ -31,9 +31,9 @@ from e2e.tiny_runs import (
     workplace,
 )
 from verbatim.checkpoints import read_json
-from verbatim.cli.logs import last_lines, log_to_file
 from verbatim.cli.main import main
 from verbatim.errors import RunStopped
+from verbatim.run.logs import last_lines, log_to_file
 
 # What happens when is written in fate.json: {"run": ..., "episode": 9, "strike": ["trainer", "me"], "signal": 9}.
 FATAL = '''

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
-from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.environments import Demonstrates, Environment
 from verbatim.environments.resolve import create_environment
@@ -17,6 +16,7 @@ from verbatim.errors import UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
+from verbatim.run.tables import component_tables
 from verbatim.tools import ToolManager, isolation
 from verbatim.tools.isolation import NO_ISOLATION, SandboxLimits
 from verbatim.types import Example, StopReason, ToolCall, Trajectory

@@ -209,7 +209,7 @@ def main(root: Path, trace: Path, arguments: list[str]) -> int:
 
 
 def _record(recorder: Recorder, command: Callable[[list[str]], int], arguments: list[str], trace: Path) -> int:
-    from verbatim.cli.run_log import RunLog
+    from verbatim.run.run_log import RunLog
 
     os.fsync = recorder.sync
     seal = RunLog._seal

@@ -20,7 +20,7 @@ TRAINER = ("verbatim.trainer", "verbatim.models", "verbatim.losses", "verbatim.p
            "verbatim.transport.trainer_messages")  # fmt: skip
 LOOP = ("verbatim.orchestrator", "verbatim.trajectories", "verbatim.credit", "verbatim.filters", "verbatim.curriculum",
         "verbatim.checkpoints", "verbatim.transport.remote_trainer", "verbatim.transport.exchange",
-        "verbatim.cli.run_log", "verbatim.cli.rl_command", "verbatim.rollouts.group")  # fmt: skip
+        "verbatim.run.run_log", "verbatim.run.training_run", "verbatim.rollouts.group")  # fmt: skip
 ENGINE = ("verbatim.inference",)
 
 DISK: dict[str, dict[str, Any]] = {

@@ -128,10 +128,11 @@ def serve() -> None:
     for module in ("httpx", "renderers", "safetensors.torch", "strikes", "verbatim.renderers.recognise",
                    "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama",
                    "verbatim.cli.main", "verbatim.cli.rl_command", "verbatim.cli.trainer_command",
-                   "verbatim.cli.trainer_process", "verbatim.inference.embedded.engine", "verbatim.inference.teacher",
+                   "verbatim.run.training_run",
+                   "verbatim.run.trainer_process", "verbatim.inference.embedded.engine", "verbatim.inference.teacher",
                    "verbatim.models.build", "verbatim.orchestrator.loop", "verbatim.orchestrator.nothing_trained",
                    "verbatim.renderers", "verbatim.trainer.serve", "verbatim.trainer.trainer",
-                   "verbatim.cli.prepare"):  # fmt: skip
+                   "verbatim.run.prepare"):  # fmt: skip
         importlib.import_module(module)
     from verbatim.monitors import learning_curve
 
@@ -160,7 +161,7 @@ def become(request: dict[str, Any]) -> None:
     sys.path.insert(0, request["place"])
     strike = request["strike"]
     spare = Spare(strike)
-    from verbatim.cli import trainer_process
+    from verbatim.run import trainer_process
 
     trainer_process.subprocess = SimpleNamespace(
         Popen=spare.start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired

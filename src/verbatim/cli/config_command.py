@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from verbatim.cli import exit_status
-from verbatim.cli.check import check_run
-from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config, load_config
 from verbatim.orchestrator.staleness import capped_settings
+from verbatim.run.check import check_run
+from verbatim.run.tables import component_tables
 from verbatim.texts import printable
 
 

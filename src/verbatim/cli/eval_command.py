@@ -11,17 +11,6 @@ from typing import Any
 
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
-from verbatim.cli.logs import log_to_console
-from verbatim.cli.session import (
-    check_environments,
-    check_tools,
-    make_environments,
-    make_renderer,
-    make_sampler,
-    make_setups,
-    open_runner,
-)
-from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.config.schema import EvalConfig, RunConfig
 from verbatim.errors import ConfigError, RunStopped
@@ -29,6 +18,10 @@ from verbatim.monitors.console import eval_line
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts import EpisodeTally
 from verbatim.rollouts.main_loop import run_main
+from verbatim.run.environments import check_environments, check_tools, make_environments
+from verbatim.run.logs import log_to_console
+from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
+from verbatim.run.tables import component_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

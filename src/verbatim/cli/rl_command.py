@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import shlex
-import shutil
 import time
-import tomllib
-from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Console as RichConsole
+from rich.console import Console
 from rich.table import Table
 
-from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder, load_stored_config, read_loop_state
+from verbatim.checkpoints import ORCHESTRATOR, RunFolder, load_stored_config
 from verbatim.cli import exit_status
-from verbatim.cli.check import check_run
 from verbatim.cli.interrupts import two_presses
-from verbatim.cli.logs import log_to_console, log_to_file
-from verbatim.cli.run_log import RunLog
-from verbatim.cli.session import (
-    Environments,
-    make_dispatcher,
-    make_monitors,
-    make_renderer,
-    make_rules,
-    make_sampler,
-    make_setups,
-    open_runner,
-)
-from verbatim.cli.tables import component_tables
-from verbatim.config import dump_config
-from verbatim.config.schema import RunConfig
-from verbatim.config.secrets import redacted
-from verbatim.disk import rename, sync_tree
 from verbatim.errors import NothingTrained, UsageError
-from verbatim.inference.base import Sampler
-from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.machine_faults import is_machine_fault
-from verbatim.monitors.base import OpenMonitor, RunInfo, open_monitors
 from verbatim.plain_console import PlainConsole
-from verbatim.rollouts import EpisodeTally, RolloutSetup
-from verbatim.rollouts.main_loop import run_main
-
-if TYPE_CHECKING:
-    from verbatim.cli.trainer_process import TrainerSide
+from verbatim.run.check import check_run
+from verbatim.run.logs import log_to_console, log_to_file
+from verbatim.run.parts import make_monitors
+from verbatim.run.tables import component_tables
+from verbatim.run.training_run import TrainingRun
 
 RESUME_LATEST = "latest"
 
@@ -87,21 +62,24 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
         folder = RunFolder.create(config, name=name, now=datetime.now())
     with folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
-        program = Program(config, environments, monitors, folder, console, name=name, started=started)
+        how_to_go_on = _how_to_go_on(folder.path, trainer_elsewhere=trainer_elsewhere)
+        training = TrainingRun(config, environments, monitors, folder, console, name=name, started=started)
         finished = False
         try:
-            finished = program.run(trainer_elsewhere=trainer_elsewhere)
+            finished = training.run(
+                lambda first: two_presses(first, lambda: how_to_go_on), trainer_elsewhere=trainer_elsewhere
+            )
+            if finished:
+                _print_summary(training.summary, name, folder, console)
         except UsageError as error:
-            if not program.has_begun and not is_machine_fault(error):
+            if not training.has_begun and not is_machine_fault(error):
                 folder.withdraw()
             raise
         finally:
             if not finished and not folder.is_withdrawn:
-                console.print(
-                    _how_to_go_on(folder.path, trainer_elsewhere=trainer_elsewhere), soft_wrap=True, style="bold"
-                )
-        if program.nothing_trained is not None:
-            raise NothingTrained(program.nothing_trained)
+                console.print(how_to_go_on, soft_wrap=True, style="bold")
+        if training.nothing_trained is not None:
+            raise NothingTrained(training.nothing_trained)
     return exit_status.FINISHED if finished else exit_status.INTERRUPTED
 
 
@@ -113,228 +91,16 @@ def _how_to_go_on(folder: Path, *, trainer_elsewhere: bool) -> str:
     return f"not finished; to go on:  {again}"
 
 
-class Program:
-    """The orchestrator of one run, with the trainer that is started for it or found."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        environments: Environments,
-        monitors: Mapping[str, OpenMonitor],
-        folder: RunFolder,
-        console: RichConsole,
-        *,
-        name: str,
-        started: float,
-    ) -> None:
-        self._config = config
-        self._environments = environments
-        self._monitors = monitors
-        self._folder = folder
-        self._console = console
-        self._name = name
-        self._started = started
-        self._stop: Callable[[], None] | None = None
-        """Asks the loop to end; None before it is at work."""
-        self.has_begun = False
-        """Whether everything was made, and the loop is at work: what fails from then on may be mended, and the run go
-        on."""
-        checkpoint = config.checkpoint
-        self.nothing_trained: str | None = None
-        """After a run that came to its end and learned nothing: why."""
-        self._store = CheckpointStore(
-            folder.checkpoints, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every
-        )
-
-    def run(self, *, trainer_elsewhere: bool) -> bool:
-        """Whether all steps were taken.
-
-        The trainer prepares the model outside the event loop, so that Ctrl-C ends it at once.
-        """
-        from verbatim.cli import trainer_process as places
-
-        config, folder = self._config, self._folder
-        how_to_go_on = _how_to_go_on(folder.path, trainer_elsewhere=trainer_elsewhere)
-        if trainer_elsewhere:
-            place = places.trainer_elsewhere(config, folder, self._console)
-        elif config.trainer.separate_process:
-            place = places.trainer_child(config, folder)
-        else:
-            place = places.trainer_inside(config, self._environments, folder, self._console)
-        with place as side:
-            presses = two_presses(self._asked_to_end, lambda: how_to_go_on)
-            finished, log = run_main(self._orchestrate(side), presses)
-        if finished:
-            self._print_summary(log.summarize())
-        return finished
-
-    def _asked_to_end(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """The first Ctrl-C or SIGTERM: end after this step. False where there is no step yet."""
-        if self._stop is None:
-            return False
-        self._console.print("ending after this step, with a checkpoint; Ctrl-C again ends at once", style="bold")
-        loop.call_soon_threadsafe(self._stop)
-        return True
-
-    async def _orchestrate(self, side: TrainerSide) -> tuple[bool, RunLog]:
-        ready = side.ready
-        state: dict[str, Any] = {}
-        if ready.checkpoint is not None:
-            self._console.print(f"going on after {ready.version} batches, from {ready.checkpoint}", soft_wrap=True)
-            state = read_loop_state(ready.checkpoint)
-            assert state["step"] == ready.version
-            self._store.set_aside_after(ready.version)
-        log = RunLog(
-            self._folder,
-            title=self._name,
-            max_steps=self._config.max_steps,
-            first_step=ready.version,
-            save_trajectories=self._config.monitor.save_trajectories,
-            monitors=open_monitors(self._monitors, self._about(ready.version)),
-            store=self._store,
-            environments={label: environment for label, (_, environment) in self._environments.eval.items()},
-            earlier_seconds=state.get("seconds", 0.0),
-            started=self._started,
-        )
-        try:
-            return await self._train(side, state, log), log
-        finally:
-            log.close()
-
-    def _about(self, first_step: int) -> RunInfo:
-        config = redacted(tomllib.loads(dump_config(self._config)))
-        return RunInfo(name=self._name, folder=self._folder.path, config=config, first_step=first_step)
-
-    async def _train(self, side: TrainerSide, state: dict[str, Any], log: RunLog) -> bool:
-        teacher = self._config.orchestrator.teacher
-        if teacher is None or self._config.orchestrator.training_mode != "sft":
-            return await self._train_with(side, state, log, speaker=None)
-        assert teacher.base_url is not None  # the configuration sees to it
-        api = OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)
-        async with api.connect() as speaker:
-            return await self._train_with(side, state, log, speaker=speaker)
-
-    async def _train_with(
-        self, side: TrainerSide, state: dict[str, Any], log: RunLog, *, speaker: Connection | None
-    ) -> bool:
-        from verbatim.cli.trainer_setup import threads_of
-        from verbatim.models.loading import load_tokenizer
-
-        config, ready = self._config, side.ready
-        renderer = make_renderer(config.orchestrator.renderer, load_tokenizer(ready.weights))
-        sampler = make_sampler(
-            config, ready.weights, policy_version=ready.version,
-            num_threads=threads_of(config, config.inference.num_threads),
-        )  # fmt: skip
-        made = {"train": self._environments.train, "eval": self._environments.eval}
-        api = speaker.api if speaker is not None else None
-        try:
-            logs = self._folder.path / "logs" / "environments"
-            async with open_runner(config.orchestrator, made, sampler, renderer, api, logs) as runner:
-                slots = asyncio.Semaphore(config.orchestrator.max_concurrent)
-                tallies = {purpose: EpisodeTally(purpose) for purpose in made}
-                setups, eval_setups = (
-                    make_setups(
-                        config.orchestrator, made[purpose], sampler, renderer, slots, teacher, runner, tallies[purpose]
-                    )
-                    for purpose, teacher in (("train", speaker), ("eval", None))
-                )
-                try:
-                    return await self._train_on(side, state, log, sampler, setups, eval_setups, tallies["train"])
-                finally:
-                    for tally in tallies.values():
-                        tally.log_summary()
-        finally:
-            await sampler.close()
-            await side.link.close()
-
-    async def _train_on(
-        self, side: TrainerSide, state: dict[str, Any], log: RunLog, sampler: Sampler,
-        setups: Mapping[str, RolloutSetup], eval_setups: Mapping[str, RolloutSetup], tally: EpisodeTally,
-    ) -> bool:  # fmt: skip
-        from verbatim.inference.teacher import Teacher, make_teacher
-        from verbatim.orchestrator.loop import Orchestrator, RunSchedule
-        from verbatim.orchestrator.nothing_trained import why_nothing_was_trained
-        from verbatim.trajectories import Ledger
-        from verbatim.transport.canary import tolerance_of
-
-        config, orchestrator_config, ready = self._config, self._config.orchestrator, side.ready
-        ledger = Ledger()
-        evaluation = orchestrator_config.eval
-        tolerance = config.inference.canary_tolerance
-        teacher: Teacher | None = None
-        if orchestrator_config.teacher is not None and orchestrator_config.training_mode != "sft":
-            teacher = make_teacher(orchestrator_config.teacher)
-        orchestrator = Orchestrator(
-            schedule=RunSchedule(
-                max_steps=config.max_steps,
-                eval_setups=list(eval_setups.values()),
-                eval_interval=evaluation.interval if evaluation else config.max_steps,
-                eval_episodes=evaluation.episodes if evaluation else 0,
-                eval_seed=evaluation.seed if evaluation else 0,
-                checkpoint_interval=config.checkpoint.interval,
-                learns_from_advantages=not config.follows_a_teacher and config.trainer.loss.type != "custom",
-                canary_tolerance=tolerance or tolerance_of(config.trainer.dtype, config.inference.dtype),
-            ),
-            sampler=sampler,
-            trainer=side.link,
-            dispatcher=make_dispatcher(config, self._environments, setups, ledger),
-            ledger=ledger,
-            rules=make_rules(config, self._environments),
-            environments=self._environments.by_label,
-            observer=log,
-            checkpointer=log,
-            probes=ready.probes,
-            teacher=teacher,
-            tally=tally,
-        )
-        if state:
-            orchestrator.load_state_dict(state)
-        signs_of_life = asyncio.create_task(_tell_progress(side, orchestrator))
-        try:
-            self.has_begun = True
-            self._stop = orchestrator.request_stop
-            finished = await orchestrator.run()
-            if finished and orchestrator.has_learned:
-                await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))
-            elif finished:
-                self.nothing_trained = why_nothing_was_trained(
-                    ledger, tally, num_batches=orchestrator.step, seq_len=orchestrator_config.seq_len
-                )
-        finally:
-            signs_of_life.cancel()
-            if teacher is not None:
-                await teacher.close()
-        return finished
-
-    def _keep_final(self, weights: Path) -> None:
-        """The last version as a folder that `from_pretrained` loads."""
-        final, partial = self._folder.path / "final", self._folder.path / ".final.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(weights, partial)
-        sync_tree(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        rename(partial, final)
-
-    def _print_summary(self, summary: dict[str, Any]) -> None:
-        table = Table(show_header=False, title=f"{self._name}: what it came to", title_justify="left")
-        for key, value in summary.items():
-            if not isinstance(value, dict):
-                table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
-        self._console.print(table)
-        for what, path in (
-            ("trained model", self._folder.path / "final"),
-            ("summary", self._folder.path / "summary.json"),
-            ("learning curve", self._folder.learning_curve),
-        ):
-            if path.exists():
-                self._console.print(f"{what:<15} {path}", soft_wrap=True)
-
-
-async def _tell_progress(side: TrainerSide, orchestrator: Any) -> None:
-    """Tell the trainer that the event loop turns, and hear from it whether the run was asked to end."""
-    while True:
-        side.progress(f"at work, after {orchestrator.step} batches")
-        if side.wants_to_stop():
-            orchestrator.request_stop()
-        await asyncio.sleep(0.5)
+def _print_summary(summary: dict[str, Any], name: str, folder: RunFolder, console: Console) -> None:
+    table = Table(show_header=False, title=f"{name}: what it came to", title_justify="left")
+    for key, value in summary.items():
+        if not isinstance(value, dict):
+            table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
+    console.print(table)
+    for what, path in (
+        ("trained model", folder.path / "final"),
+        ("summary", folder.path / "summary.json"),
+        ("learning curve", folder.learning_curve),
+    ):
+        if path.exists():
+            console.print(f"{what:<15} {path}", soft_wrap=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
-from verbatim.cli.logs import log_to_console
 from verbatim.cli.rollout_results import ResultFile
 from verbatim.cli.rollout_tasks import Job, read_jobs
 from verbatim.config import import_object
@@ -25,6 +24,7 @@ from verbatim.inference.chat.client import OpenAI
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts import APIMultiTurnRollout
 from verbatim.rollouts.main_loop import run_main
+from verbatim.run.logs import log_to_console
 from verbatim.tools import ToolManager
 from verbatim.types import StopReason, Trajectory
 

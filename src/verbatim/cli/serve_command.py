@@ -14,7 +14,6 @@ from rich.console import Console
 
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
-from verbatim.cli.logs import log_to_console
 from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler, watch_engine
@@ -22,6 +21,7 @@ from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.server import LAST_PORT
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
+from verbatim.run.logs import log_to_console
 
 _CONTEXT = 4096
 """Tokens of the context where none are asked for and the model has as many positions."""

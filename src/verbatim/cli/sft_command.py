@@ -8,11 +8,11 @@ from pathlib import Path
 
 from verbatim.checkpoints import RunFolder
 from verbatim.cli import exit_status
-from verbatim.cli.check import check_run
-from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
 from verbatim.errors import ConfigError
 from verbatim.plain_console import PlainConsole
+from verbatim.run.check import check_run
+from verbatim.run.tables import component_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     environments = check_run(config)
     console = PlainConsole()
     with RunFolder.create(config, name=f"{config.name or args.file.stem}-sft", now=datetime.now()) as folder:
-        from verbatim.cli.prepare import prepare_model
+        from verbatim.run.prepare import prepare_model
 
         model = prepare_model(config, environments, folder.path, console)
         folder.link_latest()

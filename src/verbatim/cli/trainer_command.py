@@ -14,16 +14,16 @@ from rich.console import Console
 
 from verbatim.checkpoints import ORCHESTRATOR, TRAINER, RunFolder, load_stored_config
 from verbatim.cli import exit_status
-from verbatim.cli.check import check_run
 from verbatim.cli.interrupts import second_press_ends
-from verbatim.cli.logs import last_lines, log_to_console, log_to_file
 from verbatim.cli.orchestrator_command import add_trajectory_strategy, with_trajectory_strategy
-from verbatim.cli.session import Environments, make_environments
-from verbatim.cli.tables import component_tables
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped
 from verbatim.plain_console import PlainConsole
+from verbatim.run.check import check_run
+from verbatim.run.environments import Environments, make_environments
+from verbatim.run.logs import last_lines, log_to_console, log_to_file
+from verbatim.run.tables import component_tables
 from verbatim.transport import TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
@@ -72,7 +72,7 @@ def _serve(
     supervised: bool,
 ) -> bool:  # fmt: skip
     """Whether Ctrl-C or SIGTERM ended it."""
-    from verbatim.cli.trainer_setup import open_trainer, threads_of
+    from verbatim.run.trainer_setup import open_trainer, threads_of
     from verbatim.trainer.local import set_num_threads
     from verbatim.trainer.serve import serve
 

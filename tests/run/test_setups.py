@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from verbatim.cli.session import make_environments, make_setups
-from verbatim.cli.tables import component_tables
 from verbatim.config import load_config
+from verbatim.run.environments import make_environments
+from verbatim.run.rollouts import make_setups
+from verbatim.run.tables import component_tables
 
 FILE = """\
 [model]

@@ -11,8 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from verbatim.checkpoints import find_damage, seal
-from verbatim.cli.conversations import Conversation, read_conversations
-from verbatim.cli.session import Environments, demonstrations, make_renderer
 from verbatim.config.schema import RunConfig, TrainerConfig, WarmStartConfig
 from verbatim.disk import keep_aside, rename
 from verbatim.environments.resolve import corpus
@@ -21,6 +19,9 @@ from verbatim.losses import LOSSES
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
 from verbatim.rollouts import derive_seed, trajectory_from_messages
+from verbatim.run.conversations import Conversation, read_conversations
+from verbatim.run.environments import Environments, demonstrations
+from verbatim.run.rollouts import make_renderer
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.warm_start import warm_start
 from verbatim.trajectories import build

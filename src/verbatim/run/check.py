@@ -5,20 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verbatim.cli.conversations import Conversation, read_conversations
-from verbatim.cli.session import (
-    Environments,
-    check_environments,
-    check_tools,
-    demonstrations,
-    make_environments,
-    make_loss,
-    make_monitors,
-    make_renderer,
-    make_rules,
-    plays_elsewhere,
-)
-from verbatim.cli.tables import component_tables
 from verbatim.config import resolve
 from verbatim.config.packages import is_installed
 from verbatim.config.schema import RunConfig, TeacherConfig
@@ -27,6 +13,11 @@ from verbatim.errors import ComponentError, UsageError
 from verbatim.inference.chat.client import OpenAI
 from verbatim.models.source import find_source
 from verbatim.rollouts.workers.episodes import refuse_what_cannot_travel
+from verbatim.run.conversations import Conversation, read_conversations
+from verbatim.run.environments import Environments, check_environments, check_tools, demonstrations, make_environments
+from verbatim.run.parts import make_loss, make_monitors, make_rules
+from verbatim.run.rollouts import make_renderer, plays_elsewhere
+from verbatim.run.tables import component_tables
 
 _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
 """Renderers that every chat template has."""

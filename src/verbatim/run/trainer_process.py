@@ -19,17 +19,18 @@ from rich.console import Console
 
 from verbatim.checkpoints import TRAINER, RunFolder
 from verbatim.checkpoints.lock import is_locked
-from verbatim.cli import exit_status
-from verbatim.cli.logs import last_lines
-from verbatim.cli.session import Environments
-from verbatim.cli.trainer_setup import open_trainer, threads_of
 from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped, UsageError
+from verbatim.run.environments import Environments
+from verbatim.run.logs import last_lines
+from verbatim.run.trainer_setup import open_trainer, threads_of
 from verbatim.transport import TrainerLink, TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat, PeerWatch
 from verbatim.transport.remote_trainer import RemoteTrainer
 
+_USAGE = 2
+"""The exit status of a trainer that refuses what was configured (`verbatim.cli.exit_status`)."""
 _POLL = 0.02
 _PATIENCE = 20.0
 """Seconds that a trainer which was told to end may take."""
@@ -91,7 +92,7 @@ def trainer_child(config: RunConfig, folder: RunFolder) -> Iterator[TrainerSide]
         patience = _PATIENCE
     except RunStopped as error:
         patience = _LITTLE_PATIENCE
-        if process.poll() == exit_status.USAGE:
+        if process.poll() == _USAGE:
             raise UsageError(str(error)) from error
         raise
     except Exception:

@@ -11,10 +11,10 @@ import pytest
 
 from verbatim import Trajectory
 from verbatim.checkpoints import CheckpointStore, RunFolder, read_json
-from verbatim.cli.run_log import NOT_WRITTEN, RunLog, summary_of
 from verbatim.config import load_config
 from verbatim.monitors.jsonl import measure, read_jsonl
 from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
+from verbatim.run.run_log import NOT_WRITTEN, RunLog, summary_of
 from verbatim.types import Group
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from verbatim.checkpoints import CheckpointStore, RunFolder
-from verbatim.cli.session import Environments, make_loss
 from verbatim.config.schema import RunConfig
+from verbatim.run.environments import Environments
+from verbatim.run.parts import make_loss
 from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport import TrainerReady, WeightFolders
 from verbatim.transport.canary import PROBE_LENGTH
@@ -28,8 +29,8 @@ def open_trainer(
         console: Is told how the preparation goes on.
         states: Where the trainer leaves its parts of checkpoints.
     """
-    from verbatim.cli.prepare import prepare_model
     from verbatim.models.loading import load_tokenizer
+    from verbatim.run.prepare import prepare_model
     from verbatim.trainer.trainer import Trainer
 
     found = CheckpointStore(folder.checkpoints, read_only=True).latest()

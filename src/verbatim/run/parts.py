@@ -1,0 +1,177 @@
+"""What turns episodes into training: the dispatcher, the rules of a group, the loss, and the monitors."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.config import resolve
+from verbatim.config.schema import ComponentConfig, RunConfig
+from verbatim.curriculum import ExampleSchedule, PoolRules
+from verbatim.environments.resolve import examples_of
+from verbatim.errors import ComponentError
+from verbatim.monitors.base import OpenMonitor
+from verbatim.orchestrator.assemble import GroupRules
+from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.orchestrator.staleness import capped_settings
+from verbatim.rollouts import RolloutSetup, derive_seed
+from verbatim.run.environments import Environments
+from verbatim.run.tables import component_tables
+from verbatim.trajectories import Ledger
+
+logger = logging.getLogger(__name__)
+
+
+def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
+    """The monitors of [monitor], by the name of their table; none of them is started.
+
+    Raises:
+        UsageError: a package that one of them needs is missing, or it refuses its knobs.
+    """
+    table = component_tables().monitors
+    return {
+        key: resolve(component, table, what="monitor", where=f"monitor.{key}")
+        for key, component in config.monitor.components.items()
+    }
+
+_READ_NO_TURN_REWARDS = ("default", "normalized", "rloo")
+"""Advantages that are made of each rollout's reward alone."""
+
+
+def make_rules(config: RunConfig, environments: Environments) -> dict[str, GroupRules]:
+    """How each environment's groups become samples."""
+    tables, orchestrator = component_tables(), config.orchestrator
+    off = _filters_without_sense(config)
+    filters: dict[str, Any] = {}
+    for i, component in enumerate(orchestrator.filters):
+        if component.type in off:
+            continue
+        name = _filter_name(component, filters)
+        rule = resolve(component, tables.filters, what="filter", where=f"orchestrator.filters.{i}")
+        if getattr(rule, "action", None) not in ("drop", "monitor"):
+            raise ComponentError(
+                f'orchestrator.filters.{i}: {name} has no action "drop" or "monitor"; expected a frozen dataclass with '
+                "an `action` field and `__call__(trajectory) -> bool`"
+            )
+        filters[name] = rule
+    return {
+        label: GroupRules(
+            advantage=resolve(
+                env.advantage or orchestrator.advantage,
+                tables.advantages,
+                what="advantage",
+                where="orchestrator.advantage",
+            ),
+            length_penalty=env.length_penalty or orchestrator.length_penalty,
+            filters=filters,
+            strategy=env.trajectory_strategy or orchestrator.trajectory_strategy,
+            on_break=env.on_break or orchestrator.on_break,
+            max_length=orchestrator.seq_len,
+            max_off_policy_steps=orchestrator.max_off_policy_steps,
+            needs_logprobs=orchestrator.training_mode != "sft",
+            needs_rewards=config.needs_rewards,
+            reads_turn_rewards=(
+                orchestrator.training_mode != "rl"  # nothing is promised of rewards there
+                or (env.advantage or orchestrator.advantage).type not in _READ_NO_TURN_REWARDS
+            ),
+            truncated_sampling=(
+                orchestrator.training_mode != "sft" and (env.sampling or orchestrator.sampling).is_truncated
+            ),
+        )
+        for label, (env, _) in environments.train.items()
+    }
+
+
+def _filters_without_sense(config: RunConfig) -> set[str]:
+    """With a teacher rollouts teach whatever they earned, and the texts that are imitated have no logprobs."""
+    off = {"zero_advantage"} if config.follows_a_teacher else set()
+    return off | {"gibberish"} if config.orchestrator.training_mode == "sft" else off
+
+
+def _filter_name(component: ComponentConfig, taken: Mapping[str, Any]) -> str:
+    """What metrics call a filter: a built-in by its type, a custom one by its function or class; numbered from the
+    second of one name on.
+
+    Example: two filters "repetition" and one "my_filters.TooLong" are `repetition`, `repetition_2` and `TooLong`.
+    """
+    name = component.type
+    if component.import_path is not None:
+        name = component.import_path.replace(":", ".").rpartition(".")[2]
+    numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+    return next(candidate for candidate in numbered if candidate not in taken)
+
+
+def make_dispatcher(
+    config: RunConfig, environments: Environments, setups: Mapping[str, RolloutSetup], ledger: Ledger
+) -> Dispatcher:
+    """What keeps rollouts in flight."""
+    orchestrator = config.orchestrator
+    _warn_of_useful_flat_groups(config)
+    for sentence in capped_settings(orchestrator):
+        logger.warning("%s", sentence)
+    schedule = ExampleSchedule(
+        {label: examples_of(environment, label, "train") for label, environment in environments.by_label.items()},
+        {label: env.ratio for label, (env, _) in environments.train.items()},
+        seed=derive_seed(config.seed, "schedule"),
+        pool_rules=PoolRules(**orchestrator.buffer.model_dump(exclude={"online_difficulty_filtering"})),
+    )
+    return Dispatcher(
+        schedule=schedule,
+        setups=setups,
+        ledger=ledger,
+        group_size=orchestrator.group_size,
+        groups_per_batch=orchestrator.batch_size // orchestrator.group_size,
+        max_async_level=orchestrator.max_async_level,
+        max_off_policy_steps=orchestrator.max_off_policy_steps,
+        oversampling_factor=orchestrator.oversampling_factor,
+        run_seed=config.seed,
+        num_batches=config.max_steps,
+        online_difficulty_filtering=(
+            orchestrator.buffer.online_difficulty_filtering and orchestrator.training_mode == "rl"
+        ),
+        needs_rewards=config.needs_rewards,
+    )
+
+
+def _warn_of_useful_flat_groups(config: RunConfig) -> None:
+    """Without a baseline, or with a teacher, a group of equal rewards has a gradient, and filtering it out loses it."""
+    orchestrator = config.orchestrator
+    if not orchestrator.buffer.online_difficulty_filtering or orchestrator.training_mode != "rl":
+        return
+    if config.follows_a_teacher:
+        logger.warning(
+            "online difficulty filtering drops groups of equal rewards, which trainer.loss.teacher_tau learns from; "
+            "set orchestrator.buffer.online_difficulty_filtering = false"
+        )
+    for env in orchestrator.train.env:
+        advantage = env.advantage or orchestrator.advantage
+        if advantage.type == "chunk_returns" and advantage.knobs.get("baseline", "none") == "none":
+            logger.warning(
+                "environment %r: online difficulty filtering drops groups of equal rewards, which the advantage "
+                '"chunk_returns" without a baseline learns from; set baseline = "group", or '
+                "online_difficulty_filtering = false", env.label,
+            )  # fmt: skip
+
+
+def make_loss(config: RunConfig) -> Any:
+    """The loss of the training mode, or the custom one that replaces it, with its knobs; a custom function sees each
+    trajectory whole and is divided by the trained tokens."""
+    from verbatim.losses import Loss
+
+    component = config.trainer.loss
+    if config.orchestrator.training_mode != "rl" and component.type != "custom":
+        component = _of_mode(config.orchestrator.training_mode, component)
+    loss = resolve(component, component_tables().losses, what="loss", where="trainer.loss")
+    return loss if isinstance(loss, Loss) else Loss(loss, level="sequence")
+
+
+def _of_mode(mode: str, default: ComponentConfig) -> ComponentConfig:
+    """The loss of mode "opd", which shares the clamp and the KL term with the default one, or "sft"."""
+    read = ("kl_tau", "delta") if mode == "opd" else ()
+    shared = {name: value for name, value in default.knobs.items() if name in read}
+    ignored = sorted(set(default.knobs) - set(shared))
+    if ignored:
+        logger.warning('training_mode = "%s" does not read trainer.loss.{%s}', mode, ", ".join(ignored))
+    return ComponentConfig(type=mode, **shared)
