@@ -11,7 +11,8 @@ import time
 import pytest
 
 from verbatim.cli import main as shell
-from verbatim.rollouts.main_loop import run_main
+from verbatim.cli.interrupts import two_presses
+from verbatim.rollouts.main_loop import cancel_then_raise, run_main
 
 STUBBORN = """
     import asyncio, re, time
@@ -241,3 +242,29 @@ def test_a_module_that_exits_is_no_success(monkeypatch, capsys):
     monkeypatch.setattr(shell, "parse", lambda arguments: type("Args", (), {"run": staticmethod(leave)}))
     assert shell.main(["rl"]) == 1
     assert "called sys.exit(0)" in capsys.readouterr().err
+
+
+def full():
+    raise MemoryError
+
+
+@pytest.mark.parametrize("presses", [cancel_then_raise, two_presses()], ids=["a function", "a command"])
+def test_memory_that_runs_out_in_a_callback_ends_what_would_wait_for_it(presses):
+    async def main():
+        arrived = asyncio.Event()
+        asyncio.get_running_loop().call_soon(full)  # and the event is never set
+        await asyncio.wait_for(arrived.wait(), 20)
+
+    with pytest.raises(MemoryError):
+        run_main(main(), presses, ends_without_memory=True)
+
+
+def test_a_server_goes_on_after_it_and_other_faults_of_callbacks_are_logged(caplog):
+    async def main(callback):
+        asyncio.get_running_loop().call_soon(callback)
+        await asyncio.sleep(0.05)
+        return "went on"
+
+    assert run_main(main(full)) == "went on"
+    assert run_main(main(lambda: 1 / 0), ends_without_memory=True) == "went on"
+    assert ["MemoryError" in caplog.text, "ZeroDivisionError" in caplog.text] == [True, True]

@@ -21,6 +21,7 @@ from verbatim.errors import EngineDead, ModelError, RecordError, SamplerFault
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.base import MOST_STOP_IDS, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn
+from verbatim.inference.embedded import engine
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.models import loading
 
@@ -346,6 +347,46 @@ async def test_an_engine_that_cannot_even_say_why_it_dies_is_not_waited_for(mode
     assert isinstance(said[0], asyncio.CancelledError) if cancelled else str(said[0]) == sampler.failure
     with pytest.raises(SamplerFault, match="thread has ended"):
         await asyncio.wait_for(sampler.generate(request()), 20)
+
+
+async def test_what_an_engine_had_drawn_is_counted_also_where_it_dies_without_a_word(models, monkeypatch):
+    sampler = make(models["tied"])
+
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(sampler, "_shut_down", fail)
+    step, drawn = sampler._decoder.step, []
+
+    def five_steps():
+        if len(drawn) == 5:
+            raise ZeroDivisionError
+        drawn.append(1)
+        return step()
+
+    monkeypatch.setattr(sampler._decoder, "step", five_steps)
+    with pytest.raises(SamplerFault, match="thread has ended") as failed:
+        await asyncio.wait_for(sampler.generate(request(max_tokens=20)), 20)
+    assert num_tokens_drawn(failed.value) == sampler.stats().sampled_tokens == 5
+
+
+async def test_an_answer_that_memory_was_not_enough_to_deliver_arrives_all_the_same(models, monkeypatch):
+    sampler, complaints = make(models["tied"]), []
+    before = await sampler.generate(request(max_tokens=9))
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["exception"]))
+    settle, calls = engine._settle, iter(range(99))
+
+    def full(replies):
+        if next(calls) == 0:
+            raise MemoryError
+        settle(replies)
+
+    monkeypatch.setattr(engine, "_settle", full)
+    async with asyncio.timeout(20):
+        assert bits(await sampler.generate(request(max_tokens=9))) == bits(before)
+    assert [type(complaint) for complaint in complaints] == [MemoryError]
+    await sampler.close()
 
 
 async def test_a_request_that_the_engine_dies_of_while_it_takes_it_is_answered_too(models, monkeypatch):

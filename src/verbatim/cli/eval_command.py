@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
                           f"runs/{args.file.stem}/latest/final")  # fmt: skip
     if args.out is not None and args.out.exists():
         raise ConfigError(f"--out {args.out} exists; name another file, or remove it")
-    results = run_main(_evaluate(config, model, args.out), two_presses())
+    results = run_main(_evaluate(config, model, args.out), two_presses(), ends_without_memory=True)
     console = PlainConsole()
     for env, metrics in results.items():
         console.print(eval_line(0, env, metrics).replace("after 0 batches", model), soft_wrap=True)

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         managers = _make_managers(args.tools, left)
         ends = _Ends(left, results, patience=max(LONGEST_LOSING_STREAK, 2 * args.concurrency))
         everything = rollout.run_each([job.conversation for job in left], ends.take, tool_manager=managers)
-        run_main(everything, two_presses())
+        run_main(everything, two_presses(), ends_without_memory=True)
     counts = ", ".join(f"{count} {reason}" for reason, count in ends.counts.most_common()) or "nothing to do"
     console.print(f"{args.out}: {counts}", soft_wrap=True)
     if ends.num_failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import threading
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+from verbatim.machine_faults import is_out_of_memory
 from verbatim.texts import error_text
 from verbatim.user_code import is_ctrl_c, raise_ctrl_c
 
@@ -57,7 +59,9 @@ def cancel_then_raise(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) 
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run_main(work: Coroutine[Any, Any, T], presses: Presses = cancel_then_raise) -> T:
+def run_main(
+    work: Coroutine[Any, Any, T], presses: Presses = cancel_then_raise, *, ends_without_memory: bool = False
+) -> T:
     """What the coroutine returns, as `asyncio.run`. What a user's code left behind does not matter:
 
     - a background task that raises SystemExit or KeyboardInterrupt is logged, and the main task goes on;
@@ -66,9 +70,11 @@ def run_main(work: Coroutine[Any, Any, T], presses: Presses = cancel_then_raise)
     Args:
         work: The main task.
         presses: What Ctrl-C does meanwhile.
+        ends_without_memory: Whether memory that runs out in a callback of the event loop ends the main task. What the
+            callback was to do is not done, and something may wait for it for ever. A server goes on all the same.
 
     Raises:
-        BaseException: what the coroutine raised.
+        BaseException: what the coroutine raised; or what such a callback did.
     """
     loop = asyncio.new_event_loop()
     pool = ThreadPoolExecutor(thread_name_prefix="verbatim-pool")
@@ -76,9 +82,17 @@ def run_main(work: Coroutine[Any, Any, T], presses: Presses = cancel_then_raise)
     asyncio.set_event_loop(loop)
     try:
         main = loop.create_task(work, name="main")
+        not_done: list[BaseException] = []
+        if ends_without_memory:
+            loop.set_exception_handler(functools.partial(_end_without_memory, main, not_done))
         with presses(loop, main):
-            _run_until_done(loop, main)
-            return main.result()
+            try:
+                _run_until_done(loop, main)
+                return main.result()
+            except asyncio.CancelledError:
+                if not_done:
+                    raise not_done[0] from None
+                raise
     finally:
         try:
             _end_tasks(loop)
@@ -86,6 +100,17 @@ def run_main(work: Coroutine[Any, Any, T], presses: Presses = cancel_then_raise)
         finally:
             asyncio.set_event_loop(None)
             loop.close()
+
+
+def _end_without_memory(
+    main: asyncio.Task[Any], not_done: list[BaseException], loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+) -> None:
+    error = context.get("exception")
+    if "handle" in context and error is not None and is_out_of_memory(error):
+        not_done.append(error)
+        main.cancel()
+    else:
+        loop.default_exception_handler(context)
 
 
 def _run_until_done(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> None:

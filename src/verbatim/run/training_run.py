@@ -83,7 +83,9 @@ class TrainingRun:
         else:
             place = places.trainer_inside(config, self._environments, folder, self._console)
         with place as side:
-            finished, log = run_main(self._orchestrate(side), make_presses(self._asked_to_end))
+            finished, log = run_main(
+                self._orchestrate(side), make_presses(self._asked_to_end), ends_without_memory=True
+            )
         if finished:
             self.summary = log.summarize()
         return finished

@@ -78,6 +78,8 @@ class _Reply:
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
+    answer: tuple[Any] | None = None
+    """What the future is about to hold; None = not answered yet."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -110,29 +112,33 @@ class _Cancel:
 class _Outbox:
     """Answers of one step, handed to each event loop in one call."""
 
-    answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = field(default_factory=dict)
+    answers: dict[asyncio.AbstractEventLoop, list[tuple[_Reply, Any]]] = field(default_factory=dict)
 
     def put(self, reply: _Reply, answer: Any) -> None:
-        self.answers.setdefault(reply.loop, []).append((reply.future, answer))
+        self.answers.setdefault(reply.loop, []).append((reply, answer))
 
     def send(self) -> None:
         for loop, answers in self.answers.items():
+            for reply, answer in answers:
+                reply.answer = (answer,)
             try:
-                loop.call_soon_threadsafe(_settle, answers)
+                loop.call_soon_threadsafe(_settle, [reply for reply, _ in answers])
             except RuntimeError:
                 if not loop.is_closed():  # nothing waits on a closed loop
                     raise
         self.answers = {}
 
 
-def _settle(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    for future, answer in answers:
-        if future.done():
+def _settle(replies: list[_Reply]) -> None:
+    for reply in replies:
+        if reply.future.done():
             continue
+        assert reply.answer is not None
+        (answer,) = reply.answer
         if isinstance(answer, BaseException):
-            future.set_exception(answer)
+            reply.future.set_exception(answer)
         else:
-            future.set_result(answer)
+            reply.future.set_result(answer)
 
 
 class TorchSampler:
@@ -238,7 +244,7 @@ class TorchSampler:
         job = _Job(loop=loop, future=loop.create_future(), request=request, submitted=time.perf_counter())
         self._send(job)
         try:
-            await self._answered(job.future)
+            await self._answered(job)
         except asyncio.CancelledError:
             with self._wake:
                 self._inbox.append(_Cancel(job))
@@ -332,25 +338,35 @@ class TorchSampler:
         command = _Command(loop=loop, future=loop.create_future(), run=run, vital=vital)
         self._send(command)
         try:
-            await self._answered(command.future)
+            await self._answered(command)
         finally:
             command.future.cancel()  # unless it is answered: whoever asked is gone
         return command.future.result()
 
-    async def _answered(self, future: asyncio.Future[Any]) -> None:
-        """Wait until the engine has answered; one whose thread is gone answers nothing, and that is the answer then.
+    async def _answered(self, reply: _Reply) -> None:
+        """Wait until the engine has answered. A call that is cancelled meanwhile leaves the future to it, unlike
+        `await future`.
 
-        A call that is cancelled meanwhile leaves the future to the engine, unlike `await future`.
+        Without memory an answer may not get through, and a thread that fails may fail again before it has answered:
+        that is looked for every now and then.
         """
-        while not future.done():
-            await asyncio.wait([future], timeout=_LOOK_EVERY)
-            if not future.done() and not self._thread.is_alive():
-                await asyncio.sleep(0)  # its last answers may be on their way
-                _settle([(future, SamplerFault(self.failure or "the sampler's thread has ended"))])
+        while not reply.future.done():
+            await asyncio.wait([reply.future], timeout=_LOOK_EVERY)
+            if not self._thread.is_alive() and not reply.future.done():
+                self._outbox.send()
+                reply.answer = reply.answer or (self._thread_ended(reply),)
+            if reply.answer is not None:
+                _settle([reply])
+
+    def _thread_ended(self, reply: _Reply) -> SamplerFault:
+        drawn = 0
+        if isinstance(reply, _Job) and reply.slot is not None and self._running.get(reply.slot) is reply:
+            drawn = self._decoder.table.num_new(reply.slot)
+        return SamplerFault(self.failure or "the sampler's thread has ended", num_tokens=drawn)
 
     async def _num_drawn(self, job: _Job) -> int:
         """Tokens that were drawn for a job that is being cancelled. The engine answers every job, and soon."""
-        answered = asyncio.ensure_future(self._answered(job.future))
+        answered = asyncio.ensure_future(self._answered(job))
         with contextlib.suppress(asyncio.CancelledError):  # it is cancelled once more: so it is, in the end
             await settle([answered])
         fault = job.future.exception()
