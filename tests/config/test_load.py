@@ -229,7 +229,9 @@ def test_every_optional_key_has_no_value_by_default():
         return [model, *(s for record in records for s in sections(record))]
 
     found = {
-        f"{section.__name__}.{name}": field.default
+        f"{section.__name__}.{name}": field.get_default(
+            call_default_factory=True, validated_data={"formulate_mode": None}
+        )
         for section in sections(RunConfig)
         for name, field in section.model_fields.items()
         if type(None) in typing.get_args(field.annotation)

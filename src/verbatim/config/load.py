@@ -168,9 +168,13 @@ def _validate(document: dict[str, Any], places: _Places) -> RunConfig:
             return _from_document(document)
         except ValidationError as error:
             errors = error.errors()
-    # A list whose elements are wrong is also reported as empty; its elements' errors say enough.
-    _refuse([_explain(e, places) for e in errors if not (e["type"] == "too_short" and e["input"])], places)
+    _refuse([_explain(e, places) for e in errors if not _follows_from_another(e)], places)
     raise AssertionError("a validation error without an error")
+
+
+def _follows_from_another(error: ErrorDetails) -> bool:
+    """A list with wrong elements is also reported as empty, and a default that depends on a wrong key as missing."""
+    return error["type"] == "default_factory_not_called" or (error["type"] == "too_short" and bool(error["input"]))
 
 
 def _from_document(document: dict[str, Any]) -> RunConfig:

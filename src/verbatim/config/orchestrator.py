@@ -1,0 +1,216 @@
+"""[orchestrator]: rollouts, scoring, and what becomes a batch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from verbatim.config.environments import (
+    FORMULATE_MODES,
+    EvalConfig,
+    LengthPenaltyConfig,
+    SamplingConfig,
+    TrainEnvsConfig,
+    one_strategy,
+)
+from verbatim.config.sections import (
+    ComponentConfig,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class RendererConfig(Section):
+    """How messages become ids."""
+
+    name: str = "auto"
+    """"auto", a family such as "qwen3", or "template"."""
+    tools: Literal["hermes"] | None = None
+    """"hermes" writes tools as text of the messages, for a chat template that has none; otherwise the model's own."""
+
+    @model_validator(mode="after")
+    def _one_format(self) -> Self:
+        if self.tools is not None and self.name not in ("auto", "template", "default", "DefaultRenderer"):
+            raise ValueError(
+                f'tools = "{self.tools}" beside name = "{self.name}", a family with a tool format of its own; remove '
+                'one of them, or use name = "template"'
+            )
+        return self
+
+
+class TeacherConfig(Section):
+    """Another model that says what it would have given to the sampled tokens."""
+
+    model: str
+    """A folder or hub id; with `base_url` the name that the server knows it by."""
+    base_url: str | None = None
+    """An OpenAI-compatible server such as "http://localhost:8000/v1", for "opd" with vLLM's `prompt_logprobs`; without
+    it the model is loaded beside the orchestrator."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """The environment variable that holds the server's key, if it wants one."""
+    device: str = "auto"
+    """Of a model that is loaded here; "auto" takes CUDA where there is one."""
+
+
+class BufferConfig(Section):
+    """Which examples are sampled, and which groups reach the trainer, by how difficult they are."""
+
+    easy_threshold: float | None = None
+    """Examples whose group earned this mean reward, or more, are sampled no more; none by default."""
+    hard_threshold: float | None = None
+    """Examples whose group earned this mean reward, or less, are sampled no more; none by default."""
+    easy_fraction: Fraction = 0.0
+    """Share of those easy examples that comes back: on resume, and when nothing else is left."""
+    hard_fraction: Fraction = 0.0
+    """Share of those hard examples that comes back: on resume, and when nothing else is left."""
+    window: PositiveInt = 1
+    """The mean is over the last so many groups of an example."""
+    online_difficulty_filtering: bool = False
+    """Drop groups whose rewards are all equal before they become part of a batch; others are sampled in their place."""
+
+    @model_validator(mode="after")
+    def _easy_above_hard(self) -> Self:
+        easy, hard = self.easy_threshold, self.hard_threshold
+        if easy is not None and hard is not None and easy <= hard:
+            raise ValueError(f"easy_threshold = {easy} must be above hard_threshold = {hard}; for example 0.9 and 0.1")
+        return self
+
+
+class RolloutConfig(Section):
+    """Where episodes run."""
+
+    backend: Literal["local", "processes", "ray"] = "local"
+    """In the orchestrator's own process; in child processes of this machine; or in Ray actors, on any number of
+    hosts."""
+    workers: PositiveInt = 2
+    """Processes of each environment; with "ray" actors, for all environments together."""
+    worker_memory_mb: PositiveInt | None = None
+    """Most memory of one process, in MB (2**20 bytes): one that takes more is replaced, and its episodes run
+    again. Any by default. Not for "ray"."""
+    cpus_per_worker: NonNegativeFloat = 1.0
+    """With "ray": CPUs that an actor reserves on its host."""
+    address: str | None = None
+    """With "ray": the cluster; "auto" for the one that this machine belongs to, or "10.0.0.1:6379"; by default one is
+    started here, and stopped at the end."""
+    host: str = "127.0.0.1"
+    """With "ray": this machine's address, as the actors' hosts know it: the sampler is served there."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """With "ray": the sampler's port; 0 takes a free one."""
+
+    @model_validator(mode="after")
+    def _knobs_of_the_backend(self) -> Self:
+        if self.backend == "processes":
+            changed = [
+                name for name in ("cpus_per_worker", "address", "host", "port")
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]  # fmt: skip
+            if changed:
+                raise ValueError(
+                    f'{", ".join(changed)}: for backend = "ray" only, found backend = "processes", whose workers are '
+                    'on this machine; remove it, or set backend = "ray"'
+                )
+        if self.backend == "ray" and self.worker_memory_mb is not None:
+            raise ValueError(
+                'worker_memory_mb is for processes of this machine, found backend = "ray"; remove it (Ray has limits '
+                "of its own)"
+            )
+        return self
+
+
+class OrchestratorConfig(Section):
+    """Rollouts, scoring, and what becomes a batch."""
+
+    train: TrainEnvsConfig
+    """The training environments."""
+    eval: EvalConfig | None = None
+    """Evaluation; none without this table."""
+    batch_size: PositiveInt = 128
+    """Rollouts per batch."""
+    group_size: PositiveInt = 16
+    """Rollouts per example."""
+    seq_len: PositiveInt = 2048
+    """Most tokens of one training sample, and of one trajectory's context."""
+    max_concurrent: PositiveInt = 256
+    """Episodes in flight."""
+    max_async_level: NonNegativeInt = 1
+    """New rollouts for batch n start with weights of version n minus this, or newer. 0 = synchronous. A rollout that
+    takes long may be trained in a later batch than the one it was started for."""
+    max_off_policy_steps: NonNegativeInt = 8
+    """The oldest that is trained: rollouts whose first token was sampled by version n minus more than this are dropped
+    from batch n as `stale`."""
+    oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
+    """Groups in flight, over the groups of a batch: as many where online difficulty filtering replaces groups,
+    otherwise up to max_async_level + 1."""
+    formulate_mode: Literal["traj", "step"] | None = None
+    """Another name for `trajectory_strategy`: "traj" is "interleaved", "step" is "branching"."""
+    trajectory_strategy: str = Field(
+        default_factory=lambda data: FORMULATE_MODES.get(data["formulate_mode"], "interleaved")
+    )
+    """How a trajectory becomes training samples: "interleaved" (turns that extend each other exactly share one) or
+    "branching" (one for each turn)."""
+    on_break: Literal["split", "error"] = "split"
+    """Where a prompt does not extend its agent's history exactly: start another sample, or stop the run and say where.
+    Breaks are nothing to "branching"."""
+    training_mode: Literal["rl", "opd", "sft"] = "rl"
+    """What the trainer optimises: the reward; the nearness to a teacher on the policy's own samples (on-policy
+    distillation); or the likelihood of what a teacher behind a server says when it acts."""
+    teacher: TeacherConfig | None = None
+    """For "opd" and "sft", and for trainer.loss.teacher_tau."""
+    episode_timeout: PositiveFloat = 600.0
+    """Seconds after which an episode fails, and is counted."""
+    tool_timeout: PositiveFloat = 60.0
+    """Seconds after which a tool call becomes an error message to the model."""
+    tool_output_limit: PositiveInt = 16_384
+    """Characters of a tool's answer; the rest is cut and the model is told."""
+    tool_error: Literal["message", "stop"] = "message"
+    """What a tool that raises or hangs does: tells the model, or ends the episode as failed."""
+    max_malformed_retries: NonNegativeInt = 2
+    """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as malformed."""
+    heartbeat_timeout: PositiveFloat = 30.0
+    """Seconds without a sign of life after which the other process of a run is taken for dead."""
+    stall_timeout: PositiveFloat = 1800.0
+    """Seconds without progress after which it is taken for stuck: more than the longest optimizer step."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn."""
+    renderer: RendererConfig = RendererConfig()
+    """How messages become ids."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Where episodes run."""
+    buffer: BufferConfig = BufferConfig()
+    """Difficulty pools, and online difficulty filtering."""
+    advantage: ComponentConfig = ComponentConfig()
+    """How rewards become advantages."""
+    length_penalty: LengthPenaltyConfig | None = None
+    """What length does to the rewards that advantages see; nothing without this table."""
+    filters: tuple[ComponentConfig, ...] = tuple(
+        ComponentConfig(type=name) for name in ("gibberish", "repetition", "zero_advantage")
+    )
+    """What is dropped between scoring and training. A list replaces the default wholesale."""
+
+    _strategy = model_validator(mode="after")(one_strategy)
+
+    @model_validator(mode="after")
+    def _isolated_here(self) -> Self:
+        tables = {"train": self.train.env, "eval": self.eval.env if self.eval is not None else ()}
+        where = [f"{purpose}.env.{i}" for purpose, envs in tables.items() for i, env in enumerate(envs) if env.isolated]
+        if where and self.rollout.backend == "ray":
+            raise ValueError(
+                f'{where[0]}.isolated = true asks for processes of this machine, found rollout.backend = "ray", which '
+                'runs every environment on its actors; remove isolated, or set rollout.backend = "local"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.batch_size % self.group_size:
+            down = max(1, self.batch_size // self.group_size) * self.group_size
+            raise ValueError(
+                f"batch_size = {self.batch_size} is not a whole number of groups of group_size = {self.group_size}; "
+                f"for example batch_size = {down}"
+            )
+        return self
