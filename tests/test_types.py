@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import verbatim.types
-from verbatim import Group, StopReason, Trajectory, Turn
+from verbatim import Group, RolloutIdentity, StopReason, Trajectory, Turn
 from verbatim.errors import NoFlatList, RecordError
 from verbatim.types import MicroBatch, Targets
 
@@ -188,6 +188,13 @@ def test_a_caller_s_field_is_read_by_its_name_unless_the_trajectory_has_one_of_t
     assert (trajectory["answer"], trajectory["reward"], trajectory["id"]) == (42, 0.5, "q7")
     assert trajectory.info["task"]["reward"] == "gold"
     assert "answer" in trajectory and list(trajectory).count("reward") == 1
+
+
+def test_a_trajectory_keeps_the_identity_that_it_was_made_for():
+    identity = RolloutIdentity(run_id="r", env="e", example_id="x", group_id="g", sample_index=3, seed=7)
+    trajectory = Trajectory.of(identity, reward=1.0)
+    assert (trajectory.identity, trajectory["run_id"], trajectory["sample_index"]) == (identity, "r", 3)
+    assert trajectory.replace(seed=8).identity == dataclasses.replace(identity, seed=8)
 
 
 def test_a_group_knows_which_of_its_rollouts_completed():

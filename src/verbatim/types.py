@@ -288,6 +288,26 @@ def _repeated(number: bytes, count: int) -> Int32:
 # Trajectory and group
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutIdentity:
+    """Says which rollout a record belongs to."""
+
+    example_id: str
+    """The example it is about."""
+    trajectory_id: str = ""
+    """Unique in its run."""
+    run_id: str = ""
+    """The run it belongs to, by the name of its folder; empty outside of one."""
+    env: str = ""
+    """The name of its environment."""
+    group_id: str = ""
+    """The group it belongs to."""
+    sample_index: int = 0
+    """Its place in the group."""
+    seed: int | None = None
+    """The seed of its sampling; None if it has none."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory(Mapping[str, Any]):
     """The record of one episode: every turn as exact ids, the conversation, and what it earned.
@@ -327,6 +347,8 @@ class Trajectory(Mapping[str, Any]):
     """The name of its environment."""
     trajectory_id: str = ""
     """Unique in its run."""
+    run_id: str = ""
+    """The run it belongs to, by the name of its folder; empty outside of one."""
     group_id: str = ""
     """The group it belongs to."""
     sample_index: int = 0
@@ -394,6 +416,16 @@ class Trajectory(Mapping[str, Any]):
     def num_breaks(self) -> int:
         """Turns whose prompt does not extend the turn before it exactly."""
         return sum(1 for before, turn in pairwise(self.turns) if not turn.extends(before))
+
+    @classmethod
+    def of(cls, identity: RolloutIdentity, **fields: Any) -> Trajectory:
+        """The trajectory of this rollout, with its other fields."""
+        return cls(**dataclasses.asdict(identity), **fields)
+
+    @property
+    def identity(self) -> RolloutIdentity:
+        """Which rollout it is."""
+        return RolloutIdentity(**{f.name: getattr(self, f.name) for f in dataclasses.fields(RolloutIdentity)})
 
     def replace(self, **changes: Any) -> Trajectory:
         """A copy with some fields changed."""
@@ -522,6 +554,8 @@ class Group:
     """The name of their environment."""
     trajectories: tuple[Trajectory, ...]
     """In the order of their `sample_index`; failed ones included."""
+    index: int = -1
+    """Its number in the run, in the order in which groups are drawn; -1 = unknown."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trajectories", tuple(self.trajectories))

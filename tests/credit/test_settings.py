@@ -103,7 +103,7 @@ def assembled(*rollouts, **fields):
         advantage=ADVANTAGES["default"], filters={"zero_advantage": ZeroAdvantage()}, strategy="interleaved",
         max_length=100, max_off_policy_steps=8, **fields,
     )  # fmt: skip
-    return assemble_group(0, group_of(*rollouts), rules, step=0)
+    return assemble_group(group_of(*rollouts), rules, step=0)
 
 
 def test_a_length_penalty_is_in_the_samples_and_not_in_the_metrics():
@@ -133,7 +133,7 @@ def test_where_a_teacher_is_followed_rollouts_without_a_reward_are_trained_and_i
         advantage=ADVANTAGES["default"], filters={}, strategy="interleaved", max_length=100, max_off_policy_steps=8,
         needs_rewards=False,
     )  # fmt: skip
-    group = assemble_group(0, group_of(*rollouts), rules, step=0)
+    group = assemble_group(group_of(*rollouts), rules, step=0)
     found = {s.trajectory_id: set(s.advantages[s.loss_mask].tolist()) for s in group.samples}
     assert found == {"a": {0.5}, "b": {0.0}, "c": {-0.5}}
     assert (group.dropped, group.reasons) == ({}, (None, None, None))

@@ -3,7 +3,7 @@
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
-from verbatim import build_samples
+from verbatim import RolloutIdentity, build_samples
 from verbatim.environments import ENVIRONMENTS, Demonstrates, Environment
 from verbatim.environments.alphabet_sort import AlphabetSort
 from verbatim.environments.calculator import Calculator
@@ -24,7 +24,7 @@ async def play(environment, example, said):
     loop = AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=limits,
                      recorder=recorder, seed=0)  # fmt: skip
     return await run_episode(environment=environment, example=example, seed=0, loop=loop, recorder=recorder,
-                             limits=limits, identity={})  # fmt: skip
+                             limits=limits, identity=RolloutIdentity(example_id=example.id))  # fmt: skip
 
 
 def example_of(environment, **payload):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from verbatim.errors import UsageError
 from verbatim.monitors import TrajectoryLog, read_trajectories
-from verbatim.trajectory_json import trajectory_from_json, trajectory_to_json
+from verbatim.trajectory_json import plain, trajectory_from_json, trajectory_to_json
 from verbatim.types import StopReason, ToolCall, Trajectory, Turn, TurnTiming
 
 
@@ -30,7 +30,7 @@ def full() -> Trajectory:
     return Trajectory(
         example_id="x", turns=(first, second, third), reward=1.0, reward_parts={"found": 0.75, "format": 0.25}, env="e",
         messages=({"role": "user", "content": "é\n"}, {"role": "assistant", "content": "a", "tool_calls": []}),
-        trajectory_id="t", group_id="g", sample_index=3, seed=2**63, advantage=0.1, stop_reason="max_turns",
+        trajectory_id="t", run_id="r", group_id="g", sample_index=3, seed=2**63, advantage=0.1, stop_reason="max_turns",
         truncated=True, error="tool: broke", info={"tool_errors": {"guess": 1}},
     )  # fmt: skip
 
@@ -99,6 +99,15 @@ def test_logprobs_come_back_bit_for_bit(logprobs: list[float]):
     assert back.turns[0].logprobs is not None
     assert turn.logprobs is not None
     assert back.turns[0].logprobs.tobytes() == turn.logprobs.tobytes()
+
+
+def test_a_line_of_before_trajectories_named_their_run_is_read(tmp_path: Path):
+    file = tmp_path / "trajectories.jsonl"
+    record = plain(trajectory_to_json(full()))
+    del record["run_id"]
+    file.write_text(json.dumps({"step": 1, "trajectory": record}) + "\n")
+    ((_, found),) = read_trajectories(file)
+    assert_same(found, full().replace(run_id=""))
 
 
 def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path):

@@ -69,7 +69,7 @@ def test_where_more_is_finished_than_a_batch_needs_it_takes_what_was_launched_fi
         await asyncio.sleep(10.0)
         groups = await play.dispatcher.next_batch()
         await play.dispatcher.stop()
-        return play, [index for index, _ in groups]
+        return play, [group.index for group in groups]
 
     play, taken = on_virtual_time(asked_late())
     assert sorted(play.finished, key=play.finished.__getitem__)[:G] == list(range(2 * G - 1, G - 1, -1))

@@ -47,7 +47,7 @@ class RandomRun:
         self.ledger, self.version, self.saved = Ledger(), 0, []
         setup = SimpleNamespace(
             env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(self.slots),
-            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(),
+            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(), run_id="",
         )  # fmt: skip
         self.dispatcher = Dispatcher(
             schedule=ExampleSchedule({"e": self.examples}, {"e": 1.0}, seed=self.seed, pool_rules=self.pools),
@@ -63,7 +63,7 @@ class RandomRun:
             self.ledger.check(pending=0)
 
     async def run_episode(self, setup, task, recorder):
-        group, sample = task.identity["group_id"], task.identity["sample_index"]
+        group, sample = task.identity.group_id, task.identity.sample_index
         rng = random.Random(f"{self.seed} {group} {sample}")
         num_turns, error = rng.randint(1, 3), None
         for turn in range(num_turns):
@@ -79,7 +79,7 @@ class RandomRun:
         recorder.close()
         flat = random.Random(f"{self.seed} {group}").random() < self.flat
         reward = None if rng.random() < 0.05 else 0.5 if flat else float(rng.random() < 0.5)
-        return Trajectory(example_id=task.example.id, turns=recorder.turns, reward=reward, error=error, **task.identity)
+        return Trajectory.of(task.identity, turns=recorder.turns, reward=reward, error=error)
 
     async def go(self, *, until, state=None):
         """Batches up to `until`; the last of an interrupted run is not trained."""
@@ -93,7 +93,7 @@ class RandomRun:
                 groups = await self.dispatcher.next_batch()
                 if groups is None:
                     break
-                self.check_batch(number, [index for index, _ in groups])
+                self.check_batch(number, [group.index for group in groups])
                 handed.put_nowait((number, groups))
             if until == self.batches:
                 handed.put_nowait(None)
@@ -122,14 +122,14 @@ class RandomRun:
         while (batch := await handed.get()) is not None:
             number, groups = batch
             await asyncio.sleep(self.train_seconds)
-            for index, group in groups:
+            for group in groups:
                 ends = {"trained": 0, "error": 0, "stale": 0}
                 for t in group.trajectories:
                     end = "error" if t.error else "stale" if age(t, number) > self.bound else "trained"
                     ends[end] += t.num_sampled_tokens
                 completed = group.completed
                 assert not completed or min(age(t, number) for t in completed) <= self.bound  # a place is not wasted
-                self.ledger.settle_group(index, trained=ends.pop("trained"), dropped=ends)
+                self.ledger.settle_group(group.index, trained=ends.pop("trained"), dropped=ends)
             self.dispatcher.settled()
             self.version = number + 1
             state = {"step": self.version, "dispatcher": self.dispatcher.state_dict(),

@@ -136,7 +136,7 @@ async def test_what_is_too_old_at_the_trainers_door_is_dropped_and_counted(tmp_p
     rules = GroupRules(
         advantage=default_advantage, filters={}, strategy="interleaved", max_length=100, max_off_policy_steps=8
     )
-    on_time, late = assemble_group(0, group, rules, step=8), assemble_group(0, group, rules, step=9)
+    on_time, late = assemble_group(group, rules, step=8), assemble_group(group, rules, step=9)
     tokens = sum(t.num_sampled_tokens for t in group.trajectories)
     assert (on_time.num_trained_tokens, on_time.dropped) == (tokens, {})
     assert (late.num_trained_tokens, late.dropped) == (0, {"stale": tokens})

@@ -20,7 +20,7 @@ def metrics_of(*trajectories: Trajectory) -> dict[str, float]:
     for env in dict.fromkeys(t.env for t in numbered):
         group = Group(group_id=env, example_id="x", env=env, trajectories=tuple(t for t in numbered if t.env == env))
         reasons = tuple("error" if t.error else None for t in group.trajectories)
-        groups.append(AssembledGroup(index=0, group=group, samples=(), dropped={}, verdicts=(), reasons=reasons))
+        groups.append(AssembledGroup(group=group, samples=(), dropped={}, verdicts=(), reasons=reasons))
     return rollout_metrics(groups, 0, {t.trajectory_id: (t.reward or 0) >= 1 for t in numbered})
 
 

@@ -48,7 +48,7 @@ class Play:
         self.launched, self.finished, self.taken, self.in_flight = {}, {}, [], []
         setup = SimpleNamespace(
             env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(10_000),
-            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(),
+            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(), run_id="",
         )  # fmt: skip
         examples = {"e": [Example(id=f"e{i}") for i in range(7)]}
         self.dispatcher = Dispatcher(
@@ -59,7 +59,7 @@ class Play:
         )  # fmt: skip
 
     async def run_episode(self, setup, task, recorder):
-        index = int(task.identity["group_id"].removeprefix("train-"))
+        index = int(task.identity.group_id.removeprefix("train-"))
         now = asyncio.get_running_loop().time
         self.launched.setdefault(index, (now(), self.version))
         begun = self.version
@@ -68,8 +68,8 @@ class Play:
         turn = Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0],
                     policy_versions=[begun, self.version])  # fmt: skip
         self.finished[index] = now()
-        reward = 0.0 if self.flat(index) else float(task.identity["sample_index"])
-        return Trajectory(example_id=task.example.id, turns=[turn], reward=reward, **task.identity)
+        reward = 0.0 if self.flat(index) else float(task.identity.sample_index)
+        return Trajectory.of(task.identity, turns=[turn], reward=reward)
 
     async def run(self, train_seconds=0.1):
         """All batches, each trained after the one before: a list of (time handed out, numbers, ages)."""
@@ -78,8 +78,8 @@ class Play:
         self.handed = batches
         for number in range(self.batches):
             groups = await self.dispatcher.next_batch()
-            ages = [max(age(t, number) for t in group.trajectories) for _, group in groups]
-            self.taken.append((asyncio.get_running_loop().time(), [index for index, _ in groups], ages))
+            ages = [max(age(t, number) for t in group.trajectories) for group in groups]
+            self.taken.append((asyncio.get_running_loop().time(), [group.index for group in groups], ages))
             batches.put_nowait(groups)
         await trainer
         await self.dispatcher.stop()
@@ -92,9 +92,9 @@ class Play:
         for _ in range(self.batches):
             groups = await self.handed.get()
             await asyncio.sleep(seconds)
-            for index, group in groups:
+            for group in groups:
                 tokens = sum(t.num_sampled_tokens for t in group.trajectories)
-                self.ledger.settle_group(index, trained=tokens, dropped={})
+                self.ledger.settle_group(group.index, trained=tokens, dropped={})
             self.dispatcher.settled()
             self.version += 1
             self.dispatcher.advance(self.version)

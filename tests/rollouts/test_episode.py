@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from byte_renderer import CALL, END, ROLES, VOCAB_SIZE, ByteRenderer, call, say, text
-from verbatim import Example, build_samples
+from verbatim import Example, RolloutIdentity, build_samples
 from verbatim.environments.base import Episode, Reply, succeeded
 from verbatim.errors import RecordError, SamplerFault
 from verbatim.inference import SamplingParams
@@ -90,7 +90,7 @@ async def play(sampler, environment=None, renderer=None, **limits):
     )  # fmt: skip
     return await run_episode(
         environment=environment, example=Example(id="a"), seed=7, loop=loop, recorder=recorder, limits=limits,
-        identity={"trajectory_id": "t", "group_id": "g", "sample_index": 0, "env": "counters", "seed": 7},
+        identity=RolloutIdentity(example_id="a", trajectory_id="t", group_id="g", env="counters", seed=7),
     )  # fmt: skip
 
 
@@ -325,7 +325,7 @@ async def test_every_turn_has_its_own_seed_and_an_episode_its_own_sessions():
 def setup(sampler, environment):
     return RolloutSetup(
         env="counters", environment=environment, sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(),
-        limits=EpisodeLimits(), slots=asyncio.Semaphore(8),
+        limits=EpisodeLimits(), slots=asyncio.Semaphore(8), run_id="today",
     )  # fmt: skip
 
 
@@ -336,8 +336,13 @@ async def test_a_group_counts_every_sampled_token_as_it_appears():
     group = await run.run()
     assert seen == [5, 5, 5]
     assert run.num_sampled_tokens == 15
-    assert [t.trajectory_id for t in group.trajectories] == ["train-4-0", "train-4-1", "train-4-2"]
     assert len({t.seed for t in group.trajectories}) == 3
+    assert group.index == 4
+    assert [t.identity for t in group.trajectories] == [
+        RolloutIdentity(run_id="today", env="counters", example_id="a", group_id="train-4", sample_index=i,
+                        trajectory_id=f"train-4-{i}", seed=group.trajectories[i].seed)
+        for i in range(3)
+    ]  # fmt: skip
 
 
 async def test_group_level_rewards_replace_single_ones_and_a_failing_judge_fails_its_group():

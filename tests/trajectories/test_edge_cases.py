@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from properties.episodes import random_batch
-from verbatim import Example, Trajectory, Turn
+from verbatim import Example, RolloutIdentity, Trajectory, Turn
 from verbatim.credit import assign_advantages
 from verbatim.credit.default import default_advantage
 from verbatim.environments.base import Episode, Reply
@@ -231,7 +231,7 @@ async def episode_of(environment):
     loop = AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=limits,
                      recorder=recorder, seed=0)  # fmt: skip
     return await run_episode(environment=environment, example=Example(id="x"), seed=0, loop=loop, recorder=recorder,
-                             limits=limits, identity={})  # fmt: skip
+                             limits=limits, identity=RolloutIdentity(example_id="x"))  # fmt: skip
 
 
 @pytest.mark.parametrize("reward", [[1.0, 2.0], [], "1.0", float("inf")])

@@ -51,8 +51,6 @@ class GroupRules:
 class AssembledGroup:
     """One group at the trainer's door."""
 
-    index: int
-    """The group's number."""
     group: Group
     """With advantages."""
     samples: tuple[TrainingSample, ...]
@@ -70,7 +68,7 @@ class AssembledGroup:
         return sum(sample.num_trained_tokens for sample in self.samples)
 
 
-def assemble_group(index: int, group: Group, rules: GroupRules, step: int) -> AssembledGroup:
+def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup:
     """Credit, then filters, then samples, for one group that is to be trained in this step.
 
     Example: of four rollouts with rewards 1, 0, 0 and an error, the three get advantages 2/3, -1/3, -1/3; the
@@ -103,8 +101,7 @@ def assemble_group(index: int, group: Group, rules: GroupRules, step: int) -> As
         samples.extend(built.samples)
         dropped.update(built.dropped)
     assembled = AssembledGroup(
-        index=index, group=credited, samples=tuple(samples), dropped=dict(dropped), verdicts=tuple(verdicts),
-        reasons=tuple(reasons),
+        group=credited, samples=tuple(samples), dropped=dict(dropped), verdicts=tuple(verdicts), reasons=tuple(reasons)
     )  # fmt: skip
     sampled = sum(t.num_sampled_tokens for t in credited.trajectories)
     assert assembled.num_trained_tokens + sum(dropped.values()) == sampled, f"group {group.group_id} lost tokens"

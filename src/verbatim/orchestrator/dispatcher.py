@@ -137,7 +137,7 @@ class Dispatcher:
         self._version = version
         self._launch()
 
-    async def next_batch(self) -> list[tuple[int, Group]] | None:
+    async def next_batch(self) -> list[Group] | None:
         """The next whole batch of groups, in the order in which they were launched.
 
         Batches may be taken before the ones before are settled. None when the examples are used up: the groups that
@@ -161,7 +161,7 @@ class Dispatcher:
         self._next_batch += 1
         self._drop_stale()
         self._launch()
-        return [(ended.run.index, ended.group) for ended in taken]
+        return [ended.group for ended in taken]
 
     def _is_due(self) -> bool:
         """Whether the next batch is handed out as things stand."""

@@ -276,12 +276,12 @@ class Orchestrator:
                 self._submitted.append(_Submitted(number=number, batch=batch, report=report, wait_for_batch=waited))
             self._more.set()
 
-    def _assemble(self, groups: Sequence[tuple[int, Group]], number: int) -> list[AssembledGroup]:
+    def _assemble(self, groups: Sequence[Group], number: int) -> list[AssembledGroup]:
         batch = []
-        for index, group in groups:
+        for group in groups:
             rules = self._rules[group.env]
             self._warn_of_turn_rewards(group, rules)
-            assembled = assemble_group(index, group, rules, number)
+            assembled = assemble_group(group, rules, number)
             for before, after in zip(group.trajectories, assembled.group.trajectories, strict=True):
                 if before.error is None and after.error is not None:
                     self._tally.failed(after)
@@ -304,7 +304,7 @@ class Orchestrator:
                 "True on the episode", group.env, function_name(rules.advantage),
             )  # fmt: skip
 
-    async def _next_batch_or_stop(self) -> list[tuple[int, Group]] | None:
+    async def _next_batch_or_stop(self) -> list[Group] | None:
         batch = asyncio.ensure_future(self._dispatcher.next_batch())
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -422,7 +422,7 @@ class Orchestrator:
             for group in submitted.batch for s in group.samples
         )  # fmt: skip
         for group in submitted.batch:
-            self._ledger.settle_group(group.index, trained=group.num_trained_tokens, dropped=group.dropped)
+            self._ledger.settle_group(group.group.index, trained=group.num_trained_tokens, dropped=group.dropped)
         self._ledger.masked_by_loss += int(report.metrics.get("masked_by_loss", 0))
         self._dispatcher.settled()
         self._submitted.popleft()

@@ -17,7 +17,7 @@ from verbatim.errors import UsageError
 from verbatim.inference.base import SamplingParams
 from verbatim.rollouts.main_loop import run_main
 from verbatim.tools.manager import ToolManager
-from verbatim.types import TRAJECTORY_KEYS, Example, Message, Trajectory
+from verbatim.types import TRAJECTORY_KEYS, Example, Message, RolloutIdentity, Trajectory
 
 Conversation: TypeAlias = Example | Trajectory | Mapping[str, Any]
 """What a rollout starts from; a mapping has `messages`, and may have `tools`, `id` and anything else."""
@@ -63,8 +63,8 @@ class Opening:
     """The conversation so far, copied."""
     tools: tuple[Mapping[str, Any], ...]
     """The tool schemas that came with it; empty leaves that to the tool manager."""
-    identity: Mapping[str, Any]
-    """`example_id`, `trajectory_id`, `group_id`, `sample_index` and `env` of the trajectory."""
+    identity: RolloutIdentity
+    """Which rollout it is; the seed of its sampling is added later."""
     task: Mapping[str, Any]
     """Whatever else the caller's object held (the answer to check against, ...): not copied, and never changed. On the
     result it is in `info["task"]`, and each of its fields under its own name in the mapping view."""
@@ -105,13 +105,10 @@ def _read_opening(given: Conversation, index: int, num_samples: Counter[str], ta
     return Opening(
         messages=_checked_copy(fields.get("messages"), f"trajectories[{index}]"),
         tools=_checked_tools(fields.get("tools"), f"trajectories[{index}]"),
-        identity={
-            "example_id": example_id,
-            "trajectory_id": name,
-            "group_id": fields.get("group_id", ""),
-            "sample_index": sample,
-            "env": fields.get("env", ""),
-        },
+        identity=RolloutIdentity(
+            example_id=example_id, trajectory_id=name, group_id=fields.get("group_id", ""), sample_index=sample,
+            env=fields.get("env", ""),
+        ),
         task=task,
     )
 

@@ -60,7 +60,7 @@ class ChatEpisode:
         self._tools = tools
         self._rules = rules
         self._messages: list[Message] = list(opening.messages)
-        self._recorder = Recorder(LARGEST_ID + 1, trajectory_id=str(opening.identity["trajectory_id"]))
+        self._recorder = Recorder(LARGEST_ID + 1, trajectory_id=opening.identity.trajectory_id)
         self._asks_for_ids = bool(rules.extra_body.get("return_token_ids"))
         self._num_turns = 0
         self._num_calls = 0
@@ -99,11 +99,12 @@ class ChatEpisode:
         ):  # fmt: skip
             if found:
                 info[name] = found
-        return Trajectory(
-            turns=turns, messages=tuple(self._messages), tools=self._opening.tools, stop_reason=stop_reason,
+        identity = dataclasses.replace(self._opening.identity, seed=self._rules.seed)
+        return Trajectory.of(
+            identity, turns=turns, messages=tuple(self._messages), tools=self._opening.tools, stop_reason=stop_reason,
             truncated=stop_reason.truncated, error=error, info=info,
-            seed=self._rules.seed, num_unrecorded_turns=self._num_turns - len(turns),
-            num_unrecorded_tokens=self._recorder.num_unrecorded_tokens, **self._opening.identity,
+            num_unrecorded_turns=self._num_turns - len(turns),
+            num_unrecorded_tokens=self._recorder.num_unrecorded_tokens,
         )  # fmt: skip
 
     async def _converse(self) -> StopReason:
@@ -126,10 +127,10 @@ class ChatEpisode:
 
     async def _ask(self) -> tuple[ChatAnswer, tuple[ToolCall, ...]]:
         """One request and its answer, taken into the conversation."""
-        rules = self._rules
-        seed = None if rules.seed is None else derive_seed(
-            rules.seed, self._opening.identity["example_id"], self._opening.identity["sample_index"], self._num_turns
-        )  # fmt: skip
+        rules, identity = self._rules, self._opening.identity
+        seed = None
+        if rules.seed is not None:
+            seed = derive_seed(rules.seed, identity.example_id, identity.sample_index, self._num_turns)
         body = chat_body(
             self._connection.api.model, self._messages, self._tools.schemas, rules.params, extra_body=rules.extra_body,
             seed=seed, send_reasoning=rules.send_reasoning,

@@ -26,7 +26,16 @@ from verbatim.rollouts.user_calls import UserCalls
 from verbatim.texts import LONGEST_ERROR, cut, shown
 from verbatim.tools.manager import ToolManager, ToolOutcome
 from verbatim.trajectory_json import why_not_json
-from verbatim.types import PARSE_STATUSES, Example, Message, ParseStatus, StopReason, ToolCall, Trajectory
+from verbatim.types import (
+    PARSE_STATUSES,
+    Example,
+    Message,
+    ParseStatus,
+    RolloutIdentity,
+    StopReason,
+    ToolCall,
+    Trajectory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +55,7 @@ async def run_episode(
     loop: AgentLoop | TeacherLoop,
     recorder: Recorder,
     limits: EpisodeLimits,
-    identity: Mapping[str, Any],
+    identity: RolloutIdentity,
 ) -> Trajectory:
     """Run one episode and score it.
 
@@ -60,7 +69,7 @@ async def run_episode(
         loop: Samples the turns into `recorder`.
         recorder: Holds the turns, also of an episode that fails.
         limits: Where it is cut off.
-        identity: `trajectory_id`, `group_id`, `sample_index`, `env`, `seed` of the record.
+        identity: Which rollout it is, for the record.
 
     Returns:
         The trajectory. If the environment, a tool under its own control flow, or the engine failed, `error` says
@@ -91,7 +100,7 @@ class _EpisodeRun:
 
     def __init__(
         self, environment: Environment, example: Example, seed: int, loop: AgentLoop | TeacherLoop,
-        recorder: Recorder, limits: EpisodeLimits, identity: Mapping[str, Any],
+        recorder: Recorder, limits: EpisodeLimits, identity: RolloutIdentity,
     ) -> None:  # fmt: skip
         self._environment, self._example, self._seed = environment, example, seed
         self._loop, self._recorder, self._limits, self._identity = loop, recorder, limits, identity
@@ -151,11 +160,11 @@ class _EpisodeRun:
         """The record."""
         if self._error is None and self._recorder.late is not None:
             self._error, self._stop_reason = f"record: {self._recorder.late}", StopReason.API_ERROR
-        return Trajectory(
-            example_id=self._example.id, turns=tuple(self._recorder.turns), messages=tuple(self._messages),
+        return Trajectory.of(
+            self._identity, turns=tuple(self._recorder.turns), messages=tuple(self._messages),
             reward=self._reward, reward_parts=self._parts, stop_reason=self._stop_reason,
             truncated=self._stop_reason.truncated if self._stop_reason else True, error=self._error, info=self._info,
-            num_unrecorded_tokens=self._recorder.num_unrecorded_tokens, **self._identity,
+            num_unrecorded_tokens=self._recorder.num_unrecorded_tokens,
         )  # fmt: skip
 
     async def _act(self) -> None:
@@ -187,9 +196,9 @@ class _EpisodeRun:
             self._info.update(_checked_info(getattr(episode, "info", {})))
         if loop.offers_tools:
             self._info[TOOLS_OFFERED] = True
-        draft = Trajectory(
-            example_id=self._example.id, turns=tuple(recorder.turns), messages=tuple(self._messages),
-            stop_reason=self._stop_reason, truncated=self._stop_reason.truncated, info=self._info, **self._identity,
+        draft = Trajectory.of(
+            self._identity, turns=tuple(recorder.turns), messages=tuple(self._messages),
+            stop_reason=self._stop_reason, truncated=self._stop_reason.truncated, info=self._info,
         )  # fmt: skip
         with calls.guard("score"):
             score = read_score(await episode.score(draft), "score")

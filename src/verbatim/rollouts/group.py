@@ -19,7 +19,7 @@ from verbatim.rollouts.supervised import Leash, LeftBehind, supervise
 from verbatim.rollouts.tally import TRACEBACK, traceback_tail
 from verbatim.rollouts.user_calls import UserCalls
 from verbatim.texts import LONGEST_ERROR, cut, shown
-from verbatim.types import Example, Group, Trajectory
+from verbatim.types import Example, Group, RolloutIdentity, Trajectory
 
 T = TypeVar("T")
 
@@ -73,19 +73,18 @@ class GroupRun:
             if before.error is None and after.error is not None:
                 self.setup.tally.failed(after)
         return Group(
-            group_id=self.group_id, example_id=self.example.id, env=self.setup.env, trajectories=tuple(trajectories)
-        )
+            group_id=self.group_id, index=self.index, example_id=self.example.id, env=self.setup.env,
+            trajectories=tuple(trajectories),
+        )  # fmt: skip
 
     async def _episode(self, sample_index: int, recorder: Recorder) -> Trajectory:
         setup = self.setup
         seed = derive_seed(self._seed, sample_index)
-        task = EpisodeTask(
-            purpose=self._purpose, example=self.example, seed=seed, session=str(seed),
-            identity={
-                "trajectory_id": f"{self.group_id}-{sample_index}", "group_id": self.group_id,
-                "sample_index": sample_index, "env": setup.env, "seed": seed,
-            },
+        identity = RolloutIdentity(
+            run_id=setup.run_id, env=setup.env, example_id=self.example.id, group_id=self.group_id,
+            sample_index=sample_index, trajectory_id=f"{self.group_id}-{sample_index}", seed=seed,
         )  # fmt: skip
+        task = EpisodeTask(purpose=self._purpose, example=self.example, session=str(seed), identity=identity)
         async with setup.slots:
             trajectory = await setup.runner.run(setup, task, recorder)
         setup.tally.ended(trajectory)

@@ -155,18 +155,17 @@ class MultiTurnRollout:
         )
 
     async def _play(self, opening: Opening, tools: ToolManager, seed: int, traces: TraceFolder | None) -> Trajectory:
-        identity = {**opening.identity, "seed": seed}
+        identity = dataclasses.replace(opening.identity, seed=seed)
         limits = self._limits()
-        recorder = Recorder(self.sampler.vocab_size, trajectory_id=identity["trajectory_id"])
+        recorder = Recorder(self.sampler.vocab_size, trajectory_id=identity.trajectory_id)
         loop = AgentLoop(
             sampler=self.sampler, renderer=self.template, params=self.sampling_params, limits=limits,
             recorder=recorder, seed=seed,
         )  # fmt: skip
-        example_id = identity.pop("example_id")
         try:
             trajectory = await run_episode(
                 environment=_Openings(opening, tools),
-                example=Example(id=example_id),
+                example=Example(id=identity.example_id),
                 seed=seed,
                 loop=loop,
                 recorder=recorder,
@@ -175,10 +174,10 @@ class MultiTurnRollout:
             )
         except asyncio.CancelledError:
             if traces is not None:
-                traces.store(Trajectory(
-                    example_id=example_id, turns=tuple(recorder.turns), messages=tuple(loop.messages()),
+                traces.store(Trajectory.of(
+                    identity, turns=tuple(recorder.turns), messages=tuple(loop.messages()),
                     tools=opening.tools, num_unrecorded_tokens=recorder.num_unrecorded_tokens,
-                    stop_reason=StopReason.CANCELLED, truncated=True, info={"task": dict(opening.task)}, **identity,
+                    stop_reason=StopReason.CANCELLED, truncated=True, info={"task": dict(opening.task)},
                 ))  # fmt: skip
             raise
         info = {"task": dict(opening.task), **trajectory.info} if opening.task else trajectory.info

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from verbatim.environments.base import Environment
 from verbatim.inference.base import Sampler, SamplingParams
@@ -16,7 +16,7 @@ from verbatim.rollouts.episode import run_episode
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.tally import EpisodeTally
 from verbatim.rollouts.teacher_loop import TeacherLoop
-from verbatim.types import Example, Trajectory
+from verbatim.types import Example, RolloutIdentity, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,12 +27,16 @@ class EpisodeTask:
     """"train" or "eval"."""
     example: Example
     """What it is about."""
-    seed: int
-    """Of its sampling and of its environment."""
     session: str
-    """What its requests to the sampler are known by."""
-    identity: Mapping[str, Any]
-    """`trajectory_id`, `group_id`, `sample_index`, `env` and `seed` of the record."""
+    """Names the episode in its requests to the sampler, which may keep its cache by it."""
+    identity: RolloutIdentity
+    """Which rollout it is. Its seed is that of the sampling and of the environment."""
+
+    @property
+    def seed(self) -> int:
+        """The identity's seed: every episode has one."""
+        assert self.identity.seed is not None
+        return self.identity.seed
 
 
 class EpisodeRunner(Protocol):
@@ -96,3 +100,5 @@ class RolloutSetup:
     """Where the episodes run."""
     tally: EpisodeTally = field(default_factory=EpisodeTally)
     """Counts how they end, and says what fails."""
+    run_id: str = ""
+    """The run that the episodes belong to; empty outside of one."""

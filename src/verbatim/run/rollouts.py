@@ -38,6 +38,7 @@ def make_setups(
     teacher: Connection | None = None,
     runner: EpisodeRunner | None = None,
     tally: EpisodeTally | None = None,
+    run_id: str = "",
 ) -> dict[str, RolloutSetup]:
     """How each environment's episodes are run; a `teacher` speaks instead of the sampler, a `runner` runs them
     elsewhere, and one `tally` counts the episodes of all environments."""
@@ -54,6 +55,7 @@ def make_setups(
             teacher=teacher,
             runner=runner or LocalRunner(),
             tally=tally,
+            run_id=run_id,
         )
         for label, (env, environment) in environments.items()
     }

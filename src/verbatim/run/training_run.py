@@ -157,7 +157,8 @@ class TrainingRun:
                 tallies = {purpose: EpisodeTally(purpose) for purpose in made}
                 setups, eval_setups = (
                     make_setups(
-                        config.orchestrator, made[purpose], sampler, renderer, slots, teacher, runner, tallies[purpose]
+                        config.orchestrator, made[purpose], sampler, renderer, slots, teacher, runner, tallies[purpose],
+                        run_id=self._folder.path.name,
                     )
                     for purpose, teacher in (("train", speaker), ("eval", None))
                 )

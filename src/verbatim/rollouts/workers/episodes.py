@@ -139,7 +139,7 @@ class WorkerEpisodes:
     async def run(self, label: str, task: EpisodeTask) -> bytes:
         """The finished episode, packed."""
         setup = self._setups[task.purpose, label]
-        recorder = Recorder(setup.sampler.vocab_size, trajectory_id=task.identity["trajectory_id"])
+        recorder = Recorder(setup.sampler.vocab_size, trajectory_id=task.identity.trajectory_id)
         trajectory = await LocalRunner().run(setup, task, recorder)
         return pack(trajectory, recorder.late)
 

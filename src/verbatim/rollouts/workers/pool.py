@@ -271,7 +271,7 @@ def _received(
 def _unplayed(task: EpisodeTask, recorder: Recorder, error: str) -> Trajectory:
     """The record of an episode of which nothing is left but what it cost."""
     recorder.close()
-    return Trajectory(
-        example_id=task.example.id, stop_reason=StopReason.API_ERROR, truncated=True, error=cut(error),
-        num_unrecorded_tokens=recorder.num_sampled_tokens, **task.identity,
+    return Trajectory.of(
+        task.identity, stop_reason=StopReason.API_ERROR, truncated=True, error=cut(error),
+        num_unrecorded_tokens=recorder.num_sampled_tokens,
     )  # fmt: skip
