@@ -4,6 +4,7 @@ run goes on afterwards and ends as if nothing had happened."""
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 import shutil
@@ -33,6 +34,9 @@ MEMORY = {
     "memory, trainer": ("memory", TRAINER), "memory, loop": ("memory", LOOP), "memory, engine": ("memory", ENGINE),
     "torch, trainer": ("torch", TRAINER), "torch, engine": ("torch", ENGINE),
 }  # fmt: skip
+
+OUT_OF_MEMORY = "out of memory|the sampler's thread has ended; what it wrote on the standard error says why"
+"""The message; a thread that cannot even begin is one line above it."""
 
 
 def what_is_wrong_with_the_end(ended: Ended, run: Path, allowed: tuple[int, ...]) -> list[str]:
@@ -129,6 +133,11 @@ def test_a_call_that_fails_when_a_run_goes_on(place: Place, expected: Path, each
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_modules_in_whose_calls_memory_runs_out_are_there():
+    """One that is renamed would leave the campaign without a word."""
+    assert all(map(importlib.util.find_spec, (*TRAINER, *LOOP, *ENGINE)))
+
+
 def test_memory_that_runs_out_is_one_message_or_costs_an_episode(
     place: Place, expected: Path, each, whole: bool, campaign
 ):
@@ -138,8 +147,7 @@ def test_memory_that_runs_out_is_one_message_or_costs_an_episode(
             role = "trainer" if kind == "two" and modules is TRAINER else "orchestrator"
             events = place.events(each, kind, role, do=do, modules=modules)
             order = {"role": role, "do": do, "modules": modules}
-            case = functools.partial(failed, place, expected, kind, order, (0, 1),
-                                     "out of memory", None)  # fmt: skip
+            case = functools.partial(failed, place, expected, kind, order, (0, 1), OUT_OF_MEMORY, None)
             cases = spread(range(1, len(events) + 1), count)
             wrong += all_wrong(campaign(f"no {name}, {kind}"), each, case, cases)
     assert not wrong, "\n".join(wrong)

@@ -343,7 +343,7 @@ async def test_an_engine_that_cannot_even_say_why_it_dies_is_not_waited_for(mode
         calls[0].cancel()
     async with asyncio.timeout(20):
         said = await asyncio.gather(*calls, return_exceptions=True)
-    assert str(said[1]) == sampler.failure == "the sampler's thread has ended"
+    assert str(said[1]) == sampler.failure == engine._THREAD_ENDED
     assert isinstance(said[0], asyncio.CancelledError) if cancelled else str(said[0]) == sampler.failure
     with pytest.raises(SamplerFault, match="thread has ended"):
         await asyncio.wait_for(sampler.generate(request()), 20)

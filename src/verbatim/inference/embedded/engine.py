@@ -37,6 +37,7 @@ _MOST_DEFERRED = 16
 """Requests that may wait for another's prefix before the rest of the queue is left for the next step."""
 
 
+_THREAD_ENDED = "the sampler's thread has ended; what it wrote on the standard error says why"
 _LOOK_EVERY = 1.0
 """Seconds between two looks of a waiting call at whether the engine's thread is there."""
 _STEPS_PER_QUESTION = 3.0
@@ -227,7 +228,7 @@ class TorchSampler:
         if self._fault is not None:
             return str(_engine_failed(self._fault))
         if not self._closing and not self._thread.is_alive():
-            return "the sampler's thread has ended"
+            return _THREAD_ENDED
         return None
 
     async def generate(self, request: SampleRequest) -> Completion:
@@ -362,7 +363,7 @@ class TorchSampler:
         drawn = 0
         if isinstance(reply, _Job) and reply.slot is not None and self._running.get(reply.slot) is reply:
             drawn = self._decoder.table.num_new(reply.slot)
-        return SamplerFault(self.failure or "the sampler's thread has ended", num_tokens=drawn)
+        return SamplerFault(self.failure or _THREAD_ENDED, num_tokens=drawn)
 
     async def _num_drawn(self, job: _Job) -> int:
         """Tokens that were drawn for a job that is being cancelled. The engine answers every job, and soon."""
