@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -297,23 +298,40 @@ def test_neither_torch_nor_transformers_is_imported_without_a_tokenizer(tmp_path
 TEMPLATES = Path(__file__).parents[1] / "renderers" / "data" / "trl_templates"
 
 
-def test_the_proof_table_of_a_template_names_the_line_and_the_condition(capsys: pytest.CaptureFixture[str]) -> None:
+def probes(out: str) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = json.loads(out)["tables"]["default"]
+    return {(row["appended"], row["situation"]): row for row in rows}
+
+
+def test_probes_of_a_template_name_the_turn_and_the_line_that_rewrites_it(capsys: pytest.CaptureFixture[str]) -> None:
     file = TEMPLATES / "qwen3.jinja"
     assert main(["doctor", "--template", str(file), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["tables"]["default"]
-    assert [(row["kind"], row["outcome"]) for row in rows] == [("tool", "condition"), ("user", "condition")]
-    user = rows[1]
-    assert "nothing has been thought" in user["conditions"]
-    assert any("'<tool_response>'" in condition for condition in user["conditions"])
-    assert user["text"] == file.read_text(encoding="utf-8").splitlines()[user["line"] - 1].strip()
-    assert user["text"] == "{%- if loop.index0 > ns.last_query_index %}"
+    found = probes(capsys.readouterr().out)
+    assert {row["outcome"] for (appended, _), row in found.items() if appended == "a tool's answer"} == {"bridged"}
+    user = {situation: row for (appended, situation), row in found.items() if appended == "a user's message"}
+    refused = {name: row["turn"] for name, row in user.items() if row["outcome"] == "refused"}
+    assert refused == {"the turn thinks": 0, "thinks before every call": 0}
+    thinks = user["the turn thinks"]
+    # The branch for turns before the last question, which writes no thinking.
+    assert thinks["text"] == "{{- '<|im_start|>' + message.role + '\\n' + content }}"
+    assert thinks["text"] == file.read_text(encoding="utf-8").splitlines()[thinks["line"] - 1].strip()
+    assert "<think>\\nzq turn 0 thinks" in thinks["reason"]
 
 
-def test_a_refused_kind_of_message_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kind_of_message_that_is_never_bridged_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--template", str(TEMPLATES / "gptoss.jinja")]) == 1
     shown = capsys.readouterr().out
-    assert "refused" in shown
-    assert "line 278" in shown
+    assert "a user's message" in shown
+    assert "(turn 0) '<|return|>' becomes '<|end|><|start|>user" in " ".join(shown.split())
+
+
+def test_messages_that_a_template_refuses_or_leaves_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--template", str(TEMPLATES / "gemma3.jinja"), "--json"])
+    row = probes(capsys.readouterr().out)["a tool's answer", "plain"]
+    assert (row["outcome"], row["line"]) == ("raises", None)
+    assert row["reason"].startswith("TemplateError: Conversation roles must alternate")
+    main(["doctor", "--template", str(TEMPLATES / "deepseekv3.jinja"), "--json"])
+    assert probes(capsys.readouterr().out)["a system message", "plain"]["outcome"] != "bridged"
 
 
 def test_a_template_without_tools_is_told_and_status_1(
@@ -326,7 +344,7 @@ def test_a_template_without_tools_is_told_and_status_1(
     )
     assert main(["doctor", "--template", str(file), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert [row["outcome"] for row in found["tables"]["default"]] == ["always", "always"]
+    assert {row["outcome"] for row in found["tables"]["default"] if "tool" not in row["appended"]} == {"bridged"}
     assert found["tools"] == {
         "shown": False, "shown_below_system": False, "called": False, "read": False, "answered": True,
         "hermes": "schemas in a system message, answers in a tool message",
@@ -378,7 +396,7 @@ def test_lines_of_a_template_are_counted_as_jinja_does(tmp_path: Path, capsys: p
     file = tmp_path / "chat_template.jinja"
     file.write_bytes("{# \u2028 \x0b \x0c \x85 #}\r\n{{ messages | length }}\n{{ messages }}".encode())
     assert main(["doctor", "--template", str(file), "--json"]) == 1
-    (found, _) = json.loads(capsys.readouterr().out)["tables"]["default"]
+    found = probes(capsys.readouterr().out)["a user's message", "plain"]
     assert (found["line"], found["text"]) == (2, "{{ messages | length }}")
 
 

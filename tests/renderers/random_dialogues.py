@@ -10,12 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from verbatim.errors import EnvironmentFault
 from verbatim.renderers.template import TemplateRenderer, with_arguments
@@ -142,7 +140,7 @@ class Tally:
 
 
 def check(renderer: TemplateRenderer, tokenizer: Any, tally: Tally, seed: int, hostile: bool = True) -> None:
-    """One dialogue, turn by turn, each prompt bridged from the one before where that is proven."""
+    """One dialogue, turn by turn, each prompt bridged from the one before where that is right."""
     renderer.tool_support = COMPLETE  # bridges are right also where a run with tools would be refused
     dialogues = Dialogues(seed, hostile)
     tools, messages = dialogues.tools(), dialogues.opening()
@@ -180,34 +178,6 @@ def check(renderer: TemplateRenderer, tokenizer: Any, tally: Tally, seed: int, h
                 tally.wrong.append((seed, kind, len(messages)))
         prompt = bridged if bridged is not None and bridged.tolist() == renderer._tokenizer.encode(whole) else None
         messages += [reply, *new]
-
-
-def refutations(renderer: TemplateRenderer, seeds: Sequence[int]) -> dict[str, int]:
-    """Kind of appended message to the first dialogue in which appending it changed what the template wrote before."""
-    render = _compile_jinja_template(renderer._source()).render
-    variables = renderer._tokenizer.special_tokens_map
-
-    def text(messages: Sequence[Any], tools: Any, prompt: bool) -> str:
-        given = [with_arguments(message, as_text=renderer._arguments_as_text) for message in messages]
-        return render(messages=given, tools=tools, documents=None, add_generation_prompt=prompt, **variables)
-
-    found: dict[str, int] = {}
-    for seed in seeds:
-        dialogues = Dialogues(seed)
-        tools, messages = dialogues.tools(), dialogues.opening()
-        for reply, new in dialogues.turns():
-            try:
-                start, alone = text(messages, tools, True), text([*messages, reply], tools, False)
-                whole = text([*messages, reply, *new], tools, True)
-            except (jinja2.TemplateError, TypeError, ValueError, KeyError):
-                break
-            now, then = _turn(renderer, start, alone), _turn(renderer, start, whole)
-            if then is None or _squeezed(then[0]) != _squeezed((now or then)[0]):
-                found.setdefault("+".join(sorted({message["role"] for message in new})), seed)
-            messages += [reply, *new]
-        if {"tool", "user"} <= found.keys():
-            break
-    return found
 
 
 def _sampled(

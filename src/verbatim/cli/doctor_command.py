@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file", type=Path, nargs="?", metavar="FILE", help="a log of trajectories: ours, vLLM's or verifiers'"
     )
     what.add_argument(
-        "--template", metavar="MODEL_OR_FILE", help="print instead what is proven about a model's chat template"
-    )
+        "--template", metavar="MODEL_OR_FILE",
+        help="print instead where a model's chat template lets prompts be continued exactly",
+    )  # fmt: skip
     parser.add_argument("--model", metavar="FOLDER_OR_ID", help="whose tokenizer reads the ids; found beside our logs")
     parser.add_argument("--json", action="store_true", help="one JSON object, with every break")
     parser.add_argument("--limit", type=int, metavar="N", help="breaks that are shown in full (10; with --json all)")

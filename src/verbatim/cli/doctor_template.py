@@ -1,100 +1,111 @@
-"""`verbatim doctor --template MODEL_OR_FILE`: what is proven about continuing the prompts of a chat template, and what
-it writes of tools."""
+"""`verbatim doctor --template MODEL_OR_FILE`: where the prompts of a chat template can be continued exactly, found by
+playing probe dialogues, and what it writes of tools."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
-from rich.text import Text
 
-from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
+from verbatim.errors import ModelError, TemplateFault
 from verbatim.plain_console import PlainConsole
-from verbatim.renderers.chat_template import ChatTemplate, parse_template
-from verbatim.renderers.derived_syntax import derive
-from verbatim.renderers.hermes import fit
-from verbatim.renderers.proof import Row, proof_table
-from verbatim.renderers.template import with_arguments
-from verbatim.renderers.tool_support import USE_HERMES, ToolSupport, probe
+from verbatim.renderers.bridge_probes import SITUATIONS, BridgeProbe, probe_bridges
+from verbatim.renderers.chat_template import compile_template
+from verbatim.renderers.guard import GuardedTokenizer
+from verbatim.renderers.stand_in import stand_in_tokenizer
+from verbatim.renderers.template import TemplateRenderer
+from verbatim.renderers.tool_support import USE_HERMES, ToolSupport
 
-_APPENDED = {"tool": "tools' answers", "user": "a user's message"}
+_NEEDED = ("a tool's answer", "a user's message")
+"""What environments append."""
 _LONGEST = 160
 """Characters of a line that are shown: some templates are one line."""
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 """What Jinja counts lines by, unlike `splitlines`."""
-_OUTCOMES = {"always": "proven", "condition": "proven under a condition", "refused": "refused"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Template:
+    """One chat template of a model, and what was found."""
+
+    name: str
+    source: str
+    probes: Sequence[BridgeProbe]
+    tools: ToolSupport
+    hermes: str | None
+    """Where tools = "hermes" would write them; None if there is no place."""
 
 
 def report(asked: str, *, as_json: bool) -> bool:
-    """Print the table of each template there is; whether every kind of message may be appended, and tools are written.
+    """Print what the probes of each template came to; whether what environments append can be bridged in some
+    situation, and tools are written.
 
     Raises:
         ModelError: no such model or file, no chat template, or one that is no Jinja.
     """
-    templates = _templates(asked)
-    for _, source, _ in templates:  # proofs take seconds: one that is no template is named before them
-        parse_template(source, asked)
-    tables = {name: (source, proof_table(source, variables)) for name, source, variables in templates}
-    by_name = {name: (source, variables) for name, source, variables in templates}
+    templates = [_look(name, tokenizer) for name, tokenizer in _tokenizers(asked)]
+    by_name = {template.name: template for template in templates}
     # The template that a tokenizer takes where there are tools.
-    source, variables = by_name.get("tool_use", by_name.get("default", next(iter(by_name.values()))))
-    try:
-        support, hermes = _tools(ChatTemplate(source, {name: f"<{name}>" for name in variables}, asked))
-    except TemplateFault as error:
-        raise ModelError(str(error)) from error
+    main = by_name.get("tool_use", by_name.get("default", templates[0]))
     if as_json:
         print(json.dumps({"template": asked, "tables": {
-            name: [{**asdict(row), "text": _line(source, row)} for row in rows]
-            for name, (source, rows) in tables.items()
-        }, "tools": {**asdict(support), "hermes": hermes}}, indent=2))  # fmt: skip
+            template.name: [{**asdict(probe), "text": _line(template.source, probe)} for probe in template.probes]
+            for template in templates
+        }, "tools": {**asdict(main.tools), "hermes": main.hermes}}, indent=2))  # fmt: skip
     else:
         console = PlainConsole()
-        for name, (source, rows) in tables.items():
-            console.print(_shown(asked if name == "default" else f"{asked}, template {name!r}", source, rows))
-        console.print(f"Tools: {_said_of_tools(support, hermes)}", markup=False)
+        for template in templates:
+            _show(console, asked if template.name == "default" else f"{asked}, template {template.name!r}", template)
+        console.print(f"Tools: {_said_of_tools(main.tools, main.hermes)}", markup=False)
         console.print(f"The renderer of this model: {_renderer(asked)}", markup=False)
-    return support.complete and all(row.outcome != "refused" for _, rows in tables.values() for row in rows)
+    bridged = [{probe.appended for probe in template.probes if probe.outcome == "bridged"} for template in templates]
+    return main.tools.complete and all(found.issuperset(_NEEDED) for found in bridged)
 
 
-def _templates(asked: str) -> list[tuple[str, str, Sequence[str]]]:
-    """(name, source, the special tokens that it is given)"""
+def _tokenizers(asked: str) -> list[tuple[str, Any]]:
+    """(name of the template, a tokenizer with that template)"""
     file = Path(asked)
     if file.is_file():
         try:
-            return [("default", file.read_text(encoding="utf-8"), ("bos_token", "eos_token", "pad_token"))]
+            source = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ModelError(f"{asked} cannot be read as text ({error}); expected a chat_template.jinja") from error
-    tokenizer = _tokenizer(asked)
-    given = tokenizer.chat_template
-    named = given if isinstance(given, dict) else {"default": given}
-    return [(name, source, tuple(tokenizer.special_tokens_map)) for name, source in named.items()]
+        compile_template(source, asked)
+        return [("default", stand_in_tokenizer(source, asked))]
+    given = _tokenizer(asked).chat_template
+    found = []
+    for name, source in (given if isinstance(given, dict) else {"default": given}).items():
+        compile_template(source, asked)
+        tokenizer = _tokenizer(asked)
+        tokenizer.chat_template = source
+        found.append((name, tokenizer))
+    return found
 
 
-def _tools(template: ChatTemplate) -> tuple[ToolSupport, str | None]:
-    """What a template writes of tools, and where tools = "hermes" would write them; None if there is no place."""
-    write = template.text
-
-    def text(messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
-        try:
-            return write(messages, tools, add_generation_prompt)
-        except EnvironmentFault:  # some templates take arguments as text only
-            as_text = [with_arguments(message, as_text=True) for message in messages]
-            return write(as_text, tools, add_generation_prompt)
-
+def _look(name: str, tokenizer: Any) -> _Template:
+    guarded = GuardedTokenizer(tokenizer)
+    renderer = TemplateRenderer(guarded)
     try:
-        made = fit(lambda messages, prompt: write(messages, None, prompt))
-        hermes: str | None = f"schemas in a {made.opening} message, answers in a {made.answering} message"
+        return _Template(
+            name=name, source=guarded.chat_source(), probes=probe_bridges(renderer, guarded),
+            tools=renderer.tool_support, hermes=_hermes(guarded),
+        )  # fmt: skip
+    except TemplateFault as error:
+        raise ModelError(str(error)) from error
+
+
+def _hermes(tokenizer: GuardedTokenizer) -> str | None:
+    try:
+        return TemplateRenderer(tokenizer, tools="hermes").room_for_tools
     except ModelError:
-        hermes = None
-    support = probe(lambda messages, tools: text(messages, tools, True),
-                    reads=derive(lambda messages, prompt: text(messages, None, prompt), ()) is not None)  # fmt: skip
-    return support, hermes
+        return None
 
 
 def _said_of_tools(support: ToolSupport, hermes: str | None) -> str:
@@ -122,19 +133,32 @@ def _tokenizer(asked: str) -> Any:
     return load_tokenizer(asked)
 
 
-def _shown(title: str, source: str, rows: Sequence[Row]) -> Table:
+def _show(console: PlainConsole, title: str, template: _Template) -> None:
+    """One row for each kind of appended message and outcome, with the situations that have it; below, the reasons."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    for column in ("appended", "a bridge is", "if", "because of"):
+    for column in ("appended", "a bridge is", "situations"):
         table.add_column(column, overflow="fold")
-    for row in rows:
-        line = _line(source, row)
-        because = f"line {row.line}: {line}\n{row.reason}" if line is not None else ""
-        table.add_row(_APPENDED[row.kind], _OUTCOMES[row.outcome], "\n".join(row.conditions), Text(because))
-    return table
+    notes: dict[int | str, str] = {}
+    for appended, probes in groupby(template.probes, key=lambda probe: probe.appended):
+        alike: dict[tuple[str, int | None], list[BridgeProbe]] = {}
+        for probe in probes:
+            alike.setdefault((probe.outcome, probe.line), []).append(probe)
+        for number, ((outcome, line), found) in enumerate(alike.items()):
+            situations = "all" if len(found) == len(SITUATIONS) else ", ".join(probe.situation for probe in found)
+            because = found[0].reason
+            if line is not None:
+                because = f"line {line}: {_line(template.source, found[0])}\n(turn {found[0].turn}) {because}"
+            if because:  # a line is quoted once, with the first text that it changes
+                notes.setdefault(line or because, because)
+                situations += f" ({list(notes).index(line or because) + 1})"
+            table.add_row("" if number else appended, outcome, situations)
+    console.print(table)
+    for number, because in enumerate(notes.values(), start=1):
+        console.print(f"({number}) {because}", markup=False)
 
 
-def _line(source: str, row: Row) -> str | None:
-    if row.line is None:
+def _line(source: str, probe: BridgeProbe) -> str | None:
+    if probe.line is None:
         return None
-    text = _NEWLINE.split(source)[row.line - 1].strip()
+    text = _NEWLINE.split(source)[probe.line - 1].strip()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -71,8 +71,9 @@ class Renderer(Protocol):
     ) -> Int32 | None:
         """The next prompt, as the previous turn's ids verbatim plus the new messages and the generation prompt.
 
-        None where it cannot be proven that this is what the model would be given; the caller renders anew and
-        the next turn starts a new training sample.
+        None where the format would rewrite what is there, or where it cannot be told; the caller renders anew and the
+        next turn starts a new training sample. A renderer may need the array `prev_prompt_ids` that it returned to be
+        alive still.
         """
 
     def decode(self, ids: Int32) -> str:

@@ -1,4 +1,4 @@
-"""A chat template's source: read as the program that it is, and run within a budget.
+"""A chat template's source: compiled as the program that it is, and run within a budget.
 
 Everything that renders a model's template goes through here: recognising it, checking it, bridges, every turn of every
 episode, the server and the doctor.
@@ -6,14 +6,13 @@ episode, the server and the doctor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
-from jinja2 import Environment, nodes
 
 from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
-from verbatim.renderers.metering.environment import MeteredContext, metered_environment
+from verbatim.renderers.metering.environment import MeteredContext
 from verbatim.renderers.metering.meter import Meter, Overrun
 from verbatim.renderers.metering.program import compiled
 from verbatim.texts import cut, error_text
@@ -25,8 +24,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that messages' reasoning is given under; templates read the first, or the second."""
 
 
-def parse_template(source: str, name: str = "") -> tuple[Environment, nodes.Template]:
-    """The environment in which a template is rendered, and the template's tree, which is the caller's own.
+def compile_template(source: str, name: str = "") -> jinja2.Template:
+    """The program of a template.
 
     Args:
         source: Jinja.
@@ -44,9 +43,7 @@ def parse_template(source: str, name: str = "") -> tuple[Environment, nodes.Temp
         raise ModelError(f"{called} has {len(source):,} characters; expected at most {MAX_SOURCE:,}; {_MEND}")
     try:
         source.encode()  # half a surrogate pair cannot be tokenised
-        compiled(source)
-        environment = metered_environment()
-        return environment, environment.parse(source)
+        return compiled(source)
     except jinja2.TemplateSyntaxError as error:
         where = f"line {error.lineno}: {cut(str(error.message))}"
         raise ModelError(f"{called} is not valid Jinja ({where}); {_MEND}") from error
@@ -63,12 +60,11 @@ class ChatTemplate:
         name: The model or file that it is of, for messages.
 
     Raises:
-        ModelError: as `parse_template`.
+        ModelError: as `compile_template`.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any], name: str = "") -> None:
-        parse_template(source, name)
-        self.program = compiled(source)
+        self.program = compile_template(source, name)
         """What runs."""
         self._variables = dict(variables)
         self._called = _called(name)
@@ -80,6 +76,33 @@ class ChatTemplate:
             EnvironmentFault: it refuses these messages, or raises whatever else.
             TemplateFault: it does not come to an end within its budget.
         """
+        return self._write(messages, tools, add_generation_prompt, lambda pieces: pieces)
+
+    def lines(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool
+    ) -> list[tuple[str, int]]:
+        """What the template writes, piece by piece, each with the line of the template that wrote it.
+
+        Raises:
+            EnvironmentFault: as `text`.
+            TemplateFault: as `text`.
+        """
+        found: list[tuple[str, int]] = []
+
+        def noted(pieces: Iterator[str]) -> Iterator[str]:
+            for piece in pieces:
+                line = pieces.gi_frame.f_lineno  # type: ignore[attr-defined]  # Jinja's programs are generators
+                found.append((piece, self.program.get_corresponding_lineno(line)))
+                yield piece
+
+        self._write(messages, tools, add_generation_prompt, noted)
+        return found
+
+    def _write(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool,
+        passed: Callable[[Iterator[str]], Iterator[str]],
+    ) -> str:  # fmt: skip
+        """Render, each piece going through `passed`."""
         meter = Meter()
         try:
             given = meter.given([_as_templates_read(message) for message in messages], tools, copies=len(messages))
@@ -89,7 +112,7 @@ class ChatTemplate:
             })  # fmt: skip
             assert isinstance(context, MeteredContext)
             context.meter = meter
-            text = meter.whole(self.program.root_render_func(context))
+            text = meter.whole(passed(self.program.root_render_func(context)))
             text.encode()  # half a surrogate pair, which a template may write, is no text
         except (Overrun, RecursionError, MemoryError) as error:
             why = str(error) if isinstance(error, Overrun) else type(error).__name__

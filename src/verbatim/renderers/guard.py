@@ -225,10 +225,18 @@ class GuardedTokenizer:
             TemplateFault: it does not come to an end within its budget.
             ModelError: there is no template, or it cannot be compiled.
         """
+        return self.template(tools).text(messages, tools, add_generation_prompt)
+
+    def template(self, tools: Any = None) -> ChatTemplate:
+        """The chat template that is used with such tools.
+
+        Raises:
+            ModelError: there is none, or it cannot be compiled.
+        """
         source = self.chat_source(tools)
         if source not in self._templates:
             self._templates[source] = ChatTemplate(source, self.special_tokens_map, str(self.name_or_path))
-        return self._templates[source].text(messages, tools, add_generation_prompt)
+        return self._templates[source]
 
     def chat_source(self, tools: Any = None) -> str:
         """The template that is used with such tools; a tokenizer may have several, by name.

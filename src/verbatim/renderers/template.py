@@ -1,4 +1,4 @@
-"""Any model with a chat template, rendered through it, and continued wherever that is proven right."""
+"""Any model with a chat template, rendered through it, and continued wherever the template keeps what it wrote."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _OPEN, _CLOSE = "<think>", "</think>"
 class TemplateRenderer:
     """The tokenizer's own chat template.
 
-    A turn is bridged where `bridge` proves that the template itself would have come to the same text. Where it would
-    not (most templates that drop the thinking of earlier turns do so when the user speaks), the next prompt is rendered
-    anew and, if it does not happen to extend the one before, starts a training sample of its own.
+    A turn is bridged where `bridge` finds that the template itself comes to the same text. Where it does not (most
+    templates that drop the thinking of earlier turns do so when the user speaks), the next prompt is rendered anew and,
+    if it does not happen to extend the one before, starts a training sample of its own. A prompt can be continued for
+    as long as the array of its ids is alive.
 
     Thinking is read between `<think>` and `</think>`; tool calls in the syntax that the template itself writes
     (`derived_syntax`). A conversation with tools is refused where the template would leave out a part of it.
@@ -80,7 +81,11 @@ class TemplateRenderer:
         )  # fmt: skip
         self._control = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
         self._token_of = {i: token for token, i in self._tokenizer.control_tokens.items()}
-        self._bridges: dict[str, TemplateBridge] = {}
+        self._bridge = TemplateBridge(
+            self._tokenizer,
+            lambda messages, tools: self._render(messages, self._given(tools), True),
+            self.stop_token_ids,
+        )
 
     def render_ids(
         self,
@@ -103,13 +108,20 @@ class TemplateRenderer:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
     ) -> Int32:
         """As `render_ids`, of messages that are some, even if the template leaves out a part of them."""
-        guard = self._tokenizer.guard
-        marked, shown_tools = self._wrapped(guard.messages(messages), guard.tools(tools)), guard.tools(tools)
+        marked, shown_tools = self._marked(messages, tools)
         text = self._render(marked, self._given(shown_tools), add_generation_prompt)
         ids = np.asarray(self._tokenizer.encode(text), dtype=np.int32)
         if add_generation_prompt:
-            self._bridge(shown_tools).note(ids, marked, shown_tools)
+            self._bridge.note(ids, marked, shown_tools, text)
         return ids
+
+    def write_lines(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
+    ) -> list[tuple[str, int]]:
+        """The text behind `write_ids`, piece by piece, each with the line of the template that wrote it."""
+        marked, shown_tools = self._marked(messages, tools)
+        template = self._tokenizer.template(self._given(shown_tools))
+        return template.lines(self._with_arguments(marked), self._given(shown_tools), add_generation_prompt)
 
     def parse_response(
         self,
@@ -133,21 +145,23 @@ class TemplateRenderer:
     ) -> Int32 | None:
         """The previous turn's ids verbatim, plus the new messages and the generation prompt.
 
-        None where that is not proven right, or where the prompt is not one that this renderer made.
+        None where the template would rewrite what is there, or where the prompt is not one that this renderer made.
 
         Raises:
             EnvironmentFault: new messages that are none.
+            TemplateFault: the template does not come to an end with these messages.
         """
         check_messages(new_messages)
         guard = self._tokenizer.guard
         shown_tools, marked = guard.tools(tools), guard.messages(new_messages)
-        bridge = self._bridge(shown_tools)
         if self._hermes is not None:
             reply: dict[str, Any] | None = self._said(prev_completion_ids, prev_prompt_ids)
         else:
-            reply = bridge.reply(self.parse_response(prev_completion_ids, prev_prompt_ids, tools), marked)
+            parsed = self.parse_response(prev_completion_ids, prev_prompt_ids, tools)
+            paired_by_id = "tool_call_id" in self._tokenizer.chat_source(shown_tools)
+            reply = self._bridge.reply(parsed, marked, paired_by_id=paired_by_id)
         new = self._wrapped(marked, None)
-        return bridge.extend(prev_prompt_ids, prev_completion_ids, reply, new, shown_tools)
+        return self._bridge.extend(prev_prompt_ids, prev_completion_ids, reply, new, shown_tools)
 
     def decode(self, ids: Int32) -> str:
         """Text for people, special tokens included."""
@@ -159,6 +173,20 @@ class TemplateRenderer:
         if self._hermes is not None:
             return COMPLETE
         return probe(lambda messages, tools: self._render(messages, tools, True), reads=self._syntax is not None)
+
+    @property
+    def room_for_tools(self) -> str:
+        """Where `tools="hermes"` writes schemas and answers, for people."""
+        assert self._hermes is not None
+        return f"schemas in a {self._hermes.opening} message, answers in a {self._hermes.answering} message"
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """(messages, schemas) behind the guard; the messages as the template is given them."""
+        guard = self._tokenizer.guard
+        shown_tools = guard.tools(tools)
+        return self._wrapped(guard.messages(messages), shown_tools), shown_tools
 
     def _wrapped(self, messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
         """Marked messages as the template is given them."""
@@ -193,17 +221,6 @@ class TemplateRenderer:
         thought = {} if reasoning is None else {"reasoning_content": mark(reasoning)}
         return {"role": "assistant", "content": content, **thought}
 
-    def _bridge(self, tools: Any) -> TemplateBridge:
-        source = self._tokenizer.chat_source(self._given(tools))
-        if source not in self._bridges:
-            self._bridges[source] = TemplateBridge(
-                self._tokenizer,
-                source,
-                lambda messages, shown_tools: self._render(messages, self._given(shown_tools), True),
-                self.stop_token_ids,
-            )
-        return self._bridges[source]
-
     def _sampled_text(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, in which only control tokens are found as such."""
         text, ordinary = "", list[int]()
@@ -225,8 +242,10 @@ class TemplateRenderer:
         return True
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
-        given = [with_arguments(message, as_text=self._arguments_as_text) for message in messages]
-        return self._tokenizer.chat_text(given, tools, add_generation_prompt)
+        return self._tokenizer.chat_text(self._with_arguments(messages), tools, add_generation_prompt)
+
+    def _with_arguments(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [with_arguments(message, as_text=self._arguments_as_text) for message in messages]
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
         """The end of sequence, whatever the folder's generation_config.json adds, and the template's end of a turn."""

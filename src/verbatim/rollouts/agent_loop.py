@@ -72,7 +72,7 @@ class AgentLoop:
     """Samples turns for one episode, whichever agent speaks; implements `environments.base.Agent`.
 
     Each agent's next prompt is its previous prompt and completion verbatim plus what is new, wherever the
-    renderer can prove that (a bridge). Otherwise the conversation is rendered anew, which the strategy will see
+    renderer finds that right (a bridge). Otherwise the conversation is rendered anew, which the strategy will see
     as a break. That a bridge extends the ids exactly is verified by the recorder, never trusted.
     """
 

@@ -34,17 +34,16 @@ def trajectory_from_messages(
         ModelError: the chat template leaves out the tools, a call, or what a tool answered.
     """
     turns: list[Turn] = []
+    prompt: Int32 | None = None  # the array itself: a renderer continues a prompt only for as long as it is held
     known = 0
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         plain = renderer.render_ids(messages[:index], tools, add_generation_prompt=True)
         bridged = None
-        if turns:
-            last = turns[-1]
-            bridged = renderer.bridge_to_next_turn(
-                last.prompt_ids, last.completion_ids, messages[known:index], tools
-            )
+        if prompt is not None:
+            bridged = renderer.bridge_to_next_turn(prompt, turns[-1].completion_ids, messages[known:index], tools)
+        prompt = plain if bridged is None else bridged
         end = index + 1
         while end < len(messages) and messages[end]["role"] == "tool":
             end += 1
@@ -55,7 +54,7 @@ def trajectory_from_messages(
                 "its generation prompt; its completion cannot be told apart"
             )
         completion = _through_close_token(whole[len(plain) :], renderer.stop_token_ids)
-        read = renderer.parse_response(completion, plain if bridged is None else bridged, tools)
+        read = renderer.parse_response(completion, prompt, tools)
         found = [call.name for call in read.tool_calls if call.status == "ok"]
         wanted = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         if found != wanted:
@@ -64,7 +63,7 @@ def trajectory_from_messages(
                 f"as the renderer writes it, {', '.join(map(str, found)) or 'no call'} is read back; change the "
                 f"message, or the renderer: {USE_HERMES}"
             )
-        turns.append(Turn(prompt_ids=plain if bridged is None else bridged, completion_ids=completion))
+        turns.append(Turn(prompt_ids=prompt, completion_ids=completion))
         known = index + 1
     if not turns:
         raise UsageError(f"demonstration {trajectory_id or env!r} has no assistant message to learn from")

@@ -1,0 +1,221 @@
+"""Probe dialogues: which messages a chat template lets be appended to a sampled turn, in which situations, and where it
+rewrites what was there.
+
+Each probe is a conversation, a turn as the template itself writes it, and the messages to append. The renderer bridges
+it or refuses, as it would in a run. Where it refuses, the texts before and after are compared, to find the turn and the
+line of the template that write the first character that differs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from verbatim.errors import RolloutError
+from verbatim.renderers.guard import BREAK, GuardedTokenizer
+from verbatim.renderers.template import TemplateRenderer
+from verbatim.texts import cut, error_text
+from verbatim.types import Message
+
+Outcome = Literal["bridged", "refused", "left out", "raises"]
+_Lines = Sequence[tuple[str, int]]
+_Messages = list[Message]
+
+_EXCERPT = 40
+"""Characters that are quoted of each text."""
+_WORD_BEFORE = re.compile(r"(<?[^\s<>]*)\Z")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BridgeProbe:
+    """One probe, and what came of it."""
+
+    appended: str
+    """What follows the sampled turn: a key of `APPENDED`."""
+    situation: str
+    """What the conversation is like: a key of `SITUATIONS`."""
+    outcome: Outcome
+    """`left out`: the template does not write the appended messages. `raises`: it refuses the conversation."""
+    turn: int | None = None
+    """Refused: the turn, counted from 0, at which the texts part."""
+    line: int | None = None
+    """Refused: the line of the template that writes something else there than before."""
+    reason: str = ""
+    """Refused: both texts from there on. Raises: what the template says."""
+
+
+def probe_bridges(renderer: TemplateRenderer, tokenizer: GuardedTokenizer) -> list[BridgeProbe]:
+    """Every kind of appended message in every situation, in the order of `APPENDED` and `SITUATIONS`.
+
+    Args:
+        renderer: Of the template.
+        tokenizer: What the renderer encodes with.
+    """
+    return [
+        _Player(renderer, tokenizer, appended, situation).outcome() for appended in APPENDED for situation in SITUATIONS
+    ]
+
+
+class _Player:
+    """Plays one probe."""
+
+    def __init__(self, renderer: TemplateRenderer, tokenizer: GuardedTokenizer, appended: str, situation: str) -> None:
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._appended, self._situation = appended, situation
+        self._messages, self._tools, thinks = SITUATIONS[situation]
+        num_calls, self._new = APPENDED[appended]
+        self._turn = sum(message["role"] == "assistant" for message in self._messages)
+        self._reply = _turn(self._turn, num_calls=num_calls, thinks=thinks)
+        self._stops = "|".join(re.escape(tokenizer.decode([i])) for i in renderer.stop_token_ids)
+
+    def outcome(self) -> BridgeProbe:
+        """Bridged, or why not."""
+        try:
+            before = self._lines(self._messages)
+            sampled = self._sampled(_text(before))
+            if sampled is None:
+                return self._refused(before, "", self._lines([*self._messages, self._reply, *self._new]))
+            prompt = self._renderer.write_ids(self._messages, self._tools, True)
+            completion = np.asarray(self._tokenizer.encode(sampled), dtype=np.int32)
+            bridged = self._renderer.bridge_to_next_turn(prompt, completion, self._new, self._tools)
+            read = self._renderer.parse_response(completion, prompt, self._tools).message()
+            calls = self._reply.get("tool_calls", [])
+            if len(read.get("tool_calls", [])) != len(calls):
+                return self._made("refused", reason="the turn's calls are not written, or cannot be read back")
+            if calls:
+                read["tool_calls"] = [{**a, "id": b["id"]} for a, b in zip(read["tool_calls"], calls, strict=True)]
+            after = self._lines([*self._messages, read, *self._new])
+        except RolloutError as error:
+            return self._made("raises", reason=cut(error_text(error.__cause__ or error), 200))
+        if bridged is None:
+            return self._refused(before, sampled, after)
+        written = _text(after)
+        return self._made("bridged" if all(message["content"] in written for message in self._new) else "left out")
+
+    def _sampled(self, kept: str) -> str | None:
+        """The turn as the template writes it, through the token that ends it; None if it does not keep the prompt.
+
+        Some templates write an empty block of thinking in the last turn of all, which a turn without thinking is
+        sampled without. So that one is taken as it stands above the appended messages.
+        """
+        alone = _text(self._lines([*self._messages, self._reply], prompt=False))
+        above = _text(self._lines([*self._messages, self._reply, *self._new]))
+        for text in (alone, above) if "reasoning_content" in self._reply else (above, alone):
+            end = re.compile(self._stops).search(text, len(kept))
+            if text.startswith(kept) and end:
+                return text[len(kept) : end.end()]
+        return None
+
+    def _lines(self, messages: _Messages, *, prompt: bool = True) -> _Lines:
+        return self._renderer.write_lines(messages, self._tools, prompt)
+
+    def _refused(self, before: _Lines, sampled: str, after: _Lines) -> BridgeProbe:
+        """Where the prompt and the turn part from what the template writes of them later."""
+        kept, now = _text(before) + sampled, _text(after)
+        at, there = _parting(kept, now, exact=len(kept) - len(sampled))
+        if at == len(kept):
+            return self._made("refused", reason="the answers cannot be matched to the turn's calls, or no token ends "
+                                                "the turn")  # fmt: skip
+        return self._made(
+            "refused", turn=sum(_words(turn) in kept[:at] for turn in range(self._turn)), line=_line(after, there),
+            reason=f"{_quoted(kept, at)} becomes {_quoted(now, there)}",
+        )  # fmt: skip
+
+    def _made(self, outcome: Outcome, **found: Any) -> BridgeProbe:
+        return BridgeProbe(appended=self._appended, situation=self._situation, outcome=outcome, **found)
+
+
+def _parting(kept: str, now: str, *, exact: int) -> tuple[int, int]:
+    """Where two texts differ first, in each of them; from `exact` on, white space aside."""
+    at = there = 0
+    while at < len(kept):
+        if at >= exact and kept[at].isspace():
+            at += 1
+        elif at >= exact and now[there : there + 1].isspace():
+            there += 1
+        elif kept[at] != now[there : there + 1]:
+            break
+        else:
+            at, there = at + 1, there + 1
+    return at, there
+
+
+def _line(lines: _Lines, place: int) -> int | None:
+    """The line that writes the character at a place; the last line for a text that ends before it."""
+    line = None
+    for text, line in lines:  # noqa: B007  the last one is meant
+        place -= len(text)
+        if place < 0:
+            break
+    return line
+
+
+def _text(lines: _Lines) -> str:
+    return "".join(text for text, _ in lines)
+
+
+def _quoted(text: str, at: int) -> str:
+    """The text from a place on, or from the word or tag that it is in."""
+    start = at - len(_WORD_BEFORE.search(text[max(at - _EXCERPT, 0) : at])[0])  # type: ignore[index]  # finds "" too
+    text = text[start:].replace(BREAK, "")
+    return repr(text[:_EXCERPT]) + ("..." if len(text) > _EXCERPT else "") if text else "nothing"
+
+
+def _turn(number: int, *, num_calls: int = 0, thinks: bool = False) -> Message:
+    """A turn that ends with its `_words`, in its text or in its calls."""
+    calls = [
+        {"id": f"zqcall00{call}", "type": "function",
+         "function": {"name": f"zqtool{call}", "arguments": {"place": _words(number)}}}
+        for call in range(num_calls)
+    ]  # fmt: skip
+    turn: Message = {"role": "assistant", "content": "" if calls else _words(number)}
+    if calls:
+        turn["tool_calls"] = calls  # type: ignore[typeddict-item]
+    if thinks:
+        turn["reasoning_content"] = f"zq turn {number} thinks"
+    return turn
+
+
+def _words(number: int) -> str:
+    return f"zq turn {number} says"
+
+
+def _said(role: str, number: int = 0) -> Message:
+    message: Message = {"role": role, "content": f"zq {role} {number} says"}
+    if role == "tool":
+        message |= {"tool_call_id": f"zqcall00{number}", "name": f"zqtool{number}"}
+    return message
+
+
+_ASK = _said("user")
+_TOOLS = [
+    {"type": "function", "function": {"name": f"zqtool{number}", "description": "zq", "parameters": {
+        "type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}
+    for number in range(2)
+]  # fmt: skip
+
+APPENDED: Mapping[str, tuple[int, _Messages]] = {
+    "a tool's answer": (1, [_said("tool")]),
+    "several tools' answers": (2, [_said("tool"), _said("tool", 1)]),
+    "a tool's answer, then the user": (1, [_said("tool"), _said("user", 1)]),
+    "a user's message": (0, [_said("user", 1)]),
+    "a system message": (0, [_said("system", 1)]),
+}
+"""(calls of the sampled turn, what is appended to it)"""
+
+SITUATIONS: Mapping[str, tuple[_Messages, list[dict[str, Any]] | None, bool]] = {
+    "plain": ([_ASK], None, False),
+    "system message": ([_said("system"), _ASK], None, False),
+    "tools": ([_ASK], _TOOLS, False),
+    "second turn": ([_ASK, _turn(0), _said("user", 2)], None, False),
+    "after a call": ([_ASK, _turn(0, num_calls=1), _said("tool")], _TOOLS, False),
+    "the turn thinks": ([_ASK], None, True),
+    "an earlier turn thought": ([_ASK, _turn(0, thinks=True), _said("user", 2)], None, False),
+    "thinks before every call": ([_ASK, _turn(0, num_calls=1, thinks=True), _said("tool")], _TOOLS, True),
+}
+"""(messages before the sampled turn, the tools that are shown, whether the turn thinks)"""

@@ -1,0 +1,37 @@
+"""A tokenizer for a chat template without its model: bytes, and the special tokens that the template writes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+_SPECIAL = re.compile(
+    r'<\|[\w/"]+\|?>|<\w+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_\w+>|</?s>|\[gMASK\]|<sop>|\[/?INST\]|</?think>'
+    r"|</?tool_call>|</?tool_response>|</?arg_(?:key|value)>"
+)
+"""What looks like a special token of published models."""
+_GIVEN = {"bos_token": "<bos_token>", "eos_token": "<eos_token>", "pad_token": "<pad_token>"}
+"""What the template is given under these names."""
+
+
+def stand_in_tokenizer(template: str, name: str) -> Any:
+    """A tokenizer with this chat template, which is all that a renderer of the template depends on.
+
+    Args:
+        template: Jinja.
+        name: For messages.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokens = [*_GIVEN.values(), *sorted(set(_SPECIAL.findall(template)))]
+    backend.add_special_tokens([AddedToken(token, special=True) for token in tokens])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **_GIVEN)
+    made.name_or_path = name
+    return made
