@@ -462,6 +462,44 @@ async def test_without_a_key_a_request_calls_the_server_by_its_name(host, status
 # ---- many at once
 
 
+async def test_a_health_check_begins_before_the_requests_that_wait_and_what_hung_up_never_does(monkeypatch):
+    monkeypatch.setattr("verbatim.inference.http.connections._BEGUN_AT_ONCE", 1)
+    begun, done = [], asyncio.Event()
+
+    class Noting(asyncio.Protocol):
+        def data_received(self, data: bytes) -> None:
+            begun.append(data)
+            if len(begun) == 7:
+                done.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
+        clients = [socket.create_connection(listening.getsockname()) for _ in range(8)]
+        for number, client in enumerate(clients):
+            stack.enter_context(client)
+            if number == 2:
+                client.close()
+            else:
+                client.sendall(b"GET /health HTTP/1.1" if number == 6 else b"POST %d" % number)
+        acceptor = Acceptor(listening, Noting, Places(ServerLimits(), 100))
+        async with asyncio.timeout(10):
+            await done.wait()
+        acceptor.close()
+    assert begun[0] == b"GET /health HTTP/1.1"
+    assert begun[1:] == [b"POST 0", b"POST 1", b"POST 3", b"POST 4", b"POST 5", b"POST 7"]
+
+
+async def test_connections_that_wait_are_closed_with_the_server(monkeypatch):
+    monkeypatch.setattr("verbatim.inference.http.connections._BEGUN_AT_ONCE", 0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        acceptor = Acceptor(listening, asyncio.Protocol, Places(ServerLimits(), 100))
+        await asyncio.sleep(0.05)
+        acceptor.close()
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+
+
 async def test_the_health_check_answers_beside_hundreds_of_requests_and_half_open_connections():
     sampler = scripted(trouble=lambda index, r: "hang")
     async with asking(sampler) as client:

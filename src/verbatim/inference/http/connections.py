@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import socket
 import time
@@ -22,8 +23,9 @@ from verbatim.inference.http.limits import ServerLimits
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 64
-"""Connections accepted in one turn of the event loop; what is under way gets its turn in between."""
+_ACCEPTED_AT_ONCE, _BEGUN_AT_ONCE = 1024, 64
+"""Connections accepted, and begun, in one turn of the event loop; what is under way gets its turn in between."""
+_HEALTH = b"GET /health "
 _HEAD_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**18
 """Bytes read in one turn. A body whose length is known is passed on as it comes; a head may be followed by thousands of
 tiny chunks, which are taken apart one by one."""
@@ -44,11 +46,6 @@ class Places:
         self.most = most
         self.open: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}
-
-    @property
-    def full(self) -> bool:
-        """Whether a newcomer needs the place of another."""
-        return len(self.open) >= self.most
 
     def evict(self) -> bool:
         """Close the connection that has waited longest for a request; False where all have one."""
@@ -179,6 +176,9 @@ def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
 class Acceptor:
     """Takes connections off a listening socket, as long as there is a place and a descriptor for them.
 
+    A connection is accepted as soon as it comes and then waits for its turn: a few begin in each turn of the event
+    loop, and health checks begin first. So a health check never waits behind thousands of requests.
+
     Args:
         listening: Bound and listening.
         make: Makes the protocol of a connection.
@@ -193,24 +193,34 @@ class Acceptor:
         self._pause = _FIRST_PAUSE
         self._again: asyncio.TimerHandle | None = None
         self._told = -_SAY_AGAIN
+        self._queue: dict[socket.socket, None] = {}
+        self._silent: set[socket.socket] = set()
+        """Those in the queue that have sent nothing so far."""
+        self._beginning: asyncio.Handle | None = None
         self._connecting: set[asyncio.Task[None]] = set()
         listening.setblocking(False)
         self._loop.add_reader(listening.fileno(), self._accept)
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more; what waits for its turn is closed."""
         self._again = _cancelled(self._again)
         self._loop.remove_reader(self._listening.fileno())
+        if self._beginning is not None:
+            self._beginning.cancel()
+        for connection in self._queue:
+            connection.close()
+        self._queue.clear()
+        self._silent.clear()
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
-            if self._places.full and not self._places.evict():
+        for _ in range(_ACCEPTED_AT_ONCE):
+            if len(self._places.open) + len(self._queue) >= self._places.most and not self._places.evict():
                 self._turn_away()
-                return
+                break
             try:
                 connection, _ = self._listening.accept()
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except ConnectionAbortedError:  # it is gone already
                 continue
             except OSError as error:
@@ -218,12 +228,40 @@ class Acceptor:
                     raise
                 self._places.evict()
                 self._wait(error)
-                return
+                break
             self._pause = _FIRST_PAUSE
             connection.setblocking(False)
+            self._queue[connection] = None
+            self._silent.add(connection)
+        if self._queue and self._beginning is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin some of the connections that wait: every health check, and those that came first."""
+        first = [connection for connection in list(self._silent) if self._look(connection)]
+        for connection in [*first, *itertools.islice(self._queue, _BEGUN_AT_ONCE)]:
+            if connection not in self._queue:
+                continue
+            del self._queue[connection]
+            self._silent.discard(connection)
             connecting = self._loop.create_task(self._connect(connection))
             self._connecting.add(connecting)
             connecting.add_done_callback(self._connecting.discard)
+        self._beginning = self._loop.call_soon(self._begin) if self._queue else None
+
+    def _look(self, connection: socket.socket) -> bool:
+        """Whether a connection in the queue asks for the server's health. One that is closed already is let go of."""
+        try:
+            start = connection.recv(len(_HEALTH), socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            start = b""
+        self._silent.discard(connection)
+        if not start:
+            del self._queue[connection]
+            connection.close()
+        return start == _HEALTH
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
