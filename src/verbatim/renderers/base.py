@@ -36,7 +36,10 @@ class ParsedResponse:
 
 @runtime_checkable
 class Renderer(Protocol):
-    """A model's chat format. Text of users and tools never becomes a special token."""
+    """A model's chat format. Text of users and tools never becomes a special token.
+
+    One with an attribute `thread_safe = True` renders long conversations on a thread, beside the event loop's own.
+    """
 
     name: str
     """The family, or "template"."""

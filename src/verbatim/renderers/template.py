@@ -46,6 +46,8 @@ class TemplateRenderer:
 
     renders_by_template = True
     """There is no format of its own that could differ from the template's."""
+    thread_safe = True
+    """Several threads may use it at once."""
 
     def __init__(self, tokenizer: Any, name: str = "template", tools: Literal["hermes"] | None = None) -> None:
         self.name = name

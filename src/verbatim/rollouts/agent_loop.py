@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +41,9 @@ class EpisodeLimits:
     max_malformed_retries: int = 2
     """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as "malformed"."""
 
+
+_LONG_MESSAGES, _LONG_CHARACTERS = 128, 50_000
+"""A chat template takes about 5 ms to render more, which is how long Python lets one thread run while others wait."""
 
 TOOLS_OFFERED = "tools_offered"
 """The key of `Trajectory.info` that says that the model was shown tools in some turn."""
@@ -157,7 +162,7 @@ class AgentLoop:
         self.offers_tools |= bool(schemas)
         names = tuple(map(str, schemas))
         given = self._copied(messages, agent)
-        prompt_ids, extends = self._prompt(given, schemas, names, agent)
+        prompt_ids, extends = await self._rendered(given, schemas, names, agent)
         index, completion, parsed = await self._take_turn(
             prompt_ids, self._params, schemas, extends=extends, agent=agent, state_key=state_key
         )
@@ -293,6 +298,19 @@ class AgentLoop:
         except Exception as error:  # what an environment puts into its messages raises what it likes
             raise EnvironmentFault(f"the messages cannot be copied: {error_text(error)}") from error
 
+    async def _rendered(
+        self, messages: tuple[Message, ...], schemas: Sequence[Mapping[str, Any]], names: tuple[str, ...], agent: str
+    ) -> tuple[Int32, int | None]:
+        """`_prompt`; of a long conversation on a thread, so that the event loop turns meanwhile."""
+        if not (getattr(self._renderer, "thread_safe", False) and _is_long(messages)):
+            return self._prompt(messages, schemas, names, agent)
+        loop = asyncio.get_running_loop()
+        made = await loop.run_in_executor(_rendering_thread(), self._prompt, messages, schemas, names, agent)
+        if self._draws.over:
+            raise self._recorder.refusal()
+        self._refuse_if_over()  # other agents went on meanwhile
+        return made
+
     def _prompt(
         self, messages: tuple[Message, ...], schemas: Sequence[Mapping[str, Any]], names: tuple[str, ...], agent: str
     ) -> tuple[Int32, int | None]:
@@ -307,6 +325,18 @@ class AgentLoop:
                 if bridged is not None:
                     return bridged, thread.turn
         return self._renderer.render_ids(messages, schemas or None, add_generation_prompt=True), None
+
+
+@functools.cache
+def _rendering_thread() -> ThreadPoolExecutor:
+    """One for the process: rendering holds Python's lock, and of several threads each would wait for all others."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="verbatim-rendering")
+
+
+def _is_long(messages: Sequence[Any]) -> bool:
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    characters = sum(len(content) for content in contents if isinstance(content, str))
+    return len(messages) > _LONG_MESSAGES or characters > _LONG_CHARACTERS
 
 
 def same_messages(messages: Any, others: Any) -> bool:
