@@ -149,6 +149,22 @@ def test_a_heart_beats_on_where_its_folder_is_gone(tmp_path, monkeypatch):
         wait_until((tmp_path / "run" / "beat.json").exists)
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_heart_beats_on_after_a_beat_that_there_was_no_memory_for(tmp_path, monkeypatch, at):
+    """The first beat on the thread, or what is called after it."""
+    monkeypatch.setattr(heartbeat_module, "BEAT_SECONDS", 0.01)
+    calls = []
+
+    def full(*given):
+        calls.append(given)
+        if len(calls) == at + 1:
+            raise MemoryError
+
+    monkeypatch.setattr(heartbeat_module, "publish_json", full)
+    with Heartbeat(tmp_path / "beat.json", on_beat=full if at == 2 else None):
+        wait_until(lambda: len(calls) >= 8)
+
+
 def test_a_damaged_sign_of_life_counts_as_none_and_the_next_one_replaces_it(tmp_path):
     peer = Peer(tmp_path)
     peer.beat()

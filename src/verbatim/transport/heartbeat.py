@@ -91,9 +91,12 @@ class Heartbeat:
 
     def _main(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            self._beat()
-            if self._on_beat is not None:
-                self._on_beat()
+            try:
+                self._beat()
+                if self._on_beat is not None:
+                    self._on_beat()
+            except MemoryError:
+                continue  # there may be room for the next one
 
     def _beat(self) -> None:
         self._beats += 1
@@ -101,8 +104,8 @@ class Heartbeat:
             beat = Beat(pid=os.getpid(), beats=self._beats, progress=self._progress, doing=self._doing,
                         wants_to_stop=self._wants_to_stop)  # fmt: skip
             publish_json(self._path, dataclasses.asdict(beat))
-        except (OSError, MemoryError):
-            return  # no disk, or no memory just now: where it stays so, the other side notices that nothing comes
+        except OSError:
+            return  # a full disk, or a folder that was removed: the other side notices that nothing comes
 
 
 class PeerWatch:
