@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,10 +213,8 @@ class TrainingRun:
         )
         if state:
             orchestrator.load_state_dict(state)
-        signs_of_life = asyncio.create_task(_tell_progress(side, orchestrator))
-        try:
-            self.has_begun = True
-            self._stop = orchestrator.request_stop
+
+        async def train() -> bool:
             finished = await orchestrator.run()
             if finished and orchestrator.has_learned:
                 await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))
@@ -224,11 +222,15 @@ class TrainingRun:
                 self.nothing_trained = why_nothing_was_trained(
                     ledger, tally, num_batches=orchestrator.step, seq_len=orchestrator_config.seq_len
                 )
+            return finished
+
+        try:
+            self.has_begun = True
+            self._stop = orchestrator.request_stop
+            return await while_telling(side, orchestrator, train())
         finally:
-            signs_of_life.cancel()
             if teacher is not None:
                 await teacher.close()
-        return finished
 
     def _keep_final(self, weights: Path) -> None:
         """The last version as a folder that `from_pretrained` loads."""
@@ -238,6 +240,25 @@ class TrainingRun:
         sync_tree(partial)
         shutil.rmtree(final, ignore_errors=True)
         rename(partial, final)
+
+
+async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[Any, Any, bool]) -> bool:
+    """What the work returns, while the trainer hears of its progress.
+
+    Raises:
+        BaseException: what the work raised, or what went wrong as its progress was told: a trainer that hears of none
+            would take this process for stuck.
+    """
+    working, telling = asyncio.create_task(work), asyncio.create_task(_tell_progress(side, orchestrator))
+    try:
+        await asyncio.wait({working, telling}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            telling.result()
+        return working.result()
+    finally:
+        for task in (working, telling):
+            task.cancel()
+        await asyncio.gather(working, telling, return_exceptions=True)
 
 
 async def _tell_progress(side: TrainerSide, orchestrator: Any) -> None:

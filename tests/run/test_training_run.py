@@ -1,0 +1,62 @@
+"""A run beside which its progress is told."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.loop_runs import nothing_left_behind
+from verbatim.run.training_run import while_telling
+
+
+class Told:
+    """An orchestrator and the side of a trainer, whose heartbeat may fail."""
+
+    def __init__(self, error=None):
+        self.error, self.told, self.step = error, [], 3
+        self.asked_to_stop = asyncio.Event()
+        self.request_stop = self.asked_to_stop.set
+        self.side = SimpleNamespace(progress=self.progress, wants_to_stop=lambda: True)
+
+    def progress(self, doing):
+        self.told.append(doing)
+        if self.error is not None:
+            raise self.error
+
+
+async def test_progress_is_told_while_the_work_goes_on_and_the_trainer_may_ask_for_its_end():
+    told = Told()
+
+    async def work():
+        await asyncio.wait_for(told.asked_to_stop.wait(), 20)
+        return True
+
+    async with nothing_left_behind():
+        assert await while_telling(told.side, told, work())
+    assert told.told == ["at work, after 3 batches"]
+
+
+async def test_progress_that_cannot_be_told_ends_the_run_with_the_reason():
+    told, ended = Told(MemoryError()), []
+
+    async def work():
+        try:
+            await asyncio.sleep(20)
+        finally:
+            ended.append(True)
+
+    async with nothing_left_behind():
+        with pytest.raises(MemoryError):
+            await while_telling(told.side, told, work())
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("error", [None, MemoryError()])
+async def test_what_the_work_raises_is_raised(error):
+    async def work():
+        raise ValueError("no")
+
+    told = Told(error)
+    async with nothing_left_behind():
+        with pytest.raises(ValueError, match="no"):
+            await while_telling(told.side, told, work())
