@@ -349,6 +349,21 @@ async def test_an_engine_that_cannot_even_say_why_it_dies_is_not_waited_for(mode
         await asyncio.wait_for(sampler.generate(request()), 20)
 
 
+async def test_without_sequences_no_pass_is_begun_that_memory_may_not_be_enough_for(models, monkeypatch):
+    sampler = make(models["tied"])
+
+    def full():
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler._decoder.table, "snapshot", full)
+        assert len(await sampler.prompt_logprobs(np.array([1, 2], np.int32))) == 2
+        await sampler.prompt_logprobs(np.array([1, 2], np.int32))  # what came after the first is over
+    assert sampler.failure is None
+    assert len((await sampler.generate(request(max_tokens=3))).ids) == 3
+    await sampler.close()
+
+
 async def test_what_an_engine_had_drawn_is_counted_also_where_it_dies_without_a_word(models, monkeypatch):
     sampler = make(models["tied"])
 

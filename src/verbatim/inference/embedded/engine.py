@@ -450,6 +450,8 @@ class TorchSampler:
             self._waiting.extendleft(reversed(deferred))
 
     def _step(self) -> None:
+        if not self._running:  # nothing to pass, and nothing that could be given up where memory is not enough
+            return
         no_room = None
         try:
             ended, faulty = self._decoder.step()
