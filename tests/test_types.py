@@ -10,14 +10,30 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-import verbatim.types
 from verbatim import Group, RolloutIdentity, StopReason, Trajectory, Turn
 from verbatim.errors import NoFlatList, RecordError
+from verbatim.trajectories import trajectory as module
 from verbatim.types import MicroBatch, Targets
 
 
 def test_the_worked_examples_in_the_docstrings_hold():
-    assert doctest.testmod(verbatim.types).failed == 0
+    assert doctest.testmod(module, extraglobs={"Turn": Turn}) == (0, 5)
+
+
+def test_a_turn_is_made_from_its_prompt_or_from_where_both_are_stored():
+    turn = Turn(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5])
+    again = Turn(path=turn.path, completion_ids=turn.completion_ids)
+    assert (again.prompt_ids.tolist(), again.num_prompt_tokens) == ([1, 2], 2)
+    assert dataclasses.replace(turn, reward=1.0).path is turn.path
+    for wrong in ({}, {"prompt_ids": [1, 2], "path": turn.path}):
+        with pytest.raises(TypeError, match="either prompt_ids or path"):
+            Turn(completion_ids=[3], **wrong)
+    for wrong in ([2], [1, 2, 4], [0, 1, 2, 3]):
+        with pytest.raises(AssertionError, match="does not end with"):
+            Turn(path=turn.path, completion_ids=wrong)
+    changed = turn.replace(completion_ids=[7])
+    assert (changed.prompt_ids.tolist(), changed.completion_ids.tolist(), changed.path.length) == ([1, 2], [7], 3)
+    assert turn.replace(prompt_ids=[9]).prompt_ids.tolist() == [9]
 
 
 def test_prompt_ids_read_back_exactly_and_cannot_be_written():

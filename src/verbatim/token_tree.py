@@ -53,6 +53,9 @@ class TokenPath:
     def __len__(self) -> int:
         return self.length
 
+    def __repr__(self) -> str:
+        return f"TokenPath({self.ids()!r})"
+
     def __deepcopy__(self, memo: object) -> TokenPath:
         """Itself: nothing of it can change. A copy of its segments, one inside the other, would recurse too deep."""
         return self
@@ -86,6 +89,15 @@ class TokenPath:
     def starts_with(self, other: TokenPath) -> bool:
         """Whether the other sequence, of the same tree, is a prefix of this one (or equal)."""
         return other.length <= self.length and self.segment_at(other.length) is other.segment
+
+    def ends_with(self, ids: Int32) -> bool:
+        """Whether these are the last ids of the sequence."""
+        count = len(ids)
+        if not count or self.segment is None or count > self.length:
+            return not count
+        end = self.length - self.segment.start
+        stored = self.segment.ids[end - count : end] if count <= end else self.ids()[-count:]
+        return stored.tobytes() == ids.tobytes()
 
     def shared_with(self, other: TokenPath) -> int:
         """Tokens that two sequences of the same tree have in common from the start."""

@@ -71,7 +71,7 @@ def why_not_json(value: Any) -> str | None:
 
 
 def _turn_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
-    record = {f.name: getattr(turn, f.name) for f in dataclasses.fields(turn) if f.name != "prompt_ids"}
+    record = {f.name: getattr(turn, f.name) for f in dataclasses.fields(turn) if f.name != "path"}
     record["prompt"] = _prompt_to_json(turn, earlier)
     record["tool_calls"] = [dataclasses.asdict(call) for call in turn.tool_calls]
     record["timing"] = dataclasses.asdict(turn.timing) if turn.timing else None

@@ -41,13 +41,13 @@ def assert_same(a: Trajectory, b: Trajectory) -> None:
             assert getattr(a, field.name) == getattr(b, field.name), field.name
     assert len(a.turns) == len(b.turns)
     for x, y in zip(a.turns, b.turns, strict=True):
-        for field in dataclasses.fields(Turn):
-            left, right = getattr(x, field.name), getattr(y, field.name)
+        for name in ["prompt_ids", *(field.name for field in dataclasses.fields(Turn) if field.name != "path")]:
+            left, right = getattr(x, name), getattr(y, name)
             if isinstance(left, np.ndarray):
                 assert left.dtype == right.dtype
-                assert left.tobytes() == right.tobytes(), field.name
+                assert left.tobytes() == right.tobytes(), name
             else:
-                assert left == right, field.name
+                assert left == right, name
 
 
 def test_every_field_comes_back(tmp_path: Path):

@@ -99,7 +99,7 @@ def test_nothing_to_train_is_no_micro_batch():
 def test_teacher_logprobs_travel_with_their_tokens():
     sample = make_sample([1, 2, 3], [0, 1, 1], teacher=True)
     (batch,) = pack_rows([sample], micro_batch_tokens=10, keep_whole=False)
-    assert batch.targets.teacher_logprobs.tolist() == [-2.0, -3.0]
+    assert batch.targets.logprob_streams["teacher"].tolist() == [-2.0, -3.0]
 
 
 @st.composite

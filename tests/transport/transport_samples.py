@@ -24,6 +24,7 @@ def make_sample(length, *, name="t", teacher=False, seed=0):
         policy_versions=rng.integers(-1, 100, length).astype(np.int32),
         temperatures=(0.1 + rng.random(length)).astype(np.float32),
         teacher_logprobs=-rng.random(length).astype(np.float32) if teacher else None,
+        logprob_streams={"reference": -rng.random(length).astype(np.float32)} if teacher else {},
         trajectory_id=f"{name}-{length}",
         group_id=f"group-{name}",
         env=f"env-{name}",
@@ -33,8 +34,10 @@ def make_sample(length, *, name="t", teacher=False, seed=0):
 
 def assert_same_sample(found, sent):
     """The same bits, dtypes and texts."""
-    for name, expected in vars(sent).items():
-        value = getattr(found, name)
+    assert found.logprob_streams.keys() == sent.logprob_streams.keys()
+    streams = [(name, found.logprob_streams[name], stream) for name, stream in sent.logprob_streams.items()]
+    fields = [(name, getattr(found, name), value) for name, value in vars(sent).items() if name != "logprob_streams"]
+    for name, value, expected in streams + fields:
         if isinstance(expected, np.ndarray):
             assert (value.dtype, value.tobytes()) == (expected.dtype, expected.tobytes()), name
         else:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from verbatim.config.knobs import check_knobs
 from verbatim.errors import ComponentError
+from verbatim.records.fields import NO_STREAMS, TEACHER, fill
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class LossInputs:
     """One whole trajectory: its samples one after the other, `seq` tokens in all.
+
+    Arguments in this order, or by name: `trainer_logprobs`, `inference_logprobs`, `teacher_logprobs` (the stream
+    "teacher"), `advantages`, `loss_mask`, `chunk_ids`; by name alone: `logprob_streams`.
 
     Outside `loss_mask` both logprobs are 0 and carry no gradient, so a ratio over the sequence is 1 there.
     """
@@ -26,14 +30,34 @@ class LossInputs:
     """pi, the policy being trained: float [seq], carries gradient."""
     inference_logprobs: Tensor
     """mu, the policy that sampled: float [seq]."""
-    teacher_logprobs: Tensor | None
-    """The teacher's: float [seq]; None without a teacher."""
     advantages: Tensor
     """float [seq]."""
     loss_mask: Tensor
     """bool [seq]."""
     chunk_ids: Tensor | None = None
     """The turn of each sampled token: int [seq], -1 outside the mask."""
+    logprob_streams: Mapping[str, Tensor] = field(default_factory=dict)
+    """Logprobs that other models give to the sampled tokens, by the model's role ("teacher"): float [seq] each."""
+
+    def __init__(
+        self, trainer_logprobs: Tensor, inference_logprobs: Tensor, teacher_logprobs: Tensor | None = None,
+        advantages: Tensor | None = None, loss_mask: Tensor | None = None, chunk_ids: Tensor | None = None, *,
+        logprob_streams: Mapping[str, Tensor] = NO_STREAMS,
+    ) -> None:  # fmt: skip
+        if advantages is None or loss_mask is None:
+            raise TypeError("LossInputs needs advantages and loss_mask; teacher_logprobs and chunk_ids may be None")
+        streams = dict(logprob_streams)
+        if teacher_logprobs is not None:
+            streams[TEACHER] = teacher_logprobs
+        fill(
+            self, trainer_logprobs=trainer_logprobs, inference_logprobs=inference_logprobs, advantages=advantages,
+            loss_mask=loss_mask, chunk_ids=chunk_ids, logprob_streams=streams,
+        )  # fmt: skip
+
+    @property
+    def teacher_logprobs(self) -> Tensor | None:
+        """The stream "teacher": float [seq]; None without a teacher."""
+        return self.logprob_streams.get(TEACHER)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from verbatim.inference.teacher import Teacher
 from verbatim.orchestrator.assemble import AssembledGroup
+from verbatim.records.fields import TEACHER
 from verbatim.types import TrainingSample
 
 MOST_REQUESTS = 32
@@ -30,7 +31,7 @@ async def add_teacher_logprobs(batch: Sequence[AssembledGroup], teacher: Teacher
             here = sample.loss_mask & (sample.temperatures == np.float32(temperature))
             async with slots:
                 scored[here] = (await teacher.logprobs(sample.token_ids, temperature))[here]
-        return dataclasses.replace(sample, teacher_logprobs=scored)
+        return dataclasses.replace(sample, logprob_streams={**sample.logprob_streams, TEACHER: scored})
 
     async def scored(group: AssembledGroup) -> AssembledGroup:
         samples = await asyncio.gather(*map(with_teacher_logprobs, group.samples))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verbatim.errors import UsageError
+from verbatim.records.samples import assert_same_streams
 from verbatim.types import Float32, Int32, Targets, TrainingSample
 
 
@@ -90,8 +91,11 @@ def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids:
     def trained(name: str) -> list[Float32]:
         return [getattr(row.sample, name)[at] for row, at in zip(rows, places, strict=True)]
 
-    with_teacher = {row.sample.teacher_logprobs is not None for row in rows}
-    assert len(with_teacher) == 1, "either all samples of a batch have teacher logprobs or none has"
+    assert_same_streams([row.sample for row in rows])
+    streams = {
+        name: [row.sample.logprob_streams[name][at] for row, at in zip(rows, places, strict=True)]
+        for name in rows[0].sample.logprob_streams
+    }
     return Targets(
         source_positions=np.concatenate(list(sources)).astype(np.int32),
         target_ids=np.concatenate(trained("token_ids")),
@@ -104,5 +108,5 @@ def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids:
             [len(at) for at in places],
         ),
         offsets=np.concatenate([row.offset + at for row, at in zip(rows, places, strict=True)]),
-        teacher_logprobs=np.concatenate(trained("teacher_logprobs")) if with_teacher == {True} else None,
+        logprob_streams={name: np.concatenate(values) for name, values in streams.items()},
     )

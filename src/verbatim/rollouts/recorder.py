@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,7 +59,7 @@ class Recorder:
         index = len(self.turns)
         try:
             path, stored = self._tree.add(as_ids(prompt_ids, "prompt_ids"), as_ids(completion_ids, "completion_ids"))
-            turn = Turn(prompt_ids=path, completion_ids=stored, **fields)  # type: ignore[arg-type]
+            turn = Turn(path=path, completion_ids=stored, **fields)
             if extends is not None:
                 _check_extends(turn, self.turns[extends], extends)
         except RecordError as error:
@@ -104,10 +103,7 @@ class Recorder:
     def amend(self, index: int, **changes: object) -> None:
         """Add what became known after the completion: tool results, timing, reward. Never ids or logprobs."""
         assert set(changes) <= {"reward", "timing", "parse_status"}
-        # Not `replace`, which would check and copy again what has not changed.
-        amended = copy.copy(self.turns[index])
-        vars(amended).update(changes)
-        self.turns[index] = amended
+        self.turns[index] = self.turns[index].replace(**changes)
 
     def close(self) -> None:
         """The episode has ended: nothing is recorded any more."""

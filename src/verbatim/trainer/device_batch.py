@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,8 +42,8 @@ class DeviceBatch:
     """float32."""
     chunk_ids_M: Tensor
     """int64."""
-    teacher_logprobs_M: Tensor | None
-    """float32, or None."""
+    logprob_streams_M: Mapping[str, Tensor]
+    """Logprobs of other models, by the model's role: float32 each."""
     offsets_M: Tensor
     """int64."""
     host: MicroBatch
@@ -77,7 +77,6 @@ class DeviceBatch:
         def floats(array: np.ndarray) -> Tensor:
             return torch.tensor(array, dtype=torch.float32, device=device)
 
-        teacher = targets.teacher_logprobs
         return cls(
             input_ids_U=ids(np.concatenate([micro_batch.input_ids, np.zeros_like(padding)])),
             position_ids_U=ids(position_ids),
@@ -88,7 +87,7 @@ class DeviceBatch:
             inference_logprobs_M=floats(targets.inference_logprobs),
             advantages_M=floats(targets.advantages),
             chunk_ids_M=ids(targets.chunk_ids),
-            teacher_logprobs_M=None if teacher is None else floats(teacher),
+            logprob_streams_M={name: floats(stream) for name, stream in targets.logprob_streams.items()},
             offsets_M=ids(targets.offsets),
             host=micro_batch,
         )
@@ -110,14 +109,13 @@ class DeviceBatch:
             at: Which targets.
         """
         dtype = logprobs_M.dtype
-        teacher = self.teacher_logprobs_M
         return LossInputs(
             trainer_logprobs=logprobs_M,
             inference_logprobs=self.inference_logprobs_M[at].to(dtype),
-            teacher_logprobs=None if teacher is None else teacher[at].to(dtype),
             advantages=self.advantages_M[at].to(dtype),
             loss_mask=torch.ones_like(logprobs_M, dtype=torch.bool),
             chunk_ids=self.chunk_ids_M[at],
+            logprob_streams={name: stream[at].to(dtype) for name, stream in self.logprob_streams_M.items()},
         )
 
 
@@ -140,12 +138,13 @@ def whole_trajectory(pieces: Sequence[LossInputs], offsets_M: Tensor, length: in
         values = torch.cat(parts)
         return values.new_full((length,), fill).index_copy(0, offsets_M, values)
 
-    teacher = [piece.teacher_logprobs for piece in pieces if piece.teacher_logprobs is not None]
     return LossInputs(
         trainer_logprobs=lay([piece.trainer_logprobs for piece in pieces]),
         inference_logprobs=lay([piece.inference_logprobs for piece in pieces]),
-        teacher_logprobs=lay(teacher) if teacher else None,
         advantages=lay([piece.advantages for piece in pieces]),
         loss_mask=lay([piece.loss_mask for piece in pieces]),
         chunk_ids=lay([piece.chunk_ids for piece in pieces if piece.chunk_ids is not None], -1),
+        logprob_streams={
+            name: lay([piece.logprob_streams[name] for piece in pieces]) for name in pieces[0].logprob_streams
+        },
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from verbatim.types import Int32, Trajectory
+from verbatim.token_tree import Int32
+from verbatim.trajectories.record import TrajectoryRecord
 
 
-def first_version(trajectory: Trajectory) -> int | None:
+def first_version(trajectory: TrajectoryRecord) -> int | None:
     """The policy version of the first sampled token; None if nothing was sampled, or it is unknown.
 
     Turns are in the order in which they ended. Agents that speak side by side may end in another order than they began,
@@ -24,7 +25,7 @@ def _first_known(versions: Int32 | None) -> int | None:
     return int(known[0]) if len(known) else None
 
 
-def age(trajectory: Trajectory, batch: int) -> int:
+def age(trajectory: TrajectoryRecord, batch: int) -> int:
     """`n - version of the first sampled token` for batch n (counted from 0): time in flight and in queues counts.
     0 if the version is unknown.
 

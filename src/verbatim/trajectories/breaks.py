@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verbatim.errors import RunStopped
-from verbatim.types import Int32, Trajectory, Turn
+from verbatim.records.turn import Turn
+from verbatim.token_tree import Int32
+from verbatim.trajectories.record import TrajectoryRecord
 
 SHOWN = 8
 """Ids that are shown on either side of the first difference."""
 
 
-def refuse_breaks(trajectory: Trajectory, kept: Sequence[tuple[int, Turn]], runs: Sequence[Sequence[int]]) -> None:
+def refuse_breaks(
+    trajectory: TrajectoryRecord, kept: Sequence[tuple[int, Turn]], runs: Sequence[Sequence[int]]
+) -> None:
     """Stop at the first turn that opens a sample although its agent had spoken before.
 
     An agent's first turn is no break: it has no history that could have changed.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verbatim.records.turn import Turn
 from verbatim.token_tree import Segment, TokenPath
-from verbatim.types import Turn
 
 
 @dataclass(frozen=True, kw_only=True)

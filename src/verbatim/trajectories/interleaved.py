@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from verbatim.records.turn import Turn
 from verbatim.trajectories.extension import OpenSamples
-from verbatim.types import Turn
 
 
 def interleaved(turns: Sequence[Turn]) -> list[list[int]]:

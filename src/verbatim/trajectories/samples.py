@@ -10,10 +10,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from verbatim.records.samples import TrainingSample
+from verbatim.records.turn import Turn
 from verbatim.trajectories.branching import branching
 from verbatim.trajectories.breaks import refuse_breaks
 from verbatim.trajectories.interleaved import interleaved
-from verbatim.types import TrainingSample, Trajectory, Turn
+from verbatim.trajectories.record import TrajectoryRecord
 
 Strategy = Callable[[Sequence[Turn]], list[list[int]]]
 
@@ -35,7 +37,7 @@ class BuiltSamples:
 
 
 def build_samples(
-    trajectory: Trajectory, strategy: str = "interleaved", *, include_failed: bool = False
+    trajectory: TrajectoryRecord, strategy: str = "interleaved", *, include_failed: bool = False
 ) -> list[TrainingSample]:
     """The training samples of a trajectory: none of one that failed.
 
@@ -63,7 +65,7 @@ def build_samples(
 
 
 def build(
-    trajectory: Trajectory,
+    trajectory: TrajectoryRecord,
     *,
     strategy: str = "interleaved",
     on_break: OnBreak = "split",
@@ -132,7 +134,7 @@ def _add(dropped: dict[str, int], reason: str, count: int) -> None:
         dropped[reason] = dropped.get(reason, 0) + count
 
 
-def _sample(trajectory: Trajectory, trained: Sequence[tuple[int, Turn]], *, part: int) -> TrainingSample:
+def _sample(trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], *, part: int) -> TrainingSample:
     """One sample: the tokens up to the end of the last turn that is trained, and in them all that are.
 
     What follows it, a turn without logprobs, would be context of nothing.

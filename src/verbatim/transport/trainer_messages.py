@@ -29,12 +29,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from verbatim.errors import RunStopped
+from verbatim.records.samples import assert_same_streams
 from verbatim.transport.base import StepReport, TrainerReady
 from verbatim.transport.canary import Probes
 from verbatim.types import TrainingSample
 
 _ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
-_TEACHER = "teacher_logprobs"
+_STREAM = "_logprobs"
+"""Ends the name of a logprob stream's tensor, which begins with the stream's name: "teacher_logprobs"."""
 _NAMES = ("trajectory_id", "group_id", "env", "part")
 
 
@@ -59,10 +61,9 @@ def message_to_bytes(message: TrainerMessage) -> bytes:
     samples = message.samples
     tensors = {name: np.concatenate([getattr(s, name) for s in samples]) for name in _ARRAYS} if samples else {}
     tensors["lengths"] = np.array([len(sample) for sample in samples], dtype=np.int32)
-    with_teacher = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
-    assert len(with_teacher) in (0, len(samples)), "either all samples of a batch have teacher logprobs or none has"
-    if with_teacher:
-        tensors[_TEACHER] = np.concatenate(with_teacher)
+    assert_same_streams(samples)
+    for stream in samples[0].logprob_streams if samples else ():
+        tensors[stream + _STREAM] = np.concatenate([sample.logprob_streams[stream] for sample in samples])
     head = {
         "kind": message.kind,
         "version": message.version,
@@ -88,10 +89,14 @@ def read_message(path: Path) -> TrainerMessage:
         raise RunStopped(f"the message in {path} is damaged ({error}); resume the run") from error
     ends = np.cumsum(tensors.pop("lengths"))[:-1]
     pieces: dict[str, Any] = {name: np.split(array, ends) for name, array in tensors.items()}
-    for name in _NAMES:
-        pieces[name] = head[name]
-    count = len(head[_NAMES[0]])
-    samples = tuple(TrainingSample(**{name: values[i] for name, values in pieces.items()}) for i in range(count))
+    streams = [name for name in pieces if name not in _ARRAYS]
+    samples = tuple(
+        TrainingSample(
+            **{name: pieces[name][i] for name in _ARRAYS}, **{name: head[name][i] for name in _NAMES},
+            logprob_streams={name.removesuffix(_STREAM): pieces[name][i] for name in streams},
+        )
+        for i in range(len(head[_NAMES[0]]))
+    )  # fmt: skip
     folder = None if head["folder"] is None else Path(head["folder"])
     return TrainerMessage(
         kind=head["kind"], version=head["version"], samples=samples, checkpoint=head["checkpoint"], folder=folder

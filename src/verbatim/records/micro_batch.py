@@ -1,0 +1,85 @@
+"""What one forward pass computes and predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verbatim.records.fields import Float32
+from verbatim.token_tree import Int32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Targets:
+    """What a micro-batch predicts, all arrays parallel over its M trained tokens.
+
+    Several targets may share one source position (the children of a tree node).
+    """
+
+    source_positions: Int32
+    """Index into `input_ids` of the token whose hidden state predicts the target: int32 [M]."""
+    target_ids: Int32
+    """int32 [M]."""
+    temperatures: Float32
+    """float32 [M]."""
+    inference_logprobs: Float32
+    """float32 [M]; NaN = missing (sft only)."""
+    advantages: Float32
+    """float32 [M]."""
+    chunk_ids: Int32
+    """int32 [M]."""
+    trajectories: Int32
+    """Index into `MicroBatch.trajectory_ids`: int32 [M]."""
+    offsets: Int32
+    """Place of the target in its trajectory's samples laid one after the other: int32 [M]."""
+    logprob_streams: Mapping[str, Float32] = field(default_factory=dict)
+    """Logprobs of other models, by the model's role: float32 [M]."""
+
+    def __len__(self) -> int:
+        return len(self.target_ids)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """One forward pass, in gather form, so that rows and trees are one type.
+
+    Token u attends to the tokens k with `starts[k] <= starts[u] < ends[k]` and k <= u (Euler-tour intervals of
+    a forest in depth-first order). Rows are the special case of a forest of paths: then `starts` counts up and
+    `ends[k]` is the end of k's row.
+
+    Example: the rows `[7, 8]` and `[9]` are `input_ids = [7, 8, 9]`, `position_ids = [0, 1, 0]`,
+    `starts = [0, 1, 2]`, `ends = [2, 2, 3]`.
+    """
+
+    input_ids: Int32
+    """int32 [U]."""
+    position_ids: Int32
+    """Depth of each token in its row or tree: int32 [U]."""
+    starts: Int32
+    """Euler-tour entry of each token: int32 [U]; equals its index, in depth-first order."""
+    ends: Int32
+    """Euler-tour exit of each token: int32 [U]."""
+    targets: Targets
+    """What is predicted."""
+    trajectory_ids: tuple[str, ...]
+    """The trajectories that have targets here."""
+    trajectory_lengths: Int32
+    """Tokens of each of them, all its samples laid one after the other: int32 [len(trajectory_ids)]."""
+    is_rows: bool = True
+    """Whether every tree is a path, which attention kernels for rows may rely on."""
+    num_repeated_tokens: int = 0
+    """Tokens that an earlier micro-batch of the same optimizer step computes too, because the forest was cut."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed."""
+        return len(self.input_ids)
+
+    @property
+    def row_lengths(self) -> Int32:
+        """Length of each row, where `is_rows`: int32 [R]."""
+        assert self.is_rows
+        (first,) = np.nonzero(self.position_ids == 0)
+        return np.diff(np.append(first, len(self.position_ids))).astype(np.int32)

@@ -1,0 +1,87 @@
+"""What the trainer is given of a trajectory: tokens with what is trained marked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from verbatim.records.fields import NO_STREAMS, TEACHER, Bool, Float32, fill, read_only
+from verbatim.token_tree import Int32
+
+_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, init=False)
+class TrainingSample:
+    """A run of tokens with what is trained marked; all arrays are parallel over its length L.
+
+    `teacher_logprobs` is an argument too: the stream "teacher".
+
+    Example: prompt `[1, 2]`, completion `[3]`, a tool's reply `[4]`, completion `[5]` gives
+    `token_ids = [1, 2, 3, 4, 5]`, `loss_mask = [F, F, T, F, T]`, `chunk_ids = [-1, -1, 0, -1, 1]`.
+    """
+
+    token_ids: Int32
+    """int32 [L]."""
+    loss_mask: Bool
+    """bool [L]; True where a sampled token is trained."""
+    logprobs: Float32
+    """Inference logprobs, float32 [L]; NaN where nothing was sampled, or the logprob is missing."""
+    advantages: Float32
+    """float32 [L]; 0 outside the mask."""
+    chunk_ids: Int32
+    """The turn's index, int32 [L]; -1 outside the mask."""
+    policy_versions: Int32
+    """int32 [L]; -1 outside the mask, or unknown."""
+    temperatures: Float32
+    """float32 [L]; 1 outside the mask."""
+    logprob_streams: Mapping[str, Float32]
+    """Logprobs that other models give to the tokens under the mask, by the model's role ("teacher"): float32 [L]."""
+    trajectory_id: str = ""
+    """The trajectory it comes from."""
+    group_id: str = ""
+    """That trajectory's group."""
+    env: str = ""
+    """Its environment."""
+    part: int = -1
+    """Which of its trajectory's samples it is, from 0; -1 = unknown. Two samples of one `trajectory_id` and part are of
+    two trajectories."""
+
+    def __init__(
+        self, *, token_ids: Int32, loss_mask: Bool, logprobs: Float32, advantages: Float32, chunk_ids: Int32,
+        policy_versions: Int32, temperatures: Float32, teacher_logprobs: Float32 | None = None,
+        logprob_streams: Mapping[str, Float32] = NO_STREAMS, trajectory_id: str = "", group_id: str = "",
+        env: str = "", part: int = -1,
+    ) -> None:  # fmt: skip
+        streams = dict(logprob_streams)
+        if teacher_logprobs is not None:
+            streams[TEACHER] = teacher_logprobs
+        arrays = dict(zip(_PER_TOKEN, (token_ids, loss_mask, logprobs, advantages, chunk_ids, policy_versions,
+                                       temperatures), strict=True))  # fmt: skip
+        for name, array in (*arrays.items(), *streams.items()):
+            assert array.shape == token_ids.shape, f"{name}: {array.shape} != {token_ids.shape}"
+        assert not (len(loss_mask) and loss_mask[0]), "the first token has no context to be trained in"
+        fill(
+            self, **{name: read_only(array) for name, array in arrays.items()},
+            logprob_streams={name: read_only(array) for name, array in streams.items()}, trajectory_id=trajectory_id,
+            group_id=group_id, env=env, part=part,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def teacher_logprobs(self) -> Float32 | None:
+        """The stream "teacher": float32 [L]; None without a teacher."""
+        return self.logprob_streams.get(TEACHER)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens under the mask."""
+        return int(self.loss_mask.sum())
+
+
+def assert_same_streams(samples: Sequence[TrainingSample]) -> None:
+    """Stop where a stream is there for some samples of a batch and missing for others."""
+    found = {frozenset(sample.logprob_streams) for sample in samples}
+    assert len(found) <= 1, f"the samples of a batch have different logprob streams: {[sorted(f) for f in found]}"

@@ -1,0 +1,178 @@
+"""One model request and its response, as exact ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbatim.errors import RecordError
+from verbatim.records.fields import Float32, as_number, fill
+from verbatim.records.messages import ParseStatus, StopReason, ToolCall
+from verbatim.token_tree import LARGEST_ID, Ids, Int32, TokenPath, TokenTree, as_ids
+
+MAX_POSITIVE_LOGPROB = 1e-4
+"""Rounding may leave a logprob this far above 0; it is stored as 0. Anything above is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnTiming:
+    """Wall-clock seconds of one turn."""
+
+    queued: float = 0.0
+    """From the request to the first prompt token processed."""
+    generated: float = 0.0
+    """From there to the last sampled token."""
+    tools: float = 0.0
+    """In tools and environment after the completion."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, init=False)
+class Turn:
+    """One model request and its response, as exact ids.
+
+    It is made from `prompt_ids` and `completion_ids`, or from `completion_ids` and the `path` of a `TokenTree` that
+    ends with them.
+
+    Raises:
+        RecordError: lengths that do not match, ids that are no ids, a logprob that is NaN, infinite or above 0, a
+            reward or an advantage that is not one number.
+    """
+
+    path: TokenPath
+    """Where prompt and completion are stored, one after the other; turns of one trajectory share what they have in
+    common."""
+    completion_ids: Int32
+    """The exact ids that came back, the stop token included: int32 [C]."""
+    logprobs: Float32 | None = None
+    """Logprob of each completion id under the distribution that was sampled from: float32 [C]; None = missing."""
+    policy_versions: Int32 | None = None
+    """The policy version that sampled each completion id: int32 [C]; None = unknown."""
+    stop_reason: StopReason = StopReason.STOP
+    """Why the completion ended."""
+    temperature: float = 1.0
+    """The temperature it was sampled at."""
+    reward: float | None = None
+    """The turn's own reward; None if it has none."""
+    advantage: float | None = None
+    """The advantage of this turn's tokens; None inherits the trajectory's."""
+    state_key: str | None = None
+    """Names the environment state it acted in (for `gigpo`)."""
+    agent: str = "main"
+    """Which agent spoke."""
+    parse_status: ParseStatus = "ok"
+    """"ok", or the first thing that was wrong with the completion's tool calls."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Every attempted call, in order."""
+    timing: TurnTiming | None = None
+    """Seconds spent."""
+    attachments: None = None
+    """Reserved: turns are text only today."""
+
+    def __init__(
+        self, *, completion_ids: Ids, prompt_ids: Ids | None = None, path: TokenPath | None = None,
+        logprobs: Float32 | Sequence[float] | None = None, policy_versions: Int32 | Sequence[int] | None = None,
+        stop_reason: StopReason = StopReason.STOP, temperature: float = 1.0, reward: float | None = None,
+        advantage: float | None = None, state_key: str | None = None, agent: str = "main",
+        parse_status: ParseStatus = "ok", tool_calls: Iterable[ToolCall] = (), timing: TurnTiming | None = None,
+        attachments: None = None,
+    ) -> None:  # fmt: skip
+        if (prompt_ids is None) == (path is None):
+            raise TypeError("a turn takes either prompt_ids or path")
+        completion = as_ids(completion_ids, "completion_ids")
+        if path is None:
+            path, completion = TokenTree().add(as_ids(prompt_ids, "prompt_ids"), completion)
+        else:
+            assert path.ends_with(completion), "the path does not end with the completion"
+        count = len(completion)
+        if path.length <= count:
+            raise RecordError("prompt_ids: empty; nothing would predict the first completion id")
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise RecordError(f"temperature: expected a finite number >= 0, found {temperature}")
+        fill(
+            self, path=path, completion_ids=completion,
+            logprobs=None if logprobs is None else _as_logprobs(logprobs, count),
+            policy_versions=None if policy_versions is None else _as_versions(policy_versions, count),
+            stop_reason=StopReason(stop_reason), temperature=temperature, reward=as_number(reward, "reward"),
+            advantage=as_number(advantage, "advantage"), state_key=state_key, agent=agent, parse_status=parse_status,
+            tool_calls=tuple(tool_calls), timing=timing, attachments=attachments,
+        )  # fmt: skip
+
+    @property
+    def prompt_ids(self) -> Int32:
+        """The exact ids that were sent: int32 [P]. Each reading may make an array of them."""
+        return self.path.ids(self.num_prompt_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """P."""
+        return self.path.length - len(self.completion_ids)
+
+    def extends(self, earlier: Turn) -> bool:
+        """Whether the prompt starts with an earlier turn's prompt and completion, id for id.
+
+        Both belong to one trajectory.
+        """
+        assert self.path.tree is earlier.path.tree
+        return earlier.path.length <= self.num_prompt_tokens and self.path.starts_with(earlier.path)
+
+    def replace(self, **changes: Any) -> Turn:
+        """A copy with some fields changed; ids that do not change are stored once."""
+        if changes.keys() & {"prompt_ids", "completion_ids"} and "path" not in changes:
+            changes = {"prompt_ids": self.prompt_ids, "path": None, **changes}
+        return dataclasses.replace(self, **changes)
+
+
+def _as_logprobs(values: object, expected: int) -> Float32:
+    try:
+        logprobs = np.array(values, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"logprobs: every entry must be a number ({error}); pass None for a whole turn "
+                          "whose logprobs are missing") from None  # fmt: skip
+    if logprobs.shape != (expected,):
+        raise RecordError(f"logprobs: {logprobs.size} for {expected} completion ids")
+    # NaN is its own smallest and largest: two looks, where all is well.
+    if expected and not (math.isfinite(np.minimum.reduce(logprobs)) and np.maximum.reduce(logprobs) <= 0):
+        bad = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > MAX_POSITIVE_LOGPROB))
+        if bad.size:
+            raise RecordError(
+                f"logprobs: {logprobs[bad[0]]} at position {int(bad[0])}; expected a finite number <= 0. "
+                "A logprob that is not known is missing (None), never 0.0 or NaN"
+            )
+        np.minimum(logprobs, np.float32(0), out=logprobs)
+    logprobs.flags.writeable = False
+    return logprobs
+
+
+def _as_versions(values: object, expected: int) -> Int32:
+    try:
+        given = np.asarray(values)
+    except ValueError as error:
+        raise RecordError(f"policy_versions: expected one list of integers ({error})") from None
+    if given.shape != (expected,):
+        raise RecordError(f"policy_versions: {given.size} for {expected} completion ids")
+    if given.dtype != np.int32 and expected and not _fits_int32(given):
+        raise RecordError(f"policy_versions: expected integers from -1 (unknown) to {LARGEST_ID}, found "
+                          f"{given.tolist()[:4]}; pass None for a whole turn whose versions are unknown")  # fmt: skip
+    versions = given.astype(np.int32)
+    raw = versions.tobytes()
+    if expected and raw == raw[:4] * expected:
+        return _repeated(raw[:4], expected)
+    versions.flags.writeable = False
+    return versions
+
+
+def _fits_int32(numbers: NDArray[Any]) -> bool:
+    return bool(numbers.dtype.kind in "iu" and numbers.max() <= LARGEST_ID and numbers.min() >= -1)
+
+
+@lru_cache(maxsize=4096)
+def _repeated(number: bytes, count: int) -> Int32:
+    """One int32, shown `count` times: almost every completion is of one version."""
+    return np.ndarray(count, dtype=np.int32, buffer=number, strides=(0,))

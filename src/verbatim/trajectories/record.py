@@ -1,0 +1,137 @@
+"""The record of one episode: every turn as exact ids, the conversation, and what it earned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Self
+
+from verbatim.errors import RecordError
+from verbatim.records.fields import as_number, fill
+from verbatim.records.identity import RolloutIdentity
+from verbatim.records.messages import Message, StopReason
+from verbatim.records.turn import Turn
+from verbatim.token_tree import Segment, TokenTree
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrajectoryRecord:
+    """The fields of a `Trajectory`, and what follows from them; the mapping view is added there.
+
+    Raises:
+        RecordError: a reward, a part of it or an advantage that is not one number.
+    """
+
+    example_id: str
+    """The example it is about."""
+    turns: tuple[Turn, ...] = ()
+    """Every request and response, in the order of sampling, sub-agents' included."""
+    messages: tuple[Message, ...] = ()
+    """The main agent's conversation, for people and tools; never the source of ids."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The tool schemas that the caller of a rollout put beside `messages`; empty = the tool manager's."""
+    reward: float | None = None
+    """What it earned; None if it was never scored."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """The reward's named parts, where the environment gives them."""
+    env: str = ""
+    """The name of its environment."""
+    trajectory_id: str = ""
+    """Unique in its run."""
+    run_id: str = ""
+    """The run it belongs to, by the name of its folder; empty outside of one."""
+    group_id: str = ""
+    """The group it belongs to."""
+    sample_index: int = 0
+    """Its place in the group."""
+    seed: int | None = None
+    """The seed of its sampling."""
+    advantage: float | None = None
+    """The advantage of all its sampled tokens, unless a turn has its own."""
+    stop_reason: StopReason | None = None
+    """Why it ended."""
+    truncated: bool = False
+    """Whether something was cut off."""
+    error: str | None = None
+    """What went wrong; a trajectory with an error is never trained on."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the environment wants kept. JSON values. `info["task"]` is what the caller of a rollout put beside
+    `messages`."""
+    num_unrecorded_tokens: int = 0
+    """Tokens that were sampled and are in no turn: of a completion that could not be recorded (then `error` says why),
+    or that was cut off."""
+    num_unrecorded_turns: int = 0
+    """Turns that a server answered without token ids: they are in `messages`, and never trained."""
+
+    def __post_init__(self) -> None:
+        fill(
+            self, turns=_in_one_tree(self.turns), messages=tuple(self.messages), tools=tuple(self.tools),
+            reward=as_number(self.reward, "reward", "; a turn's own goes into Turn(reward=...)"),
+            advantage=as_number(self.advantage, "advantage", "; a turn's own goes into Turn(advantage=...)"),
+            stop_reason=None if self.stop_reason is None else StopReason(self.stop_reason),
+        )  # fmt: skip
+        if not isinstance(self.reward_parts, Mapping):
+            raise RecordError(f"reward_parts: {self.reward_parts!r:.80}; expected a mapping of names to numbers")
+        for name, part in self.reward_parts.items():
+            if as_number(part, f"reward_parts[{name!r}]") is None:
+                raise RecordError(f"reward_parts[{name!r}]: None; leave out a part that was not scored")
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the sampler produced."""
+        return sum(len(turn.completion_ids) for turn in self.turns) + self.num_unrecorded_tokens
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Ids held in memory: O(L), each distinct (prefix, token) once."""
+        segments: set[Segment] = set()
+        for turn in self.turns:
+            segment = turn.path.segment
+            while segment is not None and segment not in segments:
+                segments.add(segment)
+                segment = segment.parent
+        return sum(len(segment.ids) for segment in segments)
+
+    @property
+    def bad_reward(self) -> str | None:
+        """Why nothing can be learned from its rewards: missing, NaN or infinite; None if something can."""
+        if self.reward is None:
+            return "reward: missing"
+        rewards = [self.reward, *(turn.reward for turn in self.turns if turn.reward is not None)]
+        bad = next((reward for reward in rewards if not math.isfinite(reward)), None)
+        return None if bad is None else f"reward: {bad} is not finite"
+
+    @property
+    def num_breaks(self) -> int:
+        """Turns whose prompt does not extend the turn before it exactly."""
+        return sum(1 for before, turn in pairwise(self.turns) if not turn.extends(before))
+
+    @classmethod
+    def of(cls, identity: RolloutIdentity, **fields: Any) -> Self:
+        """The trajectory of this rollout, with its other fields."""
+        return cls(**dataclasses.asdict(identity), **fields)
+
+    @property
+    def identity(self) -> RolloutIdentity:
+        """Which rollout it is."""
+        return RolloutIdentity(**{f.name: getattr(self, f.name) for f in dataclasses.fields(RolloutIdentity)})
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _in_one_tree(turns: Iterable[Turn]) -> tuple[Turn, ...]:
+    """Turns whose paths can be compared: those of an episode are, others are taken into a tree of their own."""
+    turns = tuple(turns)
+    if len({turn.path.tree for turn in turns}) <= 1:
+        return turns
+    tree = TokenTree()
+    shared = []
+    for turn in turns:
+        path, completion_ids = tree.add(turn.prompt_ids, turn.completion_ids)
+        shared.append(dataclasses.replace(turn, path=path, completion_ids=completion_ids))
+    return tuple(shared)

@@ -1,0 +1,140 @@
+"""The trajectory, which is also the mapping of plain values that rollouts document."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verbatim.errors import NoFlatList
+from verbatim.records.fields import TEACHER
+from verbatim.records.samples import TrainingSample
+from verbatim.trajectories.record import TrajectoryRecord
+from verbatim.trajectories.samples import build_samples
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trajectory(TrajectoryRecord, Mapping[str, Any]):
+    """The record of one episode: every turn as exact ids, the conversation, and what it earned.
+
+    It is also a read-only mapping of plain values, so that `json.dumps(dict(trajectory))` works: every field by its
+    name, the keys that rollouts document (`messages`, `input_ids`, `labels`, `logprobs`, `turns` as a count,
+    `samples`), `id` for the example's, and what the caller of a rollout put beside `messages`. Of a trajectory with a
+    break, the flat lists `input_ids`, `labels` and `logprobs` are not among the keys, and reading one raises
+    `NoFlatList`.
+
+    Raises:
+        RecordError: a reward, a part of it or an advantage that is not one number.
+
+    Example:
+        >>> first = Turn(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5])
+        >>> second = Turn(prompt_ids=[1, 2, 3, 4], completion_ids=[5], logprobs=[-0.25])
+        >>> t = Trajectory(example_id="x", turns=(first, second), reward=1.0)
+        >>> t["turns"], t["input_ids"], t["labels"]
+        (2, [1, 2, 3, 4, 5], [-100, -100, 3, -100, 5])
+        >>> t.num_stored_tokens
+        5
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        match key:
+            case "turns":
+                return len(self.turns) + self.num_unrecorded_turns
+            case "input_ids" | "labels" | "logprobs":
+                return getattr(self._flat(), key)
+            case "samples":
+                return [_plain_sample(sample) for sample in build_samples(self)]
+            case "id":
+                return self.example_id
+            case _ if key in _FIELDS:
+                return _plain(getattr(self, key))
+        beside = self._beside_messages()
+        if key in beside:
+            return _plain(beside[key])
+        raise KeyError(f"{key!r}; a trajectory has {', '.join(self)}")
+
+    def __iter__(self) -> Iterator[str]:
+        yield from _FIELDS
+        if not self.num_breaks:
+            yield from _FLAT
+        yield from ("samples", "id")
+        yield from (name for name in self._beside_messages() if name not in TRAJECTORY_KEYS)
+
+    def __contains__(self, key: object) -> bool:
+        return any(key == name for name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _beside_messages(self) -> Mapping[str, Any]:
+        """What the caller of a rollout gave with the messages. A field of the trajectory hides one of its name."""
+        task = self.info.get("task", {})
+        return task if isinstance(task, Mapping) else {}
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def _flat(self) -> _Flat:
+        if self.num_breaks:
+            raise NoFlatList(
+                f"trajectory {self.trajectory_id or self.example_id!r} has {self.num_breaks} break(s): one list "
+                "cannot hold two contexts. Read trajectory['samples'] instead, or build_samples(trajectory)"
+            )
+        if not self.turns:
+            return _Flat([], [], [])
+        ids = self.turns[-1].path.ids()
+        labels = np.full(len(ids), -100, dtype=np.int64)
+        logprobs: list[float | None] = [None] * len(ids)
+        for turn in self.turns:
+            if turn.logprobs is None:
+                continue  # context only: a token without a logprob is never a label
+            start, end = turn.num_prompt_tokens, turn.path.length
+            labels[start:end] = turn.completion_ids
+            logprobs[start:end] = turn.logprobs.tolist()
+        return _Flat(ids.tolist(), labels.tolist(), logprobs)
+
+
+@dataclass(frozen=True)
+class _Flat:
+    input_ids: list[int]
+    labels: list[int]
+    logprobs: list[float | None]
+
+
+_FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory))
+_FLAT = tuple(f.name for f in dataclasses.fields(_Flat))
+TRAJECTORY_KEYS = frozenset({*_FIELDS, *_FLAT, "samples", "id"})
+"""What the mapping view of a trajectory calls its own."""
+
+
+def _plain(value: Any) -> Any:
+    """Records and arrays as dicts, lists and numbers; what is none of them as it is."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _plain_sample(sample: TrainingSample) -> dict[str, Any]:
+    """Lists, one entry per token; a logprob that is not there is None, as in the flat list.
+
+    Each logprob stream stands under its name with "_logprobs" behind it; `teacher_logprobs` is there without one too.
+    """
+    streams = {TEACHER: None, **sample.logprob_streams}
+    fields = {f.name: _plain(getattr(sample, f.name)) for f in dataclasses.fields(sample)}
+    del fields["logprob_streams"]
+    fields |= {f"{name}_logprobs": _plain(stream) for name, stream in streams.items()}
+    for name in ("logprobs", *(f"{stream}_logprobs" for stream in streams)):
+        if fields[name] is not None:
+            fields[name] = [None if math.isnan(logprob) else logprob for logprob in fields[name]]
+    return fields
