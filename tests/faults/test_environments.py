@@ -23,8 +23,9 @@ from verbatim.errors import ComponentError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.orchestrator.assemble import GroupRules
+from verbatim.orchestrator.base import RunSchedule
 from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.loop import Orchestrator, RunSchedule
+from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, LocalRunner, RolloutSetup, supervised
 from verbatim.rollouts import episode as episode_module
 from verbatim.rollouts.processes.runner import process_runner

@@ -18,8 +18,9 @@ from verbatim.errors import RunStopped
 from verbatim.inference import Completion, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
 from verbatim.orchestrator.assemble import GroupRules
+from verbatim.orchestrator.base import RunSchedule
 from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.loop import Orchestrator, RunSchedule
+from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
 from verbatim.trajectories import Ledger
 from verbatim.transport import StepReport

@@ -58,7 +58,7 @@ async def test_a_drained_data_set_ends_the_run_with_everything_settled(tmp_path,
         assert await orchestrator.run()
     assert 2 <= orchestrator.step < 10
     assert any(
-        f"the run ends after {orchestrator.step} of 50 batches: every example is in a difficulty pool (coins: 2 easy, "
+        f"the run ends after {orchestrator.step} of 50 steps: every example is in a difficulty pool (coins: 2 easy, "
         "5 hard)" in message for message in caplog.messages
     )  # fmt: skip
     orchestrator.ledger_for_tests.check(pending=0)

@@ -57,7 +57,7 @@ async def test_a_trainer_that_cannot_save_after_its_failure_leaves_the_checkpoin
             await orchestrator.run()
     assert steps_of(notes) == [1, 2, 3]
     assert sorted(notes.saved) == [0, 2]
-    assert "no checkpoint of the state after 3 batches could be written: the state is gone" in caplog.text
+    assert "no checkpoint of the state after 3 steps could be written: the state is gone" in caplog.text
     await go_on_and_check(notes, tmp_path, step=2, level=1)
 
 

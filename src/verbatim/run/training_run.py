@@ -176,7 +176,8 @@ class TrainingRun:
         setups: Mapping[str, RolloutSetup], eval_setups: Mapping[str, RolloutSetup], tally: EpisodeTally,
     ) -> bool:  # fmt: skip
         from verbatim.inference.teacher import Teacher, make_teacher
-        from verbatim.orchestrator.loop import Orchestrator, RunSchedule
+        from verbatim.orchestrator.base import RunSchedule
+        from verbatim.orchestrator.loop import Orchestrator
         from verbatim.orchestrator.nothing_trained import why_nothing_was_trained
         from verbatim.trajectories import Ledger
         from verbatim.transport.canary import tolerance_of

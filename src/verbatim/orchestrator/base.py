@@ -1,0 +1,61 @@
+"""What the loop is given: how long it runs, who is told of its steps, and where checkpoints go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.rollouts import RolloutSetup
+from verbatim.transport import TrainerLink
+from verbatim.types import Group
+
+
+class Observer(Protocol):
+    """Is told of each step and evaluation. Called on a thread, one call at a time."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """The batch of this step was trained."""
+
+    def on_eval(self, step: int, evaluation: Evaluation) -> None:
+        """The policy after this step was evaluated; 0 is before the first."""
+
+
+class Checkpointer(Protocol):
+    """Keeps what a run needs to continue."""
+
+    async def save(
+        self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None = None
+    ) -> None:
+        """Keep the state after this step.
+
+        Args:
+            step: Steps done: batches trained and settled.
+            trainer: Asked for its part, where `trainer_state` is None.
+            state: The loop's own part.
+            trainer_state: Where the trainer left its part already, to be moved away.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunSchedule:
+    """How many steps a run has, and what happens between them."""
+
+    max_steps: int
+    """Steps in all."""
+    eval_setups: Sequence[RolloutSetup]
+    """What is evaluated; empty = nothing."""
+    eval_interval: int
+    """Steps between evaluations."""
+    eval_episodes: int
+    """Episodes of each evaluation, for each environment."""
+    eval_seed: int
+    """Seed of its episodes."""
+    checkpoint_interval: int
+    """Steps between checkpoints."""
+    learns_from_advantages: bool = True
+    """Whether a token with the advantage 0 teaches nothing: no teacher is followed, and the loss is one of ours."""
+    canary_tolerance: float = 1e-4
+    """Largest mean difference of the sampler's logprobs from the trainer's after a weight update."""

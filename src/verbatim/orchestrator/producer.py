@@ -1,0 +1,142 @@
+"""Finished groups become batches, and batches go to the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.credit.base import function_name
+from verbatim.credit.chunk_returns import TURN_REWARDS_SUM
+from verbatim.inference.teacher import Teacher
+from verbatim.orchestrator.assemble import AssembledGroup, GroupRules, assemble_group
+from verbatim.orchestrator.base import RunSchedule
+from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.orchestrator.teacher import add_teacher_logprobs
+from verbatim.rollouts import EpisodeTally
+from verbatim.transport import StepReport, TrainerLink
+from verbatim.types import Group
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, eq=False)
+class Submitted:
+    """A batch that the trainer has."""
+
+    number: int
+    """Counted from 0: step `number + 1` trains it."""
+    batch: list[AssembledGroup]
+    """Its groups."""
+    report: asyncio.Task[StepReport]
+    """The trainer's answer."""
+    wait_for_batch: float
+    """Seconds that the producer waited for its rollouts."""
+
+
+class Producer:
+    """Collects groups, assembles batches and hands them to the trainer, in order.
+
+    How far it may be ahead is the dispatcher's to say.
+
+    Args:
+        schedule: Says how many batches there are.
+        dispatcher: Gives the groups.
+        trainer: Takes the batches.
+        rules: How groups become samples, by environment.
+        teacher: Scores the samples; None = no teacher.
+        tally: Is told of episodes that credit finds unusable.
+        stopping: Ends it before the next batch is handed over.
+    """
+
+    def __init__(
+        self, *, schedule: RunSchedule, dispatcher: Dispatcher, trainer: TrainerLink, rules: Mapping[str, GroupRules],
+        teacher: Teacher | None, tally: EpisodeTally, stopping: asyncio.Event,
+    ) -> None:  # fmt: skip
+        self._schedule = schedule
+        self._dispatcher = dispatcher
+        self._trainer = trainer
+        self._rules = rules
+        self._teacher = teacher
+        self._tally = tally
+        self._stopping = stopping
+        self._warned_of_turn_rewards: set[str] = set()
+        self.submitted: deque[Submitted] = deque()
+        """Batches that the trainer has and that are not settled, oldest first."""
+        self.more = asyncio.Event()
+        """Set when a batch is handed over."""
+        self.handover = asyncio.Lock()
+        """Held while a batch is handed over, and while new weights are published: the last tokens of a batch may be
+        of weights that the canary has not seen yet."""
+
+    async def run(self, first: int) -> None:
+        """Hand over the batches from number `first` on, as they fill up."""
+        for number in range(first, self._schedule.max_steps):
+            began = time.perf_counter()
+            groups = await self._next_groups()
+            if groups is None:
+                return
+            waited = time.perf_counter() - began
+            batch = await asyncio.to_thread(self._assemble, groups, number)
+            if self._teacher is not None:
+                batch = await add_teacher_logprobs(batch, self._teacher)
+            samples = [sample for group in batch for sample in group.samples]
+            due = (number + 1) % self._schedule.checkpoint_interval == 0 and number + 1 < self._schedule.max_steps
+            async with self.handover:
+                if self._stopping.is_set():
+                    return
+                report = asyncio.create_task(
+                    self._trainer.train(samples, version=number + 1, checkpoint=due), name=f"batch-{number}"
+                )
+                self.submitted.append(Submitted(number=number, batch=batch, report=report, wait_for_batch=waited))
+            self.more.set()
+
+    async def _next_groups(self) -> list[Group] | None:
+        """The groups of the next batch; None where there are no more, or the run stops."""
+        batch = asyncio.ensure_future(self._dispatcher.next_batch())
+        stop = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({batch, stop}, return_when=asyncio.FIRST_COMPLETED)
+            groups = batch.result() if batch.done() else None
+            return None if self._stopping.is_set() else groups  # not settled, they are run again after a resume
+        finally:
+            await cancel_all([batch, stop])
+
+    def _assemble(self, groups: Sequence[Group], number: int) -> list[AssembledGroup]:
+        batch = []
+        for group in groups:
+            rules = self._rules[group.env]
+            self._warn_of_turn_rewards(group, rules)
+            assembled = assemble_group(group, rules, number)
+            for before, after in zip(group.trajectories, assembled.group.trajectories, strict=True):
+                if before.error is None and after.error is not None:
+                    self._tally.failed(after)
+            batch.append(assembled)
+        return batch
+
+    def _warn_of_turn_rewards(self, group: Group, rules: GroupRules) -> None:
+        """Say once for each environment that rewards are given which change nothing."""
+        if rules.reads_turn_rewards or group.env in self._warned_of_turn_rewards:
+            return
+        if any(
+            turn.reward and not trajectory.info.get(TURN_REWARDS_SUM)
+            for trajectory in group.completed for turn in trajectory.turns
+        ):  # fmt: skip
+            self._warned_of_turn_rewards.add(group.env)
+            logger.warning(
+                "environment %r rewards turns, and the advantage %s does not read turn rewards: beside what `score` "
+                'says they change nothing. Take [orchestrator.advantage] type = "chunk_returns"; or let `score` return '
+                "None, then the reward is their sum; or add them up in `score` and set turn_rewards_sum_to_reward = "
+                "True on the episode", group.env, function_name(rules.advantage),
+            )  # fmt: skip
+
+
+async def cancel_all(unfinished: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what is not done, and wait for it: nothing runs on, and no exception of theirs stays unread."""
+    for future in unfinished:
+        future.cancel()
+    await asyncio.gather(*unfinished, return_exceptions=True)

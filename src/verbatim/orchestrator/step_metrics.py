@@ -1,0 +1,132 @@
+"""The metrics of a step: what its rollouts, its training and the engine were like; told to the observer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol, get_args, runtime_checkable
+
+from verbatim.curriculum import Flatness
+from verbatim.environments.base import Environment, succeeded
+from verbatim.inference.base import Sampler
+from verbatim.orchestrator.assemble import GroupRules, rollout_metrics, truncation_metrics
+from verbatim.orchestrator.base import Observer
+from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.orchestrator.loop_lag import LoopLag
+from verbatim.orchestrator.producer import Submitted
+from verbatim.trajectories import Ledger
+from verbatim.transport import StepReport
+from verbatim.types import Group
+
+
+class EngineStats(Protocol):
+    """What an engine has done since it started."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens drawn."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time with at least one sequence in flight."""
+
+
+@runtime_checkable
+class ReportsStats(Protocol):
+    """A sampler that knows how busy it was."""
+
+    def stats(self) -> EngineStats:
+        """The figures so far."""
+
+
+class StepMetrics:
+    """Gathers the metrics of each step, which checks the ledger too, and tells the observer of them."""
+
+    def __init__(
+        self, *, sampler: Sampler, dispatcher: Dispatcher, ledger: Ledger, rules: Mapping[str, GroupRules],
+        environments: Mapping[str, Environment], observer: Observer,
+    ) -> None:  # fmt: skip
+        self._sampler = sampler
+        self._dispatcher = dispatcher
+        self._ledger = ledger
+        self._rules = rules
+        self._environments = environments
+        self._observer = observer
+        self._sampled_before = 0
+        self._stats_before = (0, 0.0)
+        self._step_began = 0.0
+
+    def begin(self) -> None:
+        """The first step begins."""
+        self._sampled_before = self._ledger.sampled
+        self._step_began = time.perf_counter()
+
+    async def record(
+        self, submitted: Submitted, report: StepReport, timings: Mapping[str, float], lag: LoopLag, *, waiting: int
+    ) -> None:
+        """The step of this batch is done: check the ledger, and tell the observer.
+
+        Args:
+            submitted: The batch.
+            report: What the trainer says of it.
+            timings: `time/...` of the step, where they are known.
+            lag: Of the event loop.
+            waiting: Batches that the trainer has now.
+        """
+        pending = self._dispatcher.num_pending_tokens
+        self._ledger.check(pending)
+        now, late = time.perf_counter(), lag.read()
+        seconds, self._step_began = now - self._step_began, now
+        metrics = {
+            **report.metrics,
+            **self._ledger.metrics(pending),
+            "policy_version": report.version,
+            "time/step": seconds,
+            "time/wait_for_batch": submitted.wait_for_batch,
+            **timings,
+            "queue/groups_in_flight": self._dispatcher.num_running,
+            "queue/groups_ready": self._dispatcher.num_ready,
+            "queue/batches_submitted": waiting,
+            "loop/lag_mean": late.mean,
+            "loop/lag_max": late.longest,
+            **self._sampler_metrics(seconds),
+            **self._dispatcher.metrics(),
+        }
+        filtered, stale = self._dispatcher.take_filtered(), self._dispatcher.take_stale()
+        await asyncio.to_thread(self._tell, submitted, metrics, filtered, stale)
+
+    def _tell(
+        self, submitted: Submitted, metrics: Mapping[str, float], filtered: Sequence[tuple[Flatness, Group]],
+        stale: Sequence[Group],
+    ) -> None:  # fmt: skip
+        batch, number = submitted.batch, submitted.number
+        oldest = max(rules.max_off_policy_steps for rules in self._rules.values())
+        successes = {
+            t.trajectory_id: succeeded(self._environments[t.env], t) for g in batch for t in g.group.trajectories
+        }
+        everything = {
+            **rollout_metrics(batch, number, successes, oldest),
+            **truncation_metrics(batch, self._rules),
+            **metrics,
+        }
+        counts = {(env, kind): 0 for env in self._rules for kind in get_args(Flatness)}
+        for kind, group in filtered:
+            counts[group.env, kind] += len(group.completed)
+        everything |= {f"filtered_rollouts/{env}/{kind}": count for (env, kind), count in counts.items()}
+        everything["staleness/dropped"] += sum(len(group.completed) for group in stale)
+        groups = [*(g.group for g in batch), *(group for _, group in filtered), *stale]
+        self._observer.on_step(number + 1, everything, groups)
+
+    def _sampler_metrics(self, seconds: float) -> dict[str, float]:
+        """Of the time since the last step. An engine that does not know when it is busy is taken to be always busy."""
+        if not isinstance(self._sampler, ReportsStats):
+            sampled, self._sampled_before = self._ledger.sampled - self._sampled_before, self._ledger.sampled
+            return {"sampler/tokens_per_second": sampled / seconds if seconds > 0 else 0.0}
+        stats, before = self._sampler.stats(), self._stats_before
+        self._stats_before = (stats.sampled_tokens, stats.busy_seconds)
+        busy = stats.busy_seconds - before[1]
+        return {
+            "sampler/tokens_per_second": (stats.sampled_tokens - before[0]) / busy if busy > 0 else 0.0,
+            "time/sampler_idle": max(0.0, seconds - busy),
+        }
