@@ -180,6 +180,7 @@ def test_a_right_import_is_let_through(file: str, source: str):
 LIGHT = (
     "verbatim", "verbatim.config", "verbatim.cli.main", "verbatim.losses", "verbatim.environments",
     "verbatim.checkpoints", "verbatim.monitors", "verbatim.trajectories", "verbatim.credit", "verbatim.filters",
+    "verbatim.run.entry",
 )  # fmt: skip
 
 

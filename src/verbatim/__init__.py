@@ -3,6 +3,11 @@
 Importing this package, its configuration or its command line imports neither torch nor transformers.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from verbatim.trajectories import build_samples
 from verbatim.types import (
     Example,
@@ -19,12 +24,18 @@ from verbatim.types import (
     TurnTiming,
 )
 
+if TYPE_CHECKING:
+    from verbatim.run.entry import run as run
+    from verbatim.run.entry import train as train
+    from verbatim.run.result import RunResult as RunResult
+
 __all__ = [
     "Example",
     "Group",
     "Message",
     "MicroBatch",
     "RolloutIdentity",
+    "RunResult",
     "StopReason",
     "Targets",
     "ToolCall",
@@ -33,6 +44,19 @@ __all__ = [
     "Turn",
     "TurnTiming",
     "build_samples",
+    "run",
+    "train",
 ]
 
 __version__ = "0.1.0"
+
+_LAZY = {"RunResult": "verbatim.run.result", "train": "verbatim.run.entry"}
+"""Where a name stands that is imported only when it is asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run":
+        return importlib.import_module("verbatim.run")  # the package is callable
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

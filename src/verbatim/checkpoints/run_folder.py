@@ -16,14 +16,14 @@ import os
 import shlex
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from verbatim.checkpoints.lock import FolderLock, is_locked
-from verbatim.config import ComponentTables, dump_config, load_config
+from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.secrets import redacted_at
 from verbatim.disk import keep_aside, make_folder, rename, sync, write_file
@@ -175,6 +175,16 @@ class RunFolder:
         """For a `LearningCurve`."""
         return self.path / "learning_curve.png"
 
+    @property
+    def summary(self) -> Path:
+        """What the run came to, as JSON."""
+        return self.path / "summary.json"
+
+    @property
+    def final(self) -> Path:
+        """The trained model, a Hugging Face folder."""
+        return self.path / "final"
+
     def link_latest(self) -> None:
         """Point `latest` here, once there is something to continue: a run that fails before hides no other one."""
         if self._stamped:
@@ -291,20 +301,21 @@ def holds_run(path: Path) -> bool:
     return (path / CONFIG).is_file() or any((path / "checkpoints").glob("step_*"))
 
 
-def load_stored_config(file: Path, overrides: Sequence[str], tables: ComponentTables) -> RunConfig:
-    """`load_config`. Where the file is the damaged one of a run folder, the message says where a copy is.
+def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConfig:
+    """What `load`, a call of `load_config`, reads from the file; where that is the damaged one of a run folder, the
+    message says where a copy is.
 
     Raises:
         ConfigError: as `load_config`.
     """
     try:
-        return load_config(file, overrides, tables)
+        return load(file)
     except ConfigError as error:
         copy = newest_copy(file.parent) if file.name == CONFIG else None
         if copy is None:
             raise
         try:
-            load_config(copy, overrides, tables)
+            load(copy)
         except ConfigError:
             raise error from None
         cp = shlex.join(["cp", str(copy), str(file)])

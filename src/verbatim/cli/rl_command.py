@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import time
-from datetime import datetime
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-
-from verbatim.checkpoints import ORCHESTRATOR, RunFolder, load_stored_config
+from verbatim.checkpoints import load_stored_config
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
-from verbatim.errors import NothingTrained, UsageError
-from verbatim.machine_faults import is_machine_fault
+from verbatim.config import load_config
 from verbatim.plain_console import PlainConsole
-from verbatim.run.check import check_run
-from verbatim.run.logs import log_to_console, log_to_file
-from verbatim.run.parts import make_monitors
+from verbatim.rollouts.main_loop import run_main
+from verbatim.run.event_loop import Ask
+from verbatim.run.execute import execute
+from verbatim.run.logs import log_to_console
 from verbatim.run.tables import component_tables
-from verbatim.run.training_run import TrainingRun
 
 RESUME_LATEST = "latest"
+
+T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,62 +42,29 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
     Raises:
         NothingTrained: the run came to its end and learned from no token.
     """
-    started = time.monotonic()
     console = PlainConsole()
     log_to_console(console)
-    config = load_stored_config(args.file, args.overrides, component_tables())
-    environments = check_run(config)
-    monitors = make_monitors(config)
-    name = config.name or args.file.stem
-    config = config.model_copy(update={"name": name})  # stored with the run, which may be resumed from its own file
-    if args.resume is not None:
-        where = None if args.resume == RESUME_LATEST else Path(args.resume)
-        folder = RunFolder.resume(config, name=name, folder=where)
-    elif trainer_elsewhere:
-        folder = RunFolder.join(config, role=ORCHESTRATOR)
-    else:
-        folder = RunFolder.create(config, name=name, now=datetime.now())
-    with folder, log_to_file(folder.log(ORCHESTRATOR)):
-        console.print(f"run folder  {folder.path}", soft_wrap=True)
-        how_to_go_on = _how_to_go_on(folder.path, trainer_elsewhere=trainer_elsewhere)
-        training = TrainingRun(config, environments, monitors, folder, console, name=name, started=started)
-        finished = False
-        try:
-            finished = training.run(
-                lambda first: two_presses(first, lambda: how_to_go_on), trainer_elsewhere=trainer_elsewhere
-            )
-            if finished:
-                _print_summary(training.summary, name, folder, console)
-        except UsageError as error:
-            if not training.has_begun and not is_machine_fault(error):
-                folder.withdraw()
-            raise
-        finally:
-            if not finished and not folder.is_withdrawn:
-                console.print(how_to_go_on, soft_wrap=True, style="bold")
-        if training.nothing_trained is not None:
-            raise NothingTrained(training.nothing_trained)
-    return exit_status.FINISHED if finished else exit_status.INTERRUPTED
-
-
-def _how_to_go_on(folder: Path, *, trainer_elsewhere: bool) -> str:
+    config = load_stored_config(args.file, lambda file: load_config(file, args.overrides, component_tables()))
     commands = ("trainer", "orchestrator") if trainer_elsewhere else ("rl",)
-    again = " & ".join(
-        shlex.join(["verbatim", command, str(folder / "config.toml"), "--resume", str(folder)]) for command in commands
+
+    def how_to_go_on(folder: Path) -> str:
+        again = " & ".join(
+            shlex.join(["verbatim", command, str(folder / "config.toml"), "--resume", str(folder)])
+            for command in commands
+        )
+        return f"not finished; to go on:  {again}"
+
+    outcome = execute(
+        config,
+        name=args.file.stem,
+        resume=args.resume is not None if args.resume in (None, RESUME_LATEST) else Path(args.resume),
+        console=console,
+        run_loop=_run_loop,
+        how_to_go_on=how_to_go_on,
+        trainer_elsewhere=trainer_elsewhere,
     )
-    return f"not finished; to go on:  {again}"
+    return exit_status.FINISHED if outcome.finished else exit_status.INTERRUPTED
 
 
-def _print_summary(summary: dict[str, Any], name: str, folder: RunFolder, console: Console) -> None:
-    table = Table(show_header=False, title=f"{name}: what it came to", title_justify="left")
-    for key, value in summary.items():
-        if not isinstance(value, dict):
-            table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
-    console.print(table)
-    for what, path in (
-        ("trained model", folder.path / "final"),
-        ("summary", folder.path / "summary.json"),
-        ("learning curve", folder.learning_curve),
-    ):
-        if path.exists():
-            console.print(f"{what:<15} {path}", soft_wrap=True)
+def _run_loop(work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /) -> T:
+    return run_main(work, two_presses(ask, lambda: how_to_go_on), ends_without_memory=True)

@@ -16,7 +16,7 @@ from verbatim.checkpoints import ORCHESTRATOR, TRAINER, RunFolder, load_stored_c
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import second_press_ends
 from verbatim.cli.orchestrator_command import add_trajectory_strategy, with_trajectory_strategy
-from verbatim.config import dump_config
+from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped
 from verbatim.plain_console import PlainConsole
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve one orchestrator, until it says that the run is over."""
-    config = load_stored_config(args.file, with_trajectory_strategy(args), component_tables())
+    config = load_stored_config(
+        args.file, lambda file: load_config(file, with_trajectory_strategy(args), component_tables())
+    )
     config = config.model_copy(update={"name": config.name or args.file.stem})
     console = PlainConsole()
     supervised = args.session is not None

@@ -10,9 +10,10 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli_w
@@ -23,21 +24,28 @@ from verbatim.config.components import ComponentTables, check_components
 from verbatim.config.fields import annotation_at, description_at, nearest, section_at, sections_with
 from verbatim.config.origins import KeyPath, line_numbers
 from verbatim.config.overrides import UNSET, Override, apply_override, parse_overrides, parse_value
+from verbatim.config.python_values import NotPlain, assign, assignments
 from verbatim.config.schema import RunConfig
 from verbatim.errors import ConfigError
 
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
 
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), tables: ComponentTables | None = None
-) -> RunConfig:
+    path: str | Path, overrides: Sequence[str] = (), tables: ComponentTables | None = None, *,
+    settings: Mapping[str, Any] = _NOTHING, caller: str = "verbatim.run",
+) -> RunConfig:  # fmt: skip
     """Read, override and validate; nothing is started before everything is valid.
 
     Args:
         path: The TOML file.
         overrides: What was typed after it: `["--orchestrator.batch-size", "64"]`.
         tables: With them, every component named in the file is looked up and its knobs are checked.
+        settings: Values given in Python, nested as the file's tables; they replace the file's, and None unsets a key.
+        caller: The function that was given the settings, for errors.
 
     Raises:
         ConfigError: no such file, no valid TOML, an unknown key, a wrong type, an impossible combination; names
@@ -48,6 +56,40 @@ def load_config(
     document = _parse(text, path)
     places = _Places(file=str(path), lines=line_numbers(text))
     _apply(document, parse_overrides(overrides), places)
+    for key, value in _assignments(settings, caller):
+        assign(document, key, value)
+        places.set(key, Override(flag=f"{caller}({'.'.join(map(str, key))}={_short(value)})", text=None))
+    return _checked(document, places, tables)
+
+
+def make_config(
+    *settings: Mapping[str, Any], tables: ComponentTables | None = None, caller: str = "verbatim.run"
+) -> RunConfig:
+    """A configuration that is written in Python, nested as the tables of a file; refused with the same messages.
+
+    Args:
+        settings: `{"model": {"name": "..."}, "max_steps": 20, "orchestrator": {...}}`. A dot in a key of the top level
+            leads into a table, as in TOML: `{"trainer.optim.lr": 1e-4}`. Later ones replace keys of earlier ones.
+        tables: As for `load_config`.
+        caller: The function that was given the settings, for errors.
+
+    Raises:
+        ConfigError: as `load_config`; names the function in place of file and line.
+    """
+    document: dict[str, Any] = {}
+    for key, value in [item for given in settings for item in _assignments(given, caller)]:
+        assign(document, key, value)
+    return _checked(document, _Places(file=f"{caller}()", lines={}), tables)
+
+
+def _assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath, Any]]:
+    try:
+        return list(assignments(settings))
+    except NotPlain as error:
+        raise ConfigError(f"{caller}(): {error}") from None
+
+
+def _checked(document: dict[str, Any], places: _Places, tables: ComponentTables | None) -> RunConfig:
     config = _validate(document, places)
     if tables is not None:
         _refuse([f"{places.of(p.path)}: {p.message}" for p in check_components(config, tables)], places)

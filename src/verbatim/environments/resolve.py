@@ -20,27 +20,31 @@ _METHODS = {"examples": ("split",), "start": ("example", "seed")}
 """What an environment must have, and what each method is called with, in this order."""
 
 
-def create_environment(name: str, args: Mapping[str, Any] | None = None) -> Environment:
+def create_environment(
+    name: str, args: Mapping[str, Any] | None = None, table: Mapping[str, Any] = ENVIRONMENTS
+) -> Environment:
     """Make the environment that a configuration names.
 
     Args:
         name: A bundled id ("guess_number", also "guess-number"), or an import path ("my_module.MyEnvironment") of a
             class or function that makes one; the current directory is importable.
         args: Its keyword arguments.
+        table: What ids stand for: import paths, classes or functions.
 
     Raises:
         ComponentError: it cannot be imported or called, or what it makes is no environment.
     """
     if "." not in name and ":" not in name:
         name = name.replace("-", "_")
-    if name not in ENVIRONMENTS and "." not in name and ":" not in name:
-        near = get_close_matches(name, ENVIRONMENTS, n=1)
+    if name not in table and "." not in name and ":" not in name:
+        near = get_close_matches(name, table, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
         raise ComponentError(
-            f"there is no environment {name!r}; bundled: {', '.join(ENVIRONMENTS)}{hint} For one of your own give "
+            f"there is no environment {name!r}; bundled: {', '.join(table)}{hint} For one of your own give "
             'import_path = "my_module.MyEnvironment"'
         )
-    make = import_object(ENVIRONMENTS.get(name, name))
+    entry = table.get(name, name)
+    make = import_object(entry) if isinstance(entry, str) else entry
     if not callable(make):
         raise ComponentError(f"environment {name!r} is a {type(make).__name__}; expected a class, or a function that "
                              "makes an environment")  # fmt: skip

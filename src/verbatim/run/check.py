@@ -3,11 +3,13 @@ trains, before it makes a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from verbatim.config import resolve
 from verbatim.config.packages import is_installed
 from verbatim.config.schema import RunConfig, TeacherConfig
+from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.resolve import corpus
 from verbatim.errors import ComponentError, UsageError
 from verbatim.inference.chat.client import OpenAI
@@ -23,7 +25,7 @@ _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
 """Renderers that every chat template has."""
 
 
-def check_run(config: RunConfig) -> Environments:
+def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRONMENTS) -> Environments:
     """Refuse what could never start; names are looked up already, by `load_config` with its tables.
 
     Environments are made, and asked for their examples and, where the run needs some, for a demonstration. Components
@@ -31,13 +33,17 @@ def check_run(config: RunConfig) -> Environments:
     tried, also whether they show the tools of the environments and the file; that there are weights is looked at, but
     they are not loaded. Only the hub is asked, for an id.
 
+    Args:
+        config: The run's.
+        environments_table: What ids of environments stand for.
+
     Returns:
         The environments, so that they are made once.
 
     Raises:
         UsageError: says what was found and what was expected.
     """
-    environments = make_environments(config)
+    environments = make_environments(config, environments_table)
     check_environments(config, environments)
     make_rules(config, environments)
     make_monitors(config)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.config.schema import EnvConfig, RunConfig
+from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import create_environment, demonstrations_of, examples_of
 from verbatim.errors import ComponentError, ConfigError, EnvironmentFault, ModelError, TemplateFault
@@ -35,26 +36,26 @@ class Environments:
         return {label: environment for label, (_, environment) in self.train.items()}
 
 
-def make_environments(config: RunConfig) -> Environments:
-    """Import and construct every environment that the configuration names.
+def make_environments(config: RunConfig, table: Mapping[str, Any] = ENVIRONMENTS) -> Environments:
+    """Import and construct every environment that the configuration names; `table` says what ids stand for.
 
     Raises:
         ComponentError: one that cannot be imported or made.
         ConfigError: two with the same name.
     """
     orchestrator = config.orchestrator
-    train = _make(orchestrator.train.env, "orchestrator.train.env")
+    train = _make(orchestrator.train.env, "orchestrator.train.env", table)
     if orchestrator.eval is None:
         return Environments(train=train, eval={})
-    return Environments(train=train, eval=_make(orchestrator.eval.env, "orchestrator.eval.env") or train)
+    return Environments(train=train, eval=_make(orchestrator.eval.env, "orchestrator.eval.env", table) or train)
 
 
-def _make(envs: Sequence[EnvConfig], where: str) -> dict[str, tuple[EnvConfig, Environment]]:
+def _make(envs: Sequence[EnvConfig], where: str, table: Mapping[str, Any]) -> dict[str, tuple[EnvConfig, Environment]]:
     made: dict[str, tuple[EnvConfig, Environment]] = {}
     for env in envs:
         if env.label in made:
             raise ConfigError(f"{where}: two environments are called {env.label!r}; give one of them a name = \"...\"")
-        made[env.label] = (env, create_environment(env.id or str(env.import_path), env.args))
+        made[env.label] = (env, create_environment(env.id or str(env.import_path), env.args, table))
     return made
 
 

@@ -50,13 +50,28 @@ class _LogFile(logging.FileHandler):
 def log_to_console(console: Console, level: int = logging.INFO) -> None:
     """Warnings and notes of ours, from this level on; of libraries only what is worth a look."""
     handler = RichHandler(level, console=console, show_path=False)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
-    _quieten()
-
-
-def _quieten() -> None:
+    logging.basicConfig(format="%(message)s", handlers=[handler])
+    logging.getLogger().setLevel(logging.INFO)
     for noisy in ("httpx", "transformers", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def log_for_a_while(console: Console, level: int) -> Iterator[None]:
+    """While the block runs, log records are shown on the console, unless the program has a log handler of its own, and
+    Verbatim's notes count as worth a record. Afterwards logging is as it was."""
+    root, ours = logging.getLogger(), logging.getLogger("verbatim")
+    level_before = ours.level
+    handler = None if root.handlers else RichHandler(level, console=console, show_path=False)
+    if handler is not None:
+        root.addHandler(handler)
+    ours.setLevel(min(logging.INFO, ours.getEffectiveLevel()))
+    try:
+        yield
+    finally:
+        ours.setLevel(level_before)
+        if handler is not None:
+            root.removeHandler(handler)
 
 
 _STARTED = "started (process "
@@ -69,8 +84,6 @@ def log_to_file(path: Path) -> Iterator[None]:
     handler.setFormatter(_Plain(_FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    _quieten()
     logger = logging.getLogger(__name__)
     _write(handler, logger, f"{_STARTED}{os.getpid()})", level=logging.INFO)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verbatim.config import resolve
 from verbatim.config.schema import ComponentConfig, RunConfig
@@ -20,6 +20,10 @@ from verbatim.rollouts import RolloutSetup, derive_seed
 from verbatim.run.environments import Environments
 from verbatim.run.tables import component_tables
 from verbatim.trajectories import Ledger
+
+if TYPE_CHECKING:
+    from verbatim.inference.teacher import Teacher
+    from verbatim.orchestrator.base import RunSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +157,36 @@ def _warn_of_useful_flat_groups(config: RunConfig) -> None:
                 '"chunk_returns" without a baseline learns from; set baseline = "group", or '
                 "online_difficulty_filtering = false", env.label,
             )  # fmt: skip
+
+
+def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) -> RunSchedule:
+    """How long the run is, and how often it is evaluated and kept."""
+    from verbatim.orchestrator.base import RunSchedule
+    from verbatim.transport.canary import tolerance_of
+
+    evaluation = config.orchestrator.eval
+    return RunSchedule(
+        max_steps=config.max_steps,
+        eval_setups=list(eval_setups.values()),
+        eval_interval=evaluation.interval if evaluation else config.max_steps,
+        eval_episodes=evaluation.episodes if evaluation else 0,
+        eval_seed=evaluation.seed if evaluation else 0,
+        checkpoint_interval=config.checkpoint.interval,
+        learns_from_advantages=not config.follows_a_teacher and config.trainer.loss.type != "custom",
+        canary_tolerance=(
+            config.inference.canary_tolerance or tolerance_of(config.trainer.dtype, config.inference.dtype)
+        ),
+    )
+
+
+def make_logprob_teacher(config: RunConfig) -> Teacher | None:
+    """The second model that scores the sampled tokens, where the configuration has one."""
+    orchestrator = config.orchestrator
+    if orchestrator.teacher is None or orchestrator.training_mode == "sft":
+        return None
+    from verbatim.inference.teacher import make_teacher
+
+    return make_teacher(orchestrator.teacher)
 
 
 def make_loss(config: RunConfig) -> Any:

@@ -13,18 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rich.console
+
 from verbatim.checkpoints import CONFIG, CheckpointStore, RunFolder, write_json, write_loop_state
 from verbatim.environments.base import Environment
 from verbatim.errors import CheckpointError, RunStopped
 from verbatim.monitors.base import Monitor, Monitors
 from verbatim.monitors.console import Console
-from verbatim.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
+from verbatim.monitors.jsonl import JsonlWriter, LogMark
 from verbatim.monitors.learning_curve import LearningCurve
 from verbatim.monitors.metrics_log import MetricsLog, is_metrics
 from verbatim.monitors.restore import restore
 from verbatim.monitors.trajectory_log import TrajectoryLog, is_trajectory
 from verbatim.orchestrator.distributions import rollout_distributions
 from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.run.summary import summary_of
 from verbatim.texts import error_text
 from verbatim.transport import TrainerLink
 from verbatim.types import Group, Trajectory
@@ -46,6 +49,7 @@ class RunLog:
         first_step: Batches that an earlier process trained; what that process logged beyond them is dropped. What is
             missing or damaged in its logs is told, and the run goes on without it.
         save_trajectories: Whether every training trajectory is written.
+        console: Where each step is shown.
         monitors: Those that listen beside the console, the metrics log and the learning curve.
         store: Of the checkpoints.
         environments: Those that are evaluated, by label.
@@ -61,6 +65,7 @@ class RunLog:
         max_steps: int,
         first_step: int,
         save_trajectories: bool,
+        console: rich.console.Console | None = None,
         monitors: Sequence[Monitor] = (),
         store: CheckpointStore,
         environments: Mapping[str, Environment],
@@ -87,7 +92,9 @@ class RunLog:
             folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant
         )
         self._num_incomplete = 0
-        self._monitors = Monitors([metrics, Console(max_steps, first_step=first_step), curve, *monitors])
+        self._monitors = Monitors(
+            [metrics, Console(max_steps, console=console, first_step=first_step), curve, *monitors]
+        )
 
     def _go_back(self, path: Path, step: int, is_record: Callable[[Any], bool]) -> LogMark:
         """Bring a log back to the checkpoint of this step; where it is damaged, say so, and not again next time."""
@@ -198,7 +205,7 @@ class RunLog:
         """What the run came to, also written to `summary.json`."""
         summary = summary_of(self._folder.metrics, self._best_constant)
         summary["seconds"] = round(self.seconds, 1)
-        write_json(self._folder.path / "summary.json", summary)
+        write_json(self._folder.summary, summary)
         return summary
 
 
@@ -208,63 +215,3 @@ def _mark(value: Any) -> LogMark | None:
     if not isinstance(value, dict) or not all(type(value.get(name)) is int for name in names):
         return None
     return LogMark(**{name: value[name] for name in names})
-
-
-_ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
-"""Left out where they mean nothing: no environment offers tools, or says what a policy reaches that ignores replies."""
-
-
-def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[str, Any]:
-    """Before, after, and how much it took, read from a metrics log.
-
-    With several environments the top-level figures are means over them, and `environments` has each.
-    """
-    first: dict[str, dict[str, Any]] = {}
-    last: dict[str, dict[str, Any]] = {}
-    final: dict[str, Any] = {}
-    steps, rollouts, failed = 0, 0, 0
-    logged: set[int] = set()
-    for record in read_jsonl(metrics_path):
-        if record["kind"] == "eval":
-            if record["metrics"].get("episodes") == 0:
-                continue  # it was left out
-            if record["step"] == 0:
-                first[record["env"]] = record["metrics"]
-            last[record["env"]] = record["metrics"]
-        else:
-            logged.add(record["step"])
-            steps, final = record["step"], record["metrics"]
-            rollouts += final.get("rollouts", 0)
-            failed += final.get("rollouts/failed", 0)
-    each = {
-        env: {
-            "success_before_rl": first.get(env, {}).get("success"),
-            "valid_format_before_rl": first.get(env, {}).get("valid_format"),
-            "success_after_rl": last[env]["success"],
-            "success_best_constant_policy": best_constant.get(env),
-        }
-        for env in last
-    }
-    names = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
-    summary: dict[str, Any] = {name: _mean([figures[name] for figures in each.values()]) for name in names}
-    for name in _ONLY_WHERE_KNOWN:
-        for figures in (summary, *each.values()):
-            if figures[name] is None:
-                del figures[name]
-    summary |= {
-        "steps": steps,
-        "rollouts": rollouts,
-        "failed_rollouts": failed,
-        "sampled_tokens": final.get("ledger/sampled", 0),
-        "trained_tokens": final.get("ledger/trained", 0),
-    }
-    if len(logged) < steps:  # lines that a resume found damaged: these steps are in no sum
-        summary["steps_missing_in_log"] = steps - len(logged)
-    if len(each) > 1:
-        summary["environments"] = each
-    return summary
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [float(value) for value in values if value is not None]
-    return sum(known) / len(known) if known else None

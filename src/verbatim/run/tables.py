@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from verbatim.config import ComponentTables
 
 
-def component_tables() -> ComponentTables:
-    """Every table of a run. Imports no torch: components load it when they are called."""
+def component_tables(environments: Mapping[str, Any] | None = None) -> ComponentTables:
+    """Every table of a run; `environments` replaces that of the bundled ones.
+
+    Imports no torch: components load it when they are called.
+    """
     from verbatim.credit import ADVANTAGES
     from verbatim.environments import ENVIRONMENTS
     from verbatim.filters import FILTERS
@@ -16,6 +22,6 @@ def component_tables() -> ComponentTables:
     from verbatim.trajectories import STRATEGIES
 
     return ComponentTables(
-        losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES, environments=ENVIRONMENTS,
-        monitors=MONITORS, renderers=("auto", *RENDERERS, *ALIASES),
+        losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES,
+        environments=environments or ENVIRONMENTS, monitors=MONITORS, renderers=("auto", *RENDERERS, *ALIASES),
     )  # fmt: skip

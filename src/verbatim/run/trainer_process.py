@@ -67,8 +67,9 @@ def trainer_inside(
 
 
 @contextlib.contextmanager
-def trainer_child(config: RunConfig, folder: RunFolder) -> Iterator[TrainerSide]:
-    """In a process that is started here, and ends with this block."""
+def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Iterator[TrainerSide]:
+    """In a process that is started here, and ends with this block. It searches for modules where this one does, and
+    prints where this one does, unless the console is quiet."""
     session, log = secrets.token_hex(8), folder.log(TRAINER)
     exchange = Exchange(folder.exchange / session)
     with log.open("ab") as errors:
@@ -76,7 +77,8 @@ def trainer_child(config: RunConfig, folder: RunFolder) -> Iterator[TrainerSide]
         process = subprocess.Popen(
             [sys.executable, "-m", "verbatim.cli", "trainer", str(folder.path / "config.toml"), "--resume",
              str(folder.path), "--session", session, "--parent", str(os.getpid())],
-            stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if console.quiet else None, stderr=errors,
+            start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )  # fmt: skip
 
     def ended() -> str | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tomllib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console as RichConsole
+from rich.console import Console
 
 from verbatim.checkpoints import CheckpointStore, RunFolder, read_loop_state
 from verbatim.config import dump_config
@@ -18,57 +18,67 @@ from verbatim.config.secrets import redacted
 from verbatim.disk import rename, sync_tree
 from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import Connection, OpenAI
-from verbatim.monitors.base import OpenMonitor, RunInfo, open_monitors
+from verbatim.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
 from verbatim.rollouts import EpisodeTally, RolloutSetup
-from verbatim.rollouts.main_loop import Presses, run_main
 from verbatim.run.environments import Environments
-from verbatim.run.parts import make_dispatcher, make_rules
+from verbatim.run.event_loop import RunsLoop
+from verbatim.run.parts import make_dispatcher, make_logprob_teacher, make_rules, make_schedule
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
 from verbatim.run.run_log import RunLog
+from verbatim.trajectories import Ledger
 
 if TYPE_CHECKING:
     from verbatim.run.trainer_process import TrainerSide
 
-MakePresses = Callable[[Callable[[asyncio.AbstractEventLoop], bool]], Presses]
-"""What handles Ctrl-C, made of what the first one asks for: it gives whether there was a loop to ask."""
-
 
 class TrainingRun:
-    """The orchestrator of one run, with the trainer that is started for it or found."""
+    """The orchestrator of one run, with the trainer that is started for it or found.
+
+    Args:
+        config: The run's, with its name.
+        environments: Those of the configuration.
+        services: The monitors of the configuration, not yet started.
+        monitors: Further listeners.
+        folder: The run's.
+        console: Is told how the run goes on.
+        started: `time.monotonic()` when this process began.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         environments: Environments,
-        monitors: Mapping[str, OpenMonitor],
+        services: Mapping[str, OpenMonitor],
+        monitors: Sequence[Monitor],
         folder: RunFolder,
-        console: RichConsole,
+        console: Console,
         *,
-        name: str,
         started: float,
     ) -> None:
         self._config = config
         self._environments = environments
+        self._services = services
         self._monitors = monitors
         self._folder = folder
         self._console = console
-        self._name = name
         self._started = started
         self._stop: Callable[[], None] | None = None
         """Asks the loop to end; None before it is at work."""
         self.has_begun = False
         """Whether everything was made, and the loop is at work: what fails from then on may be mended, and the run go
         on."""
-        checkpoint = config.checkpoint
+        self.was_interrupted = False
+        """Whether this process was asked to end the run after a step."""
         self.summary: dict[str, Any] = {}
         """After a run that took all its steps: what it came to, as in `summary.json`."""
         self.nothing_trained: str | None = None
         """After a run that came to its end and learned nothing: why."""
+        checkpoint = config.checkpoint
         self._store = CheckpointStore(
             folder.checkpoints, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every
         )
 
-    def run(self, make_presses: MakePresses, *, trainer_elsewhere: bool = False) -> bool:
+    def run(self, run_loop: RunsLoop, how_to_go_on: str, *, trainer_elsewhere: bool = False) -> bool:
         """Whether all steps were taken.
 
         The trainer prepares the model outside the event loop, so that Ctrl-C ends it at once.
@@ -79,21 +89,20 @@ class TrainingRun:
         if trainer_elsewhere:
             place = places.trainer_elsewhere(config, folder, self._console)
         elif config.trainer.separate_process:
-            place = places.trainer_child(config, folder)
+            place = places.trainer_child(config, folder, self._console)
         else:
             place = places.trainer_inside(config, self._environments, folder, self._console)
         with place as side:
-            finished, log = run_main(
-                self._orchestrate(side), make_presses(self._asked_to_end), ends_without_memory=True
-            )
+            finished, log = run_loop(self._orchestrate(side), self._ask_to_end, how_to_go_on)
         if finished:
             self.summary = log.summarize()
         return finished
 
-    def _asked_to_end(self, loop: asyncio.AbstractEventLoop) -> bool:
+    def _ask_to_end(self, loop: asyncio.AbstractEventLoop) -> bool:
         """The first Ctrl-C or SIGTERM: end after this step. False where there is no step yet."""
         if self._stop is None:
             return False
+        self.was_interrupted = True
         self._console.print("ending after this step, with a checkpoint; Ctrl-C again ends at once", style="bold")
         loop.call_soon_threadsafe(self._stop)
         return True
@@ -108,11 +117,12 @@ class TrainingRun:
             self._store.set_aside_after(ready.version)
         log = RunLog(
             self._folder,
-            title=self._name,
+            title=str(self._config.name),
             max_steps=self._config.max_steps,
             first_step=ready.version,
             save_trajectories=self._config.monitor.save_trajectories,
-            monitors=open_monitors(self._monitors, self._about(ready.version)),
+            console=self._console,
+            monitors=[*open_monitors(self._services, self._about(ready.version)), *self._monitors],
             store=self._store,
             environments={label: environment for label, (_, environment) in self._environments.eval.items()},
             earlier_seconds=state.get("seconds", 0.0),
@@ -125,7 +135,7 @@ class TrainingRun:
 
     def _about(self, first_step: int) -> RunInfo:
         config = redacted(tomllib.loads(dump_config(self._config)))
-        return RunInfo(name=self._name, folder=self._folder.path, config=config, first_step=first_step)
+        return RunInfo(name=str(self._config.name), folder=self._folder.path, config=config, first_step=first_step)
 
     async def _train(self, side: TrainerSide, state: dict[str, Any], log: RunLog) -> bool:
         teacher = self._config.orchestrator.teacher
@@ -175,31 +185,13 @@ class TrainingRun:
         self, side: TrainerSide, state: dict[str, Any], log: RunLog, sampler: Sampler,
         setups: Mapping[str, RolloutSetup], eval_setups: Mapping[str, RolloutSetup], tally: EpisodeTally,
     ) -> bool:  # fmt: skip
-        from verbatim.inference.teacher import Teacher, make_teacher
-        from verbatim.orchestrator.base import RunSchedule
         from verbatim.orchestrator.loop import Orchestrator
         from verbatim.orchestrator.nothing_trained import why_nothing_was_trained
-        from verbatim.trajectories import Ledger
-        from verbatim.transport.canary import tolerance_of
 
-        config, orchestrator_config, ready = self._config, self._config.orchestrator, side.ready
-        ledger = Ledger()
-        evaluation = orchestrator_config.eval
-        tolerance = config.inference.canary_tolerance
-        teacher: Teacher | None = None
-        if orchestrator_config.teacher is not None and orchestrator_config.training_mode != "sft":
-            teacher = make_teacher(orchestrator_config.teacher)
+        config, ready, ledger = self._config, side.ready, Ledger()
+        teacher = make_logprob_teacher(config)
         orchestrator = Orchestrator(
-            schedule=RunSchedule(
-                max_steps=config.max_steps,
-                eval_setups=list(eval_setups.values()),
-                eval_interval=evaluation.interval if evaluation else config.max_steps,
-                eval_episodes=evaluation.episodes if evaluation else 0,
-                eval_seed=evaluation.seed if evaluation else 0,
-                checkpoint_interval=config.checkpoint.interval,
-                learns_from_advantages=not config.follows_a_teacher and config.trainer.loss.type != "custom",
-                canary_tolerance=tolerance or tolerance_of(config.trainer.dtype, config.inference.dtype),
-            ),
+            schedule=make_schedule(config, eval_setups),
             sampler=sampler,
             trainer=side.link,
             dispatcher=make_dispatcher(config, self._environments, setups, ledger),
@@ -221,7 +213,7 @@ class TrainingRun:
                 await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))
             elif finished:
                 self.nothing_trained = why_nothing_was_trained(
-                    ledger, tally, num_batches=orchestrator.step, seq_len=orchestrator_config.seq_len
+                    ledger, tally, num_batches=orchestrator.step, seq_len=config.orchestrator.seq_len
                 )
             return finished
 
@@ -235,7 +227,7 @@ class TrainingRun:
 
     def _keep_final(self, weights: Path) -> None:
         """The last version as a folder that `from_pretrained` loads."""
-        final, partial = self._folder.path / "final", self._folder.path / ".final.partial"
+        final, partial = self._folder.final, self._folder.path / ".final.partial"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(weights, partial)
         sync_tree(partial)

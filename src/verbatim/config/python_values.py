@@ -1,0 +1,86 @@
+"""Settings written in Python, as the values that a TOML file gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from verbatim.config.origins import KeyPath
+from verbatim.texts import shown
+
+_BY_IMPORT_PATH = '; name a component of your own: {"type": "custom", "import_path": "my_module.my_function"}'
+
+
+class NotPlain(ValueError):
+    """A value that TOML does not have."""
+
+
+def assignments(settings: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
+    """Each key that is set, with its path from the top, and its value as TOML has it.
+
+    A dot in a key of the top level leads into a table, as in TOML. Paths become strings, tuples lists, numpy's numbers
+    Python's. None stays: it unsets a key.
+
+    >>> list(assignments({"trainer.optim.lr": 1e-4, "orchestrator": {"filters": (), "group_size": 4}}))
+    [(('trainer', 'optim', 'lr'), 0.0001), (('orchestrator', 'filters'), []), (('orchestrator', 'group_size'), 4)]
+
+    Raises:
+        NotPlain: names the key, and what was found.
+    """
+    for key, value in settings.items():
+        yield from _leaves(value, tuple(str(key).split(".")))
+
+
+def assign(document: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Set the key at `path` in place, or remove it where the value is None; missing tables on the way are made."""
+    *tables, last = map(str, path)
+    for name in tables:
+        inner = document.get(name)
+        if not isinstance(inner, dict):
+            inner = document[name] = {}
+        document = inner
+    if value is None:
+        document.pop(last, None)
+    else:
+        document[last] = value
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, _text_key(key, path)))
+    else:
+        yield path, None if value is None else _plain(value, path)
+
+
+def _plain(value: Any, path: KeyPath) -> Any:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {_text_key(key, path): _plain(inner, (*path, key)) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, (*path, index)) for index, inner in enumerate(value)]
+    raise NotPlain(f"{_dotted(path)}: found {shown(value, 80)} ({type(value).__name__}), expected a string, a number, "
+                   f"a boolean, a list or a table (dict){_BY_IMPORT_PATH if callable(value) else ''}")  # fmt: skip
+
+
+def _text_key(key: object, path: KeyPath) -> str:
+    if not isinstance(key, str):
+        raise NotPlain(f"{_dotted(path)}: found the key {shown(key, 80)} ({type(key).__name__}), expected a string")
+    return key
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))

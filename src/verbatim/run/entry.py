@@ -1,0 +1,178 @@
+"""`verbatim.run` and `verbatim.train`: what `verbatim rl` runs, from a script, a notebook or a test."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verbatim.checkpoints import CONFIG, load_stored_config
+from verbatim.config import load_config, make_config
+from verbatim.config.schema import RunConfig
+from verbatim.errors import ComponentError, ConfigError, RunStopped
+from verbatim.monitors.base import Monitor
+from verbatim.plain_console import PlainConsole
+from verbatim.run.event_loop import run_in_program
+from verbatim.run.execute import execute
+from verbatim.run.given_environments import environment_tables, keep_here, makers
+from verbatim.run.logs import log_for_a_while
+from verbatim.run.result import RunResult, read_result
+from verbatim.run.tables import component_tables
+from verbatim.texts import shown
+
+Config = str | Path | Mapping[str, Any] | RunConfig
+"""The TOML file of a run, or its tables."""
+
+
+def run(
+    config: Config,
+    *,
+    resume: bool | str | Path = False,
+    environments: Mapping[str, Any] | None = None,
+    monitors: Sequence[Monitor] = (),
+    quiet: bool = False,
+    **settings: Any,
+) -> RunResult:
+    """Run what `verbatim rl` runs, to its end.
+
+    Where an event loop is running (a notebook), the run has a loop of its own on a thread of its own. The first Ctrl-C
+    ends the run after its step, with a checkpoint; the second cancels it.
+
+    Args:
+        config: A TOML file, or the same tables in Python: `{"model": {"name": "..."}, "orchestrator": {...}}`.
+        resume: Continue a run: True for the latest of this name, or a run folder.
+        environments: What further ids of environments stand for: classes, functions or instances.
+        monitors: Listeners, with the methods of `verbatim.monitors.Monitor`.
+        quiet: Print no progress. Warnings are still logged.
+        settings: Tables and keys that replace those of `config`: `max_steps=20, trainer={"optim": {"lr": 1e-4}}`.
+
+    Raises:
+        ConfigError: a mistake in the configuration, with the message that the command has for the file.
+        UsageError: a model, environment, component, or run folder that cannot be used.
+        NothingTrained: the run came to its end and learned from no token.
+        RunStopped: the run cannot go on, or its trainer's process was asked to end it.
+        KeyboardInterrupt: Ctrl-C. As any exception after the first step, it says how to continue the run.
+    """
+    return _run("verbatim.run", config, settings, resume=resume, environments=environments or {}, monitors=monitors,
+                quiet=quiet)  # fmt: skip
+
+
+def train(
+    *,
+    model: str | Path | Mapping[str, Any],
+    environment: Any,
+    max_steps: int | None = None,
+    resume: bool | str | Path = False,
+    monitors: Sequence[Monitor] = (),
+    quiet: bool = False,
+    **settings: Any,
+) -> RunResult:
+    """Train a model on an environment: `verbatim.run` with a configuration made of the arguments.
+
+    Args:
+        model: A folder or hub id of a causal language model, or the table [model].
+        environment: An id, an import path, a class, an instance, or a table of [[orchestrator.train.env]] with one of
+            these as its `id`; or a list of them. An instance, and a class that cannot be imported, stay in this
+            process: so does the trainer.
+        max_steps: Batches; 100 by default.
+        resume: As for `run`.
+        monitors: As for `run`.
+        quiet: As for `run`.
+        settings: The other tables and keys: `orchestrator={"batch_size": 64}, seed=1`.
+
+    Raises:
+        ConfigError: as `run`.
+    """
+    where = "verbatim.train()"
+    if isinstance(model, str | os.PathLike):
+        model = {"name": model}
+    elif not isinstance(model, Mapping):
+        raise ConfigError(f"{where}: model: found {shown(model, 80)} ({type(model).__name__}), expected a folder or "
+                          "hub id; save a model that is in memory, and give the folder: "
+                          "model.save_pretrained(folder), tokenizer.save_pretrained(folder)")  # fmt: skip
+    tables, objects = environment_tables(environment, where)
+    if _has_environments(settings):
+        raise ConfigError(f"{where}: environment and orchestrator.train.env are the same; give one of them")
+    config = {"model": model, "max_steps": max_steps, "orchestrator.train.env": tables}
+    return _run("verbatim.train", config, settings, resume=resume, environments=objects, monitors=monitors, quiet=quiet)
+
+
+def _has_environments(settings: Mapping[str, Any]) -> bool:
+    orchestrator = settings.get("orchestrator")
+    return any(key.startswith("orchestrator.train") for key in settings) or (
+        isinstance(orchestrator, Mapping) and "train" in orchestrator
+    )
+
+
+def _run(
+    caller: str, config: Config, settings: Mapping[str, Any], *, resume: bool | str | Path,
+    environments: Mapping[str, Any], monitors: Sequence[Monitor], quiet: bool,
+) -> RunResult:  # fmt: skip
+    if "callbacks" in settings:
+        raise ConfigError(f"{caller}(): callbacks are called monitors here: monitors=[my_monitor]")
+    _check_monitors(monitors, caller)
+    console = PlainConsole(quiet=quiet)
+    shown_log = PlainConsole(stderr=True) if quiet else console
+    with log_for_a_while(shown_log, logging.WARNING if quiet else logging.INFO):
+        table = makers(environments)
+        loaded = keep_here(_load(caller, config, settings, table), environments, f"{caller}()")
+        folder: list[Path] = []
+
+        def how_to_go_on(path: Path) -> str:
+            folder[:] = [path.resolve()]
+            return f"not finished; to go on:  verbatim.run({str(path / CONFIG)!r}, resume={str(path)!r})"
+
+        try:
+            outcome = execute(
+                loaded, name=_name(config, loaded), resume=resume if isinstance(resume, bool) else Path(resume),
+                console=console, run_loop=run_in_program, how_to_go_on=how_to_go_on, environments=table,
+                monitors=monitors,
+            )  # fmt: skip
+        except SystemExit as error:
+            raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error
+        except BaseException as error:
+            if folder and (folder[0] / CONFIG).exists():
+                error.add_note(how_to_go_on(folder[0]))
+            raise
+    path = outcome.folder.resolve()
+    if not outcome.finished:
+        if outcome.was_interrupted:
+            raise KeyboardInterrupt(how_to_go_on(path))
+        raise RunStopped(f"the trainer's process was asked to end the run; {how_to_go_on(path)}")
+    again = functools.partial(
+        run, path / CONFIG, resume=path, environments=environments, monitors=monitors, quiet=quiet
+    )
+    return read_result(path, outcome.summary, again)
+
+
+def _load(caller: str, config: Config, settings: Mapping[str, Any], environments: Mapping[str, Any]) -> RunConfig:
+    tables = component_tables(environments)
+    if isinstance(config, str | os.PathLike):
+        return load_stored_config(
+            Path(config), lambda file: load_config(file, tables=tables, settings=settings, caller=caller)
+        )
+    if isinstance(config, RunConfig):
+        config = config.model_dump(exclude_unset=True)
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{caller}(): found {shown(config, 80)} ({type(config).__name__}), expected the path of a "
+                          'TOML file, or its tables: {"model": {"name": "..."}, "orchestrator": {...}}')  # fmt: skip
+    return make_config(config, settings, tables=tables, caller=caller)
+
+
+def _name(config: Config, loaded: RunConfig) -> str:
+    """The run's name where the configuration has none: the file's, or the first environment's."""
+    return Path(config).stem if isinstance(config, str | os.PathLike) else loaded.orchestrator.train.env[0].label
+
+
+def _check_monitors(monitors: Sequence[Monitor], caller: str) -> None:
+    for number, monitor in enumerate(monitors):
+        missing = [name for name in ("on_step", "on_eval", "close") if not callable(getattr(monitor, name, None))]
+        if missing or isinstance(monitor, type):
+            raise ComponentError(
+                f"{caller}(): monitors[{number}] is {shown(monitor, 80)}; expected an object with on_step(step, "
+                "metrics, distributions), on_eval(step, env, metrics) and close(); a subclass of "
+                "verbatim.monitors.Monitor inherits those that it does not write"
+            )

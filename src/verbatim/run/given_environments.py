@@ -1,0 +1,126 @@
+"""Environments that a program gives as objects: named by import path where that is possible, else kept in this process.
+
+The configuration of a run is a file. A class that can be imported stands there by its import path, and everything works
+as if it had been typed. An object that exists only in this process (an instance, or a class of a notebook) stands there
+by an id that only this process knows: its episodes and its trainer stay in this process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verbatim.config.schema import RunConfig
+from verbatim.environments import ENVIRONMENTS
+from verbatim.errors import ConfigError
+from verbatim.run.rollouts import plays_elsewhere
+from verbatim.texts import shown
+
+_EXPECTED = (
+    'a bundled id ("guess_number"), an import path ("my_module.MyEnvironment"), a class or function that makes an '
+    'environment, an environment, or a table with one of these as its id: {"id": ..., "max_turns": 4}; or a list'
+)
+
+
+def environment_tables(given: Any, where: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The tables of [[orchestrator.train.env]] for what was given, and what ids of this process stand for.
+
+    >>> environment_tables(["guess_number", {"id": "my_module.Mine", "ratio": 2.0}], "verbatim.train()")
+    ([{'id': 'guess_number'}, {'ratio': 2.0, 'import_path': 'my_module.Mine'}], {})
+
+    Args:
+        given: One environment, or a list: each an id, an import path, a class, an instance, or a table.
+        where: The caller, for errors.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    objects: dict[str, Any] = {}
+    tables = []
+    for item in given if isinstance(given, list | tuple) else [given]:
+        table = dict(item) if isinstance(item, Mapping) else {"id": item}
+        if "id" in table:
+            table |= _named(table.pop("id"), objects, where)
+        tables.append(table)
+    return tables, objects
+
+
+def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
+    if isinstance(given, str):
+        return {"import_path" if "." in given or ":" in given else "id": given}
+    makes = inspect.isclass(given) or inspect.isroutine(given)
+    if not makes and not (hasattr(given, "examples") and hasattr(given, "start")):
+        found = f"{shown(given, 80)} ({type(given).__name__})"
+        raise ConfigError(f"{where}: environment: found {found}, expected {_EXPECTED}")
+    if makes and (path := _import_path(given)) is not None:
+        return {"import_path": path}
+    name = given.__name__ if makes else type(given).__name__
+    id_, number = name, 1
+    while id_ in objects or id_ in ENVIRONMENTS:
+        number += 1
+        id_ = f"{name}_{number}"
+    objects[id_] = given
+    return {"id": id_}
+
+
+def _import_path(given: Any) -> str | None:
+    """Where a class or function can be imported from, also by another process; None where it cannot."""
+    module, name = getattr(given, "__module__", "__main__"), getattr(given, "__qualname__", "")
+    if module == "__main__" or getattr(sys.modules.get(module), name, None) is not given:
+        return None
+    return f"{module}.{name}"
+
+
+def makers(objects: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """The table of environments, with these ids beside the bundled ones; an instance is made by a function that gives
+    it, whose arguments are refused as any other's."""
+    table: dict[str, Any] = dict(ENVIRONMENTS)
+    for name, given in objects.items():
+        made = inspect.isclass(given) or inspect.isroutine(given)
+        table[name.replace("-", "_")] = given if made else _giving(given)
+    return table
+
+
+def _giving(environment: Any) -> Callable[[], Any]:
+    def give() -> Any:
+        return environment
+
+    return give
+
+
+def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunConfig:
+    """The configuration with its trainer in this process, as environments of this process need it.
+
+    Raises:
+        ConfigError: the configuration says that the trainer, or such an environment, is in another process.
+    """
+    names = {name.replace("-", "_") for name in objects}
+    orchestrator = config.orchestrator
+    evals = orchestrator.eval.env if orchestrator.eval is not None else ()
+    used = [
+        (f"orchestrator.{kind}.env", env)
+        for kind, envs in (("train", orchestrator.train.env), ("eval", evals))
+        for env in envs
+        if env.id is not None and env.id.replace("-", "_") in names
+    ]
+    if not used:
+        return config
+    for place, env in used:
+        if plays_elsewhere(orchestrator, env):
+            key = f"{place}: isolated = true" if orchestrator.rollout.backend == "local" else (
+                f'orchestrator.rollout.backend = "{orchestrator.rollout.backend}"')  # fmt: skip
+            raise ConfigError(_only_here(where, str(env.id), f"{key} makes it again in worker processes"))
+    if config.trainer.separate_process and "separate_process" in config.trainer.model_fields_set:
+        raise ConfigError(_only_here(where, used[0][1].id or "", "with trainer.separate_process = true the trainer's "
+                                     "process reads the configuration again; leave that key out"))  # fmt: skip
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"separate_process": False})})
+
+
+def _only_here(where: str, name: str, why: str) -> str:
+    return (
+        f"{where}: environment {name!r} is an object that exists only in this process, and {why}. Or put its class "
+        f'into a module of its own, my_module.py, and give its import path: environment="my_module.{name}" (its '
+        'arguments with it: environment={"id": "my_module.' + name + '", "args": {...}})'
+    )

@@ -1,0 +1,109 @@
+"""What a run that was started from Python came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbatim.errors import UsageError
+from verbatim.monitors.jsonl import read_jsonl
+
+STEP = "step"
+"""The column of step numbers."""
+
+
+class MetricColumns(Mapping[str, NDArray[Any]]):
+    """Logged metrics as columns: `metrics["reward/mean"]` is float64 [num_records], NaN where a record does not have
+    it, and `metrics["step"]` is int64 [num_records].
+
+    >>> columns = MetricColumns([(1, {"loss": 0.5}), (2, {"loss": "NaN", "lr": 0.1})])
+    >>> columns["step"].tolist(), columns["loss"].tolist(), columns["lr"].tolist()
+    ([1, 2], [0.5, nan], [nan, 0.1])
+
+    Args:
+        records: Step and metrics of each, in order; a value is a number, or "NaN", "Infinity" or "-Infinity".
+    """
+
+    def __init__(self, records: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+        rows = list(records)
+        names = dict.fromkeys(name for _, metrics in rows for name in metrics)
+        self._columns: dict[str, NDArray[Any]] = {STEP: np.array([step for step, _ in rows], dtype=np.int64)}
+        for name in names:
+            self._columns[name] = np.array([float(metrics.get(name, "nan")) for _, metrics in rows], dtype=np.float64)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        return f"<{len(self[STEP])} records of {len(self) - 1} metrics: {', '.join(list(self)[1:6])}, ...>"
+
+    def to_pandas(self) -> Any:
+        """A pandas.DataFrame with one row for each record, indexed by step.
+
+        Raises:
+            UsageError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise UsageError("to_pandas() needs the package pandas: pip install pandas. Without it every column is a "
+                             'numpy array: metrics["reward/mean"]') from None  # fmt: skip
+        return pandas.DataFrame(self._columns).set_index(STEP)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunResult:
+    """A run that has taken all its steps."""
+
+    folder: Path
+    """The run folder, absolute."""
+    summary: Mapping[str, Any]
+    """The figures of `summary.json`: `success_before_rl`, `steps`, `trained_tokens`, ..."""
+    metrics: MetricColumns = field(repr=False)
+    """One record for each step."""
+    evals: Mapping[str, MetricColumns] = field(repr=False)
+    """By environment, one record for each evaluation; `step` is the number of batches trained before it."""
+    model_path: Path
+    """The trained model, a folder that `from_pretrained` loads."""
+    again: Callable[..., RunResult] = field(repr=False)
+    """Runs the folder's configuration in the folder."""
+
+    def resume(self, **settings: Any) -> RunResult:
+        """Continue the run in its folder, usually for more steps: `result.resume(max_steps=200)`.
+
+        Args:
+            settings: Keys that change, as for `verbatim.run`, and its `monitors` and `quiet`. The environments that
+                the run was started with are used again.
+
+        Raises:
+            UsageError: as `verbatim.run`; another model is refused.
+        """
+        return self.again(**settings)
+
+
+def read_result(folder: Path, summary: Mapping[str, Any], again: Callable[..., RunResult]) -> RunResult:
+    """The result of a finished run, its metrics read from its folder."""
+    steps: list[tuple[int, Mapping[str, Any]]] = []
+    evals: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+    for record in read_jsonl(folder / "metrics.jsonl"):
+        rows = steps if record["kind"] == "train" else evals.setdefault(record["env"], [])
+        rows.append((record["step"], record["metrics"]))
+    return RunResult(
+        folder=folder,
+        summary=summary,
+        metrics=MetricColumns(steps),
+        evals={env: MetricColumns(rows) for env, rows in evals.items()},
+        model_path=folder / "final",
+        again=again,
+    )

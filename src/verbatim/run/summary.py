@@ -1,0 +1,88 @@
+"""What a run came to, in a few figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from verbatim.checkpoints import RunFolder
+from verbatim.monitors.jsonl import read_jsonl
+
+_ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
+"""Left out where they mean nothing: no environment offers tools, or says what a policy reaches that ignores replies."""
+
+
+def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[str, Any]:
+    """Before, after, and how much it took, read from a metrics log.
+
+    With several environments the top-level figures are means over them, and `environments` has each.
+    """
+    first: dict[str, dict[str, Any]] = {}
+    last: dict[str, dict[str, Any]] = {}
+    final: dict[str, Any] = {}
+    steps, rollouts, failed = 0, 0, 0
+    logged: set[int] = set()
+    for record in read_jsonl(metrics_path):
+        if record["kind"] == "eval":
+            if record["metrics"].get("episodes") == 0:
+                continue  # it was left out
+            if record["step"] == 0:
+                first[record["env"]] = record["metrics"]
+            last[record["env"]] = record["metrics"]
+        else:
+            logged.add(record["step"])
+            steps, final = record["step"], record["metrics"]
+            rollouts += final.get("rollouts", 0)
+            failed += final.get("rollouts/failed", 0)
+    each = {
+        env: {
+            "success_before_rl": first.get(env, {}).get("success"),
+            "valid_format_before_rl": first.get(env, {}).get("valid_format"),
+            "success_after_rl": last[env]["success"],
+            "success_best_constant_policy": best_constant.get(env),
+        }
+        for env in last
+    }
+    names = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
+    summary: dict[str, Any] = {name: _mean([figures[name] for figures in each.values()]) for name in names}
+    for name in _ONLY_WHERE_KNOWN:
+        for figures in (summary, *each.values()):
+            if figures[name] is None:
+                del figures[name]
+    summary |= {
+        "steps": steps,
+        "rollouts": rollouts,
+        "failed_rollouts": failed,
+        "sampled_tokens": final.get("ledger/sampled", 0),
+        "trained_tokens": final.get("ledger/trained", 0),
+    }
+    if len(logged) < steps:  # lines that a resume found damaged: these steps are in no sum
+        summary["steps_missing_in_log"] = steps - len(logged)
+    if len(each) > 1:
+        summary["environments"] = each
+    return summary
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [float(value) for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def print_summary(summary: Mapping[str, Any], title: str, folder: RunFolder, console: Console) -> None:
+    """The figures as a table, and where the model and the rest of them are."""
+    table = Table(show_header=False, title=f"{title}: what it came to", title_justify="left")
+    for key, value in summary.items():
+        if not isinstance(value, dict):
+            table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
+    console.print(table)
+    for what, path in (
+        ("trained model", folder.final),
+        ("summary", folder.summary),
+        ("learning curve", folder.learning_curve),
+    ):
+        if path.exists():
+            console.print(f"{what:<15} {path}", soft_wrap=True)

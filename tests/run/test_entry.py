@@ -1,0 +1,312 @@
+"""`verbatim.run` and `verbatim.train` do what the command does, in a script, a notebook and a test."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import verbatim
+from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
+from verbatim.cli.main import main
+from verbatim.config import import_object, load_config, make_config
+from verbatim.errors import ComponentError, ConfigError, NothingTrained, UsageError
+from verbatim.monitors import Monitor
+from verbatim.run.result import MetricColumns
+from verbatim.run.tables import component_tables
+
+SETTINGS = {
+    "orchestrator": {
+        "batch_size": 8, "group_size": 4, "seq_len": 384, "max_async_level": 0, "sampling": {"max_tokens": 8},
+        "filters": [{"type": "zero_advantage"}],
+    },
+    "trainer": {"separate_process": False, "optim": {"lr": 1e-2}},
+    "inference": {"max_batch_size": 8},
+}  # fmt: skip
+"""Those of `TOML`."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)  # it takes seconds
+    with workplace(tmp_path / "work", {"lots": LOTS}) as folder:
+        (folder / "run.toml").write_text(TOML.format(model=model) + 'import_path = "lots.Lots"\n')
+        yield folder
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def figures(run: Path) -> list[dict[str, float]]:
+    """The metrics of each step without those that tell the time."""
+    times = re.compile(r"time/|loop/lag|per_second|seconds")
+    return [
+        {name: value for name, value in line["metrics"].items() if not times.search(name)} for line in train_lines(run)
+    ]
+
+
+class Heard(Monitor):
+    def __init__(self, interrupt_after: int | None = None):
+        self.steps, self.closed, self._interrupt_after = [], 0, interrupt_after
+
+    def on_step(self, step, metrics, distributions):
+        self.steps.append(step)
+        if step == self._interrupt_after:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def close(self):
+        self.closed += 1
+
+
+# ---- the same run
+
+
+def test_a_scripts_run_is_the_commands_run_bit_for_bit_and_leaves_the_interpreter_as_it_was(place, capfd):
+    assert main(["rl", "run.toml", "--run-dir", "command"]) == 0
+    root, ours = logging.getLogger(), logging.getLogger("verbatim")
+    before = (list(root.handlers), root.level, ours.level, signal.getsignal(signal.SIGINT))
+    capfd.readouterr()
+    heard = Heard()
+    result = verbatim.run("run.toml", run_dir="script", monitors=[heard], quiet=True)
+    assert (list(root.handlers), root.level, ours.level, signal.getsignal(signal.SIGINT)) == before
+    assert capfd.readouterr().out == ""
+    assert weights(result.model_path) == weights(place / "command" / "final")
+    assert figures(place / "script") == figures(place / "command")
+    assert result.folder == place / "script"
+    assert result.summary["steps"] == 2
+    assert (heard.steps, heard.closed) == ([1, 2], 1)
+
+
+def test_tables_in_python_are_the_file(place, model):
+    tables = {"model": {"name": model}, "max_steps": 2, **SETTINGS,
+              "orchestrator.train.env": [{"import_path": "lots.Lots"}]}  # fmt: skip
+    assert load_config("run.toml", [], component_tables()) == make_config(tables)
+    from_file = verbatim.run("run.toml", quiet=True)
+    from_tables = verbatim.run(tables, quiet=True)
+    trained = verbatim.train(model=model, environment="lots.Lots", max_steps=2, quiet=True, **SETTINGS)
+    assert weights(from_file.model_path) == weights(from_tables.model_path) == weights(trained.model_path)
+    assert from_file.folder.parent == place / "runs" / "run"
+    assert from_tables.folder.parent == place / "runs" / "lots.Lots"
+
+
+def test_a_run_inside_a_running_event_loop_has_its_own(place):
+    async def notebook():
+        loop = asyncio.get_running_loop()
+        result = verbatim.run("run.toml", quiet=True)
+        assert asyncio.get_running_loop() is loop
+        return result
+
+    inside = asyncio.run(notebook())
+    assert weights(inside.model_path) == weights(verbatim.run("run.toml", quiet=True).model_path)
+
+
+def test_the_trainers_process_imports_what_this_one_can(place, model, monkeypatch, capfd):
+    (place / "modules").mkdir()
+    (place / "lots.py").rename(place / "modules" / "far_lots.py")
+    monkeypatch.syspath_prepend(place / "modules")
+    settings = {**SETTINGS, "trainer": {"optim": {"lr": 1e-2}}, "warm_start": {"steps": 1, "data": "shown.jsonl"}}
+    (place / "shown.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    environment = import_object("far_lots.Lots")
+    result = verbatim.train(model=model, environment=environment, max_steps=1, quiet=True, **settings)
+    assert (result.folder / "logs" / "trainer.log").is_file()
+    assert 'import_path = "far_lots.Lots"' in (result.folder / "config.toml").read_text()
+    assert capfd.readouterr().out == ""
+
+
+# ---- what it came to
+
+
+def test_metrics_are_columns(place):
+    result = verbatim.run("run.toml", quiet=True, **{"orchestrator.eval": {"interval": 2, "episodes": 5}})
+    lines = train_lines(result.folder)
+    assert result.metrics["step"].tolist() == [1, 2]
+    assert result.metrics["loss"].dtype == np.float64
+    assert result.metrics["loss"].tolist() == [line["metrics"]["loss"] for line in lines]
+    assert result.evals["lots.Lots"]["step"].tolist() == [0, 2]
+    assert result.evals["lots.Lots"]["episodes"].tolist() == [5.0, 5.0]
+
+
+def test_a_data_frame_needs_pandas_and_says_so(monkeypatch):
+    columns = MetricColumns([(1, {"loss": 0.5}), (2, {"loss": "Infinity", "lr": 0.1})])
+    frame = pytest.importorskip("pandas") and columns.to_pandas()
+    assert frame.loc[2, "loss"] == np.inf
+    assert (frame.index.name, list(frame.columns)) == ("step", ["loss", "lr"])
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match=r"pip install pandas"):
+        columns.to_pandas()
+
+
+def test_resume_goes_on_where_the_run_ended(place):
+    whole = verbatim.run("run.toml", max_steps=3, quiet=True)
+    heard = Heard()
+    result = verbatim.run("run.toml", monitors=[heard], quiet=True).resume(max_steps=3)
+    assert heard.steps == [1, 2, 3]
+    assert weights(result.model_path) == weights(whole.model_path)
+    assert result.metrics["loss"].tolist() == whole.metrics["loss"].tolist()
+
+
+@pytest.mark.parametrize("inside_a_loop", [False, True])
+def test_ctrl_c_ends_after_the_step_and_says_how_to_go_on(place, inside_a_loop):
+    async def notebook():
+        verbatim.run("run.toml", max_steps=4, monitors=[Heard(interrupt_after=1)], quiet=True)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        if inside_a_loop:
+            asyncio.run(notebook())
+        else:
+            verbatim.run("run.toml", max_steps=4, monitors=[Heard(interrupt_after=1)], quiet=True)
+    typed = re.search(r"verbatim\.run\('(.*)', resume='(.*)'\)", str(caught.value))
+    assert len(train_lines(Path(typed[2]))) < 4
+    went_on = verbatim.run(typed[1], resume=typed[2], quiet=True)
+    assert weights(went_on.model_path) == weights(verbatim.run("run.toml", max_steps=4, quiet=True).model_path)
+
+
+def test_what_fails_in_the_middle_says_how_to_go_on(place):
+    (place / "lots.py").write_text(LOTS.replace("return self.reward", "raise ValueError('no')"))
+    with pytest.raises(verbatim.errors.RunStopped) as caught:
+        verbatim.run("run.toml", quiet=True)
+    assert re.search(r"to go on:  verbatim\.run\('.*/config\.toml', resume='.*'\)", caught.value.__notes__[0])
+
+
+def test_a_run_that_learned_nothing_is_an_error(place):
+    (place / "lots.py").write_text(LOTS.replace("seed % 100 / 100", "0.5"))
+    with pytest.raises(NothingTrained):
+        verbatim.run("run.toml", quiet=True)
+
+
+# ---- environments and monitors that are objects
+
+
+def test_an_environment_that_is_an_object_stays_in_this_process(place, model):
+    lots_class = import_object("lots.Lots")
+    settings = {**SETTINGS, "trainer": {"optim": {"lr": 1e-2}}}
+    result = verbatim.train(
+        model=model, environment=[lots_class(), {"id": lots_class(0.001), "max_turns": 2}], max_steps=1, quiet=True,
+        **settings,
+    )  # fmt: skip
+    stored = (result.folder / "config.toml").read_text()
+    assert 'id = "Lots"' in stored
+    assert 'id = "Lots_2"' in stored
+    assert "separate_process = false" in stored
+    assert result.resume(max_steps=2).metrics["step"].tolist() == [1, 2]
+    assert main(["rl", str(result.folder / "config.toml"), "--resume", str(result.folder)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"orchestrator.rollout.backend": "processes"}, "makes it again in worker processes"),
+        ({"trainer.separate_process": True}, "leave that key out"),
+    ],
+)
+def test_an_object_cannot_go_to_another_process(place, model, settings, expected):
+    lots = import_object("lots.Lots")()
+    with pytest.raises(ConfigError) as caught:
+        verbatim.train(model=model, environment=lots, quiet=True, **settings)
+    assert expected in str(caught.value)
+    assert 'environment="my_module.Lots"' in str(caught.value)
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"environment": 3}, r"environment: found 3 \(int\), expected a bundled id"),
+        ({"environment": "lots.Lots", "model": 3}, r"model: found 3 \(int\), expected a folder or hub id"),
+        ({"environment": "gess_number"}, r'no environment .gess_number.; did you mean "guess_number"'),
+        ({"environment": "lots.Lots", "orchestrator": {"train": {}}}, "give one of them"),
+        ({"environment": "lots.Lots", "callbacks": []}, r"monitors=\[my_monitor\]"),
+        ({"environment": "lots.Lots", "trainer": {"loss": {"type": print}}}, r'trainer.loss.type: found .*"type": "cu'),
+        ({"environment": "lots.Lots", "batch_size": 8}, r'batch_size: unknown key "batch_size".*\[orchestrator\]'),
+    ],
+)
+def test_what_train_cannot_use_is_refused_with_what_to_type(place, model, arguments, expected):
+    with pytest.raises(ConfigError, match=expected):
+        verbatim.train(**{"model": model, "quiet": True, **arguments})
+
+
+@pytest.mark.parametrize("monitor", [print, Heard, object()])
+def test_what_is_no_monitor_is_refused(place, monitor):
+    with pytest.raises(ComponentError, match=r"monitors\[0\] is .*; expected an object with on_step"):
+        verbatim.run("run.toml", monitors=[monitor])
+
+
+# ---- the same mistakes
+
+
+MISTAKES = [
+    ("[orchestrator]\nbatchsize = 8", {"orchestrator": {"batchsize": 8}}),
+    ('max_steps = "many"', {"max_steps": "many"}),
+    ("seed = 1.5", {"seed": np.float64(1.5)}),
+    ("[trainer]\noptim = 3", {"trainer": {"optim": 3}}),
+    ("[trainer.optim]\nlr = -1.0", {"trainer.optim.lr": -1.0}),
+    ("[trainer.loss]\ntype = 'defualt'", {"trainer": {"loss": {"type": "defualt"}}}),
+    ("[trainer.loss]\ntau = 1.0", {"trainer": {"loss": {"tau": 1.0}}}),
+    ("[orchestrator]\nbatch_size = 7", {"orchestrator": {"batch_size": 7}}),
+    ("[orchestrator.train]\nenv = []", {"orchestrator.train.env": ()}),
+]
+
+
+@pytest.mark.parametrize(("text", "settings"), MISTAKES)
+def test_a_mistake_in_python_has_the_message_of_the_file(tmp_path, text, settings):
+    base = {"model": {"name": "m"}, "orchestrator": {"train": {"env": [{"id": "guess_number"}]}}}
+    if "orchestrator" in text:
+        base.pop("orchestrator")
+        settings = {"orchestrator.train.env": [{"id": "guess_number"}], **settings}
+    env = "" if "train]" in text else '[[orchestrator.train.env]]\nid = "guess_number"\n'
+    top, table = (text + "\n", "") if not text.startswith("[") else ("", text + "\n")
+    (tmp_path / "run.toml").write_text(f'{top}[model]\nname = "m"\n{table}{env}')
+    with pytest.raises(ConfigError) as of_file:
+        load_config(tmp_path / "run.toml", [], component_tables())
+    with pytest.raises(ConfigError) as of_python:
+        verbatim.run({**base, **settings})
+    without_place = re.sub(rf"{re.escape(str(tmp_path))}/run\.toml(:\d+)?: ", "", str(of_file.value))
+    assert str(of_python.value) == f"verbatim.run(): {without_place}"
+
+
+def test_a_missing_table_has_the_message_of_the_file(tmp_path):
+    (tmp_path / "run.toml").write_text("max_steps = 1\n")
+    with pytest.raises(ConfigError) as of_file:
+        load_config(tmp_path / "run.toml", [], component_tables())
+    with pytest.raises(ConfigError) as of_python:
+        verbatim.run({"max_steps": 1})
+    assert str(of_python.value) == str(of_file.value).replace(str(tmp_path / "run.toml"), "verbatim.run()")
+
+
+def test_a_setting_over_a_file_is_named_where_it_is_wrong(place):
+    with pytest.raises(ConfigError) as caught:
+        verbatim.run("run.toml", trainer={"optim": {"lr": "fast"}})
+    assert str(caught.value) == (
+        'verbatim.run(trainer.optim.lr="fast"): trainer.optim.lr: found "fast" (a string), expected a valid number'
+    )
+
+
+SCRIPT = textwrap.dedent("""
+    import verbatim
+    assert callable(verbatim.run) and callable(verbatim.train)
+    import verbatim.run.result
+    assert verbatim.RunResult is verbatim.run.result.RunResult
+    from verbatim import run, train
+    assert callable(run)
+""")
+
+
+def test_the_package_run_is_the_function_run():
+    exec(SCRIPT, {})
