@@ -35,10 +35,10 @@ ALIASES: Mapping[str, str] = {
     "glm4.5": "glm-4.5", "glm5": "glm-5", "glm5.1": "glm-5.1", "glm5.3": "glm-5.3",
     "DefaultRenderer": "template", "default": "template",
 }  # fmt: skip
-"""Other spellings of their names."""
+"""Alternative spellings of renderer names."""
 
 AUTO_FAMILIES = tuple(name for name in RENDERERS if name != "template")
-"""What "auto" tries, in this order."""
+"""The families that "auto" tries, in this order."""
 
 _log = logging.getLogger(__name__)
 

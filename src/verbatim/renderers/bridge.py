@@ -61,7 +61,7 @@ class TemplateBridge:
         Where several conversations have this prompt, all of them must come to the same.
 
         Raises:
-            TemplateFault: the template does not come to an end with these messages.
+            TemplateFault: the rendering exceeds its budget.
         """
         known = self._open.of(prompt_ids, tools)
         if not known or not new or not len(completion_ids) or reply is None:

@@ -1,4 +1,4 @@
-"""A chat template's source: compiled as the program that it is, and run within a budget.
+"""Compiles a model's chat template and renders with it, within a budget.
 
 Everything that renders a model's template goes through here: recognising it, checking it, bridges, every turn of every
 episode, the server and the doctor.
@@ -18,21 +18,21 @@ from verbatim.renderers.metering.program import compiled
 from verbatim.texts import cut, error_text
 
 MAX_SOURCE = 400_000
-"""Characters of a template; published ones have some ten thousand."""
+"""The longest template source, in characters; published templates have about 10,000."""
 _MEND = "mend the model's chat_template.jinja"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names that messages' reasoning is given under; templates read the first, or the second."""
+"""The names under which messages carry reasoning; templates read the first or the second."""
 
 
 def compile_template(source: str, name: str = "") -> jinja2.Template:
-    """The program of a template.
+    """Compile a template.
 
     Args:
         source: Jinja.
-        name: The model or file that it is of, for messages.
+        name: The model or file that the template belongs to, for error messages.
 
     Raises:
-        ModelError: it is no template, or one that cannot be compiled.
+        ModelError: the source is not a valid template, or cannot be compiled.
     """
     called = _called(name)
     if not isinstance(source, str):
@@ -52,12 +52,12 @@ def compile_template(source: str, name: str = "") -> jinja2.Template:
 
 
 class ChatTemplate:
-    """One template of one model, ready to render.
+    """A compiled template with the special tokens of one model.
 
     Args:
         source: Jinja.
-        variables: The special tokens that it is given, by name.
-        name: The model or file that it is of, for messages.
+        variables: The special tokens that the template may read, by name.
+        name: The model or file that the template belongs to, for error messages.
 
     Raises:
         ModelError: as `compile_template`.
@@ -65,23 +65,23 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, Any], name: str = "") -> None:
         self.program = compile_template(source, name)
-        """What runs."""
+        """The compiled template."""
         self._variables = dict(variables)
         self._called = _called(name)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
-        """What the template writes: what `apply_chat_template` of `transformers` gives.
+        """Render the messages to the text that `apply_chat_template` of `transformers` would return.
 
         Raises:
-            EnvironmentFault: it refuses these messages, or raises whatever else.
-            TemplateFault: it does not come to an end within its budget.
+            EnvironmentFault: the template refuses these messages, or raises anything else.
+            TemplateFault: the rendering exceeds its budget.
         """
         return self._write(messages, tools, add_generation_prompt, lambda pieces: pieces)
 
     def lines(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool
     ) -> list[tuple[str, int]]:
-        """What the template writes, piece by piece, each with the line of the template that wrote it.
+        """Render the messages; each piece of text with the line of the template that wrote it.
 
         Raises:
             EnvironmentFault: as `text`.
@@ -128,7 +128,7 @@ class ChatTemplate:
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As `transformers` gives it: without fields that are None, and with reasoning under the names that are read."""
+    """The message as `transformers` passes it: without None fields, its reasoning under the names templates read."""
     fields = {key: value for key, value in message.items() if value is not None}
     reasoning = next((fields[key] for key in _REASONING if key in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}

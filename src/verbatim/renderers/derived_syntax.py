@@ -1,4 +1,4 @@
-"""The syntax of a model's tool calls, read off what its chat template writes for one.
+"""Finds the syntax of a model's tool calls by rendering calls with its chat template.
 
 The template is given calls with known names and arguments, and what stands around those is the syntax.
 """
@@ -21,13 +21,13 @@ _KEYS = ("zqone", "zqtwo")
 _VALUES = ("zqalpha", "zqbeta")
 _CONTENT = "zqcontent"
 _LONGEST = 50_000
-"""Characters of what is written for two calls; in more, a form is not looked for."""
+"""The longest rendering of two calls that is searched, in characters."""
 
 
 def derive(render: Render, stops: Sequence[str]) -> ToolSyntax | None:
-    """The syntax in which a template writes tool calls; None if it writes none, or none of the known forms.
+    """The syntax in which a template writes tool calls; None if it writes no calls, or none in a known form.
 
-    `stops` are the tokens that end a turn, and so no part of a call.
+    `stops` are the tokens that end a turn; they are not part of a call.
     """
     single = _written(render, [_call(0)], stops)
     if single is None:
@@ -46,7 +46,7 @@ def _call(number: int) -> dict[str, Any]:
 
 
 def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) -> str | None:
-    """What is written for a message with these calls, whether it has content or not; None if they are not written."""
+    """The text that every rendering of these calls has, with and without content; None if the calls are not written."""
     texts = []
     for content in (_CONTENT, "", None):
         ask = {"role": "user", "content": "zqquestion"}
@@ -132,7 +132,7 @@ def _derive_python(single: str, _: str) -> ToolSyntax | None:
 
 
 def _around(before: str, after: str, between: str | None) -> dict[str, Any]:
-    """What opens and closes each call: what a first and a second one have in common."""
+    """The text that opens and closes each call: what the first and the second have in common."""
     if between is None:
         return {"before": "", "opens": before.strip(), "closes": after.strip()}
     opens = _shared_end(before.rstrip(), between.rstrip()).strip()

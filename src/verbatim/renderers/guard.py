@@ -38,17 +38,17 @@ from verbatim.renderers.chat_template import ChatTemplate
 from verbatim.types import Message
 
 ESCAPE = "\ufdd0"
-"""Begins every mark; never assigned to a character."""
+"""The first character of every mark, a Unicode noncharacter."""
 BREAK = ESCAPE + "\ufdd1"
-"""Keeps what is before it from forming a control token with what comes after it."""
+"""Prevents the text on its two sides from forming a control token together."""
 LITERAL = ESCAPE + "\ufdd2"
-"""U+FDD0 itself."""
+"""Stands for U+FDD0 itself in marked text."""
 _ASCII = "\\ufdd"  # how marks begin in JSON that is written in ASCII; never so in marked text
 _ASCII_BREAK, _ASCII_LITERAL, _ASCII_ESCAPE = (json.dumps(mark)[1:-1] for mark in (BREAK, LITERAL, ESCAPE))
 _OPEN, _CLOSE = "\ufdd3", "\ufdd4"  # around control tokens, for the second tokenizer
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Read by templates, so never marked; any other role is untrusted text."""
+"""Roles that templates compare with; they are not marked. Any other role is untrusted text."""
 
 _ATTACHMENTS = ("image", "images", "audio", "audios", "video", "videos", "attachments")
 
@@ -74,7 +74,7 @@ class Guard:
         self._mark_short: Callable[[str], str] = lru_cache(maxsize=4096)(self._mark)
 
     def text(self, text: str) -> str:
-        """One untrusted string, marked.
+        """Mark one untrusted string.
 
         Raises:
             EnvironmentFault: the string holds a lone surrogate, which is no character and has no bytes.
@@ -114,7 +114,7 @@ class Guard:
             return json.dumps(wanted, ensure_ascii=False)
 
     def value(self, value: Any) -> Any:
-        """A JSON value with every string in it marked, keys too."""
+        """Mark every string in a JSON value, keys included."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -124,7 +124,7 @@ class Guard:
         return value
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages with every string marked but the role.
+        """Mark every string of messages except the role.
 
         Reasoning belongs in `reasoning_content`. For an assistant's message without it, a leading `<think>` block of
         the content is moved there, as chat templates do; think tags anywhere else are text like any other.
@@ -146,7 +146,7 @@ class Guard:
         return marked
 
     def tools(self, tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """Tool schemas with every string marked; None if there are none."""
+        """Mark every string of tool schemas; None without tools."""
         return [self.value(tool) for tool in tools] if tools else None
 
     def _call(self, call: Any) -> Any:
@@ -158,7 +158,7 @@ class Guard:
 
 
 class GuardedTokenizer:
-    """What renderers encode with: a tokenizer that reads the marks of its `guard`.
+    """The tokenizer that renderers encode with: it reads the marks of its `guard`.
 
     Raises:
         ModelError: a tokenizer whose control tokens cannot be kept out of plain text.
@@ -210,7 +210,7 @@ class GuardedTokenizer:
         return list(self._lookup(text)[0])
 
     def __call__(self, text: str, add_special_tokens: bool = False, **_: Any) -> dict[str, Any]:
-        """The ids of marked text, and where each begins and ends in it: what attribution to messages needs."""
+        """The ids of marked text with their offsets, which the attribution to messages needs."""
         assert not add_special_tokens, "a renderer writes its own control tokens"
         ids, offsets = self._lookup(text)
         return {"input_ids": list(ids), "offset_mapping": list(offsets)}
@@ -218,20 +218,20 @@ class GuardedTokenizer:
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
     ) -> str:
-        """What the chat template writes: for this tokenizer, in place of `apply_chat_template`.
+        """Render with the chat template; replaces `apply_chat_template`.
 
         Raises:
             EnvironmentFault: the template refuses these messages.
-            TemplateFault: it does not come to an end within its budget.
-            ModelError: there is no template, or it cannot be compiled.
+            TemplateFault: the rendering exceeds its budget.
+            ModelError: the tokenizer has no template, or it cannot be compiled.
         """
         return self.template(tools).text(messages, tools, add_generation_prompt)
 
     def template(self, tools: Any = None) -> ChatTemplate:
-        """The chat template that is used with such tools.
+        """The chat template that the tokenizer uses with these tools.
 
         Raises:
-            ModelError: there is none, or it cannot be compiled.
+            ModelError: the tokenizer has no template for them, or it cannot be compiled.
         """
         source = self.chat_source(tools)
         if source not in self._templates:
@@ -239,10 +239,10 @@ class GuardedTokenizer:
         return self._templates[source]
 
     def chat_source(self, tools: Any = None) -> str:
-        """The template that is used with such tools; a tokenizer may have several, by name.
+        """The source of that template; a tokenizer may have several, by name.
 
         Raises:
-            ModelError: it has none for these.
+            ModelError: the tokenizer has no template for them.
         """
         try:
             source: str = self._tokenizer.get_chat_template(tools=tools)
@@ -252,7 +252,7 @@ class GuardedTokenizer:
         return source
 
     def apply_chat_template(self, *_: Any, **__: Any) -> Any:
-        """The tokenizer's own has no bounds: `chat_text` has."""
+        """Refused: it would render without a budget. Use `chat_text`."""
         raise TypeError("a model's chat template is rendered by chat_text")
 
     def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -292,7 +292,7 @@ class GuardedTokenizer:
         return tuple(ids), tuple(offsets)
 
     def _without_breaks(self, text: str) -> tuple[str, list[int]] | None:
-        """The text, and where in it there were breaks; None if its control tokens would not be the same without."""
+        """The text without breaks, and their positions in it; None if removing them would change its control tokens."""
         if self._always_marked or LITERAL in text or _ASCII_LITERAL in text:
             return None
         if ESCAPE not in text and _ASCII not in text:
@@ -334,7 +334,7 @@ class GuardedTokenizer:
             yield section
 
     def _check(self) -> None:
-        """The ordinary path is the tokenizer's own, and no control token comes from text that names it."""
+        """Check that plain text encodes as with the tokenizer itself, and that text never becomes a control token."""
         control = set(self.control_tokens.values())
         trusted = "".join(f"x{token} y" for token in list(self.control_tokens)[:20])
         if self.encode(trusted) != self._tokenizer.encode(trusted, add_special_tokens=False):
@@ -355,7 +355,7 @@ def _is_control(token: AddedToken) -> bool:
 
 
 def _with_bracketed_tokens(ordinary: Tokenizer, control: Mapping[str, int]) -> tuple[Tokenizer, dict[int, int]]:
-    """The same tokenizer, whose control tokens are only found between brackets, and its ids as the ordinary one's.
+    """A copy of the tokenizer that finds control tokens only between brackets, and a map of its ids to the original's.
 
     One pass over the whole text then cuts it at control tokens as the ordinary tokenizer does, spaces around them
     and prefixes included.

@@ -1,4 +1,4 @@
-"""gpt-oss: OpenAI's harmony format, written by the chat template with the local tokenizer: no download."""
+"""gpt-oss: OpenAI's harmony format, rendered by the chat template with the local tokenizer (nothing is downloaded)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from renderers.parsing import parse_gpt_oss
 
 from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.renderers.base import ParsedResponse
+from verbatim.renderers.family_responses import read_completion
 from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.reading import read_completion
 from verbatim.types import Int32, Message
 
 _TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
@@ -37,7 +37,7 @@ class HarmonyRenderer:
     """
 
     renders_by_template = True
-    """There is nothing to compare with the chat template."""
+    """It renders with the chat template, so the two need no comparison."""
 
     def __init__(self, tokenizer: Any, name: str = "gpt-oss") -> None:
         self.name = name
@@ -67,7 +67,7 @@ class HarmonyRenderer:
         Raises:
             EnvironmentFault: the template refuses these messages, or one of them holds two calls: harmony gives each
                 call a message of its own, and the template would drop the second.
-            TemplateFault: the template does not come to an end with these messages.
+            TemplateFault: the rendering exceeds its budget.
         """
         guard = self._tokenizer.guard
         fields = [_as_template_reads(message) for message in guard.messages(messages)]
@@ -127,7 +127,7 @@ class HarmonyRenderer:
         return np.asarray(self._tokenizer.encode(text), dtype=np.int32)
 
     def _check_format(self) -> None:
-        """What the chat template writes for a call is read back as that call."""
+        """Check that a call which the chat template writes is read back as the same call."""
         ask: Message = {"role": "user", "content": "x"}
         call: Message = {"role": "assistant", "content": "", "tool_calls": [
             {"id": "", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}]}  # fmt: skip

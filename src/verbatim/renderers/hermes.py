@@ -28,9 +28,9 @@ Render = Callable[[list[dict[str, Any]], bool], str]
 """(messages, add_generation_prompt) -> what the chat template writes; raises EnvironmentFault where it refuses."""
 
 HERMES = "hermes"
-"""As `orchestrator.renderer.tools` names it."""
+"""The value of `orchestrator.renderer.tools`."""
 SYNTAX = ToolSyntax(form="whole", before="", opens="<tool_call>", closes="</tool_call>")
-"""How calls are read."""
+"""The syntax of calls."""
 TAGS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _ANSWER_TAGS, _TOOLS_TAGS = TAGS[4:], TAGS[:2]
 
@@ -52,19 +52,19 @@ _INSTRUCTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HermesFormat:
-    """Where one chat template has room for tools and their answers. All texts are as the guard marked them."""
+    """The messages in which one chat template can carry tools and their answers. All texts are marked by the guard."""
 
     opening: Literal["system", "user"]
-    """Whose first message holds the schemas."""
+    """The role whose first message holds the schemas."""
     answering: Literal["tool", "user"]
-    """The role that answers of tools are given in."""
+    """The role of the messages that hold tools' answers."""
     plain_tags: frozenset[str] = frozenset(TAGS)
     """Tags that are text for the tokenizer. The others are tokens, which text cannot become."""
 
     def wrap(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[dict[str, Any]]:
-        """Messages with roles and texts only.
+        """Rewrite messages to roles and texts only.
 
         Example, `opening="system"`: one user's message "hi" and a tool become a system message with the schemas and
         the user's message.
@@ -115,7 +115,7 @@ class HermesFormat:
         return [*written[:first], wrapped, *written[first + 1 :]]
 
     def _refuse_tags(self, text: str, number: int, *, with_tools: bool) -> None:
-        """Where users and our own blocks share a role, a user's text must not hold what begins or ends a block."""
+        """Where users share a role with our blocks, refuse user text that holds a tag of a block."""
         ours = [*(_ANSWER_TAGS if self.answering == "user" else ()),
                 *(_TOOLS_TAGS if self.opening == "user" and with_tools else ())]  # fmt: skip
         shown = text.replace(BREAK, "").replace(LITERAL, ESCAPE)
@@ -128,14 +128,14 @@ class HermesFormat:
 
 
 def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
-    """The places that a chat template has for tools and their answers, found by rendering.
+    """Find by rendering where a chat template can carry tools and their answers.
 
     Args:
         render: The chat template.
-        control_tokens: Of the tokenizer.
+        control_tokens: The tokenizer's control tokens.
 
     Raises:
-        ModelError: the template has no place for one of them; says for which.
+        ModelError: the template cannot carry one of them; the message says which.
     """
     plain = frozenset(TAGS) - frozenset(control_tokens)
     openings: Sequence[Literal["system", "user"]] = ("system", "user")
@@ -200,7 +200,7 @@ def _answer(message: Mapping[str, Any]) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON in which no text forms one of the tags; it reads back as the same value."""
+    """JSON text that contains none of the tags and reads back as the same value."""
     return _TAG_START.sub(r"\\u003c", json.dumps(value, ensure_ascii=False))
 
 

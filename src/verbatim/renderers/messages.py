@@ -1,4 +1,4 @@
-"""Messages that an environment gives, checked to be messages before anything reads them."""
+"""Checks that what an environment returns are chat messages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _CALL = '{"type": "function", "function": {"name": "look", "arguments": {"at": "
 
 
 def check_messages(messages: Any) -> None:
-    """Refuse what no chat template can read as messages; what a template says of content is its own affair.
+    """Refuse values that no chat template can read as messages; contents are checked by the template itself.
 
     Raises:
-        EnvironmentFault: names the first message that is none, and what was expected.
+        EnvironmentFault: names the first invalid message, and what was expected.
     """
     if not isinstance(messages, (list, tuple)):
         raise EnvironmentFault(f"the messages are of type {type(messages).__name__}; expected a list of messages")
@@ -27,7 +27,7 @@ def check_messages(messages: Any) -> None:
 
 
 def _wrong(message: Any) -> str | None:
-    """What is wrong with a message, and what was expected."""
+    """Describe what is wrong with a message and what was expected; None if it is valid."""
     if not isinstance(message, Mapping):
         return f'is of type {type(message).__name__}; expected a mapping, {{"role": "user", "content": "hi"}}'
     if not isinstance(message.get("role"), str):
@@ -48,7 +48,7 @@ def _wrong(message: Any) -> str | None:
 
 
 def _is_deep_text(arguments: object) -> bool:
-    """Whether arguments given as JSON text are too deep to be read; what is no JSON is a text like any other."""
+    """Whether arguments given as JSON text are nested too deeply; text that is not JSON is never too deep."""
     if not isinstance(arguments, str) or arguments.count("[") + arguments.count("{") < MAX_DEPTH:
         return False
     try:

@@ -13,19 +13,19 @@ from renderers.configs import config_from_name
 
 from verbatim.errors import EnvironmentFault, ModelError
 from verbatim.renderers.base import ParsedResponse
+from verbatim.renderers.family_responses import read_completion
 from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.reading import read_completion
 from verbatim.renderers.tool_support import ToolSupport, probe
 from verbatim.types import Int32, Message
 
 _REMEMBERED = 64
-"""Conversations whose ids are kept: all episodes of a group begin with the same one."""
+"""Conversations whose ids are cached; all episodes of a group begin with the same one."""
 
 _BRIDGED_ROLES = frozenset({"tool", "user"})
 """Some families render a later system message in a bridge but not in a history: those are never bridged."""
 
 _REFUSALS = (ValueError, TypeError, KeyError)
-"""How families say that they cannot render something."""
+"""The exceptions by which families refuse messages."""
 
 _OPENING = {"role": "user", "content": "x"}
 
@@ -59,7 +59,7 @@ class PackageRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> Int32:
-        """The ids of a whole conversation: int32 [L]; not to be written to, the episodes of a group share them.
+        """The ids of a whole conversation: int32 [L], read-only, since the episodes of a group share them.
 
         Raises:
             EnvironmentFault: the family refuses these messages (two calls at once, for example), or they hold more
@@ -72,7 +72,7 @@ class PackageRenderer:
 
     @cached_property
     def tool_support(self) -> ToolSupport:
-        """What is written of tools."""
+        """Which parts of tools the family writes."""
         return probe(lambda messages, tools: self.decode(self.write_ids(messages, tools, True)), reads=True)  # type: ignore[arg-type]
 
     def write_ids(
@@ -154,7 +154,7 @@ class PackageRenderer:
         return self._tokenizer.decode(ids)
 
     def _without_retention(self, config: Any) -> Any:
-        """The family, bridging over user messages too: used only where nothing has been thought. None: it cannot."""
+        """The family configured to bridge over user messages, used only without thinking; None if it cannot."""
         try:
             return create_family(self._tokenizer, type(config)(thinking_retention="all"))
         except (NotImplementedError, ValueError):

@@ -1,4 +1,4 @@
-"""Whether a renderer is the one for a model: probe dialogues, compared id by id with the model's own chat template."""
+"""Decides whether a renderer fits a model: compares probe dialogues id by id with the model's own chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def family_by_name(tokenizer: GuardedTokenizer) -> str | None:
 
 
 def first_difference(renderer: Renderer, tokenizer: GuardedTokenizer) -> str | None:
-    """What the first probe is about that a renderer does not render as the model's own chat template does, or None.
+    """The subject of the first probe that a renderer renders differently from the model's chat template, or None.
 
     Where the template refuses a dialogue, the renderer has to refuse it too. Without a template nothing differs.
     """
@@ -41,7 +41,7 @@ def first_difference(renderer: Renderer, tokenizer: GuardedTokenizer) -> str | N
 
 
 _MOST_COMPLETIONS = 200
-"""Completions of one field of a message; published templates have about ten."""
+"""The most completions tried for one field of a message; published templates have about ten."""
 
 
 def check_guarded(renderer: Renderer, tokenizer: GuardedTokenizer) -> None:
@@ -101,13 +101,13 @@ def _control_counts(tokenizer: GuardedTokenizer, ids: Sequence[int]) -> Counter[
 
 
 def _disguises(token: str) -> str:
-    """A control token as text that a template could turn into it."""
+    """Spellings of a control token that a template could turn into the token."""
     escaped = "".join(f"\\u{ord(character):04x}" for character in token)
     return " ".join((html.escape(token), escaped, token.lower(), token.upper(), token[::-1], "\n".join(token)))
 
 
 def _completions(tokenizer: GuardedTokenizer, text: str, word: str) -> Iterator[str]:
-    """What would be a control token in the place of a word, together with what is written around it."""
+    """Texts that, in the place of a word, would complete a control token with the text around them."""
     tokens = {token: token.lower() for token in tokenizer.control_tokens}
     reach = max(map(len, tokens), default=0)
     places = [found.span() for found in re.finditer(re.escape(word), text)]
@@ -130,7 +130,7 @@ def _ids(
     tools: Sequence[Mapping[str, Any]] | None,
     generation: bool,
 ) -> list[int] | None:
-    """What a renderer gives, whether or not it would leave out tools; None where it refuses such a dialogue."""
+    """The ids that a renderer returns, even if it leaves out tools; None where it refuses the dialogue."""
     write = getattr(renderer, "write_ids", renderer.render_ids)
     try:
         ids: list[int] = write(messages, tools, generation).tolist()
@@ -145,7 +145,7 @@ def _template_ids(
     tools: Sequence[Mapping[str, Any]] | None,
     generation: bool,
 ) -> list[int] | None:
-    """What the chat template gives; None where it refuses such a dialogue.
+    """The ids that the chat template gives; None where it refuses the dialogue.
 
     Some templates (DeepSeek's) want a call's arguments as JSON text: they are asked a second time.
     """
@@ -171,7 +171,7 @@ _Dialogue = Callable[[_Words], tuple[list[Message], list[dict[str, Any]] | None]
 _FIELDS = ("system", "user", "user name", "answer", "thought", "call id", "function", "key", "value", "deep key",
            "deep value", "result", "result name", "tool", "description", "property", "choice")  # fmt: skip
 _PLAIN = {field: f"zq{number:02}zqzqz" for number, field in enumerate(_FIELDS)}
-"""A word for each field that is found again in a prompt; some templates insist on call ids of nine such characters."""
+"""A word for each field, unique in a prompt. Some templates insist on call ids of nine such characters."""
 
 
 def _spoken(words: _Words) -> tuple[list[Message], None]:
@@ -189,7 +189,7 @@ def _answered(words: _Words) -> tuple[list[Message], None]:
 
 
 def _called(words: _Words) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Text in every field that text can be in."""
+    """A dialogue with text in every field that can hold text."""
     name, answer, thought = words("function"), words("answer"), words("thought")
     arguments = {words("key"): words("value"), "deep": [{words("deep key"): [words("deep value")]}]}
     call = {"id": words("call id"), "type": "function", "function": {"name": name, "arguments": arguments}}

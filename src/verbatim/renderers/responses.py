@@ -1,4 +1,4 @@
-"""A call that a model sampled, as a record: every attempt is kept, and only whole ones count as calls."""
+"""Records of sampled tool calls: every attempt is kept, and only well-formed ones count as calls."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from verbatim.types import ParseStatus, ToolCall
 
 MAX_DEPTH = 64
-"""Of the arguments' nesting; deeper ones would overflow the stack of whatever reads them next."""
+"""The deepest nesting of arguments; deeper values would overflow the stack of later readers."""
 _MAX_BITS = 14_000
-"""Of a whole number; Python writes no longer one as text (`sys.get_int_max_str_digits`)."""
+"""The largest integer, in bits; Python refuses to write longer ones (`sys.get_int_max_str_digits`)."""
 
 
 def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -> ToolCall:
-    """A call as a record: "ok" only with a name that is text and arguments that are a plain JSON object.
+    """Record a call; it is "ok" only with a text as name and a plain JSON object as arguments.
 
     JSON that Python reads but others do not (NaN, half a surrogate pair, bottomless nesting) is not JSON here: it
     would break whatever writes it down later.
@@ -32,7 +32,7 @@ def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -
 
 
 def unreadable(raw: str, status: ParseStatus) -> ToolCall:
-    """An attempt of which nothing could be read."""
+    """Record an attempt that could not be read at all."""
     return ToolCall(name=None, arguments=None, status=status, raw=raw)
 
 

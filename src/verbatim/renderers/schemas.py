@@ -1,4 +1,4 @@
-"""What the schemas of tools say about the types of arguments that a model writes as bare text."""
+"""Looks up, in the schemas of tools, the types of arguments that a model writes as bare text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORDS: Mapping[str, tuple[str, Any]] = {
 
 
 def types_of(tools: object, name: object, parameter: str) -> frozenset[str]:
-    """The JSON types that a parameter of a tool may have; empty where nothing is said about it.
+    """The JSON types that a parameter of a tool may have; empty if the schema declares none.
 
     Schemas come from environments: one that is malformed says nothing.
 

@@ -27,7 +27,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 class TemplateRenderer:
-    """The tokenizer's own chat template.
+    """Renders with the tokenizer's own chat template.
 
     A turn is bridged where `bridge` finds that the template itself comes to the same text. Where it does not (most
     templates that drop the thinking of earlier turns do so when the user speaks), the next prompt is rendered anew and,
@@ -45,7 +45,7 @@ class TemplateRenderer:
     """
 
     renders_by_template = True
-    """There is no format of its own that could differ from the template's."""
+    """It has no format of its own that could differ from the template's."""
     thread_safe = True
     """Several threads may use it at once."""
 
@@ -64,7 +64,7 @@ class TemplateRenderer:
             raise ModelError(str(error)) from error
 
     def _find_out(self, tools: Literal["hermes"] | None) -> None:
-        """What the template does, found by rendering."""
+        """Find the template's properties by rendering."""
         tokens = self._tokenizer.control_tokens
         self._arguments_as_text = not self._renders([_ASK, _CALL]) and self._renders(
             [_ASK, with_arguments(_CALL, as_text=True)]
@@ -98,8 +98,8 @@ class TemplateRenderer:
         """The ids of a whole conversation: int32 [L].
 
         Raises:
-            EnvironmentFault: messages that are none, or that the template refuses (two user turns in a row).
-            TemplateFault: the template does not come to an end with these messages.
+            EnvironmentFault: invalid messages, or messages that the template refuses (two user turns in a row).
+            TemplateFault: the rendering exceeds its budget.
             ModelError: the template would leave out the tools, a call, or what a tool answered.
         """
         check_messages(messages)
@@ -109,7 +109,7 @@ class TemplateRenderer:
     def write_ids(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
     ) -> Int32:
-        """As `render_ids`, of messages that are some, even if the template leaves out a part of them."""
+        """As `render_ids`, for valid messages, even if the template leaves out a part of them."""
         marked, shown_tools = self._marked(messages, tools)
         text = self._render(marked, self._given(shown_tools), add_generation_prompt)
         ids = np.asarray(self._tokenizer.encode(text), dtype=np.int32)
@@ -150,8 +150,8 @@ class TemplateRenderer:
         None where the template would rewrite what is there, or where the prompt is not one that this renderer made.
 
         Raises:
-            EnvironmentFault: new messages that are none.
-            TemplateFault: the template does not come to an end with these messages.
+            EnvironmentFault: invalid new messages.
+            TemplateFault: the rendering exceeds its budget.
         """
         check_messages(new_messages)
         guard = self._tokenizer.guard
@@ -171,7 +171,7 @@ class TemplateRenderer:
 
     @cached_property
     def tool_support(self) -> ToolSupport:
-        """What is written of tools."""
+        """Which parts of tools the template writes."""
         if self._hermes is not None:
             return COMPLETE
         return probe(lambda messages, tools: self._render(messages, tools, True), reads=self._syntax is not None)
@@ -200,7 +200,7 @@ class TemplateRenderer:
         return tools if self._hermes is None else None
 
     def _thought_apart(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str | None, str]:
-        """The thinking, if there was any, and the rest of a completion, as `hide` leaves it."""
+        """The thinking of a completion (None without any), and the rest as `hide` leaves it."""
         ids = completion_ids.tolist()
         end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
         text = self._sampled_text(ids[:end])
@@ -260,15 +260,15 @@ class TemplateRenderer:
         return stops
 
     def _find_preamble(self) -> str:
-        """What the model writes before the text of an answer, thinking aside: to whom it speaks, in some formats."""
+        """The text between generation prompt and answer, thinking aside; some formats name the addressee there."""
         start = self._render([_ASK], None, True)
         whole = self._render([_ASK, _ANSWER], None, False)
         preamble = whole.removeprefix(start).partition(_ANSWER["content"])[0] if whole.startswith(start) else ""
         return preamble if preamble.strip() and _OPEN not in preamble else ""
 
     def _answer_ends(self) -> list[int]:
-        """What ends an answer: the first control token after it, if need be the one that begins the next message; and
-        what ends a turn that calls a tool."""
+        """The token that ends an answer: the first control token after it, if need be the one that begins the next
+        message; and the token that ends a turn with calls."""
         answered = self._controls([_ASK, _ANSWER], after=_ANSWER["content"])
         if not answered:
             try:

@@ -1,7 +1,8 @@
-"""What a chat format does with tools, found by rendering; and the refusal where it leaves out what it is given.
+"""Finds by rendering which parts of tools a chat format writes, and refuses conversations of which it would leave out a
+part.
 
-A template that ignores tools says nothing about it: their schemas are not in the prompt, and a call that was made comes
-out as an empty turn. A model would be trained on episodes in which it was never told what it can do.
+A template that ignores tools does so silently: their schemas are not in the prompt, and a call comes out as an empty
+turn. A model would be trained on episodes in which it was never told which tools it has.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ USE_HERMES = ('set tools = "hermes" under [orchestrator.renderer], which writes 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolSupport:
-    """What is written of tools."""
+    """Which parts of tools a chat format writes."""
 
     shown: bool
     """Schemas, in a conversation that begins with a user's message."""
@@ -42,7 +43,7 @@ class ToolSupport:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """What is left out, as it continues "the chat template ..."."""
+        """The missing parts, worded to follow "the chat template ..."."""
         showing = self.shown and self.shown_below_system
         where = " without a system message" if self.shown_below_system else " below a system message"
         return (
@@ -60,7 +61,7 @@ class ToolSupport:
     def refuse(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, who: str
     ) -> None:
-        """Refuse a conversation of which something would be left out by `who`.
+        """Refuse a conversation of which `who` would leave out a part.
 
         Schemas that are not shown are allowed where the system message names every tool: the environment then describes
         them itself, as some models want it.
@@ -92,7 +93,7 @@ _NO_ANSWERS = "does not write the answers of tools"
 
 
 def probe(render: Render, *, reads: bool) -> ToolSupport:
-    """Look at what is written for conversations with words that occur nowhere else; `reads` is kept as `read`."""
+    """Render conversations with unique words and look for these; `reads` is kept as `read`."""
     plain = _rendered(render, [_ASK])
     return ToolSupport(
         shown=_NAME in plain,

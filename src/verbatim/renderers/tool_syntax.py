@@ -1,4 +1,4 @@
-"""How a model writes tool calls, and how they are read; which syntax a model has is never guessed from its output.
+"""The syntaxes of tool calls, and how calls are read. A model's syntax is never guessed from its output.
 
 `derived_syntax` finds it in the chat template. Four forms are known, which cover Hermes, Mistral and Llama JSON,
 DeepSeek, the XML of Qwen, GLM and others, and LFM:
@@ -28,7 +28,7 @@ Form = Literal["whole", "named", "tagged", "python"]
 
 @dataclass(frozen=True, kw_only=True)
 class ToolSyntax:
-    """What stands around the parts of a call, spaces at its ends left out.
+    """The text around the parts of a call, stripped of white space at its ends.
 
     Example, GLM: opens `<tool_call>`, closes `</tool_call>`, key `<arg_key>`, value `</arg_key>\\n<arg_value>`, ends
     `</arg_value>`.
@@ -36,7 +36,7 @@ class ToolSyntax:
 
     form: Form
     before: str
-    """Before the first of several calls; empty where nothing is."""
+    """Before the first of several calls; may be empty."""
     opens: str
     """Before each call; empty in `whole` where a call is all there is."""
     closes: str
@@ -103,7 +103,7 @@ class ToolSyntax:
         return check_call(value["name"], value.get(self.arguments, {}), "ok", raw)
 
     def _bare(self, text: str) -> ToolCall | None:
-        """A call that nothing marks as one: JSON with a name and arguments, or what begins as such; else an answer."""
+        """Read a call without marks around it: JSON with a name and arguments, or the start of such; else an answer."""
         raw = shown(text.strip())
         value = _json(raw)
         if value is _NOT_JSON:
@@ -151,12 +151,12 @@ def hide(text: str, tokens: re.Pattern[str]) -> str:
 
 
 def shown(text: str) -> str:
-    """The text as it was sampled."""
+    """Undo `hide`: the text as it was sampled."""
     return text.replace(_HIDDEN, "")
 
 
 def _is_tag(word: str) -> bool:
-    """Whether a word marks what follows it: it has a character that no sentence has."""
+    """Whether a word is a marker: it has a character that plain sentences do not have."""
     return any(not (c.isalnum() or c in ".,:;!?'\"()-") for c in word)
 
 

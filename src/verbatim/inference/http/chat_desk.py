@@ -27,7 +27,7 @@ from verbatim.inference.http.chat_endpoint import ChatRequest, answer_chat, read
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.request_body import Refused
 from verbatim.renderers.base import Renderer
-from verbatim.renderers.recipe import describe_renderer
+from verbatim.renderers.renderer_spec import renderer_spec
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class ProcessDesk:
 
     def __init__(self, renderer: Renderer, processes: int, limits: ServerLimits) -> None:
         try:
-            self._recipe = pickle.dumps(describe_renderer(renderer))
+            self._spec = pickle.dumps(renderer_spec(renderer))
         except Exception as error:  # a custom renderer's parts raise anything
             raise UsageError(f"renderer {renderer.name!r} cannot be made again in another process ({error}); serve "
                              "with chat_processes = 0") from error  # fmt: skip
@@ -173,7 +173,7 @@ class ProcessDesk:
     async def _work(self, most: int | None, ready: asyncio.Future[None]) -> None:
         while True:
             try:
-                process = await _start(self._recipe)
+                process = await _start(self._spec)
             except UsageError as error:
                 if not ready.done():
                     ready.set_exception(error)
@@ -222,14 +222,14 @@ def _settle(task: _Task, outcome: Any) -> None:
         task.future.set_result(outcome)
 
 
-async def _start(recipe: bytes) -> asyncio.subprocess.Process:
+async def _start(spec: bytes) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "verbatim.inference.http.chat_desk", stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
     try:
         async with asyncio.timeout(START_SECONDS):
-            await _send(process, recipe)
+            await _send(process, spec)
             outcome = await _receive(process)
     except (OSError, EOFError, TimeoutError) as error:
         outcome = UsageError(f"a process that renders conversations does not start: {type(error).__name__} {error}")
@@ -257,7 +257,7 @@ async def _receive(process: asyncio.subprocess.Process) -> Any:
 
 
 def main() -> None:
-    """Such a process: a recipe on standard input, then calls until it ends; each is answered on standard output."""
+    """The process's program: reads a renderer's spec, then calls, from standard input; answers on standard output."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; whoever started this one ends it
@@ -276,9 +276,9 @@ def main() -> None:
             sys.exit(0)
         return pickle.loads(given.read(_HEADER.unpack(head)[0]))  # noqa: S301  (from the process that started us)
 
-    recipe = hear()
+    spec = hear()
     try:
-        renderer = recipe.make() if hasattr(recipe, "make") else recipe
+        renderer = spec.make() if hasattr(spec, "make") else spec
     except VerbatimError as error:
         tell(error)
         return

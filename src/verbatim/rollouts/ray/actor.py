@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verbatim.errors import UsageError
-from verbatim.renderers.recipe import RendererRecipe, describe_renderer
+from verbatim.renderers.renderer_spec import RendererSpec, renderer_spec
 from verbatim.rollouts.base import Conversation
 from verbatim.rollouts.ray.cluster import connect, import_ray
 from verbatim.rollouts.workers.worker_context import WorkerContext
@@ -41,7 +41,7 @@ def _pack(ray: Any, name: str, value: Any) -> bytes:
             f"actor make one of its own: {name}=lambda: {kind}(...)"
         )
     try:
-        packed: bytes = ray.cloudpickle.dumps(describe_renderer(value) if name == "template" else value)
+        packed: bytes = ray.cloudpickle.dumps(renderer_spec(value) if name == "template" else value)
     except Exception as error:  # objects raise whatever they like here
         mend = f"have the actor make it: {name}=lambda: ..." if name in _MADE_THERE else "change what it holds"
         raise UsageError(f"{name}: a {kind} cannot travel to an actor ({type(error).__name__}: {error}); "
@@ -83,7 +83,7 @@ def _unpack(name: str, packed: bytes) -> Any:
     from ray import cloudpickle
 
     value = cloudpickle.loads(packed)
-    if isinstance(value, RendererRecipe):
+    if isinstance(value, RendererSpec):
         return value.make()
     method = _MADE_THERE.get(name)
     if method is None or hasattr(type(value), method) or not callable(value):

@@ -15,7 +15,7 @@ from verbatim.errors import ComponentError, RecordError, UsageError
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import OpenAI
 from verbatim.renderers.base import Renderer
-from verbatim.renderers.recipe import RendererRecipe, describe_renderer
+from verbatim.renderers.renderer_spec import RendererSpec, renderer_spec
 from verbatim.rollouts.agent_loop import EpisodeLimits
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, LocalRunner, RolloutSetup
@@ -52,7 +52,7 @@ class EpisodePlan:
 
     setups: Mapping[tuple[str, str], RemoteSetup]
     """By purpose ("train", "eval") and label."""
-    renderer: Renderer | RendererRecipe
+    renderer: Renderer | RendererSpec
     """The renderer of the sampler's model."""
 
 
@@ -72,9 +72,9 @@ def packed_plan(
     """
     for setup in setups.values():
         refuse_what_cannot_travel(setup.env, setup.name, setup.args, dumps)
-    recipe = describe_renderer(renderer)
+    spec = renderer_spec(renderer)
     try:
-        return dumps(EpisodePlan(setups=dict(setups), renderer=recipe))
+        return dumps(EpisodePlan(setups=dict(setups), renderer=spec))
     except Exception as error:  # objects raise whatever they like here
         raise UsageError(
             f"a {type(renderer).__name__} cannot travel to a worker ({error_text(error)}); make it picklable, or play "
@@ -119,7 +119,7 @@ class WorkerEpisodes:
         Raises:
             UsageError: an environment cannot be imported or made here, or the renderer is another one here.
         """
-        renderer = plan.renderer.make() if isinstance(plan.renderer, RendererRecipe) else plan.renderer
+        renderer = plan.renderer.make() if isinstance(plan.renderer, RendererSpec) else plan.renderer
         environments: dict[str, Environment] = {}
         setups: dict[tuple[str, str], RolloutSetup] = {}
         async with contextlib.AsyncExitStack() as stack:

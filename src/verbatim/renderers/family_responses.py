@@ -1,4 +1,4 @@
-"""A completion as a family's own parser reads it, checked call by call and typed by the schemas of the tools."""
+"""Reads a completion with a family's own parser, checks each call and types its arguments by the tools' schemas."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def read_completion(
 ) -> ParsedResponse:
     """Content, reasoning and every attempted call of `ids`, which end before the token that closed the turn.
 
-    Some families write `<parameter=n>5</parameter>`: whether that is the number 5 or the text "5" only the schema
-    says. Without `tools`, what reads as JSON is JSON and the rest is text.
+    Some families write `<parameter=n>5</parameter>`: only the schema says whether that is the number 5 or the text
+    "5". Without `tools`, what reads as JSON is JSON and the rest is text.
     """
     try:
         parsed = family.parse_response(list(ids), prompt_ids=prompt_ids, tools=tools)

@@ -1,4 +1,4 @@
-"""How a renderer travels: as its name and its tokenizer, and is made again where it arrives."""
+"""How a renderer is sent to another process: as its name and its tokenizer, from which it is made again there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verbatim.renderers.base import Renderer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RendererRecipe:
+class RendererSpec:
     """What one of our renderers is made of."""
 
     name: str
@@ -21,7 +21,7 @@ class RendererRecipe:
     tokenizer: Any
     """The model's own, without the guard that renderers put around it."""
     stop_token_ids: tuple[int, ...]
-    """What it has to come out with."""
+    """The ids that end a turn where it comes from; it must have the same here."""
 
     def make(self) -> Renderer:
         """The same renderer.
@@ -39,12 +39,12 @@ class RendererRecipe:
         return renderer
 
 
-def describe_renderer(renderer: Any) -> Any:
-    """The recipe of a renderer over a guarded tokenizer, whose caches and proofs stay behind; all else as it is."""
+def renderer_spec(renderer: Any) -> Any:
+    """The spec of a renderer over a guarded tokenizer, whose caches stay behind; any other object as it is."""
     guarded: Any = getattr(renderer, "_tokenizer", None)
     if type(guarded).__name__ != "GuardedTokenizer":  # by name: its module is heavy, and loaded only where it is used
         return renderer
-    return RendererRecipe(
+    return RendererSpec(
         name=renderer.name, tools=getattr(renderer, "tool_format", None), tokenizer=guarded._tokenizer,
         stop_token_ids=tuple(renderer.stop_token_ids)
     )
