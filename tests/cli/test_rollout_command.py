@@ -43,7 +43,7 @@ KEY = "sk-canary-0123456789"
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("verbatim.inference.chat.client.FIRST_PAUSE", 0.002)
+    monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.002)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     (tmp_path / "adding.py").write_text(TOOLS)
     yield tmp_path

@@ -136,7 +136,7 @@ def test_every_request_survives_the_wire(
 ):
     sent = request(*prompt, seed=seed, session=session, temperature=temperature, max_tokens=max_tokens, top_p=top_p,
                    top_k=top_k, min_p=min_p, stop_token_ids=tuple(stop))  # fmt: skip
-    body = json.loads(json.dumps(protocol.request_body(sent, "m", seed_for_all=seed_for_all)))
+    body = json.loads(client.encode(protocol.request_body(sent, "m", seed_for_all=seed_for_all)))
     read, logprobs = read_request(body, seed=-1, room=16, end_ids=(9,))
     assert (read.prompt_ids.tolist(), read.params, read.seed, read.session, logprobs) == (
         prompt, sent.params, seed, session, "plain")  # fmt: skip
@@ -223,7 +223,7 @@ async def test_a_call_that_was_cancelled_at_any_moment_holds_up_no_other():
     sampler = scripted(lambda _: [1])
     async with behind_http(sampler) as client:
         for passes in range(40):
-            await client._lines.hang_up()  # so that the call has to connect anew
+            await client._client.hang_up()  # so that the call has to connect anew
             task = asyncio.create_task(client.generate(request(1)))
             for _ in range(passes):
                 await asyncio.sleep(0)
@@ -610,7 +610,7 @@ def test_calls_of_one_event_loop_after_the_other_leave_no_connection_open():
         for _ in range(3):
             results = rollout(asked)
             assert [(result["stop_reason"], result.error) for result in results] == [("stop", None)] * 8
-            assert len(sampler._lines._lines) == 0
+            assert len(sampler._client._loops) == 0
         for _ in range(3):  # whoever brings loops and does not say when they end
             asyncio.run(sampler.generate(request(1)))
-        assert len(sampler._lines._lines) == 1
+        assert len(sampler._client._loops) == 1

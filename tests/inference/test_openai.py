@@ -222,7 +222,7 @@ async def complete(server: ChatServer, failures: Counter[str] | None = None, **s
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])
 async def test_what_may_pass_is_tried_again(status: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("verbatim.inference.chat.client.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.001)
     failures: Counter[str] = Counter()
     with chat_server(fault=lambda body, tries: Raw(status) if tries < 2 else None) as server:
         answer = await complete(server, failures)
@@ -257,7 +257,7 @@ async def test_an_address_without_v1_is_asked_about():
 
 @pytest.mark.parametrize("retries", [0, 3])
 async def test_tries_are_bounded(retries: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("verbatim.inference.chat.client.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.001)
     failures: Counter[str] = Counter()
     with chat_server(fault=lambda body, tries: Raw(drop=True)) as server:
         with pytest.raises(SamplerFault, match="Connection error"):
@@ -267,7 +267,7 @@ async def test_tries_are_bounded(retries: int, monkeypatch: pytest.MonkeyPatch):
 
 
 async def test_the_server_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("verbatim.inference.chat.client.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.001)
     wait = Raw(429, headers={"Retry-After": "0.4"})
     with chat_server(fault=lambda body, tries: None if tries else wait) as server:
         started = time.perf_counter()
@@ -334,11 +334,11 @@ async def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch):
     real = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "openai":
-            raise ImportError(name)
+        if name == "aiohttp":
+            raise ImportError(name, name=name)
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UsageError, match=r"pip install 'verbatim-rl\[api\]'"):
+    with pytest.raises(UsageError, match=r"need aiohttp: pip install 'verbatim-rl\[api\]'"):
         async with OpenAI(model="m").connect():
             pass

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import verbatim.inference.teacher as teachers
 from verbatim.config.schema import TeacherConfig
 from verbatim.errors import ModelError, RunStopped
+from verbatim.inference.http import client
 from verbatim.inference.teacher import LocalTeacher, make_teacher
 
 KEY = "sk-canary-of-the-teacher"
@@ -48,7 +49,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(teachers, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(client, "FIRST_PAUSE", 0.001)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.seen, server.script = [], []
     thread = threading.Thread(target=server.serve_forever, daemon=True)

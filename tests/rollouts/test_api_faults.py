@@ -28,7 +28,7 @@ BROKEN = '{"choices": [{"mess'
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("verbatim.inference.chat.client.FIRST_PAUSE", 0.002)
+    monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.002)
 
 
 def add(a: int, b: int) -> int:

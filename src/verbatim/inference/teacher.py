@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import random
 from typing import Any, Protocol
 
 import numpy as np
 
 from verbatim.config.schema import TeacherConfig
-from verbatim.errors import RunStopped, UsageError
+from verbatim.errors import RunStopped, SamplerFault
+from verbatim.inference.http.client import HttpClient, encode, read_json
 from verbatim.inference.validation import check_ids
 from verbatim.types import Float32, Int32
 
 ATTEMPTS = 5
 """Of one request, with a pause after each failure."""
-FIRST_PAUSE = 0.5
-"""Seconds after the first failure; doubled after each further one, give or take a half."""
 TIMEOUT = 120.0
 """Seconds for one answer."""
 
@@ -80,24 +78,19 @@ class ServerTeacher:
     """A server with vLLM's `prompt_logprobs` on `/completions`, asked with exact ids.
 
     Its logprobs are those of the unscaled distribution, so it only serves samples of temperature 1. A request that
-    fails is made again, `ATTEMPTS` times in all.
+    fails in passing is retried, `ATTEMPTS` attempts in all.
     """
 
     def __init__(self, config: TeacherConfig) -> None:
         """Connect to nothing yet."""
-        try:
-            import httpx
-        except ImportError as error:
-            raise UsageError("a teacher behind orchestrator.teacher.base_url needs httpx: pip install httpx") from error
         self._config = config
-        key = os.environ.get(config.api_key_env, "")
-        self._client: Any = httpx.AsyncClient(
-            base_url=str(config.base_url).rstrip("/") + "/",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=TIMEOUT,
+        self._client = HttpClient(
+            str(config.base_url),
+            api_key=os.environ.get(config.api_key_env),
+            request_timeout=TIMEOUT,
+            max_retries=ATTEMPTS - 1,
+            remote_api=True,
         )
-        self._transport_errors = httpx.TransportError
-        self._random = random.Random(0)
 
     async def logprobs(self, token_ids: Int32, temperature: float) -> Float32:
         """As `Teacher.logprobs`, at temperature 1.
@@ -106,14 +99,18 @@ class ServerTeacher:
             RunStopped: the server cannot be reached, refuses, or answers without the logprobs of these ids.
         """
         assert temperature == 1.0, "the configuration admits no other temperature"
-        ids = token_ids.tolist()
         # The token that is generated is not looked at: servers refuse to generate none.
-        body = {"model": self._config.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
-        answer = await self._ask(body)
+        body = encode({"model": self._config.model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0,
+                       "prompt_logprobs": 1})  # fmt: skip
+        try:
+            answer = await self._client.ask("POST", "/completions", body, read_json)
+        except SamplerFault as fault:
+            raise RunStopped(f"the teacher gave no logprobs: {fault}") from fault
+        ids = token_ids.tolist()
         try:
             rows = answer["choices"][0]["prompt_logprobs"]
             found = [math.nan, *(_logprob(row, i) for row, i in zip(rows[1:], ids[1:], strict=True))]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise RunStopped(
                 f"the teacher at {self._config.base_url} answered without the prompt_logprobs of the {len(ids)} ids it "
                 f"was given ({type(error).__name__}: {error}); expected a server that offers them on /completions, as "
@@ -121,30 +118,9 @@ class ServerTeacher:
             ) from error
         return np.array(found, dtype=np.float32)
 
-    async def _ask(self, body: dict[str, Any]) -> Any:
-        failure = ""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(FIRST_PAUSE * 2 ** (attempt - 1) * self._random.uniform(0.5, 1.5))
-            try:
-                response = await self._client.post("completions", json=body)
-            except self._transport_errors as error:
-                failure = f"{type(error).__name__}: {error}"
-                continue
-            if response.status_code == 200:
-                try:
-                    return response.json()
-                except ValueError:
-                    failure = "an answer that is no JSON"
-                    continue
-            failure = f"status {response.status_code}: {response.text[:200]}"
-            if response.status_code != 429 and response.status_code < 500:
-                break
-        raise RunStopped(f"the teacher at {self._config.base_url} gave no logprobs; the last try ended with {failure}")
-
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._client.close()
 
 
 def make_teacher(config: TeacherConfig) -> Teacher:

@@ -55,7 +55,7 @@ def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRON
     _check_runners(config, environments)
     _check_devices(config)
     if config.orchestrator.teacher is not None:
-        _check_teacher(config.orchestrator.teacher, config.orchestrator.training_mode)
+        _check_teacher(config.orchestrator.teacher)
     _check_model(config, environments, data)
     return environments
 
@@ -96,17 +96,14 @@ def _check_devices(config: RunConfig) -> None:
             raise UsageError(f"{where}: {error}") from error
 
 
-def _check_teacher(teacher: TeacherConfig, mode: str) -> None:
+def _check_teacher(teacher: TeacherConfig) -> None:
     if teacher.base_url is None:
         from verbatim.models.loading import check_weights
 
         check_weights(teacher.model)
         return
     OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)  # refuses a bad address
-    if mode == "sft":
-        _need("openai", 'training_mode = "sft"', "verbatim-rl[api]")
-    else:
-        _need("httpx", "a teacher behind orchestrator.teacher.base_url", "httpx")
+    _need("aiohttp", "a teacher behind orchestrator.teacher.base_url", "verbatim-rl[api]")
 
 
 def _check_model(config: RunConfig, environments: Environments, data: Sequence[Conversation]) -> None:

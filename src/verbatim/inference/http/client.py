@@ -1,217 +1,392 @@
-"""Patient connections to one server: JSON in, JSON out, tried again where that may help, from any event loop.
+"""The HTTP client of samplers, chat servers and teachers: bytes out, an answer in, retried where that may help.
 
-What may pass (a lost connection, 429, 500, 503, ...) is tried again after a growing pause. What one of our servers
-says in its own words is its last word.
+Each attempt has a deadline. A failure that may pass (a lost connection, a deadline, 429, 5xx, a broken answer) is
+retried after a growing pause, or when the server's `Retry-After` says so; any other is final.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import email.utils
+import io
+import itertools
 import json
+import logging
+import os
 import random
 import ssl
+import time
+import urllib.request
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from verbatim.errors import SamplerFault, UsageError, VerbatimError
-from verbatim.inference.chat.client import pause, text_of
-from verbatim.inference.http import protocol
+from verbatim.errors import SamplerFault, UsageError
 
-_PASSING = {408, 425, 429, 500, 502, 503, 504}
-_MOST_CONNECTIONS = 1024
-"""Requests under way at a time; more wait their turn."""
-_IDLE = 30.0
-"""Seconds that an idle connection is kept: shorter than our server keeps it, so that it is never found closed."""
+if TYPE_CHECKING:
+    import aiohttp
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.5
+"""Seconds after the first failure; doubled after each further one, give or take a half."""
+LONGEST_PAUSE = 30.0
+"""Seconds; what it is doubled up to."""
+LONGEST_RETRY_AFTER = 120.0
+"""Seconds that a server may ask to wait; a longer wait is a final failure."""
 CONNECT = 10.0
 """Seconds for a connection, or for a question that needs no sampling."""
+MAX_ANSWER_BYTES = 2**28
+"""Larger answers are refused while they arrive: the prompt logprobs of a million ids take two thirds of it."""
+_PASSING = {408, 409, 425, 429}
+"""Statuses that are retried, beside those from 500 on."""
+_MAX_CONNECTIONS = 1024
+"""Attempts under way at a time; more wait their turn, outside of their deadline."""
+_IDLE = 30.0
+"""Seconds that an idle connection is kept: shorter than our server keeps it, so that it is never found closed."""
+_LARGE_BODY = 2**20
+"""Bytes; aiohttp wants larger bodies as a file, which it sends in pieces."""
+_SHORTEST_SECRET = 8
+"""Characters. Shorter keys ("EMPTY", "none") hide nothing, and would be found inside ordinary words."""
 
 
-@dataclass(eq=False)
-class _Lines:
-    """What belongs to one event loop: its connections, and what is under way on them.
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered to one attempt."""
 
-    Each connection is a client of its own, taken from the idle ones: a client with many goes through all of them for
-    each request.
+    path: str
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+    @property
+    def text(self) -> str:
+        """The body as UTF-8, whatever character set the server names."""
+        return self.body.decode("utf-8", "replace")
+
+
+class AttemptFailed(Exception):
+    """One attempt failed.
+
+    Args:
+        kind: What is counted: "status_500", "connection", "timeout", "bad_answer", "unsendable".
+        text: For people; the client hides the api key in it.
+        retry_after: Seconds that the server asks to wait.
+        final: No retry can help.
     """
 
-    make_client: Callable[[], Any]
-    idle: list[Any] = field(default_factory=list)
-    under_way: set[asyncio.Task[Any]] = field(default_factory=set)
-    closing: set[asyncio.Task[None]] = field(default_factory=set)
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_CONNECTIONS))
-
-    @contextlib.asynccontextmanager
-    async def one(self) -> AsyncIterator[Any]:
-        """An idle connection.
-
-        One whose request failed or was cancelled is not used again: cancelled at the wrong moment, httpx's client
-        believes for ever that its connection is taken (https://github.com/encode/httpcore/issues/1093).
-        """
-        async with self.places:
-            client = self.idle.pop() if self.idle else self.make_client()
-            try:
-                yield client
-            except BaseException:
-                closing = asyncio.create_task(client.aclose())
-                self.closing.add(closing)
-                closing.add_done_callback(self.closing.discard)
-                raise
-            self.idle.append(client)
+    def __init__(self, kind: str, text: str, *, retry_after: float = 0.0, final: bool = False) -> None:
+        super().__init__(text)
+        self.kind, self.text, self.retry_after, self.final = kind, text, retry_after, final
 
 
 class HungUp(SamplerFault):
-    """Our side closed the connections while this was under way."""
+    """Our side closed the connections while this request was under way."""
+
+
+@dataclass(eq=False)
+class _LoopState:
+    """What belongs to one event loop: its connections, and the requests under way."""
+
+    session: aiohttp.ClientSession
+    under_way: set[asyncio.Task[Any]] = field(default_factory=set)
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CONNECTIONS))
 
 
 class HttpClient:
-    """Connections to one server, made as they are needed. They can be pickled, and used from several event loops.
+    """Requests to one server. Connects when needed; can be pickled, and used from several event loops.
 
     Args:
-        url: The server's root: "http://127.0.0.1:8000".
-        api_key: Sent as a bearer token.
-        request_timeout: Seconds for one try.
-        max_retries: Tries after the first.
+        url: What every path is appended to: "http://127.0.0.1:8000".
+        api_key: Sent as a bearer token; hidden in every message.
+        request_timeout: Seconds for one attempt, from the connection to the last byte.
+        max_retries: Attempts after the first.
+        remote_api: The server is out in the world: proxies and certificates are those of the environment (as httpx and
+            OpenAI's client have them), and redirects are followed. A proxy is not asked about the machine next door.
+        headers: Sent with every request.
 
     Raises:
-        UsageError: no plain http(s) address, or httpx is not installed.
+        UsageError: no plain http(s) address, a proxy that is no HTTP proxy, or the extra `api` is not installed.
     """
 
-    def __init__(self, url: str, *, api_key: str | None, request_timeout: float, max_retries: int) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None = None, request_timeout: float, max_retries: int,
+        remote_api: bool = False, headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = weakref.WeakKeyDictionary()
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
             raise UsageError(f"url {url.rpartition('@')[2]!r}; expected a plain address such as "
                              '"http://127.0.0.1:8000" (a key is given as api_key)')  # fmt: skip
-        _import_httpx()
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._api_key = api_key
+        _check_installed()
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._remote_api = remote_api
+        self._proxy = _proxy_of_environment(self.url) if remote_api else None
+        self._secrets = [secret for secret in (api_key, self._proxy and urlsplit(self._proxy).password)
+                         if secret and len(secret) >= _SHORTEST_SECRET]  # fmt: skip
         self._request_timeout = request_timeout
         self._max_retries = max_retries
         self._closed = False
         self._random = random.Random()
-        self._lines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Lines] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lines": None}
+        return {**vars(self), "_loops": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lines=weakref.WeakKeyDictionary())
+        vars(self).update(state, _loops=weakref.WeakKeyDictionary())
+
+    def __del__(self) -> None:
+        self._drop_ended_loops()
 
     async def ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, missing_ok: bool = False,
-        if_missing: str = "",
-    ) -> Any:  # fmt: skip
-        """The JSON of an answer, asked for until it comes; None where `missing_ok` and there is no such endpoint.
+        self, method: str, path: str, body: bytes | None, read: Callable[[Answer], T],
+        failures: Counter[str] | None = None,
+    ) -> T:  # fmt: skip
+        """Send a request until it is answered. Cancelling the call closes its connection.
 
-        `if_missing` is what people are told beside a 404.
+        Args:
+            method: "GET" or "POST".
+            path: "/v1/models".
+            body: JSON.
+            read: Makes the result of an answer, or raises `AttemptFailed`; other exceptions are passed on.
+            failures: Every failed attempt is counted here as it happens, by its kind.
 
         Raises:
-            VerbatimError: the server's own, or SamplerFault.
-            HungUp: `close` was called meanwhile.
+            SamplerFault: a final failure, or one more than `max_retries`; says how the last attempt failed.
+            HungUp: `close` or `hang_up` was called meanwhile.
         """
-        task = asyncio.create_task(self._ask(method, path, body, missing_ok, if_missing))
         under_way = self._of_this_loop().under_way
+        task = asyncio.create_task(self._ask(method, path, body, read, Counter() if failures is None else failures))
         under_way.add(task)
         try:
             return await task
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if self._closed and not (current is not None and current.cancelling()):
-                raise HungUp("the sampler was closed before the server had answered") from None
-            raise
+            if current is not None and current.cancelling():
+                raise
+            raise HungUp(f"{self.url}: the connection was closed here before the server had answered") from None
         finally:
             under_way.discard(task)
 
     async def close(self) -> None:
-        """No more questions; what is under way in this event loop is given up."""
+        """No more requests; those under way in this event loop end as `HungUp`."""
         self._closed = True
         await self.hang_up()
 
     async def hang_up(self) -> None:
-        """Close this event loop's connections; they are made anew when they are needed."""
-        lines = self._lines.pop(asyncio.get_running_loop(), None)
-        if lines is not None:
-            under_way = list(lines.under_way)
+        """Close this event loop's connections; requests under way end as `HungUp`, later ones connect anew."""
+        state = self._loops.pop(asyncio.get_running_loop(), None)
+        if state is not None:
+            under_way = list(state.under_way)
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
-            for client in lines.idle:
-                await client.aclose()
-            await asyncio.gather(*lines.closing, return_exceptions=True)
+            await state.session.close()
 
     async def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, missing_ok: bool, if_missing: str
-    ) -> Any:
-        httpx = _import_httpx()
-        lines = self._of_this_loop()
-        data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-        failure = ""
-        for attempt in range(self._max_retries + 1):
-            if attempt:
-                await asyncio.sleep(pause(attempt - 1, 0.0, self._random))
+        self, method: str, path: str, body: bytes | None, read: Callable[[Answer], T], failures: Counter[str]
+    ) -> T:
+        for attempt in itertools.count(1):
             try:
-                async with lines.one() as client:
-                    response = await client.request(method, path, content=data)
-            except httpx.RequestError as error:
-                failure = f"{type(error).__name__}: {error}"
-                continue
-            if response.status_code == 200:
-                try:
-                    return json.loads(response.content)
-                except (ValueError, RecursionError):
-                    failure = f"an answer that is no JSON: {text_of(response)[:200]!r}"
-                    continue
-            if response.status_code == 404 and missing_ok:
-                return None
-            ours = _read_error(response)
-            if ours is not None:
-                raise ours
-            failure = f"status {response.status_code}: {' '.join(text_of(response)[:300].split())}"
-            if response.status_code == 404:
-                failure = f"{path}: {failure}{f' ({if_missing})' if if_missing else ''}"
-            if response.status_code not in _PASSING:
-                raise SamplerFault(f"{self.url}: {failure}")
-        raise SamplerFault(f"{self.url}: {failure} ({self._max_retries + 1} tries)")
+                return read(await self._attempt(method, path, body))
+            except AttemptFailed as failure:
+                failures[failure.kind] += 1
+                said = f"{self.url}: {self._hide(failure.text)}"
+                if failure.final or attempt > self._max_retries:
+                    tries = f" ({attempt} tries)" if attempt > 1 else ""
+                    raise SamplerFault(said + tries) from None
+                seconds = pause(attempt - 1, failure.retry_after, self._random)
+            logger.debug("%s; again in %.1f s", said, seconds)
+            await asyncio.sleep(seconds)
+        raise AssertionError("the last attempt returns or raises")
 
-    def _of_this_loop(self) -> _Lines:
+    async def _attempt(self, method: str, path: str, body: bytes | None) -> Answer:
+        import aiohttp
+
+        state = self._of_this_loop()
+        async with state.places:
+            data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
+            try:
+                async with (
+                    asyncio.timeout(self._request_timeout),
+                    state.session.request(
+                        method, self.url + path, data=data, allow_redirects=self._remote_api, proxy=self._proxy
+                    ) as response,
+                ):
+                    return Answer(path, response.status, await _read_body(response), response.headers)
+            except aiohttp.ConnectionTimeoutError:
+                raise AttemptFailed("connection", f"Connection error (no connection within {CONNECT:g} s)") from None
+            except TimeoutError:
+                raise AttemptFailed("timeout", f"no answer within {self._request_timeout:g} s") from None
+            except (aiohttp.ClientError, OSError) as error:
+                raise AttemptFailed("connection", f"Connection error ({type(error).__name__}: {error})") from None
+
+    def _of_this_loop(self) -> _LoopState:
         """Connections live in one event loop each."""
         if self._closed:
-            raise SamplerFault("the sampler is closed; make a new one")
+            raise SamplerFault(f"the connections to {self.url} were closed; make a new client")
         loop = asyncio.get_running_loop()
-        if loop not in self._lines:
-            for ended in [other for other in list(self._lines) if other.is_closed()]:
-                del self._lines[ended]  # a connection holds on to its loop; so both are let go of, and closed
-            self._lines[loop] = _Lines(self._client_maker())
-        return self._lines[loop]
+        if loop not in self._loops:
+            self._drop_ended_loops()
+            self._loops[loop] = _LoopState(self._make_session())
+        return self._loops[loop]
 
-    def _client_maker(self) -> Callable[[], Any]:
-        httpx = _import_httpx()
-        key = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        return functools.partial(
-            httpx.AsyncClient,
-            base_url=self.url,
-            headers={"Content-Type": "application/json", **key},
-            timeout=httpx.Timeout(self._request_timeout, connect=CONNECT),
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=_IDLE),
-            verify=ssl.create_default_context(),
-            trust_env=False,  # a proxy for the outside world is not asked about the machine next door
+    def _drop_ended_loops(self) -> None:
+        """A session holds on to its loop, so both would stay for ever."""
+        for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
+            with contextlib.suppress(StopIteration):
+                self._loops.pop(loop).session.close().send(None)  # without its loop, `close` has nothing to wait for
+
+    def _make_session(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_IDLE, ssl=_remote_certificates() if self._remote_api else True
+            ),
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
         )
 
+    def _hide(self, text: str) -> str:
+        """Servers quote the key that they refuse."""
+        for secret in self._secrets:
+            text = text.replace(secret, "[key]")
+        return text
 
-def _import_httpx() -> Any:
+
+def _check_installed() -> None:
+    """Refuse to start without the libraries, and say what to install."""
     try:
-        import httpx
-    except ImportError:
-        raise UsageError("a sampler behind HTTP needs httpx: pip install 'verbatim-rl[serve]'") from None
-    return httpx
+        import aiohttp  # noqa: F401
+        import certifi  # noqa: F401
+        import orjson  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"requests to a server need {error.name}: pip install 'verbatim-rl[api]'") from None
 
 
-def _read_error(response: Any) -> VerbatimError | None:
+def encode(body: Mapping[str, Any]) -> bytes:
+    """JSON, integer arrays as lists; floats have to be finite. 32,768 ids take 0.2 ms.
+
+    >>> encode({"ids": np.array([1, 2], dtype=np.int32)})
+    b'{"ids":[1,2]}'
+    """
+    import orjson
+
     try:
-        return protocol.read_error(json.loads(response.content))
-    except (ValueError, RecursionError):
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # half a surrogate pair, an integer beyond 64 bits, an array that is not contiguous
+        return json.dumps(body, default=lambda array: array.tolist(), allow_nan=False).encode()
+
+
+def decode(answer: Answer) -> Any:
+    """The JSON of a body; floats are the nearest to what is written, so a float32 comes back bit for bit.
+
+    Raises:
+        ValueError: it is no JSON, or is nested too deeply.
+    """
+    import orjson
+
+    try:
+        return orjson.loads(answer.body)
+    except ValueError:  # Python's reader takes more: half a surrogate pair, NaN, integers beyond every float
+        pass
+    try:
+        return json.loads(answer.text)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+
+
+def read_json(answer: Answer, hint: str = "") -> Any:
+    """The JSON of a successful answer; `hint` is what people are told beside a failure.
+
+    Raises:
+        AttemptFailed: another status, or a body that is no JSON.
+    """
+    if answer.status != 200:
+        raise status_failure(answer, hint)
+    try:
+        return decode(answer)
+    except ValueError:
+        raise AttemptFailed("bad_answer", f"an answer that is no JSON: {answer.text[:200]!r}") from None
+
+
+def status_failure(answer: Answer, hint: str = "") -> AttemptFailed:
+    """An answer that is no success; `hint` is what people are told beside it."""
+    wait = _retry_after(answer.headers.get("Retry-After"))
+    said = " ".join(answer.text[:300].split())
+    text = f"status {answer.status}: {said}" if said else f"status {answer.status}"
+    if answer.status == 404:
+        text = f"{answer.path}: {text}"
+    if wait > LONGEST_RETRY_AFTER:
+        text += f" (it asks to wait {wait:g} s; at most {LONGEST_RETRY_AFTER:g} are waited)"
+    passing = (answer.status in _PASSING or answer.status >= 500) and wait <= LONGEST_RETRY_AFTER
+    return AttemptFailed(f"status_{answer.status}", text + hint, retry_after=wait, final=not passing)
+
+
+def pause(attempt: int, retry_after: float, jitter: random.Random) -> float:
+    """Seconds before the next attempt: never the same for two requests, and not before the server wants it.
+
+    >>> pause(0, 0.0, random.Random(0)), pause(3, 7.0, random.Random(0))
+    (0.6722109257665487, 12.37768740613239)
+    """
+    return float(retry_after + min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * jitter.uniform(0.5, 1.5))
+
+
+def _retry_after(header: str | None) -> float:
+    """Seconds, or a date."""
+    if not header:
+        return 0.0
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
+    except ValueError:
+        return 0.0  # neither: the usual pause
+
+
+async def _read_body(response: aiohttp.ClientResponse) -> bytes:
+    """The decompressed body, given up as soon as it is too large."""
+    chunks, size = [], 0
+    async for chunk in response.content.iter_any():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > MAX_ANSWER_BYTES:
+            raise AttemptFailed("bad_answer", f"an answer of more than {MAX_ANSWER_BYTES:,} bytes", final=True)
+    return b"".join(chunks)
+
+
+def _proxy_of_environment(url: str) -> str | None:
+    """HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, unless NO_PROXY names the host."""
+    parts = urlsplit(url)
+    if urllib.request.proxy_bypass(parts.netloc):
         return None
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy is None:
+        return None
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    if urlsplit(proxy).scheme not in ("http", "https"):
+        raise UsageError(f"the environment names a {urlsplit(proxy).scheme} proxy for {parts.hostname}; expected an "
+                         f"http proxy, or the host in NO_PROXY: NO_PROXY={parts.hostname}")  # fmt: skip
+    return proxy
+
+
+def _remote_certificates() -> ssl.SSLContext:
+    """Those that the environment names, else certifi's: a container may have none of its own."""
+    if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
+        return ssl.create_default_context()  # OpenSSL reads both variables
+    import certifi
+
+    return ssl.create_default_context(cafile=certifi.where())

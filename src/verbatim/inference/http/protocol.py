@@ -55,6 +55,7 @@ _STOP_REASONS = {finish: reason for reason, finish in _FINISH.items()}
 
 def request_body(request: SampleRequest, model: str | None, *, seed_for_all: bool = False) -> dict[str, Any]:
     """A request for one completion, everything that has a default said out loud: servers have defaults of their own.
+    The ids stay an array, for `client.encode`.
 
     `ignore_eos`, because a completion ends at the stop ids that are given, and at no other. The seed stands under our
     own key, which only our servers read: a vLLM for CPUs dies of a seed where it computes a prompt in parts.
@@ -67,7 +68,7 @@ def request_body(request: SampleRequest, model: str | None, *, seed_for_all: boo
     params = request.params
     seed = {"seed": request.seed} if seed_for_all else {}
     body: dict[str, Any] = {
-        "token_ids": request.prompt_ids.tolist(),
+        "token_ids": request.prompt_ids,
         "sampling_params": {
             "temperature": params.temperature, "max_tokens": params.max_tokens, "top_p": params.top_p,
             "top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_token_ids),
@@ -183,12 +184,12 @@ def read_completion(
     """
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise ValueError(f"expected an answer with one choice, found {body!r:.200}")
+        raise ValueError(f"expected an answer with one choice, found {brief(body)}")
     assert isinstance(body, dict)
     (choice,) = choices
     finish, ours = choice.get("finish_reason"), body.get(OURS)
     if not isinstance(finish, str) or finish not in _STOP_REASONS:
-        raise ValueError(f"finish_reason {finish!r:.80}; expected one of {', '.join(_STOP_REASONS)}")
+        raise ValueError(f"finish_reason {brief(finish)}; expected one of {', '.join(_STOP_REASONS)}")
     ids = read_ids(choice.get("token_ids"), "token_ids")
     extras = ours if isinstance(ours, dict) else {}
     said, plain = extras.get("policy_versions"), extras.get("logprobs")
@@ -212,7 +213,7 @@ def read_completion(
 def _read_versions(values: object, count: int) -> Int32:
     known = values if isinstance(values, list) else []
     if len(known) != count or not all(type(version) is int and 0 <= version < INT32_END for version in known):
-        raise ValueError(f"expected {count} policy versions, found {values!r:.80}")
+        raise ValueError(f"expected {count} policy versions, found {brief(values)}")
     return np.array(known, dtype=np.int32)
 
 
@@ -226,18 +227,18 @@ def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
     for span in spans if isinstance(spans, list) else [{"version": None, "start": 0, "end": count}]:
         name, start, end = (span.get(key) if isinstance(span, dict) else None for key in ("version", "start", "end"))
         if start != len(versions) or not isinstance(end, int) or not start <= end <= count:
-            raise ValueError(f"weight_versions: expected spans of {count} tokens, found {spans!r:.200}")
+            raise ValueError(f"weight_versions: expected spans of {count} tokens, found {brief(spans)}")
         number = int(name) if isinstance(name, str) and _NUMBER.fullmatch(name) else INT32_END
         version = number if number < INT32_END else told
         versions += [version] * (end - start)
     if len(versions) != count:
-        raise ValueError(f"weight_versions: expected spans of {count} tokens, found {spans!r:.200}")
+        raise ValueError(f"weight_versions: expected spans of {count} tokens, found {brief(spans)}")
     return None if None in versions else np.array(versions, dtype=np.int32)
 
 
 def read_plain(values: object, count: int) -> Float32:
     if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"expected {count} logprobs, found {values!r:.80}")
+        raise ValueError(f"expected {count} logprobs, found {brief(values)}")
     return np.array([_finite(value, "a logprob") for value in values], dtype=np.float32)
 
 
@@ -247,17 +248,17 @@ def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
         return None
     content = value.get("content") if isinstance(value, dict) else None
     if not isinstance(content, list) or len(content) != len(ids):
-        raise ValueError(f"expected a logprob for each of {len(ids)} ids, found {value!r:.80}")
+        raise ValueError(f"expected a logprob for each of {len(ids)} ids, found {brief(value)}")
     for position, (entry, token) in enumerate(zip(content, ids.tolist(), strict=True)):
         named = entry.get("token_id", entry.get("token")) if isinstance(entry, dict) else None
         if named not in (token, f"token_id:{token}"):  # vLLM 0.32, and older ones
-            raise ValueError(f"logprobs: expected that of id {token} at position {position}, found {entry!r:.80}")
+            raise ValueError(f"logprobs: expected that of id {token} at position {position}, found {brief(entry)}")
     return np.array([_finite(entry.get("logprob"), "a logprob") for entry in content], dtype=np.float32)
 
 
 def _finite(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
-        raise ValueError(f"{what}: expected a finite number, found {value!r:.80}")
+        raise ValueError(f"{what}: expected a finite number, found {brief(value)}")
     return float(value)
 
 

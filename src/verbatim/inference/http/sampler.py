@@ -1,12 +1,13 @@
 """A sampler behind HTTP, used like any other: ids, logprobs and versions are those that the engine gave, bit for bit.
 
-A request that failed on its way is made again (`http_lines`). That is harmless: nothing was kept of the try that
+A request that failed on its way is retried (`http.client`). That is harmless: nothing was kept of the attempt that
 failed. Over our own server randomness is a function of seed and position, so the same request gives the same tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,16 @@ import numpy as np
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import Completion, SampleRequest, SamplingParams, nothing_sampled
 from verbatim.inference.http import protocol
-from verbatim.inference.http.client import CONNECT, HttpClient, HungUp
+from verbatim.inference.http.client import (
+    CONNECT,
+    Answer,
+    HttpClient,
+    HungUp,
+    decode,
+    encode,
+    read_json,
+)
+from verbatim.inference.validation import check_temperature
 from verbatim.types import Float32, Int32
 
 
@@ -59,7 +69,7 @@ class HttpSampler:
         max_retries: Tries after the first.
 
     Raises:
-        UsageError: no plain http(s) address, or httpx is not installed.
+        UsageError: no plain http(s) address, or the extra `serve` is not installed.
     """
 
     def __init__(
@@ -76,7 +86,12 @@ class HttpSampler:
         request_timeout: float = 3600.0,
         max_retries: int = 5,
     ) -> None:
-        self._lines = HttpClient(url, api_key=api_key, request_timeout=request_timeout, max_retries=max_retries)
+        self._client = HttpClient(
+            url.rstrip("/").removesuffix("/v1"),
+            api_key=api_key,
+            request_timeout=request_timeout,
+            max_retries=max_retries,
+        )
         self._told: dict[str, Any] = {"model": model, "context_length": context_length, "vocab_size": vocab_size,
                                       "policy_version": policy_version}  # fmt: skip
         self._processed_logprobs = processed_logprobs
@@ -101,7 +116,7 @@ class HttpSampler:
     @property
     def url(self) -> str:
         """The server's root."""
-        return self._lines.url
+        return self._client.url
 
     # ---- the Sampler protocol
 
@@ -153,7 +168,8 @@ class HttpSampler:
             ModelError: the folder does not fit; the engine goes on with the weights it has.
             SamplerFault: the server refuses, has no such endpoint, or cannot be reached.
         """
-        answer = await self._lines.ask("POST", protocol.WEIGHTS, {"path": _whole(path), "version": version})
+        body = encode({"path": _whole(path), "version": version})
+        answer = await self._client.ask("POST", protocol.WEIGHTS, body, _read)
         self._heard(self._object(answer).get("policy_version"))
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
@@ -163,35 +179,34 @@ class HttpSampler:
             RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
             SamplerFault: the server has no such endpoint (vLLM), or cannot be reached.
         """
-        ids = np.asarray(token_ids).tolist()
-        answer = self._object(
-            await self._sampled(protocol.PROMPT_LOGPROBS, {"token_ids": ids, "temperature": temperature})
-        )
+        check_temperature(temperature)
+        body = {"token_ids": token_ids, "temperature": temperature}
+        answer = self._object(await self._sampled(protocol.PROMPT_LOGPROBS, body))
         self._heard(answer.get("policy_version"))
         found = answer.get("logprobs")
         try:
-            rest = protocol.read_plain(found[1:] if isinstance(found, list) else found, len(ids) - 1)
+            rest = protocol.read_plain(found[1:] if isinstance(found, list) else found, len(token_ids) - 1)
         except ValueError as error:
-            raise SamplerFault(f"{self.url}: {error}, the first of {len(ids)} left out") from None
+            raise SamplerFault(f"{self.url}: {error}, the first of {len(token_ids)} left out") from None
         return np.concatenate([np.full(1, np.nan, dtype=np.float32), rest])
 
     async def close(self) -> None:
         """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
-        await self._lines.close()
+        await self._client.close()
 
     async def hang_up(self) -> None:
         """Close this event loop's connections, before the loop ends; they are made anew when they are needed."""
-        await self._lines.hang_up()
+        await self._client.hang_up()
 
     def _object(self, answer: object) -> dict[str, Any]:
         if not isinstance(answer, dict):
-            raise SamplerFault(f"{self.url}: expected a JSON object, found {answer!r:.200}")
+            raise SamplerFault(f"{self.url}: expected a JSON object, found {protocol.brief(answer)}")
         return answer
 
     async def _sampled(self, path: str, body: Mapping[str, Any], *, if_missing: str = "") -> Any:
         """An answer of the engine. A key or a name that the server refuses is a fault here, on one rollout."""
         try:
-            return await self._lines.ask("POST", path, body, if_missing=if_missing)
+            return await self._client.ask("POST", path, encode(body), lambda answer: _read(answer, if_missing))
         except UsageError as error:
             raise SamplerFault(f"{self.url}: {error}") from error
 
@@ -208,7 +223,7 @@ class HttpSampler:
                 try:
                     return await self._ask_what_it_is()
                 finally:
-                    await self._lines.hang_up()
+                    await self._client.hang_up()
 
         with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop, which cannot be waited in
             try:
@@ -219,11 +234,11 @@ class HttpSampler:
 
     async def _ask_what_it_is(self) -> _Facts:
         """What was told, and where nothing was, what the server says."""
-        said = await self._lines.ask("GET", protocol.SAMPLER, missing_ok=True)
+        said = await self._client.ask("GET", protocol.SAMPLER, None, _read_if_there)
         if said is None:
-            said = _read_cards(await self._lines.ask("GET", "/v1/models"), self._told["model"])
+            said = _read_cards(await self._client.ask("GET", "/v1/models", None, _read), self._told["model"])
         if not isinstance(said, dict):
-            raise UsageError(f"{self.url} is no server of a model: it says {said!r:.80}")
+            raise UsageError(f"{self.url} is no server of a model: it says {protocol.brief(said)}")
         facts = {**said, **{name: value for name, value in self._told.items() if value is not None}}
         for name in ("context_length", "vocab_size"):
             if not isinstance(facts.get(name), int):
@@ -239,6 +254,28 @@ class HttpSampler:
 def _whole(path: Path) -> str:
     """The server works in another folder."""
     return os.path.abspath(path)
+
+
+def _read(answer: Answer, if_missing: str = "") -> Any:
+    """The JSON of an answer. An error that one of our servers raised is raised here, by its name.
+
+    `if_missing` is what people are told beside a 404.
+
+    Raises:
+        VerbatimError: the server's own.
+        AttemptFailed: another status, or a body that is no JSON.
+    """
+    if answer.status != 200:
+        ours = None
+        with contextlib.suppress(ValueError):
+            ours = protocol.read_error(decode(answer))
+        if ours is not None:
+            raise ours
+    return read_json(answer, f" ({if_missing})" if if_missing and answer.status == 404 else "")
+
+
+def _read_if_there(answer: Answer) -> Any:
+    return None if answer.status == 404 else _read(answer)
 
 
 def _read_cards(answer: object, model: str | None) -> dict[str, Any]:
