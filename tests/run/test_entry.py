@@ -310,3 +310,26 @@ SCRIPT = textwrap.dedent("""
 
 def test_the_package_run_is_the_function_run():
     exec(SCRIPT, {})
+
+
+# ---- the documentation
+
+
+def test_the_documented_examples_run_as_they_stand(place, model, capfd):
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    text = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    sizes = '"batch_size": 8, "group_size": 4, "filters": [], "seq_len": 384'
+    flat = "".join(f'"orchestrator.{pair}, ' for pair in sizes.replace('"', "").replace(": ", '": ').split(", "))
+    for what, by in (
+        ("Qwen/Qwen3-0.6B", str(model)), ("max_steps=20", "max_steps=2"), ("max_steps=40", "max_steps=3"),
+        ("max_steps=5,", f"max_steps=1, orchestrator={{{sizes}}},"), ('"batch_size": 64, "group_size": 8', sizes),
+        ('"trainer.optim.lr": 1e-5,', f'{flat}"orchestrator.sampling.max_tokens": 8,'),
+    ):  # fmt: skip
+        assert what in text
+        text = text.replace(what, by)
+    text = text.replace('"max_tokens": 32', '"max_tokens": 8')
+    names = {"__name__": "__main__"}
+    exec(compile(text, "docs/python.md", "exec"), names)
+    assert re.search(r"from 0\.\d\d to 0\.\d\d, in ", capfd.readouterr().out)
+    assert names["result"].metrics["step"].tolist() == [1, 2, 3]
+    assert names["best"].best >= 0

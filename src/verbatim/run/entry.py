@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.config import load_config, make_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import ComponentError, ConfigError, RunStopped
+from verbatim.errors import ComponentError, ConfigError, NothingTrained, RunStopped
 from verbatim.monitors.base import Monitor
 from verbatim.plain_console import PlainConsole
 from verbatim.run.event_loop import run_in_program
@@ -133,6 +133,8 @@ def _run(
             )  # fmt: skip
         except SystemExit as error:
             raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error
+        except NothingTrained:
+            raise  # more of the same would not help
         except BaseException as error:
             if folder and (folder[0] / CONFIG).exists():
                 error.add_note(how_to_go_on(folder[0]))
