@@ -36,10 +36,10 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Dynamic
 from transformers.utils import logging as transformers_logging
 
 from verbatim.config import load_config
-from verbatim.config.schema import InferenceConfig
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.build import build_model, chat_text
 
 CONTEXT = 2048
@@ -256,7 +256,7 @@ async def measure(model: Path, args: argparse.Namespace) -> tuple[Mapping[str, l
     """Tokens per second of every engine in every repetition, why some cannot run, and the size of the vocabulary."""
 
     def ours(deterministic: bool) -> TorchSampler:
-        config = InferenceConfig(max_batch_size=args.concurrency, deterministic=deterministic, device="cpu")
+        config = TorchSettings(max_batch_size=args.concurrency, deterministic=deterministic, device="cpu")
         return TorchSampler(model, config=config, context_length=CONTEXT, num_threads=args.threads)
 
     theirs = AutoModelForCausalLM.from_pretrained(model).eval()

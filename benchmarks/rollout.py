@@ -33,9 +33,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from verbatim.config.schema import InferenceConfig
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.renderers.base import ParsedResponse
 from verbatim.rollouts import AgentLoop, EpisodeLimits, MultiTurnRollout, Recorder, derive_seed
 from verbatim.tools import FunctionTool, ToolManager
@@ -297,7 +297,7 @@ def main() -> None:
     result: dict[str, Any] = {"benchmark": "rollout"}
     result["scripted"] = asyncio.run(measure(SteppedSampler(), args.episodes, args.repeats))
     with tempfile.TemporaryDirectory() as folder:
-        config = InferenceConfig(device="cpu", max_batch_size=args.episodes)
+        config = TorchSettings(device="cpu", max_batch_size=args.episodes)
         sampler = EmbeddedSampler(tiny_model(Path(folder)), config=config, context_length=CONTEXT, num_threads=1)
         result["embedded"] = asyncio.run(measure(sampler, args.episodes, args.repeats))
     result |= {

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verbatim import Group, TrainingSample
-from verbatim.config.schema import BuildConfig, InferenceConfig, OptimConfig, TrainerConfig
+from verbatim.config.schema import BuildConfig, OptimConfig, TrainerConfig
 from verbatim.credit import assign_advantages
 from verbatim.credit.default import default_advantage
 from verbatim.curriculum import ExampleSchedule
@@ -29,6 +29,7 @@ from verbatim.filters import apply_filters
 from verbatim.filters.zero_advantage import ZeroAdvantage
 from verbatim.inference import SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.losses import LOSSES
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
@@ -98,7 +99,7 @@ async def reinforce(model: Path, folder: Path, environment: GuessNumber, steps: 
     """The loop. Returns the mean reward of the last step."""
     tokenizer = load_tokenizer(model)
     renderer = create_renderer("auto", tokenizer)
-    sampler = TorchSampler(model, config=InferenceConfig(max_batch_size=128), context_length=SEQ_LEN)
+    sampler = TorchSampler(model, config=TorchSettings(max_batch_size=128), context_length=SEQ_LEN)
     trainer = Trainer(
         model,
         TrainerConfig(optim=OptimConfig(lr=7e-4, beta2=0.95, warmup_steps=10, max_grad_norm=0.1)),

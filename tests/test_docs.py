@@ -30,6 +30,7 @@ from verbatim.inference.base import SampleRequest
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 from verbatim.run.parts import make_loss
+from verbatim.run.rollouts import inference_settings
 from verbatim.run.tables import component_tables
 
 ROOT = Path(__file__).parents[1]
@@ -87,7 +88,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 def test_the_documentation_shows_how_to_write_each_kind_of_plug_in():
     assert set(MODULES) >= {
         "parcel_desk", "my_losses", "my_token_losses", "my_advantages", "my_turn_advantages", "my_filters",
-        "my_monitors",
+        "my_monitors", "my_backends",
     }  # fmt: skip
 
 
@@ -172,15 +173,15 @@ def test_the_plug_ins_are_accepted_with_the_tables_beside_them(place: Path):
     )
     config = load_config("run.toml", tables=component_tables())
     assert config.trainer.loss.knobs == {"clip_eps": 0.2}
-    assert config.orchestrator.advantage.import_path == "my_advantages.normalized_advantage"
+    assert config.orchestrator.advantage.custom_path == "my_advantages.normalized_advantage"
     assert config.orchestrator.filters[0].knobs == {"limit": 6, "action": "monitor"}
 
 
 @pytest.mark.parametrize(
     ("override", "explained"),
     [
-        (["--trainer.loss.kwargs", "{clip_esp = 0.1}"], 'unknown knob "clip_esp"; did you mean "clip_eps"?'),
-        (["--orchestrator.filters.0.kwargs", "{limit = 'six'}"], "limit"),
+        (["--trainer.loss.clip_esp", "0.1"], 'unknown knob "clip_esp"; did you mean "clip_eps"?'),
+        (["--orchestrator.filters.0.limit", "six"], "limit: found \"six\""),
     ],
 )
 def test_a_misspelt_knob_of_a_plug_in_fails_when_the_configuration_is_loaded(
@@ -191,6 +192,16 @@ def test_a_misspelt_knob_of_a_plug_in_fails_when_the_configuration_is_loaded(
     )
     assert main(["config", "run.toml", *override]) == 2
     assert explained in capsys.readouterr().err
+
+
+def test_the_backend_is_accepted_with_the_table_beside_it(place: Path, capsys):
+    (place / "run.toml").write_text(
+        '[model]\nname = "some/model"\n[[orchestrator.train.env]]\nid = "guess_number"\n' + toml_about("my_backends")
+    )
+    settings = inference_settings(load_config("run.toml", tables=component_tables()))
+    assert settings.model_dump() == {"url": "http://localhost:8000"}
+    assert main(["config", "run.toml", "--inference.far.url", "localhost"]) == 2
+    assert "inference.far.url: found localhost, expected for example" in capsys.readouterr().err
 
 
 def without_filters(toml: str) -> str:
@@ -204,7 +215,7 @@ def test_the_plug_ins_train(place: Path, tmp_path_factory):
     text = TOML.replace(FILTERS, "").format(model=model)  # the snippets bring a list of their own
     (place / "run.toml").write_text(text + 'import_path = "lots.Lots"\n' + plug_ins())
     with contextlib.redirect_stdout(None):
-        status = main(["rl", "run.toml", "--run-dir", "run", "--orchestrator.filters.0.kwargs.limit", "0"])
+        status = main(["rl", "run.toml", "--run-dir", "run", "--orchestrator.filters.0.limit", "0"])
     assert status == 0
     steps = [line["metrics"] for line in train_lines(place / "run")]
     assert len(steps) == 2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from verbatim.config import ComponentTables, dump_config, import_object, load_config, resolve
+from verbatim.config import BackendSettings, ComponentTables, dump_config, import_object, load_config, resolve
 from verbatim.config.schema import ComponentConfig
 from verbatim.errors import ComponentError, ConfigError
 
@@ -96,8 +96,8 @@ def test_a_record_keeps_its_level_and_gets_its_knobs():
 
 def test_an_unknown_name_lists_the_names_and_the_nearest():
     assert error_of("scald") == ("trainer.loss.type: there is no loss 'scald'; did you mean \"scaled\"? There are "
-                                 "needy, odd, open, record, rule, scaled; or import your own: type = \"custom\" and "
-                                 'import_path = "my_module.name"')  # fmt: skip
+                                 "needy, odd, open, record, rule, scaled; or import your own: type = "
+                                 '"my_module.name"')  # fmt: skip
 
 
 def test_an_unknown_knob_lists_the_knobs_and_the_nearest():
@@ -202,9 +202,12 @@ def test_custom_knobs_are_named_inside_kwargs():
 
 # -- a whole file
 
+def backend(inputs: object, settings: BackendSettings) -> None: ...
+
+
 TABLES = ComponentTables(
     losses=TABLE, advantages=TABLE, filters=TABLE, strategies=TABLE, environments={"game": Rule},
-    monitors=TABLE,
+    monitors=TABLE, samplers={"torch": backend}, runners={"local": backend},
     renderers=("auto", "qwen3"),
 )  # fmt: skip
 

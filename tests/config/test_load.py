@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from verbatim.config import RunConfig, dump_config, load_config
 from verbatim.errors import ConfigError
+from verbatim.run.tables import component_tables
 
 MINIMAL = """\
 [model]
@@ -145,16 +146,18 @@ def test_a_temperature_that_no_engine_takes_is_refused(file: Path, temperature: 
 @pytest.mark.parametrize(
     ("option", "found", "message"),
     [
-        ("backend", "rya", "found \"rya\" (a string), expected 'local', 'processes' or 'ray'; did you mean \"ray\"?"),
+        ("backend", "rya", "there is no rollout backend 'rya'; did you mean \"ray\"? There are local, processes, ray"),
         ("workers", "0", "found 0 (an integer), expected greater than or equal to 1"),
-        ("cpus_per_worker", "-1", "found -1 (an integer), expected greater than or equal to 0"),
-        ("port", "70000", "found 70000 (an integer), expected less than or equal to 65535"),
+        ("ray.cpus_per_worker", "-1", "found -1 (an integer), expected greater than or equal to 0"),
+        ("ray.port", "70000", "found 70000 (an integer), expected less than or equal to 65535"),
     ],
 )
 def test_where_episodes_are_played_is_checked_before_anything_starts(
     file: Path, option: str, found: str, message: str
 ):
-    assert message in error_of(file, f"--orchestrator.rollout.{option}", found)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, (f"--orchestrator.rollout.{option}", found), component_tables())
+    assert message in str(caught.value)
 
 
 def test_a_missing_table_is_described(file: Path):

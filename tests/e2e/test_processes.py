@@ -108,7 +108,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
     text += 'import_path = "fatal.Fatal"\nargs = { delay = 0.02 }\n[checkpoint]\ninterval = 2\n'
     text += '[trainer.loss]\ntype = "custom"\nimport_path = "fatal.loss"\n'
     with workplace(root / "place", MODULES) as folder:
-        (folder / "run.toml").write_text(text.replace("[inference]", "[inference]\ndeterministic = true"))
+        (folder / "run.toml").write_text(text.replace("[inference.torch]", "[inference.torch]\ndeterministic = true"))
         (folder / "overlapping.toml").write_text(text.replace("max_async_level = 0", "max_async_level = 1"))
         try:
             yield folder

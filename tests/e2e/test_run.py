@@ -305,7 +305,7 @@ def place(tmp_path_factory, model: Path) -> Iterator[Path]:
     with workplace(tmp_path_factory.mktemp("resume"), MODULES) as folder:
         text = TOML.format(model=model)
         long = text.replace("max_steps = 2", f"max_steps = {LONG}")
-        long = long.replace("[inference]", "[inference]\ndeterministic = true")
+        long = long.replace("[inference.torch]", "[inference.torch]\ndeterministic = true")
         (folder / "run.toml").write_text(long + 'import_path = "lots.Lots"' + RESUMABLE)
         (folder / "stopping.toml").write_text(text + 'import_path = "stopping.Stopping"\n')
         (folder / "impatient.toml").write_text(

@@ -65,7 +65,7 @@ sampling = {{{{ max_tokens = 8 }}}}
 separate_process = false
 [trainer.optim]
 lr = 1e-2
-[inference]
+[inference.torch]
 max_batch_size = 8
 {FILTERS}[[orchestrator.train.env]]
 """

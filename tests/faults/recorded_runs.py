@@ -150,7 +150,7 @@ def resumed_run(place: Path, run: Recorded) -> Recorded:
 
 def _toml(model: str, environment: str) -> str:
     toml = TOML.format(model="MODEL").replace('name = "MODEL"', model).replace("max_steps = 2", f"max_steps = {STEPS}")
-    toml = toml.replace("[inference]", "[inference]\ndeterministic = true")
+    toml = toml.replace("[inference.torch]", "[inference.torch]\ndeterministic = true")
     return f'{toml}import_path = "{environment}"\n[checkpoint]\ninterval = 1\n'
 
 

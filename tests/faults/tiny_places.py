@@ -38,7 +38,7 @@ heartbeat_timeout = 20
 separate_process = {{separate}}
 [trainer.optim]
 lr = 1e-2
-[inference]
+[inference.torch]
 max_batch_size = 4
 deterministic = true
 [checkpoint]

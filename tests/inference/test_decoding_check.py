@@ -3,10 +3,10 @@
 import pytest
 
 from models.architectures import Architecture, tiny_model
-from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.kv_cache import CachePlan
+from verbatim.inference.embedded.settings import TorchSettings
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def sampler(tmp_path):
 
     def make(name, **config):
         tiny_model(Architecture(name)).save_pretrained(tmp_path)
-        made.append(TorchSampler(tmp_path, config=InferenceConfig(device="cpu", **config), context_length=64))
+        made.append(TorchSampler(tmp_path, config=TorchSettings(device="cpu", **config), context_length=64))
         return made[-1]
 
     yield make

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verbatim import machine_faults
-from verbatim.config.schema import InferenceConfig
 from verbatim.errors import EngineDead, ModelError, RecordError, SamplerFault
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.base import MOST_STOP_IDS, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn
 from verbatim.inference.embedded import engine
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models import loading
 
 VOCAB = 97
@@ -35,7 +35,7 @@ def request(prompt=(1, 2, 3), seed=0, session="", **params):
 
 def make(folder, **config):
     config = {"max_batch_size": 4, "deterministic": True, **config}
-    return TorchSampler(folder, config=InferenceConfig(device="cpu", **config), context_length=256, num_threads=1)
+    return TorchSampler(folder, config=TorchSettings(device="cpu", **config), context_length=256, num_threads=1)
 
 
 async def together(sampler, requests):

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer
-from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http import client, protocol
 from verbatim.inference.http.request_body import read_request
 from verbatim.inference.http.sampler import HttpSampler
@@ -80,7 +80,7 @@ async def test_it_is_a_sampler_and_knows_what_the_server_is():
 async def test_many_requests_at_a_time_get_the_ids_logprobs_and_versions_of_the_engine_bit_for_bit(models):
     from verbatim.inference.embedded.engine import TorchSampler
 
-    config = InferenceConfig(max_batch_size=8, device="cpu", deterministic=True)
+    config = TorchSettings(max_batch_size=8, device="cpu", deterministic=True)
     engine = TorchSampler(models["tied"], config=config, context_length=64, policy_version=5)
     requests = [request(*range(1, 2 + k % 7), seed=k, max_tokens=4 + k % 9, stop_token_ids=tuple(range(12)),
                         temperature=0.5 + k / 40, top_k=(0, 20)[k % 2]) for k in range(40)]  # fmt: skip

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from verbatim.config.schema import InferenceConfig
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.cut_off import num_tokens_drawn
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.types import StopReason
 
 VOCAB = 97
@@ -25,7 +25,7 @@ def request(prompt=(1, 2, 3), seed=0, session="", **params):
 
 def make(folder, context_length=128, **config):
     config.setdefault("max_batch_size", 4)
-    return TorchSampler(folder, config=InferenceConfig(device="cpu", **config), context_length=context_length,
+    return TorchSampler(folder, config=TorchSettings(device="cpu", **config), context_length=context_length,
                         num_threads=1)  # fmt: skip
 
 
@@ -373,7 +373,7 @@ async def test_two_engines_give_the_same_bits(models):
 
 async def test_threads_of_the_engine_are_not_those_of_the_caller(models):
     before = torch.get_num_threads()
-    sampler = TorchSampler(models["tied"], config=InferenceConfig(device="cpu", max_batch_size=2), context_length=64,
+    sampler = TorchSampler(models["tied"], config=TorchSettings(device="cpu", max_batch_size=2), context_length=64,
                            num_threads=before + 1)  # fmt: skip
     await sampler.generate(request(max_tokens=2))
     assert torch.get_num_threads() == before

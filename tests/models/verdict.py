@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models.architectures import Architecture, tiny_model
-from verbatim.config.schema import InferenceConfig, OptimConfig, TrainerConfig
+from verbatim.config.schema import OptimConfig, TrainerConfig
 from verbatim.errors import UsageError
 from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.losses import LOSSES
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
@@ -247,7 +248,7 @@ def gradient_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 def _judge_updates(verdict: Verdict, folder: Path, samples: list[TrainingSample], rng: np.random.Generator) -> None:
     trainer = None if verdict.trainer == "refused" else verdict.refusing(lambda: _trainer(folder, "auto"))
-    config = InferenceConfig(max_batch_size=4, device="cpu", prefill_chunk=13)
+    config = TorchSettings(max_batch_size=4, device="cpu", prefill_chunk=13)
     sampler = verdict.refusing(lambda: TorchSampler(folder, config=config, context_length=SEQ_LEN))
     verdict.sampler = "refused" if sampler is None else "yes"
     try:

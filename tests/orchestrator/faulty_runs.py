@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from byte_renderer import END, VOCAB_SIZE, call, say
 from orchestrator.loop_runs import Coins, FailingTrainer, FakeTrainer, Notes, make
-from verbatim.config.schema import InferenceConfig
 from verbatim.environments.base import Episode, Reply
 from verbatim.errors import SamplerFault, VerbatimError
 from verbatim.inference import SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.proxy import SamplerProxy
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits
@@ -134,7 +134,7 @@ def tiny_model() -> Path:
 
 def embedded(model, rng):
     """The engine itself; in some runs a sequence's logits are no numbers, or its thread fails."""
-    sampler = TorchSampler(model, config=InferenceConfig(max_batch_size=rng.choice([2, 4, 8]), prefill_chunk=64),
+    sampler = TorchSampler(model, config=TorchSettings(max_batch_size=rng.choice([2, 4, 8]), prefill_chunk=64),
                            context_length=CONTEXT, num_threads=1)  # fmt: skip
     decoder, trouble = sampler._decoder, rng.random()
     if trouble < 0.3:

@@ -26,6 +26,7 @@ from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
+from verbatim.run.tables import component_tables
 
 FLIPS = "orchestrator.test_process_runs.Flips"
 PROCESSES = ["--orchestrator.rollout.backend", "processes", "--orchestrator.rollout.workers", "1"]
@@ -123,7 +124,7 @@ def test_verbatim_rl_in_processes_writes_what_a_local_run_writes(model, tmp_path
     loud = LOTS.replace('    async def score(self, trajectory):\n', '    async def score(self, trajectory):\n'
                         '        print("\\x1b[31mscored in", __import__("os").getpid())\n')  # fmt: skip
     with workplace(tmp_path / "work", {"lots": loud}) as folder:
-        text = TOML.replace("[inference]\n", "[inference]\ndeterministic = true\n").format(model=model)
+        text = TOML.replace("[inference.torch]\n", "[inference.torch]\ndeterministic = true\n").format(model=model)
         (folder / "run.toml").write_text(
             text + 'import_path = "lots.Lots"\n[orchestrator.eval]\nepisodes = 5\ninterval = 2\n'
         )
@@ -177,7 +178,8 @@ class Harms(Lots):
 def test_an_environment_that_exits_leaves_the_one_beside_it_as_it_is(model, tmp_path):
     """The weights change nothing here: nothing is learned fast enough to tell (lr = 0 would be refused)."""
     with workplace(tmp_path / "work", {"lots": LOTS, "harms": HARMFUL}) as folder:
-        text = TOML.replace("[inference]\n", "[inference]\ndeterministic = true\n").replace("lr = 1e-2", "lr = 1e-12")
+        text = TOML.replace("[inference.torch]\n", "[inference.torch]\ndeterministic = true\n")
+        text = text.replace("lr = 1e-2", "lr = 1e-12")
         (folder / "run.toml").write_text(
             text.format(model=model) + 'import_path = "lots.Lots"\n[[orchestrator.train.env]]\n'
             'import_path = "harms.Harms"\nisolated = true\n[orchestrator.rollout]\nworkers = 1\n'
@@ -234,13 +236,13 @@ def marked(mark):
 
 
 REFUSED = {
-    "Ray's knobs": (["--orchestrator.rollout.backend", "processes", "--orchestrator.rollout.port", "80"],
-                    'port: for backend = "ray" only, found backend = "processes"'),
+    "Ray's keys": (["--orchestrator.rollout.backend", "processes", "--orchestrator.rollout.port", "80"],
+                   "orchestrator.rollout.port is now orchestrator.rollout.ray.port"),
     "Ray and isolated": (["--orchestrator.rollout.backend", "ray", *ISOLATED],
                          "train.env.0.isolated = true asks for processes of this machine, found rollout.backend"),
     "Ray and a limit of memory": (
-        ["--orchestrator.rollout.backend", "ray", "--orchestrator.rollout.worker-memory-mb", "100"],
-        'worker_memory_mb is for processes of this machine, found backend = "ray"'),
+        ["--orchestrator.rollout.backend", "ray", "--orchestrator.rollout.ray.worker-memory-mb", "100"],
+        'unknown key "worker_memory_mb" in [orchestrator.rollout.ray]; it belongs to [orchestrator.rollout.processes]'),
 }  # fmt: skip
 
 
@@ -249,5 +251,5 @@ def test_what_makes_no_sense_is_refused(tmp_path, case):
     options, message = REFUSED[case]
     (tmp_path / "run.toml").write_text('[model]\nname = "m"\n[[orchestrator.train.env]]\nid = "guess_number"\n')
     with pytest.raises(ConfigError) as refused:
-        load_config(tmp_path / "run.toml", options)
+        load_config(tmp_path / "run.toml", options, component_tables())
     assert message in str(refused.value)

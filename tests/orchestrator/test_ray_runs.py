@@ -120,7 +120,7 @@ def what_was_sampled(run):
 
 def test_verbatim_rl_on_actors_writes_what_a_local_run_writes(local_ray, model, tmp_path):
     with workplace(tmp_path / "work", {"lots": LOTS}) as folder:
-        text = TOML.replace("[inference]\n", "[inference]\ndeterministic = true\n").format(model=model)
+        text = TOML.replace("[inference.torch]\n", "[inference.torch]\ndeterministic = true\n").format(model=model)
         (folder / "run.toml").write_text(
             text + 'import_path = "lots.Lots"\n[orchestrator.eval]\nepisodes = 5\ninterval = 2\n'
         )

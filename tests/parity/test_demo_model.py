@@ -12,12 +12,13 @@ from trainer_helpers import gradients, largest_difference
 
 from verbatim import build_samples
 from verbatim.config import load_config
-from verbatim.config.schema import InferenceConfig, RunConfig
+from verbatim.config.schema import RunConfig
 from verbatim.credit import assign_advantages
 from verbatim.credit.default import default_advantage
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.inference import SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.losses import LOSSES
 from verbatim.models.build import build_model, chat_text
 from verbatim.models.loading import load_tokenizer
@@ -76,7 +77,7 @@ def episodes(model, *, seed, deterministic=False):
 
     async def run():
         sampler = TorchSampler(
-            model, config=InferenceConfig(max_batch_size=32, deterministic=deterministic), context_length=512
+            model, config=TorchSettings(max_batch_size=32, deterministic=deterministic), context_length=512
         )
         setup = RolloutSetup(
             env="guess_number", environment=ENVIRONMENT, sampler=sampler,

@@ -165,11 +165,11 @@ def test_what_was_sampled_comes_again_from_its_seed(url: str):
 
 
 async def test_recorded_logprobs_are_those_of_the_local_model(url: str, model: Path):
-    from verbatim.config.schema import InferenceConfig
     from verbatim.inference.embedded.engine import TorchSampler
+    from verbatim.inference.embedded.settings import TorchSettings
 
     results = await over(url).run(CONVERSATIONS)
-    local = TorchSampler(model, config=InferenceConfig(device="cpu"), context_length=384, num_threads=1)
+    local = TorchSampler(model, config=TorchSettings(device="cpu"), context_length=384, num_threads=1)
     try:
         await assert_logprobs_are_the_models(local, results, atol=2e-5)
     finally:
@@ -177,13 +177,13 @@ async def test_recorded_logprobs_are_those_of_the_local_model(url: str, model: P
 
 
 async def test_token_in_token_out_over_the_process_equals_the_local_rollout(url: str, model: Path):
-    from verbatim.config.schema import InferenceConfig
     from verbatim.inference.embedded.engine import TorchSampler
+    from verbatim.inference.embedded.settings import TorchSettings
     from verbatim.models.loading import load_tokenizer
     from verbatim.renderers import create_renderer
 
     renderer = create_renderer("auto", load_tokenizer(model))
-    local = TorchSampler(model, config=InferenceConfig(device="cpu", deterministic=True), context_length=384,
+    local = TorchSampler(model, config=TorchSettings(device="cpu", deterministic=True), context_length=384,
                          num_threads=1)  # fmt: skip
     remote = await HttpSampler.connect(url)
     found = []
@@ -267,13 +267,13 @@ def _is_up(url: str) -> bool:
 
 @pytest.mark.extras
 async def test_trajectories_over_vllm_have_the_local_models_logprobs(vllm_url: str, model: Path):
-    from verbatim.config.schema import InferenceConfig
     from verbatim.inference.embedded.engine import TorchSampler
+    from verbatim.inference.embedded.settings import TorchSettings
 
     results = await over(vllm_url, seed=None).run(CONVERSATIONS)
     assert [r["error"] for r in results] == [None] * len(results)
     remote = await HttpSampler.connect(vllm_url, vocab_size=SIZES.vocab_size, policy_version=2, processed_logprobs=True)
-    local = TorchSampler(model, config=InferenceConfig(device="cpu"), context_length=384, num_threads=1)
+    local = TorchSampler(model, config=TorchSettings(device="cpu"), context_length=384, num_threads=1)
     try:
         await assert_logprobs_are_the_models(local, results, atol=1e-4)
         from verbatim.models.loading import load_tokenizer

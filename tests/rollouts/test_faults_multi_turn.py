@@ -75,15 +75,15 @@ def embedded(folder):
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from verbatim.config.schema import InferenceConfig
     from verbatim.inference.embedded.engine import TorchSampler
+    from verbatim.inference.embedded.settings import TorchSettings
 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=2048,
     )).save_pretrained(folder)  # fmt: skip
-    config = InferenceConfig(device="cpu", deterministic=True)
+    config = TorchSettings(device="cpu", deterministic=True)
     return TorchSampler(folder, config=config, context_length=2048, num_threads=1)
 
 

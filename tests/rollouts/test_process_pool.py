@@ -230,7 +230,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_worker():
 
 @pytest.mark.parametrize(
     ("trouble", "limit", "why"),
-    [("memory", None, r"it used \d+ MB of memory; orchestrator.rollout.worker_memory_mb = 300"),
+    [("memory", None, r"it used \d+ MB of memory; orchestrator.rollout.processes.worker_memory_mb = 300"),
      ("threads", "MOST_THREADS", r"it had \d\d threads; at most 50"),
      ("files", "MOST_FILES", r"it had \d\d\d open files; at most 50")],
 )  # fmt: skip

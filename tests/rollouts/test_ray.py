@@ -15,8 +15,8 @@ from rollouts.chat_server import chat_server
 from rollouts.players import contents, double, scripted, two_turns
 from rollouts.ray_session import local_ray
 from verbatim import Example, Trajectory
-from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.openai import OpenAI
@@ -80,7 +80,7 @@ def test_a_function_makes_the_sampler_inside_of_the_actor(local_ray, model):
     def sampler():
         from verbatim.inference.embedded.engine import TorchSampler
 
-        return TorchSampler(model, config=InferenceConfig(deterministic=True), context_length=200)
+        return TorchSampler(model, config=TorchSettings(deterministic=True), context_length=200)
 
     template = create_renderer("auto", load_tokenizer(model))
     more = {"template": template, "max_trajectory_tokens": 120}
@@ -115,7 +115,7 @@ async def test_a_served_sampler_is_drawn_from_over_http(local_ray):
 def test_an_engine_of_this_process_is_refused_with_what_to_do(local_ray, model):
     from verbatim.inference.embedded.engine import TorchSampler
 
-    engine = TorchSampler(model, config=InferenceConfig(), context_length=200)
+    engine = TorchSampler(model, config=TorchSettings(), context_length=200)
     with pytest.raises(UsageError, match=r"TorchSampler lives in this process.*serve_sampler.*HttpSampler\("):
         MultiTurnRollout.remote(**settings(sampler=engine))
 

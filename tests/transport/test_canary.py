@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from trainer.trainer_helpers import VOCAB, make_batch, write_model
-from verbatim.config.schema import InferenceConfig, OptimConfig, TrainerConfig
+from verbatim.config.schema import OptimConfig, TrainerConfig
 from verbatim.inference.embedded import engine as torch_engine
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.losses import LOSSES
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.worker import TrainerWorker
@@ -114,7 +115,7 @@ def trained(model, tmp_path, lr):
 async def verdict(model, tmp_path, lr):
     """What the canary says of a sampler that was told to load the step's weights."""
     before, report = trained(model, tmp_path.parent, lr)
-    sampler = TorchSampler(model, config=InferenceConfig(max_batch_size=2), context_length=64, num_threads=1)
+    sampler = TorchSampler(model, config=TorchSettings(max_batch_size=2), context_length=64, num_threads=1)
     try:
         at_first = [(await sampler.prompt_logprobs(ids))[1:] for ids in before.token_ids]
         assert find_mismatch(before, at_first, before=None, tolerance=tolerance_of("float32")) is None

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
-from verbatim.config.schema import InferenceConfig
 from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler, watch_engine
 from verbatim.inference.http.limits import ServerLimits
@@ -143,9 +142,10 @@ def _make_renderer(args: argparse.Namespace) -> Any:
 
 def _make_sampler(args: argparse.Namespace) -> Any:
     from verbatim.inference.embedded.engine import TorchSampler
+    from verbatim.inference.embedded.settings import TorchSettings
 
-    config = InferenceConfig(max_batch_size=args.max_batch_size, dtype=args.dtype, device=args.device,
-                             deterministic=args.deterministic, num_threads=args.threads)  # fmt: skip
+    config = TorchSettings(max_batch_size=args.max_batch_size, dtype=args.dtype, device=args.device,
+                           deterministic=args.deterministic, num_threads=args.threads)  # fmt: skip
     context = args.context_length or min(_CONTEXT, _positions(args.model))
     return TorchSampler(args.model, config=config, context_length=context, num_threads=args.threads)
 

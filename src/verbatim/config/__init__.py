@@ -1,7 +1,12 @@
 """TOML files and command-line overrides to frozen, typed configurations. Importing this imports no torch."""
 
+from verbatim.config.backends import Backend, find_backend, settings_for
 from verbatim.config.components import ComponentTables, import_object, resolve
 from verbatim.config.load import dump_config, load_config, make_config
 from verbatim.config.schema import RunConfig
+from verbatim.config.sections import BackendSettings
 
-__all__ = ["ComponentTables", "RunConfig", "dump_config", "import_object", "load_config", "make_config", "resolve"]
+__all__ = [
+    "Backend", "BackendSettings", "ComponentTables", "RunConfig", "dump_config", "find_backend", "import_object",
+    "load_config", "make_config", "resolve", "settings_for",
+]  # fmt: skip

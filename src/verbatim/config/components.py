@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.config.fields import nearest
-from verbatim.config.knobs import check_knobs
+from verbatim.config.knobs import check_knobs, is_made_of_knobs
 from verbatim.config.known_names import known_elsewhere
 from verbatim.config.origins import KeyPath
 from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
@@ -46,6 +46,10 @@ class ComponentTables:
     """For the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
     monitors: Table
     """For the tables below [monitor]."""
+    samplers: Table
+    """For inference.backend."""
+    runners: Table
+    """For orchestrator.rollout.backend."""
     renderers: Collection[str]
     """For the name of [orchestrator.renderer]: only looked up, since a renderer is made for a tokenizer."""
 
@@ -63,8 +67,9 @@ class Problem:
 def resolve(component: ComponentConfig, table: Table, *, what: str, where: str, num_inputs: int = 1) -> Any:
     """The component with its knobs bound.
 
-    A function gives a `functools.partial`; a class (a frozen dataclass with `__call__`) gives an instance; a record
-    with a `function` and `knobs`, as in `LOSSES`, gives a copy with its knobs set.
+    A function gives a `functools.partial`, and so does a class of monitors, whose constructor takes the input; another
+    class (a frozen dataclass with `__call__`) gives an instance; a record with a `function` and `knobs`, as in
+    `LOSSES`, gives a copy with its knobs set.
 
     Args:
         component: What the file says.
@@ -80,7 +85,7 @@ def resolve(component: ComponentConfig, table: Table, *, what: str, where: str, 
     if isinstance(bound, list):
         raise ComponentError("\n".join(problem.message for problem in bound))
     target, knobs = bound.target, bound.knobs
-    if inspect.isclass(target):
+    if is_made_of_knobs(target):
         try:
             return target(**knobs)
         except (TypeError, ValueError) as error:
@@ -183,10 +188,11 @@ class _Use:
     def of(cls, component: ComponentConfig, what: str, where: str | KeyPath, num_inputs: int) -> _Use:
         path: KeyPath = tuple(where.split(".")) if isinstance(where, str) else where
         custom = component.type == "custom"
+        import_path = component.custom_path
         return cls(
             path=path, what=what, num_inputs=num_inputs, knobs=component.knobs,
-            name=None if custom else component.type, import_path=component.import_path if custom else None,
-            name_key=(*path, "type"), import_key=(*path, "import_path"),
+            name=component.type if import_path is None else None, import_path=import_path,
+            name_key=(*path, "type"), import_key=(*path, "import_path" if custom else "type"),
             knobs_key=(*path, "kwargs") if custom else path,
         )  # fmt: skip
 
@@ -250,14 +256,13 @@ def _bind(use: _Use, table: Table) -> _Bound | list[Problem]:
 def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
     """Why something imported cannot be called with the inputs of its kind."""
     named = f"{use.what} {getattr(function, '__qualname__', type(function).__qualname__)}"
-    call: Any = function
-    if inspect.isclass(function) and use.num_inputs:
-        call = next((vars(cls)["__call__"] for cls in function.__mro__ if "__call__" in vars(cls)), None)
-        if call is None:
-            return f"{named} is a class without __call__; expected a function, or a frozen dataclass with __call__"
+    made_of_knobs = is_made_of_knobs(function)
+    if inspect.isclass(function) and use.num_inputs and not made_of_knobs and use.what != "monitor":
+        return f"{named} is a class without __call__; expected a function, or a frozen dataclass with __call__"
+    call: Any = function.__call__ if made_of_knobs else function  # type: ignore[operator]
     try:
         inspect.signature(function)
-        parameters = list(inspect.signature(call).parameters.values())[int(inspect.isclass(function)) :]
+        parameters = list(inspect.signature(call).parameters.values())[int(made_of_knobs) :]
     except (TypeError, ValueError):
         return f"{named} does not tell its parameters; expected a function or a class written in Python"
     if not use.num_inputs:
@@ -268,7 +273,7 @@ def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
     if len(positional) < use.num_inputs and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return f"{named}({', '.join(p.name for p in parameters)}) takes no input; expected it as the first parameter"
     given = {p.name for p in positional[use.num_inputs :] if p.default is p.empty} - set(use.knobs)
-    if given and not inspect.isclass(function):
+    if given and not made_of_knobs:
         return (
             f"{named} needs {', '.join(p.name for p in positional if p.name in given)}, which nothing gives; it is "
             f"called with one record, its first parameter {positional[0].name!r}, and every other parameter is a knob: "
@@ -283,15 +288,19 @@ def _own(what: str, name: str) -> str:
         path = name if "." in name else "my_module.MyEnvironment"
         return f'; or import your own: import_path = "{path}" instead of id'
     if what in ("loss", "advantage", "filter", "monitor"):
-        return '; or import your own: type = "custom" and import_path = "my_module.name"'
+        return '; or import your own: type = "my_module.name"'
     return ""
 
 
-def _unknown(key: KeyPath, what: str, name: str, table: Collection[str], own: str = "") -> Problem:
+def unknown(what: str, name: str, table: Collection[str], own: str = "") -> str:
+    """That there is no such name, which is the nearest, and which there are."""
     elsewhere = known_elsewhere(what, name)
     hint = f": here it is {elsewhere}." if elsewhere else nearest(name, table) or "."
-    message = f"there is no {what} {name!r}{hint} There are {', '.join(sorted(table))}{own}"
-    return Problem(path=key, message=f"{_dotted(key)}: {message}")
+    return f"there is no {what} {name!r}{hint} There are {', '.join(sorted(table))}{own}"
+
+
+def _unknown(key: KeyPath, what: str, name: str, table: Collection[str], own: str = "") -> Problem:
+    return Problem(path=key, message=f"{_dotted(key)}: {unknown(what, name, table, own)}")
 
 
 def _is_record(target: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from verbatim.config.origins import KeyPath
+from verbatim.config.sections import BackendSettings
 
 
 def section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
@@ -41,6 +42,13 @@ def sections_with(model: type[BaseModel], key: str) -> list[str]:
     """The outermost tables in which `key` is valid: `sections_with(RunConfig, "lr")` has "trainer.optim"."""
     names = [name for name, section in _sections(model, "") if key in section.model_fields]
     return [name for name in names if name.count(".") == min(other.count(".") for other in names)]
+
+
+def backend_tables_with(section: type[BaseModel], key: str) -> list[str]:
+    """The backends' tables below a section in which `key` is valid: ["torch"] for "deterministic" in [inference]."""
+    inner = {name: _record_in(field.annotation) for name, field in section.model_fields.items()}
+    return [name for name, record in inner.items()
+            if record is not None and issubclass(record, BackendSettings) and key in record.model_fields]  # fmt: skip
 
 
 def nearest(found: str, expected: Iterable[str]) -> str:

@@ -47,9 +47,14 @@ def check_knobs(
     return converted, wrong
 
 
+def is_made_of_knobs(function: Callable[..., Any]) -> bool:
+    """Whether a component is a class whose instances are called with the data: `Rule(limit=8)(trajectory)`."""
+    return inspect.isclass(function) and any("__call__" in vars(cls) for cls in function.__mro__)
+
+
 def _knobs_of(function: Callable[..., Any], num_inputs: int) -> tuple[dict[str, inspect.Parameter], bool]:
     parameters = list(inspect.signature(function).parameters.values())
-    num_data = 0 if inspect.isclass(function) else num_inputs
+    num_data = 0 if is_made_of_knobs(function) else num_inputs
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keyword_only = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -61,15 +66,19 @@ def _convert(value: Any, function: Callable[..., Any], parameter: inspect.Parame
     if annotation is parameter.empty:
         return value
     try:
-        adapter = TypeAdapter(_evaluate(annotation, function) if isinstance(annotation, str) else annotation)
+        adapter = TypeAdapter(evaluate(annotation, function) if isinstance(annotation, str) else annotation)
     except (NameError, PydanticUserError):
         return value  # a type for the type checker only, or one that pydantic does not know: as if it had none
     # Strict JSON, as everywhere in the file: no "64" for 64, no true for 1.
     return adapter.validate_json(json.dumps(value), strict=True)
 
 
-def _evaluate(annotation: str, function: Callable[..., Any]) -> Any:
-    """One string annotation; the others may name types that exist for the type checker only."""
+def evaluate(annotation: str, function: Callable[..., Any]) -> Any:
+    """One string annotation of a function or class; the others may name types that exist for the type checker only.
+
+    Raises:
+        NameError: it names something that its module does not have.
+    """
 
     def holder() -> None: ...
 

@@ -20,8 +20,16 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from verbatim.config.components import ComponentTables, check_components
-from verbatim.config.fields import annotation_at, description_at, nearest, section_at, sections_with
+from verbatim.config.backends import schema_with_backends
+from verbatim.config.components import ComponentTables, Problem, check_components
+from verbatim.config.fields import (
+    annotation_at,
+    backend_tables_with,
+    description_at,
+    nearest,
+    section_at,
+    sections_with,
+)
 from verbatim.config.origins import KeyPath, line_numbers
 from verbatim.config.overrides import UNSET, Override, apply_override, parse_overrides, parse_value
 from verbatim.config.python_values import NotPlain, assign, assignments
@@ -55,11 +63,11 @@ def load_config(
     text = _read(path)
     document = _parse(text, path)
     places = _Places(file=str(path), lines=line_numbers(text))
-    _apply(document, parse_overrides(overrides), places)
+    overridden = _apply(document, parse_overrides(overrides), places)
     for key, value in _assignments(settings, caller):
         assign(document, key, value)
         places.set(key, Override(flag=f"{caller}({'.'.join(map(str, key))}={_short(value)})", text=None))
-    return _checked(document, places, tables)
+    return _checked(document, places, tables, overridden)
 
 
 def make_config(
@@ -89,7 +97,14 @@ def _assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath
         raise ConfigError(f"{caller}(): {error}") from None
 
 
-def _checked(document: dict[str, Any], places: _Places, tables: ComponentTables | None) -> RunConfig:
+def _checked(
+    document: dict[str, Any], places: _Places, tables: ComponentTables | None, overridden: Sequence[tuple[KeyPath, Override]] = ()
+) -> RunConfig:
+    problems: list[Problem] = []
+    if tables is not None:
+        places.schema, problems = schema_with_backends(document, tables)
+    _check_overrides(overridden, places)
+    _refuse([f"{places.of(p.path)}: {p.message}" for p in problems], places)
     config = _validate(document, places)
     if tables is not None:
         _refuse([f"{places.of(p.path)}: {p.message}" for p in check_components(config, tables)], places)
@@ -117,6 +132,8 @@ class _Places:
     file: str
     lines: dict[KeyPath, int]
     overrides: dict[KeyPath, Override] = field(default_factory=dict)
+    schema: type[RunConfig] = RunConfig
+    """What may stand where; with the tables of the backends, once they are known."""
 
     def of(self, path: KeyPath) -> str:
         """`file:line`, or the override as it was typed; and the overrides below, which may be what is wrong."""
@@ -169,36 +186,44 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}:{line}:{column}: not valid TOML: {reason}{hint}") from None
 
 
-def _apply(document: dict[str, Any], overrides: Sequence[Override], places: _Places) -> None:
-    problems = []
+def _apply(document: dict[str, Any], overrides: Sequence[Override], places: _Places) -> list[tuple[KeyPath, Override]]:
+    """Set the overrides' keys; which key each of them is."""
+    problems, applied = [], []
     for override in overrides:
-        if override.text is None:
-            value: Any = True
-        else:
-            value = parse_value(override.text)
         try:
-            path = apply_override(document, override, value)
+            path = apply_override(document, override, True if override.text is None else parse_value(override.text))
         except ConfigError as error:
             problems.append(str(error))
             continue
         places.set(path, override)
-        if override.text is None and annotation_at(RunConfig, path) not in (bool, None):
-            problems.append(f"{override.flag}: needs a value: {description_at(RunConfig, path)}")
-        if override.text == UNSET and not _may_be_unset(path):
-            problems.append(f"{override}: {_unknown_key(path)}")
+        applied.append((path, override))
+    _refuse(problems, places)
+    return applied
+
+
+def _check_overrides(overridden: Sequence[tuple[KeyPath, Override]], places: _Places) -> None:
+    """Refuse a key without a value that is no boolean, and one that is unset although there is no such key."""
+    problems = []
+    for path, override in overridden:
+        if places.overrides.get(path) is not override:
+            continue  # another one replaced it
+        if override.text is None and annotation_at(places.schema, path) not in (bool, None):
+            problems.append(f"{override.flag}: needs a value: {description_at(places.schema, path)}")
+        if override.text == UNSET and not _may_be_unset(path, places.schema):
+            problems.append(f"{override}: {_unknown_key(path, places.schema)}")
     _refuse(problems, places)
 
 
-def _may_be_unset(path: KeyPath) -> bool:
+def _may_be_unset(path: KeyPath, schema: type[RunConfig]) -> bool:
     """Whether there is such a key (free-form tables may hold any)."""
-    section = section_at(RunConfig, path[:-1])
+    section = section_at(schema, path[:-1])
     free = section is None or section.model_config.get("extra") == "allow"
     return free or isinstance(path[-1], int) or str(path[-1]) in section.model_fields  # type: ignore[union-attr]
 
 
 def _validate(document: dict[str, Any], places: _Places) -> RunConfig:
     try:
-        return _from_document(document)
+        return _from_document(document, places.schema)
     except ValidationError as error:
         errors = error.errors()
     # `--name 2024`: what reads as a number may stand for a text, and only the schema knows.
@@ -207,7 +232,7 @@ def _validate(document: dict[str, Any], places: _Places) -> RunConfig:
         apply_override(document, places.overrides[path], places.overrides[path].text)
     if texts:
         try:
-            return _from_document(document)
+            return _from_document(document, places.schema)
         except ValidationError as error:
             errors = error.errors()
     _refuse([_explain(e, places) for e in errors if not _follows_from_another(e)], places)
@@ -219,9 +244,9 @@ def _follows_from_another(error: ErrorDetails) -> bool:
     return error["type"] == "default_factory_not_called" or (error["type"] == "too_short" and bool(error["input"]))
 
 
-def _from_document(document: dict[str, Any]) -> RunConfig:
+def _from_document(document: dict[str, Any], schema: type[RunConfig]) -> RunConfig:
     # Strict JSON is TOML's own reading of types: no "64" for 64, no true for 1, but lists and paths as they are.
-    return RunConfig.model_validate_json(json.dumps(document, default=str), strict=True)
+    return schema.model_validate_json(json.dumps(document, default=str), strict=True)
 
 
 def _text_at(path: KeyPath, places: _Places) -> bool:
@@ -242,16 +267,16 @@ def _explain(error: ErrorDetails, places: _Places) -> str:
     found, message = error["input"], error["msg"]
     match error["type"]:
         case "extra_forbidden":
-            return f"{where}: {_unknown_key(path)}"
+            return f"{where}: {_unknown_key(path, places.schema)}"
         case "missing":
-            about = description_at(RunConfig, path)
+            about = description_at(places.schema, path)
             return f"{where}: {name} is missing{f': {about[0].lower()}{about[1:]}' if about else ''}"
         case "value_error":
             return f"{where}: {f'{name}: ' if name else ''}{error['ctx']['error']}"
         case "tuple_type":
-            expected = f"a list, or [[{name}]] tables" if section_at(RunConfig, path) else "a list"
-        case "model_type" | "dict_type" if _near_a_key(path):  # in [monitor], where other keys are tables
-            return f"{where}: {_unknown_key(path)}"
+            expected = f"a list, or [[{name}]] tables" if section_at(places.schema, path) else "a list"
+        case "model_type" | "dict_type" if _near_a_key(path, places.schema):  # where other keys are tables: [monitor]
+            return f"{where}: {_unknown_key(path, places.schema)}"
         case "model_type" | "dict_type":
             expected = "a table"
         case "too_short":
@@ -263,8 +288,8 @@ def _explain(error: ErrorDetails, places: _Places) -> str:
     return f"{where}: {name}: found {_short(found)} ({kind}), expected {expected}{near}"
 
 
-def _near_a_key(path: KeyPath) -> bool:
-    section = section_at(RunConfig, path[:-1])
+def _near_a_key(path: KeyPath, schema: type[RunConfig]) -> bool:
+    section = section_at(schema, path[:-1])
     key = str(path[-1])
     return section is not None and key not in section.model_fields and bool(nearest(key, section.model_fields))
 
@@ -274,16 +299,19 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _unknown_key(path: KeyPath) -> str:
+def _unknown_key(path: KeyPath, schema: type[RunConfig]) -> str:
     key = str(path[-1])
-    section = section_at(RunConfig, path[:-1])
+    section = section_at(schema, path[:-1])
     table = f"[{'.'.join(str(part) for part in path[:-1] if isinstance(part, str))}]" if path[:-1] else "the top level"
     name = ".".join(map(str, path))
     if section is None:
         return f"{name}: unknown key"
+    if moved := backend_tables_with(section, key):
+        prefix = ".".join(map(str, path[:-1]))
+        return f"{name} is now {' or '.join(f'{prefix}.{table}.{key}' for table in moved)}"
     valid = list(section.model_fields)
     hint = nearest(key, valid)
-    elsewhere = [] if hint else sections_with(RunConfig, key)
+    elsewhere = [] if hint else sections_with(schema, key)
     if elsewhere:
         hint = f"; it belongs to {' or '.join(f'[{place}]' if place else 'the top level' for place in elsewhere)}"
     hint = hint if hint.endswith("?") else f"{hint}."

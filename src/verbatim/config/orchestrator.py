@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,9 +15,9 @@ from verbatim.config.environments import (
     one_strategy,
 )
 from verbatim.config.sections import (
+    BackendSection,
     ComponentConfig,
     Fraction,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -81,45 +81,16 @@ class BufferConfig(Section):
         return self
 
 
-class RolloutConfig(Section):
-    """Where episodes run."""
+class RolloutConfig(BackendSection):
+    """Where episodes run. A backend's own settings are in the table of its name: [orchestrator.rollout.ray]."""
 
-    backend: Literal["local", "processes", "ray"] = "local"
-    """In the orchestrator's own process; in child processes of this machine; or in Ray actors, on any number of
-    hosts."""
+    what: ClassVar[str] = "rollout backend"
+
+    backend: str = "local"
+    """"local", in the orchestrator's own process; "processes", in child processes of this machine; "ray", in Ray actors
+    on any number of hosts; or the import path of one of your own."""
     workers: PositiveInt = 2
     """Processes of each environment; with "ray" actors, for all environments together."""
-    worker_memory_mb: PositiveInt | None = None
-    """Most memory of one process, in MB (2**20 bytes): one that takes more is replaced, and its episodes run
-    again. Any by default. Not for "ray"."""
-    cpus_per_worker: NonNegativeFloat = 1.0
-    """With "ray": CPUs that an actor reserves on its host."""
-    address: str | None = None
-    """With "ray": the cluster; "auto" for the one that this machine belongs to, or "10.0.0.1:6379"; by default one is
-    started here, and stopped at the end."""
-    host: str = "127.0.0.1"
-    """With "ray": this machine's address, as the actors' hosts know it: the sampler is served there."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """With "ray": the sampler's port; 0 takes a free one."""
-
-    @model_validator(mode="after")
-    def _knobs_of_the_backend(self) -> Self:
-        if self.backend == "processes":
-            changed = [
-                name for name in ("cpus_per_worker", "address", "host", "port")
-                if getattr(self, name) != type(self).model_fields[name].default
-            ]  # fmt: skip
-            if changed:
-                raise ValueError(
-                    f'{", ".join(changed)}: for backend = "ray" only, found backend = "processes", whose workers are '
-                    'on this machine; remove it, or set backend = "ray"'
-                )
-        if self.backend == "ray" and self.worker_memory_mb is not None:
-            raise ValueError(
-                'worker_memory_mb is for processes of this machine, found backend = "ray"; remove it (Ray has limits '
-                "of its own)"
-            )
-        return self
 
 
 class OrchestratorConfig(Section):
@@ -198,10 +169,11 @@ class OrchestratorConfig(Section):
     def _isolated_here(self) -> Self:
         tables = {"train": self.train.env, "eval": self.eval.env if self.eval is not None else ()}
         where = [f"{purpose}.env.{i}" for purpose, envs in tables.items() for i, env in enumerate(envs) if env.isolated]
-        if where and self.rollout.backend == "ray":
+        if where and self.rollout.backend not in ("local", "processes"):
             raise ValueError(
-                f'{where[0]}.isolated = true asks for processes of this machine, found rollout.backend = "ray", which '
-                'runs every environment on its actors; remove isolated, or set rollout.backend = "local"'
+                f"{where[0]}.isolated = true asks for processes of this machine, found rollout.backend = "
+                f'"{self.rollout.backend}", which runs every environment; remove isolated, or set rollout.backend = '
+                '"local"'
             )
         return self
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from verbatim.config.origins import KeyPath
 from verbatim.texts import shown
 
-_BY_IMPORT_PATH = '; name a component of your own: {"type": "custom", "import_path": "my_module.my_function"}'
+_BY_IMPORT_PATH = '; name a component of your own: {"type": "my_module.my_function"}'
 
 
 class NotPlain(ValueError):

@@ -147,7 +147,9 @@ class RunConfig(Section):
         if mode == "opd" or loss.type == "opd":
             if teacher is None:
                 raise ValueError('training_mode = "opd" needs an [orchestrator.teacher] table with a model')
-            if mode != "opd" or loss.type not in ("default", "opd", "custom"):
+            if mode != "opd" or (
+                loss.type not in ("default", "opd") and loss.custom_path is None
+            ):
                 raise ValueError(
                     f'trainer.loss.type = "{loss.type}" and training_mode = "{mode}": distillation is asked for by '
                     'training_mode = "opd", which brings its own loss; remove type (kl_tau and delta may stay), or '

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -24,13 +24,14 @@ class Section(BaseModel):
 
 
 class ComponentConfig(BaseModel):
-    """A plug-in: `type` names a built-in, whose knobs are the other keys; or `type = "custom"` with
-    `import_path` and `kwargs`. Knobs are checked against the component's own signature when it is resolved."""
+    """A plug-in: `type` is a built-in's name, or the import path of one's own, and the other keys are its knobs; or
+    `type = "custom"` with `import_path` and `kwargs`. Knobs are checked against the component's own signature when it
+    is resolved."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str = "default"
-    """A name from the component's table, or "custom"."""
+    """A name from the component's table, an import path ("my_module.my_loss"), or "custom"."""
     import_path: str | None = None
     """With "custom": `module.function`."""
     kwargs: dict[str, Any] = Field(default={}, exclude_if=lambda kwargs: not kwargs)
@@ -52,3 +53,53 @@ class ComponentConfig(BaseModel):
     def knobs(self) -> dict[str, Any]:
         """The keyword arguments for the component."""
         return dict(self.kwargs) if self.type == "custom" else dict(self.model_extra or {})
+
+    @property
+    def custom_path(self) -> str | None:
+        """The import path of a component of the user's own, in either spelling; None for a built-in."""
+        return self.import_path or (self.type if is_import_path(self.type) else None)
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name is that of something to import, "my_module.MyMonitor" or "my_module:MyMonitor"."""
+    return "." in name or ":" in name
+
+
+def table_of(backend: str) -> str:
+    """The key of a backend's own table: its name, or the last part of its import path.
+
+    >>> table_of("torch"), table_of("my_module.MySampler")
+    ('torch', 'MySampler')
+    """
+    return backend.replace(":", ".").rpartition(".")[2]
+
+
+class BackendSettings(Section):
+    """The table of one backend: a subclass has its keys as fields."""
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """What a sampler computes in; the default of inference.canary_tolerance depends on it."""
+        return "float32"
+
+    def check(self) -> None:
+        """Refuse, before a run starts, what cannot work on this machine: a device or package that is not there.
+
+        Raises:
+            UsageError: what was found, what was expected; a key first ("device: ...").
+        """
+
+
+class BackendSection(Section):
+    """A section with a `backend`, whose own settings stand in the table of its name.
+
+    Which tables there are, `config.backends.schema_with_backends` says; read without it, they are kept as they are.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)
+
+    what: ClassVar[str]
+    """The kind of backend, for errors."""
+    backend: str
+    """A name from the table of backends, or an import path."""

@@ -9,6 +9,7 @@ from typing import Any
 from verbatim.config import resolve
 from verbatim.config.packages import is_installed
 from verbatim.config.schema import RunConfig, TeacherConfig
+from verbatim.config.sections import table_of
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.resolve import corpus
 from verbatim.errors import ComponentError, UsageError
@@ -18,7 +19,7 @@ from verbatim.rollouts.workers.episodes import refuse_what_cannot_travel
 from verbatim.run.conversations import Conversation, read_conversations
 from verbatim.run.environments import Environments, check_environments, check_tools, demonstrations, make_environments
 from verbatim.run.parts import make_loss, make_monitors, make_rules
-from verbatim.run.rollouts import make_renderer, plays_elsewhere
+from verbatim.run.rollouts import inference_settings, make_renderer, plays_elsewhere, rollout_settings
 from verbatim.run.tables import component_tables
 
 _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
@@ -50,10 +51,13 @@ def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRON
     _check_loss(config)
     warm_start = config.warm_start
     data = read_conversations(warm_start.data) if warm_start is not None and warm_start.data is not None else []
-    if config.orchestrator.rollout.backend == "ray":
-        _need("ray", 'orchestrator.rollout.backend = "ray"', "verbatim-rl[ray]")
+    rollout_settings(config).check()
     _check_runners(config, environments)
     _check_devices(config)
+    try:
+        inference_settings(config).check()
+    except UsageError as error:
+        raise UsageError(f"inference.{table_of(config.inference.backend)}.{error}") from error
     if config.orchestrator.teacher is not None:
         _check_teacher(config.orchestrator.teacher)
     _check_model(config, environments, data)
@@ -62,7 +66,7 @@ def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRON
 
 def _check_loss(config: RunConfig) -> None:
     loss = config.trainer.loss
-    if loss.type != "custom":
+    if loss.custom_path is None:
         resolve(loss, component_tables().losses, what="loss", where="trainer.loss")
         return  # ours are known to be right, and torch takes seconds to import
     from verbatim.losses.results import try_loss
@@ -74,15 +78,17 @@ def _check_loss(config: RunConfig) -> None:
 
 
 def _check_runners(config: RunConfig, environments: Environments) -> None:
+    if config.orchestrator.rollout.backend not in ("local", "processes"):
+        return
     for made in (environments.train, environments.eval):
         for label, (env, _) in made.items():
-            if plays_elsewhere(config.orchestrator, env) and config.orchestrator.rollout.backend != "ray":
+            if plays_elsewhere(config.orchestrator, env):
                 refuse_what_cannot_travel(label, env.id or str(env.import_path), env.args)
 
 
 def _check_devices(config: RunConfig) -> None:
     teacher = config.orchestrator.teacher
-    places = [("trainer.device", config.trainer.device), ("inference.device", config.inference.device)]
+    places = [("trainer.device", config.trainer.device)]
     if teacher is not None and teacher.base_url is None:
         places.append(("orchestrator.teacher.device", teacher.device))
     for where, device in places:

@@ -18,6 +18,7 @@ from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.staleness import capped_settings
 from verbatim.rollouts import RolloutSetup, derive_seed
 from verbatim.run.environments import Environments
+from verbatim.run.rollouts import inference_settings
 from verbatim.run.tables import component_tables
 from verbatim.trajectories import Ledger
 
@@ -101,8 +102,8 @@ def _filter_name(component: ComponentConfig, taken: Mapping[str, Any]) -> str:
     Example: two filters "repetition" and one "my_filters.TooLong" are `repetition`, `repetition_2` and `TooLong`.
     """
     name = component.type
-    if component.import_path is not None:
-        name = component.import_path.replace(":", ".").rpartition(".")[2]
+    if component.custom_path is not None:
+        name = component.custom_path.replace(":", ".").rpartition(".")[2]
     numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
     return next(candidate for candidate in numbered if candidate not in taken)
 
@@ -172,9 +173,9 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
         eval_episodes=evaluation.episodes if evaluation else 0,
         eval_seed=evaluation.seed if evaluation else 0,
         checkpoint_interval=config.checkpoint.interval,
-        learns_from_advantages=not config.follows_a_teacher and config.trainer.loss.type != "custom",
+        learns_from_advantages=not config.follows_a_teacher and config.trainer.loss.custom_path is None,
         canary_tolerance=(
-            config.inference.canary_tolerance or tolerance_of(config.trainer.dtype, config.inference.dtype)
+            config.inference.canary_tolerance or tolerance_of(config.trainer.dtype, inference_settings(config).precision)
         ),
     )
 
@@ -195,7 +196,7 @@ def make_loss(config: RunConfig) -> Any:
     from verbatim.losses import Loss
 
     component = config.trainer.loss
-    if config.orchestrator.training_mode != "rl" and component.type != "custom":
+    if config.orchestrator.training_mode != "rl" and component.custom_path is None:
         component = _of_mode(config.orchestrator.training_mode, component)
     loss = resolve(component, component_tables().losses, what="loss", where="trainer.loss")
     return loss if isinstance(loss, Loss) else Loss(loss, level="sequence")

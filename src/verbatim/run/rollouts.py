@@ -8,14 +8,15 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.config import import_object
+from verbatim.config import BackendSettings, find_backend, settings_for
 from verbatim.config.schema import EnvConfig, OrchestratorConfig, RendererConfig, RunConfig, SamplingConfig
 from verbatim.environments.base import Environment
-from verbatim.inference import SAMPLERS
+from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts import EpisodeLimits, EpisodeRunner, EpisodeTally, LocalRunner, RolloutSetup
+from verbatim.rollouts.backends import RUNNERS, RunnerInputs
 
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
@@ -102,9 +103,6 @@ async def open_runner(
         for label, (env, _) in made.items()
         if plays_elsewhere(orchestrator, env)
     }
-    if not elsewhere:
-        yield LocalRunner()
-        return
     from verbatim.rollouts.workers.episodes import RemoteSetup
 
     setups = {
@@ -118,21 +116,11 @@ async def open_runner(
         )
         for (purpose, label), env in elsewhere.items()
     }
-    if rollout.backend == "ray":
-        from verbatim.rollouts.ray.runner import ray_runner
-
-        async with ray_runner(
-            setups, sampler, renderer, workers=rollout.workers, cpus_per_worker=rollout.cpus_per_worker,
-            address=rollout.address, host=rollout.host, port=rollout.port,
-        ) as actors:  # fmt: skip
-            yield actors
-        return
-    from verbatim.rollouts.processes.runner import process_runner
-
-    async with process_runner(
-        setups, sampler, renderer, workers=rollout.workers, memory_mb=rollout.worker_memory_mb, logs=logs
-    ) as processes:
-        yield processes
+    name = "processes" if rollout.backend == "local" and elsewhere else rollout.backend  # isolated environments
+    backend = find_backend(name, RUNNERS, what=rollout.what)
+    inputs = RunnerInputs(setups=setups, sampler=sampler, renderer=renderer, workers=rollout.workers, logs=logs)
+    async with backend.function(inputs, settings_for(rollout, name, backend)) as runner:
+        yield runner
 
 
 def plays_elsewhere(orchestrator: OrchestratorConfig, env: EnvConfig) -> bool:
@@ -154,13 +142,36 @@ def make_renderer(renderer: RendererConfig, tokenizer: Any) -> Renderer:
 
 def make_sampler(
     config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None
-) -> Any:
-    """The configured rollout engine with the weights in `source`."""
-    engine = import_object(SAMPLERS[config.inference.backend])
-    return engine(
-        source,
-        config=config.inference,
+) -> Sampler:
+    """The configured rollout engine with the weights in `source`.
+
+    Args:
+        config: The run's.
+        source: A folder in Hugging Face format, or a hub id.
+        policy_version: The version of these weights.
+        num_threads: Threads for an engine that computes in this process, where its settings do not say; None = torch's
+            own setting.
+    """
+    inference = config.inference
+    backend = find_backend(inference.backend, SAMPLERS, what=inference.what)
+    inputs = BackendInputs(
+        model=source,
         context_length=config.orchestrator.seq_len,
         policy_version=policy_version,
         num_threads=num_threads,
+        on_weight_update=inference.on_weight_update,
     )
+    sampler: Sampler = backend.function(inputs, settings_for(inference, inference.backend, backend))
+    return sampler
+
+
+def inference_settings(config: RunConfig) -> BackendSettings:
+    """The inference backend's own settings."""
+    backend = find_backend(config.inference.backend, SAMPLERS, what=config.inference.what)
+    return settings_for(config.inference, config.inference.backend, backend)
+
+
+def rollout_settings(config: RunConfig) -> BackendSettings:
+    """The rollout backend's own settings."""
+    rollout = config.orchestrator.rollout
+    return settings_for(rollout, rollout.backend, find_backend(rollout.backend, RUNNERS, what=rollout.what))

@@ -16,12 +16,15 @@ def component_tables(environments: Mapping[str, Any] | None = None) -> Component
     from verbatim.credit import ADVANTAGES
     from verbatim.environments import ENVIRONMENTS
     from verbatim.filters import FILTERS
+    from verbatim.inference import SAMPLERS
     from verbatim.losses import LOSSES
     from verbatim.monitors import MONITORS
     from verbatim.renderers import ALIASES, RENDERERS
+    from verbatim.rollouts.backends import RUNNERS
     from verbatim.trajectories import STRATEGIES
 
     return ComponentTables(
         losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES,
-        environments=environments or ENVIRONMENTS, monitors=MONITORS, renderers=("auto", *RENDERERS, *ALIASES),
+        environments=environments or ENVIRONMENTS, monitors=MONITORS, samplers=SAMPLERS, runners=RUNNERS,
+        renderers=("auto", *RENDERERS, *ALIASES),
     )  # fmt: skip

@@ -155,8 +155,7 @@ class TrainingRun:
         config, ready = self._config, side.ready
         renderer = make_renderer(config.orchestrator.renderer, load_tokenizer(ready.weights))
         sampler = make_sampler(
-            config, ready.weights, policy_version=ready.version,
-            num_threads=threads_of(config, config.inference.num_threads),
+            config, ready.weights, policy_version=ready.version, num_threads=threads_of(config, None)
         )  # fmt: skip
         made = {"train": self._environments.train, "eval": self._environments.eval}
         api = speaker.api if speaker is not None else None

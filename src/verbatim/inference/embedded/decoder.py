@@ -406,7 +406,7 @@ class Decoder:
         if not bool((logits == logits[0]).all()):
             raise ModelError(
                 f"deterministic sampling: on this machine a pass of {self.num_rows} rows gives other bits in other "
-                "rows; use another inference.max_batch_size, num_threads = 1, or inference.deterministic = false"
+                "rows; in [inference.torch] use another max_batch_size, num_threads = 1, or deterministic = false"
             )
 
 

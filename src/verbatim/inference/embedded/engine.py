@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from verbatim.config.schema import InferenceConfig
+from verbatim.config.inference import OnWeightUpdate
 from verbatim.errors import ModelError, RecordError, SamplerFault, VerbatimError
 from verbatim.inference.base import Completion, SampleRequest, nothing_sampled
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
 from verbatim.inference.embedded.decoder import Decoder, DecoderConfig
 from verbatim.inference.embedded.model_check import refuse_other_decoding
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 from verbatim.inference.validation import check_ids, check_prompt, check_temperature, check_version
 from verbatim.machine_faults import describe, is_out_of_memory
@@ -150,10 +151,11 @@ class TorchSampler:
 
     Args:
         model_path: a folder in Hugging Face format (or a hub id).
-        config: batch size, precision, determinism, what happens on new weights.
+        config: batch size, precision, determinism.
         context_length: most tokens of prompt and completion together.
         policy_version: of the weights in `model_path`.
         num_threads: threads of the engine's matrix products; None takes torch's setting. Other threads keep theirs.
+        on_weight_update: what happens to the key/value cache of sequences in flight when new weights arrive.
 
     Raises:
         ModelError: no such model, one that cannot be cached exactly, or whose weights are not finite numbers.
@@ -163,10 +165,11 @@ class TorchSampler:
         self,
         model_path: str | Path,
         *,
-        config: InferenceConfig,
+        config: TorchSettings,
         context_length: int,
         policy_version: int = 0,
         num_threads: int | None = None,
+        on_weight_update: OnWeightUpdate = "recompute",
     ) -> None:
         model = CausalLM(load_model(model_path, dtype=config.dtype, device=config.device))
         model.model.requires_grad_(False)
@@ -183,7 +186,7 @@ class TorchSampler:
             context_length=context_length,
             prefill_chunk=config.prefill_chunk,
             deterministic=config.deterministic,
-            keep_cache=config.on_weight_update == "keep",
+            keep_cache=on_weight_update == "keep",
         )
         refuse_moving_positions(model, context_length)
         refuse_other_decoding(model, decoder_config)

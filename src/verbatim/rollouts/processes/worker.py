@@ -213,7 +213,7 @@ class ProcessWorker:
             return None
         limit = self._plan.memory_mb
         if limit is not None and memory > limit:
-            return f"it used {memory:,} MB of memory; orchestrator.rollout.worker_memory_mb = {limit}"
+            return f"it used {memory:,} MB of memory; orchestrator.rollout.processes.worker_memory_mb = {limit}"
         if num_threads > MOST_THREADS:
             return f"it had {num_threads:,} threads; at most {MOST_THREADS:,}"
         return f"it had {num_files:,} open files; at most {MOST_FILES:,}" if num_files > MOST_FILES else None

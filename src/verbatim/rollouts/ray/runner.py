@@ -178,11 +178,11 @@ class RayWorker:
             free = self._ray.available_resources().get("CPU", 0.0)
             return UsageError(
                 f"a Ray actor did not start within {worker.START_TIMEOUT:.0f} s; {free:g} CPUs are free. Lower "
-                "orchestrator.rollout.workers or cpus_per_worker, or add hosts"
+                "orchestrator.rollout.workers or orchestrator.rollout.ray.cpus_per_worker, or add hosts"
             )
         if isinstance(cause, SamplerFault):
-            return UsageError(f"a Ray actor cannot reach the sampler ({cause}); set orchestrator.rollout.host to this "
-                              "machine's address as the actors' hosts know it")  # fmt: skip
+            return UsageError(f"a Ray actor cannot reach the sampler ({cause}); set orchestrator.rollout.ray.host to "
+                              "this machine's address as the actors' hosts know it")  # fmt: skip
         if isinstance(cause, UsageError):
             return UsageError(f"on a Ray actor: {cause}")
         if isinstance(error, self._ray.exceptions.RayError):

@@ -1,0 +1,155 @@
+"""Backends: the name or import path in a section's `backend`, and the settings that are one backend's own.
+
+A backend is a function, or a class, called as `backend(inputs, settings)`; the annotation of `settings` says what the
+keys of its table are, `[inference.torch]` for example. Importing the module that holds it loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from verbatim.config.components import ComponentTables, Problem, Table, import_object, unknown
+from verbatim.config.inference import InferenceConfig
+from verbatim.config.knobs import evaluate
+from verbatim.config.orchestrator import OrchestratorConfig, RolloutConfig
+from verbatim.config.origins import KeyPath
+from verbatim.config.schema import RunConfig
+from verbatim.config.sections import BackendSection, BackendSettings, is_import_path, table_of
+from verbatim.errors import ComponentError
+
+_Section = TypeVar("_Section", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What a section's `backend` stands for."""
+
+    function: Callable[..., Any]
+    """`function(inputs, settings)`."""
+    settings: type[BackendSettings]
+    """Its own table."""
+
+
+def find_backend(name: str, table: Table, *, what: str) -> Backend:
+    """The backend of this name in the table, or at this import path.
+
+    Args:
+        name: "torch", or "my_module.MySampler".
+        table: Name to function, or to its import path.
+        what: The kind, for errors: "inference backend".
+
+    Raises:
+        ComponentError: no such name or module, or not callable as `backend(inputs, settings)`.
+    """
+    entry = name if is_import_path(name) else table.get(name)
+    if entry is None:
+        raise ComponentError(unknown(what, name, table, '; or import your own: backend = "my_module.MyBackend"'))
+    function = import_object(entry) if isinstance(entry, str) else entry
+    return Backend(function=function, settings=_settings_of(function, f"{what} {name!r}"))
+
+
+def _settings_of(function: Any, named: str) -> type[BackendSettings]:
+    """The class in the annotation of the parameter `settings`; one without keys where there is no such parameter."""
+    expected = "expected a function or class that is called as backend(inputs, settings)"
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        raise ComponentError(f"{named} is {type(function).__name__}; {expected}") from None
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in
+              (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p not in positional[:2]]  # fmt: skip
+    if len(positional) < 2 or positional[1].name != "settings" or needed:
+        raise ComponentError(f"{named} takes ({', '.join(parameters)}); {expected}")
+    found = positional[1].annotation
+    try:
+        found = evaluate(found, function) if isinstance(found, str) else found
+    except NameError as error:
+        raise ComponentError(f"{named}: the annotation of settings cannot be read: {error}") from None
+    if not (inspect.isclass(found) and issubclass(found, BackendSettings)):
+        raise ComponentError(f"{named}: settings is annotated with {found!r}; expected a subclass of "
+                             "verbatim.config.BackendSettings, whose fields are the keys of its table")  # fmt: skip
+    return found
+
+
+def settings_for(section: BackendSection, name: str, backend: Backend) -> BackendSettings:
+    """A backend's settings in its section, defaults where it has no table there."""
+    given = getattr(section, table_of(name), None)
+    return backend.settings.model_validate({} if given is None else given)
+
+
+def schema_with_backends(document: Mapping[str, Any], tables: ComponentTables) -> tuple[type[RunConfig], list[Problem]]:
+    """The schema of a document: each backend's table is a key of its section, for every name in the tables and for the
+    import path that the document gives. What is wrong with that import path is a problem. The table of the backend in
+    use is filled in; those of others are checked where the document has them, and not read."""
+    inference, wrong = _tables_of(document, ("inference",), InferenceConfig, tables.samplers)
+    rollout, also_wrong = _tables_of(document, ("orchestrator", "rollout"), RolloutConfig, tables.runners)
+    return _schema(inference, rollout), [*wrong, *also_wrong]
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The backends' tables of one section."""
+
+    by_name: tuple[tuple[str, type[BackendSettings]], ...]
+    in_use: str
+
+
+def _tables_of(
+    document: Mapping[str, Any], path: KeyPath, section: type[BackendSection], table: Table
+) -> tuple[_Tables, list[Problem]]:
+    found = {name: find_backend(name, table, what=section.what).settings for name in table}
+    key: KeyPath = (*path, "backend")
+    given: Any = document
+    for part in key:
+        given = given.get(part) if isinstance(given, Mapping) else None
+    if given is None:
+        given = section.model_fields["backend"].default
+    known = _Tables(tuple(found.items()), given if given in table else "")
+    if not isinstance(given, str) or given in table:
+        return known, []
+    try:
+        settings = find_backend(given, table, what=section.what).settings
+    except ComponentError as error:
+        return known, [Problem(path=key, message=f"{'.'.join(map(str, key))}: {error}")]
+    name = table_of(given)
+    if name in section.model_fields:
+        taken = f"its table would be [{'.'.join(map(str, path))}.{name}], which is a key of all backends; rename it"
+        return known, [Problem(path=key, message=f"{'.'.join(map(str, key))} = {given!r}: {taken}")]
+    return _Tables(tuple({**found, name: settings}.items()), name), []
+
+
+@functools.cache
+def _schema(inference: _Tables, rollout: _Tables) -> type[RunConfig]:
+    with_rollout = _with(OrchestratorConfig, rollout=_with_tables(RolloutConfig, rollout))
+    return _with(RunConfig, inference=_with_tables(InferenceConfig, inference), orchestrator=with_rollout)
+
+
+def _with_tables(section: type[_Section], tables: _Tables) -> type[_Section]:
+    class Closed(section):  # type: ignore[valid-type,misc]
+        __doc__ = section.__doc__
+        model_config = ConfigDict(extra="forbid")
+
+    fields: dict[str, Any] = {}
+    for name, settings in tables.by_name:
+        description = settings.__doc__
+        if name == tables.in_use:
+            fields[name] = (settings, Field(default_factory=settings, description=description))
+        else:
+            fields[name] = (settings | None, Field(default=None, description=description))
+    return create_model(section.__name__, __base__=Closed, __doc__=section.__doc__, **fields)
+
+
+def _with(section: type[_Section], **sections: type[BaseModel]) -> type[_Section]:
+    """The section with these of its tables replaced by more detailed ones."""
+    fields: dict[str, Any] = {}
+    for name, inner in sections.items():
+        old = section.model_fields[name]
+        default: Any = {} if old.is_required() else {"default_factory": inner}
+        fields[name] = (inner, Field(description=old.description, **default))
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)

@@ -1,0 +1,33 @@
+"""Inference backends by name, and what each is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verbatim.config.inference import OnWeightUpdate
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendInputs:
+    """What a run gives to its inference backend, beside the backend's own settings."""
+
+    model: str | Path
+    """A folder in Hugging Face format, or a hub id: the weights to begin with."""
+    context_length: int
+    """Most tokens of prompt and completion together."""
+    policy_version: int = 0
+    """The version of these weights."""
+    num_threads: int | None = None
+    """The backend's share of this machine's cores, for one that computes here; None = all of them."""
+    on_weight_update: OnWeightUpdate = "recompute"
+    """What happens to the key/value cache of sequences in flight when new weights arrive."""
+
+
+SAMPLERS: Mapping[str, str | Callable[[BackendInputs, Any], Any]] = {
+    "torch": "verbatim.inference.embedded.settings:torch_backend",
+}
+"""`backend(inputs: BackendInputs, settings) -> Sampler` by name, or where each lives. The annotation of `settings`, a
+subclass of `BackendSettings`, has the keys of [inference.NAME]. Importing a backend's module loads nothing heavy."""

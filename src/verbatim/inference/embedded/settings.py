@@ -1,0 +1,60 @@
+"""[inference.torch]: the embedded engine's settings, and how it is started from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from verbatim.config import BackendSettings
+from verbatim.config.sections import PositiveInt
+from verbatim.errors import UsageError
+from verbatim.inference.backends import BackendInputs
+
+if TYPE_CHECKING:
+    from verbatim.inference.embedded.engine import TorchSampler
+
+
+class TorchSettings(BackendSettings):
+    """The embedded sampler, in PyTorch."""
+
+    max_batch_size: PositiveInt = 64
+    """Sequences decoded together."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and key/value cache."""
+    device: str = "auto"
+    """"auto" takes CUDA where there is one."""
+    deterministic: bool = False
+    """Same request, seed and weights: same ids and logprobs, bit for bit, whatever else is in the batch."""
+    prefill_chunk: PositiveInt = 2048
+    """Most prompt tokens processed between two decode steps."""
+    num_threads: PositiveInt | None = None
+    """Threads of its matrix products on a CPU; by default half of the cores where both sides work at once."""
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """What it computes in."""
+        return self.dtype
+
+    def check(self) -> None:
+        """Refuse a device that is not there."""
+        if self.device in ("auto", "cpu"):
+            return  # they are everywhere, and torch takes seconds to import
+        from verbatim.models.loading import resolve_device
+
+        try:
+            resolve_device(self.device)
+        except UsageError as error:
+            raise UsageError(f"device: {error}") from error
+
+
+def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> TorchSampler:
+    """The embedded sampler with the weights in `inputs.model`."""
+    from verbatim.inference.embedded.engine import TorchSampler
+
+    return TorchSampler(
+        inputs.model,
+        config=settings,
+        context_length=inputs.context_length,
+        policy_version=inputs.policy_version,
+        num_threads=settings.num_threads or inputs.num_threads,
+        on_weight_update=inputs.on_weight_update,
+    )
