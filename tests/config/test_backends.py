@@ -43,9 +43,12 @@ class Other:
 def anything(inputs: Any = None) -> None: ...
 
 
+def pack(samples: Any, *, micro_batch_tokens: int, keep_whole: bool) -> None: ...
+
+
 TABLES = ComponentTables(
     losses={"default": anything}, advantages={"default": anything}, filters={}, strategies={"interleaved": anything},
-    environments={"game": anything}, monitors={}, samplers={"torch": small, "other": Other},
+    environments={"game": anything}, monitors={}, packers={"auto": pack}, samplers={"torch": small, "other": Other},
     runners={"local": small}, renderers=("auto",),
 )  # fmt: skip
 

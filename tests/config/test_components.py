@@ -202,12 +202,16 @@ def test_custom_knobs_are_named_inside_kwargs():
 
 # -- a whole file
 
+def pack(samples: object, *, micro_batch_tokens: int, keep_whole: bool) -> list[object]:
+    return []
+
+
 def backend(inputs: object, settings: BackendSettings) -> None: ...
 
 
 TABLES = ComponentTables(
     losses=TABLE, advantages=TABLE, filters=TABLE, strategies=TABLE, environments={"game": Rule},
-    monitors=TABLE, samplers={"torch": backend}, runners={"local": backend},
+    monitors=TABLE, packers={"auto": pack}, samplers={"torch": backend}, runners={"local": backend},
     renderers=("auto", "qwen3"),
 )  # fmt: skip
 

@@ -122,10 +122,10 @@ def test_a_plain_table_where_a_list_belongs_is_told_its_notation(file: Path):
 
 
 def test_a_wrong_choice_lists_the_choices_and_the_nearest(file: Path):
-    message = error_of(file, "--trainer.packing", "row")
+    message = error_of(file, "--trainer.optim.schedule", "cosin")
     assert message == (
-        "--trainer.packing row: trainer.packing: found \"row\" (a string), expected 'auto', 'rows' or 'tree'; "
-        'did you mean "rows"?'
+        "--trainer.optim.schedule cosin: trainer.optim.schedule: found \"cosin\" (a string), expected 'constant', "
+        "'linear' or 'cosine'; did you mean \"cosine\"?"
     )
 
 
@@ -181,9 +181,9 @@ def test_greedy_sampling_is_refused_for_training(file: Path):
 
 
 def test_all_mistakes_are_listed_at_once(file: Path):
-    message = error_of(edited(file, "max_turns = 4", "max_turn = 4"), "--trainer.packing", "x", "--seed", "zero")
+    message = error_of(edited(file, "max_turns = 4", "max_turn = 4"), "--trainer.dtype", "x", "--seed", "zero")
     assert message.startswith(f"3 mistakes in {file}:\n")
-    for part in (f"{file}:9: ", "--trainer.packing x: ", '--seed zero: seed: found "zero"'):
+    for part in (f"{file}:9: ", "--trainer.dtype x: ", '--seed zero: seed: found "zero"'):
         assert part in message
     assert "at least one element" not in message
 

@@ -1,5 +1,6 @@
 """What a file says about credit and filters, how environments inherit it, and what of it a batch shows."""
 
+import dataclasses
 import math
 
 import pytest
@@ -49,8 +50,8 @@ def rules(tmp_path):
 def test_environments_inherit_the_advantage_and_may_have_their_own(rules):
     top = 'advantage = { type = "chunk_returns", gamma = 0.5 }'
     inherits, own = rules(top=top, other='advantage = { type = "rloo" }')
-    assert (inherits.advantage.func, inherits.advantage.keywords) == (ADVANTAGES["chunk_returns"], {"gamma": 0.5})
-    assert (own.advantage.func, own.advantage.keywords) == (ADVANTAGES["rloo"], {})
+    assert inherits.advantage == dataclasses.replace(ADVANTAGES["chunk_returns"], knobs={"gamma": 0.5})
+    assert own.advantage == ADVANTAGES["rloo"]
 
 
 def test_environments_inherit_the_length_penalty_and_may_have_their_own(rules):

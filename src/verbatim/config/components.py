@@ -21,6 +21,7 @@ from verbatim.config.knobs import check_knobs, is_made_of_knobs
 from verbatim.config.known_names import known_elsewhere
 from verbatim.config.origins import KeyPath
 from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
+from verbatim.config.sections import is_import_path
 from verbatim.errors import ComponentError
 from verbatim.texts import error_text
 from verbatim.user_code import is_ctrl_c
@@ -46,6 +47,8 @@ class ComponentTables:
     """For the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
     monitors: Table
     """For the tables below [monitor]."""
+    packers: Table
+    """For trainer.packing."""
     samplers: Table
     """For inference.backend."""
     runners: Table
@@ -156,10 +159,25 @@ def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem
         bound = _bind(use, table)
         if isinstance(bound, list):
             found += bound
+        elif use.what == "advantage" and getattr(bound.target, "compares_rewards", False):
+            found += _group_of_one(config, use)
     renderer = config.orchestrator.renderer.name
     if renderer not in tables.renderers:
         found.append(_unknown(("orchestrator", "renderer", "name"), "renderer", renderer, tables.renderers))
     return found
+
+
+def _group_of_one(config: RunConfig, use: _Use) -> list[Problem]:
+    """Refuse groups of one rollout under an advantage that compares the rewards of a group."""
+    orchestrator = config.orchestrator
+    own = [env.advantage for env in orchestrator.train.env]
+    is_read = orchestrator.training_mode == "rl" and (use.path != ("orchestrator", "advantage") or None in own)
+    if orchestrator.group_size > 1 or not is_read or use.path[:2] == ("orchestrator", "eval"):
+        return []
+    return [Problem(path=("orchestrator", "group_size"), message=(
+        f'orchestrator.group_size = 1 gives every rollout the advantage 0 under "{use.name or use.import_path}", which '
+        "compares it with the others of its group; expected at least 2"
+    ))]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +215,15 @@ class _Use:
         )  # fmt: skip
 
     @classmethod
+    def of_name(cls, name: str, what: str, key: KeyPath, num_inputs: int, knobs: dict[str, Any]) -> _Use:
+        """A component that is one key, its name or import path."""
+        own = is_import_path(name) and what == "packer"
+        return cls(
+            path=key, what=what, name=None if own else name, import_path=name if own else None, knobs=knobs,
+            name_key=key, import_key=key, knobs_key=key, num_inputs=num_inputs,
+        )  # fmt: skip
+
+    @classmethod
     def of_environment(cls, env: EnvConfig, path: KeyPath) -> _Use:
         return cls(
             path=path, what="environment", name=env.id, import_path=env.import_path, knobs=env.args, num_inputs=0,
@@ -207,6 +234,9 @@ class _Use:
 def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Table]]:
     orchestrator = config.orchestrator
     yield _Use.of(config.trainer.loss, "loss", ("trainer", "loss"), 1), tables.losses
+    packing: KeyPath = ("trainer", "packing")
+    given = {"micro_batch_tokens": 1, "keep_whole": False}  # what the trainer calls it with, beside the samples
+    yield _Use.of_name(config.trainer.packing, "packer", packing, 1, given), tables.packers
     yield _Use.of(orchestrator.advantage, "advantage", ("orchestrator", "advantage"), 1), tables.advantages
     for i, rule in enumerate(orchestrator.filters):
         yield _Use.of(rule, "filter", ("orchestrator", "filters", i), 1), tables.filters
@@ -226,8 +256,7 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
     for path, name in strategies:
         if name is not None:
             key = (*path, "trajectory_strategy")
-            yield _Use(path=key, what="trajectory strategy", name=name, import_path=None, knobs={}, name_key=key,
-                       import_key=key, knobs_key=key, num_inputs=sys.maxsize), tables.strategies  # fmt: skip
+            yield _Use.of_name(name, "trajectory strategy", key, sys.maxsize, {}), tables.strategies
 
 
 def _bind(use: _Use, table: Table) -> _Bound | list[Problem]:
@@ -287,6 +316,8 @@ def _own(what: str, name: str) -> str:
     if what == "environment":
         path = name if "." in name else "my_module.MyEnvironment"
         return f'; or import your own: import_path = "{path}" instead of id'
+    if what == "packer":
+        return '; or import your own: packing = "my_module.my_packer"'
     if what in ("loss", "advantage", "filter", "monitor"):
         return '; or import your own: type = "my_module.name"'
     return ""

@@ -98,8 +98,9 @@ def _assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath
 
 
 def _checked(
-    document: dict[str, Any], places: _Places, tables: ComponentTables | None, overridden: Sequence[tuple[KeyPath, Override]] = ()
-) -> RunConfig:
+    document: dict[str, Any], places: _Places, tables: ComponentTables | None,
+    overridden: Sequence[tuple[KeyPath, Override]] = (),
+) -> RunConfig:  # fmt: skip
     problems: list[Problem] = []
     if tables is not None:
         places.schema, problems = schema_with_backends(document, tables)

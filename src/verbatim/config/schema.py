@@ -175,20 +175,6 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _groups_to_compare(self) -> Self:
-        orchestrator = self.orchestrator
-        if orchestrator.training_mode != "rl":
-            return self  # advantages are not read
-        for env in orchestrator.train.env:
-            advantage = env.advantage or orchestrator.advantage
-            if orchestrator.group_size == 1 and advantage.type in ("default", "normalized", "rloo"):
-                raise ValueError(
-                    f'orchestrator.group_size = 1 gives every rollout the advantage 0 under "{advantage.type}", which '
-                    "compares it with the others of its group; expected at least 2"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _trainable_sampling(self) -> Self:
         places = [("orchestrator.sampling", self.orchestrator.sampling)]
         for i, env in enumerate(self.orchestrator.train.env):

@@ -47,9 +47,10 @@ class TrainerConfig(Section):
     """Optimizer and schedule."""
     loss: ComponentConfig = ComponentConfig()
     """What is minimised."""
-    packing: Literal["auto", "rows", "tree"] = "auto"
-    """How samples are laid out in memory: one after the other, or what they have in common once. "auto" takes the tree
-    where that saves tokens. "tree" needs a model whose tokens mix by attention alone."""
+    packing: str = "auto"
+    """How samples are laid out in memory: "rows", one after the other, or "tree", what they have in common once. "auto"
+    takes the tree where that saves tokens. "tree" needs a model whose tokens mix by attention alone. The import path of
+    a packer of your own is tried on a small copy of the model first."""
     micro_batch_tokens: PositiveInt | None = None
     """Most tokens of one forward pass; a longer sample is one by itself. By default 16,384; on a CPU 8,192, where more
     leave its caches; never cut so for losses that see a trajectory whole."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.config.schema import LengthPenaltyConfig
@@ -42,6 +42,24 @@ _LARGEST = 3.4028234663852886e38
 
 AdvantageFunction = Callable[..., AdvantageOutputs]
 """`function(inputs: AdvantageInputs, **knobs) -> AdvantageOutputs`."""
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """An entry of `ADVANTAGES`: the function, and what a run must know of it. A plain function is as good, with none of
+    these."""
+
+    function: AdvantageFunction
+    """`function(inputs: AdvantageInputs, **knobs) -> AdvantageOutputs`; its keyword arguments are the knobs."""
+    compares_rewards: bool = False
+    """Whether it reads the rollouts' rewards alone and compares each with the others of its group: a group of one has
+    the advantage 0, and rewards of turns are not read."""
+    knobs: dict[str, Any] = field(default_factory=dict)
+    """Bound keyword arguments."""
+
+    def __call__(self, inputs: AdvantageInputs, **knobs: Any) -> AdvantageOutputs:
+        """Apply the function with its knobs."""
+        return self.function(inputs, **{**self.knobs, **knobs})
 
 
 def assign_advantages(
@@ -127,6 +145,6 @@ def _number(value: Any) -> float:
 
 def function_name(function: Callable[..., Any]) -> str:
     """How to name a component to a person."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    while isinstance(function, functools.partial | Advantage):
+        function = function.function if isinstance(function, Advantage) else function.func
     return getattr(function, "__qualname__", type(function).__qualname__)

@@ -11,6 +11,10 @@ from verbatim.types import Trajectory
 Action = Literal["drop", "monitor"]
 
 
+Reads = Literal["logprobs", "advantages"]
+"""What a class of filters may name as `reads`: it is left out of runs whose rollouts do not have these."""
+
+
 class Filter(Protocol):
     """A frozen dataclass whose fields are its knobs; calling it says whether it flags a trajectory."""
 

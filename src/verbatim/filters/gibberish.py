@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from verbatim.errors import ComponentError
-from verbatim.filters.base import Action
+from verbatim.filters.base import Action, Reads
 from verbatim.types import Trajectory
 
 
@@ -21,6 +21,8 @@ class Gibberish:
 
     Example: turns with the logprobs `[-6, -1]` and `[-8]` have the mean -5, which is below -4.
     """
+
+    reads: ClassVar[Reads] = "logprobs"
 
     threshold: Annotated[float, Field(le=0)] = -4.0
     """In nats; e^-4 is a probability of 0.018."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from verbatim.filters.base import Action
+from verbatim.filters.base import Action, Reads
 from verbatim.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroAdvantage:
     """Flags a trajectory when the advantage of every one of its sampled tokens is 0."""
+
+    reads: ClassVar[Reads] = "advantages"
 
     action: Action = "drop"
     """"drop" or "monitor"."""

@@ -27,7 +27,7 @@ class BackendInputs:
 
 
 SAMPLERS: Mapping[str, str | Callable[[BackendInputs, Any], Any]] = {
-    "torch": "verbatim.inference.embedded.settings:torch_backend",
+    "torch": "verbatim.inference.embedded.backend:torch_backend",
 }
 """`backend(inputs: BackendInputs, settings) -> Sampler` by name, or where each lives. The annotation of `settings`, a
 subclass of `BackendSettings`, has the keys of [inference.NAME]. Importing a backend's module loads nothing heavy."""

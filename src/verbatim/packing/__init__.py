@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from verbatim.config import import_object
 from verbatim.packing.rows import pack_rows
 from verbatim.packing.tree import pack_tree, unique_tokens
 from verbatim.types import MicroBatch, TrainingSample
@@ -22,7 +23,21 @@ def num_tokens(micro_batches: Sequence[MicroBatch]) -> int:
     return sum(micro_batch.num_tokens for micro_batch in micro_batches)
 
 
-PACKERS: dict[str, Callable[..., list[MicroBatch]]] = {"auto": pack_auto, "rows": pack_rows, "tree": pack_tree}
-"""`packer(samples, *, micro_batch_tokens, keep_whole) -> list[MicroBatch]`; "auto" takes the cheapest one."""
+Packer = Callable[..., list[MicroBatch]]
+"""`packer(samples, *, micro_batch_tokens, keep_whole) -> list[MicroBatch]`."""
 
-__all__ = ["PACKERS", "num_tokens", "pack_auto", "pack_rows", "pack_tree", "unique_tokens"]
+PACKERS: dict[str, Packer] = {"auto": pack_auto, "rows": pack_rows, "tree": pack_tree}
+"""By name; "auto" takes the cheapest one."""
+
+
+def find_packer(name: str) -> Packer:
+    """The packer of this name, or at this import path.
+
+    Raises:
+        ComponentError: it cannot be imported.
+    """
+    packer: Packer = PACKERS.get(name) or import_object(name)
+    return packer
+
+
+__all__ = ["PACKERS", "Packer", "find_packer", "num_tokens", "pack_auto", "pack_rows", "pack_tree", "unique_tokens"]

@@ -41,34 +41,32 @@ def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
         for key, component in config.monitor.components.items()
     }
 
-_READ_NO_TURN_REWARDS = ("default", "normalized", "rloo")
-"""Advantages that are made of each rollout's reward alone."""
-
 
 def make_rules(config: RunConfig, environments: Environments) -> dict[str, GroupRules]:
     """How each environment's groups become samples."""
     tables, orchestrator = component_tables(), config.orchestrator
-    off = _filters_without_sense(config)
+    unknown = _what_filters_cannot_read(config)
     filters: dict[str, Any] = {}
     for i, component in enumerate(orchestrator.filters):
-        if component.type in off:
-            continue
         name = _filter_name(component, filters)
         rule = resolve(component, tables.filters, what="filter", where=f"orchestrator.filters.{i}")
+        if getattr(rule, "reads", None) in unknown:
+            continue
         if getattr(rule, "action", None) not in ("drop", "monitor"):
             raise ComponentError(
                 f'orchestrator.filters.{i}: {name} has no action "drop" or "monitor"; expected a frozen dataclass with '
                 "an `action` field and `__call__(trajectory) -> bool`"
             )
         filters[name] = rule
+    advantages = {
+        label: resolve(
+            env.advantage or orchestrator.advantage, tables.advantages, what="advantage", where="orchestrator.advantage"
+        )
+        for label, (env, _) in environments.train.items()
+    }
     return {
         label: GroupRules(
-            advantage=resolve(
-                env.advantage or orchestrator.advantage,
-                tables.advantages,
-                what="advantage",
-                where="orchestrator.advantage",
-            ),
+            advantage=advantages[label],
             length_penalty=env.length_penalty or orchestrator.length_penalty,
             filters=filters,
             strategy=env.trajectory_strategy or orchestrator.trajectory_strategy,
@@ -79,7 +77,7 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
             needs_rewards=config.needs_rewards,
             reads_turn_rewards=(
                 orchestrator.training_mode != "rl"  # nothing is promised of rewards there
-                or (env.advantage or orchestrator.advantage).type not in _READ_NO_TURN_REWARDS
+                or not getattr(advantages[label], "compares_rewards", False)
             ),
             truncated_sampling=(
                 orchestrator.training_mode != "sft" and (env.sampling or orchestrator.sampling).is_truncated
@@ -89,10 +87,10 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
     }
 
 
-def _filters_without_sense(config: RunConfig) -> set[str]:
+def _what_filters_cannot_read(config: RunConfig) -> set[str]:
     """With a teacher rollouts teach whatever they earned, and the texts that are imitated have no logprobs."""
-    off = {"zero_advantage"} if config.follows_a_teacher else set()
-    return off | {"gibberish"} if config.orchestrator.training_mode == "sft" else off
+    unknown = {"advantages"} if config.follows_a_teacher else set()
+    return unknown | {"logprobs"} if config.orchestrator.training_mode == "sft" else unknown
 
 
 def _filter_name(component: ComponentConfig, taken: Mapping[str, Any]) -> str:
@@ -175,7 +173,8 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
         checkpoint_interval=config.checkpoint.interval,
         learns_from_advantages=not config.follows_a_teacher and config.trainer.loss.custom_path is None,
         canary_tolerance=(
-            config.inference.canary_tolerance or tolerance_of(config.trainer.dtype, inference_settings(config).precision)
+            config.inference.canary_tolerance
+            or tolerance_of(config.trainer.dtype, inference_settings(config).precision)
         ),
     )
 

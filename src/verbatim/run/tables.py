@@ -19,12 +19,14 @@ def component_tables(environments: Mapping[str, Any] | None = None) -> Component
     from verbatim.inference import SAMPLERS
     from verbatim.losses import LOSSES
     from verbatim.monitors import MONITORS
+    from verbatim.packing import PACKERS
     from verbatim.renderers import ALIASES, RENDERERS
     from verbatim.rollouts.backends import RUNNERS
     from verbatim.trajectories import STRATEGIES
 
     return ComponentTables(
         losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES,
-        environments=environments or ENVIRONMENTS, monitors=MONITORS, samplers=SAMPLERS, runners=RUNNERS,
+        environments=environments or ENVIRONMENTS, monitors=MONITORS, packers=PACKERS, samplers=SAMPLERS,
+        runners=RUNNERS,
         renderers=("auto", *RENDERERS, *ALIASES),
     )  # fmt: skip

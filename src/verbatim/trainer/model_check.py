@@ -28,7 +28,7 @@ from verbatim.models.own_attention import (
 )
 from verbatim.models.round_trip import check_round_trip
 from verbatim.models.tiny import NoTinyCopy
-from verbatim.packing import PACKERS
+from verbatim.packing import find_packer
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.types import Int32, TrainingSample
 
@@ -40,7 +40,7 @@ def packing_for(model: CausalLM, packing: str) -> str:
 
     Args:
         model: As it was loaded.
-        packing: "rows", "tree" or "auto".
+        packing: "rows", "tree", "auto", or the import path of a packer of the user's own, which is tried as trees are.
 
     Raises:
         ModelError: rows, or trees that were asked for, are not the model's own logprobs and gradient; or the weights
@@ -59,11 +59,12 @@ def packing_for(model: CausalLM, packing: str) -> str:
         raise ModelError(f"{name} cannot be trained: in a small copy, {fault}; use a model of another class")
     if packing == "rows":
         return "rows"
-    fault = packed_fault(pair, samples, expected, "tree")
+    fault = packed_fault(pair, samples, expected, "tree" if packing == "auto" else packing)
     if fault is None:
         return packing
-    if packing == "tree":
-        raise ModelError(f'{name} cannot be packed as trees: in a small copy, {fault}; set trainer.packing = "rows"')
+    if packing != "auto":
+        how = "as trees" if packing == "tree" else f"by {packing}"
+        raise ModelError(f'{name} cannot be packed {how}: in a small copy, {fault}; set trainer.packing = "rows"')
     logger.warning("%s: packing is rows, because in a small copy as trees %s", name, fault)
     return "rows"
 
@@ -101,7 +102,7 @@ def packed_fault(
 ) -> str | None:
     """What is wrong with the packed samples: None, or a sentence for a message."""
     total = 2 * sum(map(len, samples))
-    micro_batches = PACKERS[packing](samples, micro_batch_tokens=total, keep_whole=False)
+    micro_batches = find_packer(packing)(samples, micro_batch_tokens=total, keep_whole=False)
     worst = 0.0
 
     def value() -> Tensor:

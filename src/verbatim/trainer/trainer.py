@@ -23,7 +23,7 @@ from verbatim.machine_faults import naming
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.models.positions import refuse_moving_positions
-from verbatim.packing import PACKERS, num_tokens
+from verbatim.packing import find_packer, num_tokens
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import target_logprobs
@@ -196,7 +196,7 @@ class Trainer:
         keep_whole = self.loss.level != "token"
         default = CPU_MICRO_BATCH_TOKENS if self.device.type == "cpu" and not keep_whole else MICRO_BATCH_TOKENS
         budget = self.config.micro_batch_tokens or default
-        return PACKERS[self.packing](samples, micro_batch_tokens=budget, keep_whole=keep_whole)
+        return find_packer(self.packing)(samples, micro_batch_tokens=budget, keep_whole=keep_whole)
 
     def _pack_checked(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
         """`pack`; before the first trees of this process are trained on, a few of their samples are tried both ways."""

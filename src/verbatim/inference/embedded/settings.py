@@ -1,16 +1,12 @@
-"""[inference.torch]: the embedded engine's settings, and how it is started from them."""
+"""[inference.torch]: the embedded engine's settings."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from verbatim.config import BackendSettings
 from verbatim.config.sections import PositiveInt
 from verbatim.errors import UsageError
-from verbatim.inference.backends import BackendInputs
-
-if TYPE_CHECKING:
-    from verbatim.inference.embedded.engine import TorchSampler
 
 
 class TorchSettings(BackendSettings):
@@ -44,17 +40,3 @@ class TorchSettings(BackendSettings):
             resolve_device(self.device)
         except UsageError as error:
             raise UsageError(f"device: {error}") from error
-
-
-def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> TorchSampler:
-    """The embedded sampler with the weights in `inputs.model`."""
-    from verbatim.inference.embedded.engine import TorchSampler
-
-    return TorchSampler(
-        inputs.model,
-        config=settings,
-        context_length=inputs.context_length,
-        policy_version=inputs.policy_version,
-        num_threads=settings.num_threads or inputs.num_threads,
-        on_weight_update=inputs.on_weight_update,
-    )
