@@ -30,7 +30,7 @@ SETTINGS = {
         "filters": [{"type": "zero_advantage"}],
     },
     "trainer": {"separate_process": False, "optim": {"lr": 1e-2}},
-    "inference": {"max_batch_size": 8},
+    "inference": {"torch": {"max_batch_size": 8}},
 }  # fmt: skip
 """Those of `TOML`."""
 
