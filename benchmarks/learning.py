@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def smoothed(self) -> list[tuple[int, float]]:
-        """(batch, mean reward of the batches up to there)."""
+        """(step, mean reward of the steps up to there)."""
         rewards = [reward for _, reward in self.curve.rewards]
         width = min(SMOOTHED, len(rewards))
         return [(i, statistics.fmean(rewards[i - width : i])) for i in range(width, len(rewards) + 1)]
@@ -80,13 +80,13 @@ def run(name: str, model: Path, steps: int, seed: int, folder: Path) -> Outcome:
 def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     """One row for each algorithm; figures are means over seeds."""
     rows = [
-        f"| | success before | after | batches until the training reward is {LEARNED} | tokens masked by the loss |",
+        f"| | success before | after | steps until the training reward is {LEARNED} | tokens masked by the loss |",
         "|---|---|---|---|---|",
     ]
     for name, runs in outcomes.items():
         before, after = (statistics.fmean(column) for column in zip(*(r.success for r in runs), strict=True))
-        batches = [r.learned_after for r in runs]
-        learned = "never" if None in batches else f"{statistics.fmean(b for b in batches if b is not None):.0f}"
+        steps = [r.learned_after for r in runs]
+        learned = "never" if None in steps else f"{statistics.fmean(s for s in steps if s is not None):.0f}"
         masked = statistics.fmean(r.masked for r in runs)
         rows.append(f"| {name} | {before:.2f} | {after:.2f} | {learned} | {masked:.1%} |")
     return "\n".join(rows)
@@ -102,11 +102,11 @@ def draw(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
     axes = figure.add_subplot()
     for index, (name, runs) in enumerate(outcomes.items()):
         for number, outcome in enumerate(runs):
-            batches, rewards = zip(*outcome.smoothed, strict=True)
+            steps, rewards = zip(*outcome.smoothed, strict=True)
             label = name if number == 0 else None
-            axes.plot(batches, rewards, color=f"C{index}", linewidth=1.2, label=label)
+            axes.plot(steps, rewards, color=f"C{index}", linewidth=1.2, label=label)
             axes.plot(len(outcome.curve.rewards), outcome.success[1], "o", color=f"C{index}", markersize=5)
-    axes.set(xlabel="batches trained", ylabel=f"training reward, mean of {SMOOTHED} batches", ylim=(0, 1.02),
+    axes.set(xlabel="step", ylabel=f"training reward, mean of {SMOOTHED} steps", ylim=(0, 1.02),
              title="guess_number; dots: success in the last evaluation")  # fmt: skip
     axes.legend(loc="lower right", fontsize="small")
     figure.savefig(path, dpi=120, format="png")
@@ -136,7 +136,7 @@ def main() -> None:
             name: [run(name, model, args.steps, seed, folder) for seed in range(args.seeds)] for name in args.only
         }
     text = table(outcomes) + (
-        f"\n\n{args.steps} batches of 240 episodes, {args.seeds} seed{'s' * (args.seeds > 1)}; "
+        f"\n\n{args.steps} steps of 240 episodes, {args.seeds} seed{'s' * (args.seeds > 1)}; "
         "`python benchmarks/learning.py` makes table and figure again.\n\n![learning curves](learning.png)"
     )
     if args.out is None and list(args.only) == list(ALGORITHMS):
@@ -151,7 +151,7 @@ def main() -> None:
         "benchmark": "learning",
         "success": {name: [r.success[1] for r in runs] for name, runs in outcomes.items()},
         "success_before": {name: [r.success[0] for r in runs] for name, runs in outcomes.items()},
-        "batches_until_learned": {name: [r.learned_after for r in runs] for name, runs in outcomes.items()},
+        "steps_until_learned": {name: [r.learned_after for r in runs] for name, runs in outcomes.items()},
         "masked_by_loss": {name: [round(r.masked, 4) for r in runs] for name, runs in outcomes.items()},
         "steps": args.steps,
         "cores": len(os.sched_getaffinity(0)),

@@ -27,17 +27,17 @@ from verbatim.transport import StepReport, TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
 from verbatim.transport.heartbeat import Heartbeat
-from verbatim.transport.trainer_messages import Order, order_to_bytes, report_to_json
+from verbatim.transport.trainer_messages import TrainerMessage, message_to_bytes, report_to_json
 
 SKIP = 4
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def sampler_alone(folder: Path, options: list[str], core: int, other: int) -> float:
-    """Seconds per step of the orchestrator; the batches stay in `folder/orders`."""
+    """Seconds per step of the orchestrator; the batches stay in `folder/messages`."""
     run = folder / "sampler"
     process = multiprocessing.get_context("spawn").Process(
-        target=answer_at_once, args=(run, folder / "orders", folder / "sft" / "warm_start", other), daemon=True
+        target=answer_at_once, args=(run, folder / "messages", folder / "sft" / "warm_start", other), daemon=True
     )
     process.start()
     finish(verbatim("orchestrator", *options, "--run-dir", str(run), cores=[core], cwd=folder, **ONE_THREAD))
@@ -45,10 +45,10 @@ def sampler_alone(folder: Path, options: list[str], core: int, other: int) -> fl
     return seconds_per_step(train_metrics(run), SKIP)
 
 
-def answer_at_once(run: Path, orders: Path, model: Path, core: int) -> None:
+def answer_at_once(run: Path, messages: Path, model: Path, core: int) -> None:
     """A trainer that trains nothing: keeps each batch, and says that its weights are what they were."""
     os.sched_setaffinity(0, {core})
-    orders.mkdir()
+    messages.mkdir()
     exchange = Exchange.open(run / "exchange")
     while not (run / "config.toml").exists():  # both sides must have the same; this one has whatever the other has
         time.sleep(0.01)
@@ -56,16 +56,16 @@ def answer_at_once(run: Path, orders: Path, model: Path, core: int) -> None:
     with Heartbeat(exchange.trainer_beat) as heartbeat:
         exchange.ready(TrainerReady(version=0, weights=str(model), checkpoint=None))
         for number in itertools.count(1):
-            order = exchange.wait_for_order(number, lambda: heartbeat.progress("waiting"))
-            if order.kind == "stop":
+            message = exchange.wait_for_message(number, lambda: heartbeat.progress("waiting"))
+            if message.kind == "stop":
                 return
-            if order.kind == "save":
+            if message.kind == "save":
                 exchange.answer(number, {"result": None})
                 continue
-            tokens = sum(sample.num_trained_tokens for sample in order.samples)
-            report = StepReport(version=order.version, weights=model, num_trained_tokens=tokens, metrics={})
+            tokens = sum(sample.num_trained_tokens for sample in message.samples)
+            report = StepReport(version=message.version, weights=model, num_trained_tokens=tokens, metrics={})
             exchange.answer(number, {"result": report_to_json(report)})
-            (orders / f"{order.version:06d}").write_bytes(order_to_bytes(order))
+            (messages / f"{message.version:06d}").write_bytes(message_to_bytes(message))
 
 
 def trainer_alone(folder: Path, options: list[str], core: int) -> float:
@@ -76,17 +76,17 @@ def trainer_alone(folder: Path, options: list[str], core: int) -> float:
         assert process.poll() is None, "the trainer ended"
         time.sleep(0.05)
     with Heartbeat(exchange.orchestrator_beat) as heartbeat:
-        batches = sorted((folder / "orders").iterdir())
+        batches = sorted((folder / "messages").iterdir())
         done = []
         for number, batch in enumerate(batches, start=1):
-            shutil.copy(batch, exchange.orders / f".{number:06d}")
-            os.rename(exchange.orders / f".{number:06d}", exchange.orders / f"{number:06d}.safetensors")
+            shutil.copy(batch, exchange.messages / f".{number:06d}")
+            os.rename(exchange.messages / f".{number:06d}", exchange.messages / f"{number:06d}.safetensors")
         for number in range(1, len(batches) + 1):
             while exchange.take_answer(number) is None:
                 heartbeat.progress("waiting")
                 time.sleep(0.001)
             done.append(time.perf_counter())
-        exchange.order(len(batches) + 1, Order(kind="stop"))
+        exchange.send(len(batches) + 1, TrainerMessage(kind="stop"))
         finish(process)
     return (done[-1] - done[SKIP - 1]) / (len(done) - SKIP)
 
@@ -132,7 +132,7 @@ def main() -> None:
             }
             shutil.rmtree(folder / "unpinned")
             measured["synchronous"] = unpinned(folder, in_turn)
-            for left in ("orders", "sampler", "trainer", "together", "unpinned"):
+            for left in ("messages", "sampler", "trainer", "together", "unpinned"):
                 shutil.rmtree(folder / left)
             ratios.append(measured["together"] / max(measured["sampler_alone"], measured["trainer_alone"]))
             for name, seconds in measured.items():

@@ -54,7 +54,7 @@ def make_model(folder: Path, environment: GuessNumber) -> Path:
 
 
 def teach_the_format(model: Path, folder: Path, environment: GuessNumber, renderer: Renderer, steps: int) -> Path:
-    """Supervised steps on clumsy play: how to call a tool, not how to win."""
+    """Supervised optimizer steps on clumsy play: how to call a tool, not how to win."""
     conversations = []
     for number, demonstration in enumerate(environment.demonstrations(1000, SEED)):
         trajectory = trajectory_from_messages(
@@ -150,8 +150,8 @@ async def reinforce(model: Path, folder: Path, environment: GuessNumber, steps: 
 def main(argv: Sequence[str] | None = None) -> float:
     """Build, warm-start, reinforce. Returns the mean reward of the last step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=10, help="reinforcement-learning steps")
-    parser.add_argument("--warm-start-steps", type=int, default=150, help="supervised steps before them")
+    parser.add_argument("--steps", type=int, default=10, help="steps: batches trained and published")
+    parser.add_argument("--warm-start-steps", type=int, default=150, help="supervised optimizer steps before them")
     parser.add_argument("--groups", type=int, default=16, help="groups of 16 episodes in a step")
     args = parser.parse_args(argv)
     environment = GuessNumber(low=1, high=15, max_guesses=4)

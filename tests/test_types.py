@@ -17,7 +17,7 @@ from verbatim.types import MicroBatch, Targets
 
 
 def test_the_worked_examples_in_the_docstrings_hold():
-    assert doctest.testmod(module, extraglobs={"Turn": Turn}) == (0, 5)
+    assert doctest.testmod(module) == (0, 6)
 
 
 def test_a_turn_is_made_from_its_prompt_or_from_where_both_are_stored():

@@ -60,7 +60,7 @@ def test_a_bare_option_switches_a_boolean_on(file: Path):
 
 
 def test_a_bare_option_of_another_type_needs_a_value(file: Path):
-    assert error_of(file, "--max-steps") == "--max-steps: needs a value: Batches."
+    assert error_of(file, "--max-steps") == "--max-steps: needs a value: How many steps: batches trained and published."
 
 
 def test_null_brings_the_default_back(file: Path):

@@ -131,7 +131,7 @@ class Run:
         dispatcher = Dispatcher(
             schedule=ExampleSchedule(examples, {"good": 1.0, "bad": 1.0}, seed=5), setups=setups, ledger=self.ledger,
             group_size=GROUP, groups_per_batch=GROUPS, max_async_level=0, max_off_policy_steps=8,
-            oversampling_factor=1.0, run_seed=5, num_batches=steps,
+            oversampling_factor=1.0, run_seed=5, max_steps=steps,
         )  # fmt: skip
         rules = GroupRules(
             advantage=default_advantage, filters={}, strategy="interleaved", on_break="split", max_length=400,

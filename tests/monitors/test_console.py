@@ -48,7 +48,7 @@ def test_an_evaluation_is_one_line_of_all_its_metrics():
     monitor, out = printed()
     monitor.on_eval(20, "guess_number", {"success": 0.91, "turns": math.nan, "episodes": 300})
     monitor.close()
-    assert out.getvalue() == "eval  guess_number  after 20 batches  success 0.910  turns -  episodes 300\n"
+    assert out.getvalue() == "eval  guess_number  after step 20  success 0.910  turns -  episodes 300\n"
 
 
 def test_the_heading_returns_every_20_steps():

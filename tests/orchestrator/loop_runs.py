@@ -192,7 +192,7 @@ def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=No
             {"coins": environment.examples("train")}, {"coins": 1.0}, seed=0, pool_rules=pool_rules
         ),
         setups={"coins": setup}, ledger=ledger, group_size=GROUP, groups_per_batch=GROUPS, max_async_level=level,
-        max_off_policy_steps=launch_bound, oversampling_factor=oversampling, run_seed=5, num_batches=steps,
+        max_off_policy_steps=launch_bound, oversampling_factor=oversampling, run_seed=5, max_steps=steps,
         online_difficulty_filtering=online_filtering,
     )  # fmt: skip
     rules = GroupRules(

@@ -53,7 +53,7 @@ class RandomRun:
             schedule=ExampleSchedule({"e": self.examples}, {"e": 1.0}, seed=self.seed, pool_rules=self.pools),
             setups={"e": setup}, ledger=self.ledger, group_size=self.size, groups_per_batch=self.groups,
             max_async_level=self.level, max_off_policy_steps=self.bound, oversampling_factor=self.factor, run_seed=0,
-            num_batches=self.batches, online_difficulty_filtering=self.filtering,
+            max_steps=self.batches, online_difficulty_filtering=self.filtering,
         )  # fmt: skip
         if state is not None:
             self.version = state["step"]

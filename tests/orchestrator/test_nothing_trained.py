@@ -18,7 +18,7 @@ def why(dropped, *, failed=0, trained=0):
     ledger.settle_group(0, trained=trained, dropped=dropped)
     for _ in range(failed):
         tally.ended(Trajectory(example_id="x", error="environment: score raised KeyError: 'x'"))
-    return why_nothing_was_trained(ledger, tally, num_batches=3, seq_len=64)
+    return why_nothing_was_trained(ledger, tally, num_steps=3, seq_len=64)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def why(dropped, *, failed=0, trained=0):
 def test_the_largest_reason_is_advised_about(dropped, advice):
     said = why(dropped)
     counts = ", ".join(f"{count} {name}" for name, count in dropped.items())
-    assert said.startswith(f"in 3 batches no token was trained.\n  of {sum(dropped.values())} sampled tokens: {counts}")
+    assert said.startswith(f"in 3 steps no token was trained.\n  of {sum(dropped.values())} sampled tokens: {counts}")
     assert re.search(advice, said)
 
 

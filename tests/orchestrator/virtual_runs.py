@@ -54,7 +54,7 @@ class Play:
         self.dispatcher = Dispatcher(
             schedule=ExampleSchedule(examples, {"e": 1.0}, seed=0), setups={"e": setup}, ledger=self.ledger,
             group_size=2 if filtering else 1, groups_per_batch=groups_per_batch, max_async_level=level,
-            max_off_policy_steps=bound, oversampling_factor=factor, run_seed=0, num_batches=batches,
+            max_off_policy_steps=bound, oversampling_factor=factor, run_seed=0, max_steps=batches,
             online_difficulty_filtering=filtering,
         )  # fmt: skip
 

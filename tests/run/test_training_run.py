@@ -33,7 +33,7 @@ async def test_progress_is_told_while_the_work_goes_on_and_the_trainer_may_ask_f
 
     async with nothing_left_behind():
         assert await while_telling(told.side, told, work())
-    assert told.told == ["at work, after 3 batches"]
+    assert told.told == ["at work, after 3 steps"]
 
 
 async def test_progress_that_cannot_be_told_ends_the_run_with_the_reason():

@@ -132,13 +132,13 @@ def test_a_state_between_two_versions_is_not_saved(qwen, tmp_path):
     with pytest.raises(RunStopped):
         made.train(2, samples=poisoned(2))
     assert made.trainer.num_optimizer_steps == 3
-    with pytest.raises(RunStopped, match="the state after 1 batches is gone: 3 optimizer steps are done, 2 of them"):
+    with pytest.raises(RunStopped, match="the state after step 1 is gone: 3 optimizer steps are done, 2 of them"):
         made.worker.save(tmp_path, 1)
 
 
 def test_another_version_than_the_one_it_holds_is_not_saved(made, tmp_path):
     made.train(1)
-    with pytest.raises(RunStopped, match="the state after 2 batches is gone"):
+    with pytest.raises(RunStopped, match="the state after step 2 is gone"):
         made.worker.save(tmp_path, 2)
 
 
@@ -155,7 +155,7 @@ def test_a_version_that_cannot_be_written_names_the_disks_reason(made, monkeypat
     monkeypatch.undo()
     with pytest.raises(RunStopped, match=r"batch 2 was not trained, because an earlier one failed: .*No space left"):
         made.train(3)
-    with pytest.raises(RunStopped, match="the state after 1 batches is gone"):
+    with pytest.raises(RunStopped, match="the state after step 1 is gone"):
         made.worker.save(made.states, 1)  # the weights moved on, and nobody has them
 
 

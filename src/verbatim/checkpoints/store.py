@@ -39,7 +39,7 @@ class Checkpoint:
     """A complete checkpoint."""
 
     step: int
-    """Batches trained when it was written."""
+    """Steps done when it was written."""
     folder: Path
     """Where its files are."""
 
@@ -73,7 +73,7 @@ class CheckpointStore:
         A checkpoint of the same step is replaced. If the block raises, nothing is left of it.
 
         Args:
-            step: Batches trained.
+            step: Steps done.
             logs: Plain JSON values for the manifest: how long each log is, by its name.
 
         Raises:

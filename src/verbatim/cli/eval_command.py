@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     results = run_main(_evaluate(config, model, args.out), two_presses(), ends_without_memory=True)
     console = PlainConsole()
     for env, metrics in results.items():
-        console.print(eval_line(0, env, metrics).replace("after 0 batches", model), soft_wrap=True)
+        console.print(eval_line(0, env, metrics).replace("after step 0", model), soft_wrap=True)
     console.print_json(json.dumps(results))
     failed = [env for env, metrics in results.items() if metrics["failed"] == metrics["episodes"]]
     if failed:

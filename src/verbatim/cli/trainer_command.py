@@ -103,9 +103,9 @@ def _serve_by_itself(
         names = (("loss", "loss"), ("grad norm", "grad_norm"), ("tok/s", "tokens_per_second"),
                  ("idle s", "time/trainer_idle"))  # fmt: skip
         shown = "  ".join(f"{label} {format_number(metrics[key])}" for label, key in names if key in metrics)
-        console.print(f"batch {version}/{config.max_steps}  {shown}", soft_wrap=True)
+        console.print(f"step {version}/{config.max_steps}  {shown}", soft_wrap=True)
 
-    console.print(f"ready after {ready.version} batches; the other process:  verbatim orchestrator FILE "
+    console.print(f"ready after step {ready.version}; the other process:  verbatim orchestrator FILE "
                   f"--run-dir {folder.path}", soft_wrap=True)  # fmt: skip
     serve(worker, exchange, heartbeat, look=_look(exchange, config, folder), on_step=show)
 

@@ -149,7 +149,7 @@ class EvalConfig(Section):
     env: tuple[EnvConfig, ...] = ()
     """[[orchestrator.eval.env]] tables; the training environments if there are none."""
     interval: PositiveInt = 10
-    """Batches between evaluations."""
+    """Steps between evaluations."""
     episodes: PositiveInt = 300
     """Per environment, the same number for every example (rounded up)."""
     seed: int = 1_000_003

@@ -60,12 +60,12 @@ class ModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised steps before reinforcement learning, on the environment's own demonstrations or a file."""
+    """Supervised optimizer steps before reinforcement learning, on the environment's own demonstrations or a file."""
 
     steps: PositiveInt = 100
-    """Optimizer steps."""
+    """How many optimizer steps."""
     batch_size: PositiveInt = 64
-    """Conversations per step."""
+    """Conversations of each optimizer step."""
     conversations: PositiveInt = 1024
     """How many demonstrations the environment is asked for."""
     data: Path | None = None

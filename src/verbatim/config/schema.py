@@ -52,7 +52,7 @@ class CheckpointConfig(Section):
     """What is kept so that a run can go on."""
 
     interval: PositiveInt = 25
-    """Batches between checkpoints; one is always written at the end and on Ctrl-C."""
+    """Steps between checkpoints; one is always written at the end and on Ctrl-C."""
     keep_last: PositiveInt = 2
     """Newest checkpoints kept."""
     keep_every: PositiveInt | None = None
@@ -93,13 +93,13 @@ class RunConfig(Section):
     run_dir: Path | None = None
     """An explicit run folder; by default `runs/{name}/{time stamp}`."""
     max_steps: PositiveInt = 100
-    """Batches."""
+    """How many steps: batches trained and published."""
     seed: int = 0
     """Of everything that is random."""
     model: ModelConfig
     """The model."""
     warm_start: WarmStartConfig | None = None
-    """Supervised steps first."""
+    """Supervised optimizer steps first."""
     orchestrator: OrchestratorConfig
     """Rollouts and batches."""
     trainer: TrainerConfig = TrainerConfig()

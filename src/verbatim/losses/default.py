@@ -8,15 +8,10 @@ from verbatim.losses.ratios import clamped_ratio, ratio_metrics, share, trained_
 
 
 def default_loss(
-    inputs: LossInputs,
-    *,
-    dppo_mask_low: NonNegativeFloat = 0.2,
-    dppo_mask_high: NonNegativeFloat = 0.2,
-    adv_tau: NonNegativeFloat = 1.0,
-    teacher_tau: NonNegativeFloat = 0.0,
-    kl_tau: NonNegativeFloat = 1e-3,
+    inputs: LossInputs, *, dppo_mask_low: NonNegativeFloat = 0.2, dppo_mask_high: NonNegativeFloat = 0.2,
+    adv_tau: NonNegativeFloat = 1.0, teacher_tau: NonNegativeFloat = 0.0, kl_tau: NonNegativeFloat = 1e-3,
     delta: PositiveFloat = 8.0,
-) -> LossOutputs:
+) -> LossOutputs:  # fmt: skip
     """The sum over trained tokens of policy gradient and KL term.
 
     ```

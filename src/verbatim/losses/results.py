@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ANSWER = "return LossOutputs(loss=...), with a scalar that depends on inputs.trainer_logprobs"
-TRIAL_TOKENS = 6
+PROBE_TOKENS = 6
 
 
 def checked_outputs(outputs: Any, name: str) -> tuple[Tensor, dict[str, Any]]:
@@ -80,10 +80,10 @@ def try_loss(loss: Loss, *, has_teacher: bool) -> None:
     """
     import torch
 
-    leaf = torch.full((TRIAL_TOKENS,), -1.0, requires_grad=True)
+    leaf = torch.full((PROBE_TOKENS,), -1.0, requires_grad=True)
     mask = torch.tensor([False, True, True, False, True, True])
     if loss.level == "token":
-        mask = torch.ones(TRIAL_TOKENS, dtype=torch.bool)  # such a loss is given trained tokens alone
+        mask = torch.ones(PROBE_TOKENS, dtype=torch.bool)  # such a loss is given trained tokens alone
     inside = mask.to(leaf.dtype)
     inputs = LossInputs(
         trainer_logprobs=leaf * inside,
@@ -101,7 +101,7 @@ def try_loss(loss: Loss, *, has_teacher: bool) -> None:
         if is_out_of_memory(error):
             raise
         raise ComponentError(
-            f"the loss {loss.name}, tried on a trajectory of {TRIAL_TOKENS} tokens"
+            f"the loss {loss.name}, tried on a trajectory of {PROBE_TOKENS} tokens"
             f"{'' if has_teacher else ' without a teacher (teacher_logprobs = None)'}, raised "
             f"{type(error).__name__}: {error}"
         ) from error

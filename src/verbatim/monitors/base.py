@@ -49,10 +49,10 @@ class Monitor(Protocol):
     """Listens to a run. It never decides anything, and the run goes on without it."""
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        """A batch was trained; `step` is the number of batches trained so far, 1 after the first."""
+        """A step is done, the batch trained; the first is step 1."""
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """The policy was evaluated on one environment after `step` batches; 0 is before the first."""
+        """The policy was evaluated on one environment after this step; 0 is before the first."""
 
     def close(self) -> None:
         """The run is over."""
@@ -69,7 +69,7 @@ class RunInfo:
     config: Mapping[str, Any]
     """The whole configuration as plain values, without secrets."""
     first_step: int = 0
-    """Batches that earlier processes of this run trained."""
+    """Steps that earlier processes of this run did."""
 
 
 OpenMonitor = Callable[[RunInfo], Monitor]

@@ -49,7 +49,7 @@ class Console:
     Args:
         max_steps: The length of the bar.
         console: Where to print; standard output by default.
-        first_step: Batches trained before this process started (a resumed run).
+        first_step: Steps done before this process started (a resumed run).
     """
 
     def __init__(
@@ -101,9 +101,9 @@ def step_line(step: int, max_steps: int, metrics: Metrics) -> str:
 
 
 def eval_line(step: int, env: str, metrics: Metrics) -> str:
-    """`eval  guess_number  after 20 batches  success 0.910  turns 2.500`."""
+    """`eval  guess_number  after step 20  success 0.910  turns 2.500`."""
     values = "  ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
-    return f"eval  {env}  after {step} batches  {values}"
+    return f"eval  {env}  after step {step}  {values}"
 
 
 def format_number(value: float) -> str:

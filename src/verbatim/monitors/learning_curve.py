@@ -77,7 +77,7 @@ def draw_curve(
             axes.axhline(constants[env], color=f"C{index}", linestyle="--", linewidth=1,
                          label=f"{env}: best constant policy, {constants[env]:.2f}")  # fmt: skip
     axes.margins(x=0.08, y=0.12)  # room for the words at the first and the last point
-    axes.set(xlabel="batches trained", ylabel="reward, success")
+    axes.set(xlabel="step", ylabel="reward, success")
     axes.set_title(title, parse_math=False)  # a name may hold a $
     if axes.get_legend_handles_labels()[1]:
         axes.legend(loc="best", fontsize="small")

@@ -24,7 +24,7 @@ class TrajectoryLog:
         self.writer = JsonlWriter(path, mark)
 
     def write(self, step: int, trajectory: Trajectory) -> None:
-        """One line; `step` is the number of batches trained, this one included."""
+        """One line, with the step that the trajectory was trained in."""
         self.writer.write({"step": step, "trajectory": trajectory_to_json(trajectory)})
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class Dispatcher:
         max_off_policy_steps: int,
         oversampling_factor: float,
         run_seed: int,
-        num_batches: int,
+        max_steps: int,
         online_difficulty_filtering: bool = False,
         needs_rewards: bool = True,
     ) -> None:
@@ -93,7 +93,7 @@ class Dispatcher:
         self._groups_per_place = oversampling_factor if online_difficulty_filtering else 1.0
         self._patience = math.ceil(PATIENCE * groups_per_batch)
         self._run_seed = run_seed
-        self._num_batches = num_batches
+        self._max_steps = max_steps
         self._online_difficulty_filtering = online_difficulty_filtering
         self._needs_rewards = needs_rewards
         self._filtered: list[tuple[Flatness, Group]] = []
@@ -235,7 +235,7 @@ class Dispatcher:
 
     def _has_room(self) -> bool:
         """Whether one more group may be in flight now."""
-        batches = min(newest_batch(self._version, self._max_async_level) + 1, self._num_batches) - self._next_batch
+        batches = min(newest_batch(self._version, self._max_async_level) + 1, self._max_steps) - self._next_batch
         empty_places = batches * self._groups_per_batch - len(self._ready)
         wanted = round(empty_places * self._groups_per_place)
         return len(self._running) < self._max_running and len(self._useful()) < wanted
@@ -292,7 +292,7 @@ class Dispatcher:
 
     def _drop_stale(self) -> None:
         """What would be too old in the next batch ends here, before it takes the place of a group that is not."""
-        if self._next_batch >= self._num_batches:
+        if self._next_batch >= self._max_steps:
             return  # nothing is trained any more: it is unused, however old
         waiting, self._ready = self._ready, []
         for ended in waiting:

@@ -20,25 +20,25 @@ _REMEDIES = {
 """What to do, by the reason that took most tokens."""
 
 
-def why_nothing_was_trained(ledger: Ledger, tally: EpisodeTally, *, num_batches: int, seq_len: int) -> str:
+def why_nothing_was_trained(ledger: Ledger, tally: EpisodeTally, *, num_steps: int, seq_len: int) -> str:
     """Which reason took the tokens, which failures there were, and what to do.
 
     Args:
-        ledger: Of the whole run.
-        tally: Of this process.
-        num_batches: Batches that were taken.
+        ledger: The ledger of the whole run.
+        tally: The episodes of this process.
+        num_steps: Steps that were done.
         seq_len: Most tokens of an episode's context.
 
     Example:
         >>> ledger, tally = Ledger(), EpisodeTally()
         >>> ledger.sampled_tokens(12)
         >>> ledger.drop({"stale": 12})
-        >>> print(why_nothing_was_trained(ledger, tally, num_batches=2, seq_len=64))
-        in 2 batches no token was trained.
+        >>> print(why_nothing_was_trained(ledger, tally, num_steps=2, seq_len=64))
+        in 2 steps no token was trained.
           of 12 sampled tokens: 12 stale
           rollouts were too old when they were trained: raise orchestrator.max_off_policy_steps
     """
-    lines = [f"in {num_batches} batch{'' if num_batches == 1 else 'es'} no token was trained."]
+    lines = [f"in {num_steps} step{'' if num_steps == 1 else 's'} no token was trained."]
     taken = ledger.dropped.most_common()
     if ledger.trained:
         lines = [f"{ledger.trained} tokens were trained, and the advantage of every one was 0: nothing was learned."]

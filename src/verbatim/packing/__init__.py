@@ -1,4 +1,4 @@
-"""Training samples to micro-batches: who shares a forward pass with whom, and nothing else."""
+"""Training samples to micro-batches: which samples share a forward pass, and nothing else."""
 
 from collections.abc import Callable, Sequence
 

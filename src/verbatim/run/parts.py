@@ -130,7 +130,7 @@ def make_dispatcher(
         max_off_policy_steps=orchestrator.max_off_policy_steps,
         oversampling_factor=orchestrator.oversampling_factor,
         run_seed=config.seed,
-        num_batches=config.max_steps,
+        max_steps=config.max_steps,
         online_difficulty_filtering=(
             orchestrator.buffer.online_difficulty_filtering and orchestrator.training_mode == "rl"
         ),

@@ -101,7 +101,7 @@ def _warm_start(
     def show(step: int, metrics: Mapping[str, float]) -> None:
         last.update(metrics)
         if step == 1 or step % max(1, settings.steps // 5) == 0:
-            console.print(f"warm start  step {step}/{settings.steps}  loss per token {metrics['loss']:.3f}")
+            console.print(f"warm start  optimizer step {step}/{settings.steps}  loss per token {metrics['loss']:.3f}")
 
     warm_start(
         trainer,

@@ -45,8 +45,8 @@ class RunLog:
     Args:
         folder: The run's.
         title: Of the learning curve.
-        max_steps: Batches in all.
-        first_step: Batches that an earlier process trained; what that process logged beyond them is dropped. What is
+        max_steps: Steps in all.
+        first_step: Steps that an earlier process did; what that process logged beyond them is dropped. What is
             missing or damaged in its logs is told, and the run goes on without it.
         save_trajectories: Whether every training trajectory is written.
         console: Where each step is shown.
@@ -115,7 +115,7 @@ class RunLog:
         return self._earlier_seconds + time.monotonic() - self._started
 
     def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """Batch `step` was trained."""
+        """The batch of this step was trained."""
         self._monitors.on_step(step, metrics, rollout_distributions(groups, step - 1))
         if self._trajectories is not None:
             try:
@@ -141,7 +141,7 @@ class RunLog:
                              trajectory.trajectory_id, trajectory.env, log.writer.path, error_text(error))  # fmt: skip
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
-        """The policy after `step` batches was evaluated."""
+        """The policy after this step was evaluated; 0 is before the first."""
         metrics = {**evaluation.metrics, "episodes": evaluation.num_episodes, "failed": evaluation.num_failed}
         self._monitors.on_eval(step, evaluation.env, metrics)
 

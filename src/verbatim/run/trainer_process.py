@@ -155,7 +155,7 @@ def _watch(exchange: Exchange, config: RunConfig, stall_timeout: float) -> PeerW
 def _wait_until_ready(
     exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
 ) -> TrainerReady:
-    """As long as it takes: a model may be trained for hours before the first batch."""
+    """As long as it takes: a model may be trained for hours before the first step."""
     watch = _watch(exchange, config, math.inf)
     while (ready := exchange.read_ready()) is None:
         if (gone := ended()) is not None:

@@ -111,7 +111,7 @@ class TrainingRun:
         ready = side.ready
         state: dict[str, Any] = {}
         if ready.checkpoint is not None:
-            self._console.print(f"going on after {ready.version} batches, from {ready.checkpoint}", soft_wrap=True)
+            self._console.print(f"going on after step {ready.version}, from {ready.checkpoint}", soft_wrap=True)
             state = read_loop_state(ready.checkpoint)
             assert state["step"] == ready.version
             self._store.set_aside_after(ready.version)
@@ -212,7 +212,7 @@ class TrainingRun:
                 await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))
             elif finished:
                 self.nothing_trained = why_nothing_was_trained(
-                    ledger, tally, num_batches=orchestrator.step, seq_len=config.orchestrator.seq_len
+                    ledger, tally, num_steps=orchestrator.step, seq_len=config.orchestrator.seq_len
                 )
             return finished
 
@@ -256,7 +256,7 @@ async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[An
 async def _tell_progress(side: TrainerSide, orchestrator: Any) -> None:
     """Tell the trainer that the event loop turns, and hear from it whether the run was asked to end."""
     while True:
-        side.progress(f"at work, after {orchestrator.step} batches")
+        side.progress(f"at work, after {orchestrator.step} steps")
         if side.wants_to_stop():
             orchestrator.request_stop()
         await asyncio.sleep(0.5)

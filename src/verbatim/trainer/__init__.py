@@ -1,1 +1,1 @@
-"""Training samples to optimizer steps: forward, loss, backward, step, and what a run needs to go on."""
+"""Training samples to optimizer steps: forward, loss, backward, update, and what a run needs to go on."""

@@ -16,16 +16,16 @@ def lr_factor(
 ) -> float:
     """What the peak learning rate is multiplied by at an optimizer step.
 
-    A straight line from 0 before the first step to 1 at step `warmup_steps`, then the schedule, which reaches
-    `min_lr_ratio` as the last step is done: at `step = total_steps`. So no step is taken at a learning rate of 0.
+    A straight line from 0 before the first optimizer step to 1 at number `warmup_steps`, then the schedule, which
+    reaches `min_lr_ratio` as the last one is done: at `step = total_steps`. So none is taken at a learning rate of 0.
 
     Example: `total_steps = 6`, `warmup_steps = 1`, linear to 0: 0.5, 1, 0.8, 0.6, 0.4, 0.2.
 
     Args:
-        step: 0 is the first; at most `total_steps`.
-        total_steps: Of the whole run.
+        step: The number of the optimizer step: 0 is the first; at most `total_steps`.
+        total_steps: Optimizer steps of the whole run.
         schedule: Shape after the warm-up.
-        warmup_steps: Steps below the peak at the beginning.
+        warmup_steps: Optimizer steps below the peak at the beginning.
         min_lr_ratio: Where linear and cosine end.
     """
     assert 0 <= step <= total_steps, f"optimizer step {step} of {total_steps}"

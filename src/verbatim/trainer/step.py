@@ -158,7 +158,7 @@ class GradientPass:
     def _gradient(
         self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]]
     ) -> Tensor:
-        """dL/dlogprob of the loss over these inputs, divided by the step's denominator."""
+        """dL/dlogprob of the loss over these inputs, divided by the optimizer step's denominator."""
         with torch.enable_grad():
             total, metrics = checked_outputs(self.loss(inputs), self.loss.name)
             (grad_M,) = torch.autograd.grad(total.reshape(()) / self.denominator, leaf_M)

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -39,15 +40,27 @@ from verbatim.types import Float32, MicroBatch, TrainingSample
 STATE_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MICRO_BATCH_TOKENS = 16_384
-"""Of one forward pass, where the configuration does not say."""
+"""Most tokens of one forward pass, where the configuration does not say."""
 CPU_MICRO_BATCH_TOKENS = 8192
 """On a CPU: activations of more tokens leave its caches, and with fewer a tree is cut more often."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _TrainedPart:
+    """One optimizer step: the part of the batch that it was taken on, and what came of it."""
+
+    micro_batches: Sequence[MicroBatch]
+    num_trained: int
+    loss_sum: float
+    denominator: int
+    grad_norm: float
+    lr: float
 
 
 class Trainer:
     """Owns the model being trained, its optimizer and the count of optimizer steps.
 
-    It draws no random numbers: the same weights, state and batch give the same step.
+    It draws no random numbers: the same weights, state and batch give the same optimizer step.
     """
 
     def __init__(
@@ -67,10 +80,10 @@ class Trainer:
             model_path: A folder or hub id in Hugging Face format.
             config: The `[trainer]` table; its loss and packing are names, `loss` is what the former resolved to.
             loss: What is minimised.
-            total_optimizer_steps: Of the whole run: what the schedule is stretched over.
+            total_optimizer_steps: Optimizer steps of the whole run, over which the schedule is stretched.
             tokenizer: Saved beside the weights, with its chat template.
             seq_len: Most tokens of a sample, if that is known: a model that cannot take so many is refused here.
-            dtype: Of the master weights. float64 is for proofs.
+            dtype: The type of the master weights. float64 is for tests of the gradient.
 
         Raises:
             ModelError: the model cannot be loaded, or cannot be trained as asked.
@@ -101,11 +114,11 @@ class Trainer:
     def train_batch(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """Take `optimizer_steps_per_batch` optimizer steps on disjoint parts of a batch.
 
-        Fewer steps are taken where there are fewer trajectories. A batch without a trained token takes none: weights,
-        optimizer and schedule stay as they are, because the schedule counts optimizer steps, not batches.
+        Fewer optimizer steps are taken where there are fewer trajectories. A batch without a trained token takes none:
+        weights, optimizer and schedule stay as they are, because the schedule counts optimizer steps, not batches.
 
         Returns:
-            `loss`, `grad_norm` (before clipping; mean over the steps), `lr` (of the last step), `entropy`,
+            `loss`, `grad_norm` (before clipping; mean over the optimizer steps), `lr` (of the last one), `entropy`,
             `mismatch_kl`, `trained_tokens` (targets whose gradient was taken), `num_tokens` (computed),
             `num_micro_batches`, `num_optimizer_steps`, `packing/sample_tokens` (of the samples: what rows compute),
             `packing/repeated_tokens` (computed more than once because a tree was cut), `packing/tree` (share of the
@@ -122,44 +135,23 @@ class Trainer:
         began = time.perf_counter()
         self._check(samples)
         metrics = MetricSums()
-        packed: list[MicroBatch] = []
-        num_trained, loss_sum, denominators, grad_norms, lr = 0, 0.0, 0, [], 0.0
-        for part in split_batch(samples, self.config.optimizer_steps_per_batch):
-            micro_batches = self._pack_checked(part)
-            denominator = self._denominator(micro_batches)
-            gradients = GradientPass(
-                model=self.lm,
-                loss=self.loss,
-                denominator=denominator,
-                chunk=self.config.logprob_chunk,
-                autocast=self._autocast,
-                metrics=metrics,
-            )
-            try:
-                loss_sum += gradients.run(micro_batches)
-                grad_norm, lr = self._step()
-            except RunStopped as error:
-                raise RunStopped(f"optimizer step {self.num_optimizer_steps}: {error}. No weight was touched by this "
-                                 "step") from error  # fmt: skip
-            finally:
-                self.optimizer.zero_grad(set_to_none=True)
-            denominators += denominator
-            grad_norms.append(grad_norm)
-            packed += micro_batches
-            num_trained += gradients.num_trained
+        split = split_batch(samples, self.config.optimizer_steps_per_batch)
+        parts = [self._train_part(part, metrics) for part in split]
+        packed = [micro_batch for part in parts for micro_batch in part.micro_batches]
+        num_trained = sum(part.num_trained for part in parts)
         expected = sum(sample.num_trained_tokens for sample in samples)
         assert num_trained == expected, f"trained {num_trained} of {expected} tokens"
         seconds = time.perf_counter() - began
         computed = num_tokens(packed)
         return {
             **metrics.result(),
-            "loss": loss_sum / max(1, denominators),
-            "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
-            "lr": lr,
+            "loss": sum(part.loss_sum for part in parts) / max(1, sum(part.denominator for part in parts)),
+            "grad_norm": sum(part.grad_norm for part in parts) / max(1, len(parts)),
+            "lr": parts[-1].lr if parts else 0.0,
             "trained_tokens": num_trained,
             "num_tokens": computed,
             "num_micro_batches": len(packed),
-            "num_optimizer_steps": len(grad_norms),
+            "num_optimizer_steps": len(parts),
             "packing/sample_tokens": sum(len(sample) for sample in samples if sample.num_trained_tokens),
             "packing/repeated_tokens": sum(micro_batch.num_repeated_tokens for micro_batch in packed),
             "packing/tree": num_tokens([m for m in packed if not m.is_rows]) / max(1, computed),
@@ -167,6 +159,35 @@ class Trainer:
             "seconds": seconds,
             "tokens_per_second": computed / seconds,
         }
+
+    def _train_part(self, samples: Sequence[TrainingSample], metrics: MetricSums) -> _TrainedPart:
+        """One optimizer step on these samples.
+
+        Raises:
+            RunStopped: the loss or the gradient is not finite; no weight was touched.
+        """
+        micro_batches = self._pack_checked(samples)
+        denominator = self._denominator(micro_batches)
+        gradients = GradientPass(
+            model=self.lm,
+            loss=self.loss,
+            denominator=denominator,
+            chunk=self.config.logprob_chunk,
+            autocast=self._autocast,
+            metrics=metrics,
+        )
+        try:
+            loss_sum = gradients.run(micro_batches)
+            grad_norm, lr = self._step()
+        except RunStopped as error:
+            raise RunStopped(f"optimizer step {self.num_optimizer_steps}: {error}. No weight was touched by this "
+                             "optimizer step") from error  # fmt: skip
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        return _TrainedPart(
+            micro_batches=micro_batches, num_trained=gradients.num_trained, loss_sum=loss_sum, denominator=denominator,
+            grad_norm=grad_norm, lr=lr,
+        )  # fmt: skip
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Float32]:
@@ -225,7 +246,7 @@ class Trainer:
         return max(1, count)
 
     def _step(self) -> tuple[float, float]:
-        """Clip and step; the gradient's norm before clipping, and the learning rate."""
+        """Clip, and take the optimizer step; the gradient's norm before clipping, and the learning rate."""
         assert self.num_optimizer_steps < self.total_optimizer_steps, (
             f"all {self.total_optimizer_steps} optimizer steps of the schedule are done"
         )
@@ -245,7 +266,7 @@ class Trainer:
             min_lr_ratio=optim.min_lr_ratio,
         )
         set_lr(self.optimizer, lr)
-        # Counted first: memory may run out in the middle of a step, and such weights belong to no step.
+        # Counted first: memory may run out in the middle, and such weights are between two optimizer steps.
         self.num_optimizer_steps += 1
         self.optimizer.step()
         return float(norm), lr
@@ -324,4 +345,4 @@ def checkpoint_layers(model: Any) -> None:
     for layer in layers:
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
         layer.gradient_checkpointing = True
-        layer.training = True  # of the layer alone, not of what is in it: transformers asks for it here
+        layer.training = True  # the layer alone, not the modules in it: transformers asks for it here

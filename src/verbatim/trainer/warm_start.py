@@ -1,4 +1,4 @@
-"""Supervised steps on recorded conversations, before reinforcement learning."""
+"""Supervised optimizer steps on recorded conversations, before reinforcement learning."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def warm_start(
     seed: int,
     on_step: Callable[[int, Mapping[str, float]], None] | None = None,
 ) -> None:
-    """Train `steps` batches of `batch_size` conversations, in shuffled passes over all of them.
+    """Take `steps` optimizer steps on `batch_size` conversations each, in shuffled passes over all of them.
 
     Args:
         trainer: Made with the `sft` loss.
         conversations: The samples of each.
-        steps: Optimizer steps.
-        batch_size: Conversations of one step; at most all of them.
-        seed: Of the shuffling.
-        on_step: Called with the step's number, from 1, and its metrics.
+        steps: How many optimizer steps.
+        batch_size: Conversations of one optimizer step; at most all of them.
+        seed: Seeds the shuffling.
+        on_step: Called with the optimizer step's number, from 1, and its metrics.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     order: list[int] = []

@@ -23,7 +23,7 @@ class TrainerWorker:
 
     Args:
         trainer: Holds the weights of `version`.
-        version: Batches trained before.
+        version: Steps done before.
         weights: Where versions are published.
         states: Where its parts of checkpoints wait to be taken away.
         probe_length: Most tokens of a probe.
@@ -90,8 +90,8 @@ class TrainerWorker:
         """
         if version != self.version or self._trainer.num_optimizer_steps != self._optimizer_steps:
             raise RunStopped(
-                f"the state after {version} batches is gone: {self._trainer.num_optimizer_steps} optimizer steps are "
-                f"done, {self._optimizer_steps} of them for the {self.version} batches that were published"
+                f"the state after step {version} is gone: {self._trainer.num_optimizer_steps} optimizer steps are "
+                f"done, {self._optimizer_steps} of them for the {self.version} steps that were published"
             )
         self._write(folder, None)
 

@@ -53,6 +53,7 @@ def build_samples(
         ValueError: an unknown strategy.
 
     Example:
+        >>> from verbatim import Trajectory
         >>> first = Turn(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5])
         >>> second = Turn(prompt_ids=[1, 2, 3, 4], completion_ids=[5], logprobs=[-0.25])
         >>> (sample,) = build_samples(Trajectory(example_id="x", turns=(first, second), advantage=2.0))
@@ -75,7 +76,7 @@ def build(
 ) -> BuiltSamples:
     """The training samples of a trajectory, and a count of what is left out.
 
-    Of a trajectory with an `error` everything is left out. Tokens that were sampled and are in no turn are left out as
+    A trajectory with an `error` gives no samples. Tokens that were sampled and are in no turn are left out as
     `cancelled`: their completion was cut off.
 
     Args:
@@ -102,16 +103,13 @@ def build(
     _add(dropped, "error" if failed else "cancelled", trajectory.num_unrecorded_tokens)
     kept: list[tuple[int, Turn]] = []
     for index, turn in enumerate(trajectory.turns):
-        count = len(turn.completion_ids)
-        if max_length is not None and turn.path.length > max_length:
-            _add(dropped, "over_length", count)
-        elif count:
+        too_long = max_length is not None and turn.path.length > max_length
+        if too_long or (turn.logprobs is None and needs_logprobs):
+            _add(dropped, "over_length" if too_long else "missing_logprobs", len(turn.completion_ids))
+        if not too_long and len(turn.completion_ids):
             kept.append((index, turn))
-            if turn.logprobs is None and needs_logprobs:
-                _add(dropped, "missing_logprobs", count)
     runs = STRATEGIES[strategy]([turn for _, turn in kept])
-    places = sorted(place for run in runs for place in run)
-    assert places == list(range(len(kept))), f"{strategy} lost or repeated turns"
+    assert sorted(place for run in runs for place in run) == [*range(len(kept))], f"{strategy} lost or repeated turns"
     if on_break == "error" and strategy != "branching":
         refuse_breaks(trajectory, kept, runs)
     samples: list[TrainingSample] = []

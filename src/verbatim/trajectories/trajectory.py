@@ -31,6 +31,7 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
         RecordError: a reward, a part of it or an advantage that is not one number.
 
     Example:
+        >>> from verbatim import Turn
         >>> first = Turn(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5])
         >>> second = Turn(prompt_ids=[1, 2, 3, 4], completion_ids=[5], logprobs=[-0.25])
         >>> t = Trajectory(example_id="x", turns=(first, second), reward=1.0)

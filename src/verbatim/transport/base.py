@@ -16,7 +16,7 @@ class TrainerReady:
     """Where a trainer stands before its first batch."""
 
     version: int
-    """Batches trained before; also the policy version it holds."""
+    """Steps done before; also the policy version it holds."""
     weights: str
     """The folder (or hub id) of that version's weights."""
     checkpoint: Path | None
