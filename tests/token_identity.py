@@ -23,7 +23,9 @@ from unittest import mock
 import numpy as np
 
 from verbatim import Trajectory, build_samples
+from verbatim.inference.base import Completion
 from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.loop import Answer, Prompt
 from verbatim.rollouts.recorder import Recorder
 
 
@@ -56,41 +58,48 @@ def watched() -> Iterator[Watch]:
     """Watch all episodes for as long as the block lasts."""
     watch = Watch()
     streams: dict[Recorder, list[Told]] = {}
-    take_turn, make_prompt, close = AgentLoop._take_turn, AgentLoop._prompt, Recorder.close
+    read, record, make_prompt, close = AgentLoop._read, AgentLoop._record, AgentLoop._prompt_ids, Recorder.close
+    completions: dict[Answer, Completion] = {}
 
-    def prompt_again(loop: AgentLoop, messages: Any, schemas: Any, names: Any, agent: str) -> Any:
-        before = loop._threads.get(agent)
-        prompt_ids, extends = make_prompt(loop, messages, schemas, names, agent)
+    def prompt_again(loop: AgentLoop, prompt: Prompt) -> Any:
+        prompt_ids, extends = make_prompt(loop, prompt)
         if extends is None:
-            again = loop._renderer.render_ids(messages, schemas or None, add_generation_prompt=True)
+            again = loop.renderer.render_ids(prompt.messages, prompt.schemas or None, add_generation_prompt=True)
         else:
-            turn = loop._recorder.turns[before.turn]
-            new = messages[len(before.messages) :]
-            again = loop._renderer.bridge_to_next_turn(turn.prompt_ids, turn.completion_ids, new, schemas or None)
+            turn = loop.recorder.turns[extends]
+            new = prompt.messages[len(loop.messages(prompt.agent)) :]
+            again = loop.renderer.bridge_to_next_turn(
+                turn.prompt_ids, turn.completion_ids, new, prompt.schemas or None
+            )
         same = again is not None and np.array_equal(again, prompt_ids)
-        watch.expect(same, f"{agent}: the prompt, made again from what was recorded, has other ids")
+        watch.expect(same, f"{prompt.agent}: the prompt, made again from what was recorded, has other ids")
         return prompt_ids, extends
 
-    async def turn_again(loop: AgentLoop, prompt_ids: Any, params: Any, schemas: Any, **how: Any) -> Any:
-        index, completion, parsed = await take_turn(loop, prompt_ids, params, schemas, **how)
-        trained = how.get("trained", True)
-        stream = streams.setdefault(loop._recorder, [])
+    def read_and_keep(loop: AgentLoop, completion: Completion, *how: Any) -> Answer:
+        answer = read(loop, completion, *how)
+        completions[answer] = completion
+        return answer
+
+    def record_again(loop: AgentLoop, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
+        index = record(loop, answer, prompt, state_key)
+        completion = completions.pop(answer, None)  # of a turn that is not trained the answer is another one
+        stream = streams.setdefault(loop.recorder, [])
         stream.append(Told(
-            prompt=np.asarray(prompt_ids).tolist(),
-            completion=np.asarray(completion.ids).tolist(),
-            logprobs=_listed(completion.logprobs) if trained else None,
-            versions=_listed(completion.policy_versions),
+            prompt=np.asarray(answer.prompt_ids).tolist(),
+            completion=np.asarray(answer.completion_ids if completion is None else completion.ids).tolist(),
+            logprobs=None if completion is None else _listed(completion.logprobs),
+            versions=_listed((answer if completion is None else completion).policy_versions),
         ))  # fmt: skip
         watch.num_turns += 1
-        turn = loop._recorder.turns[index]
-        again = loop._renderer.parse_response(turn.completion_ids, turn.prompt_ids, schemas or None)
+        turn = loop.recorder.turns[index]
+        again = loop.renderer.parse_response(turn.completion_ids, turn.prompt_ids, prompt.schemas or None)
+        said = dataclasses.replace(again, tool_calls=answer.tool_calls).message()
         unnamed = [_without_id(call) for call in again.tool_calls]
         watch.expect(
-            (again.content, again.reasoning_content) == (parsed.content, parsed.reasoning_content)
-            and unnamed == [_without_id(call) for call in parsed.tool_calls],
-            f"turn {index}, read again from the recorded ids, says {again}; it said {parsed}",
+            said == answer.message and unnamed == [_without_id(call) for call in answer.tool_calls],
+            f"turn {index}, read again from the recorded ids, says {again}; it said {answer.message}",
         )
-        return index, completion, parsed
+        return index
 
     def check_and_close(recorder: Recorder) -> None:
         close(recorder)
@@ -99,8 +108,9 @@ def watched() -> Iterator[Watch]:
             _compare(watch, recorder, streams.pop(recorder))
 
     with (
-        mock.patch.object(AgentLoop, "_take_turn", turn_again),
-        mock.patch.object(AgentLoop, "_prompt", prompt_again),
+        mock.patch.object(AgentLoop, "_read", read_and_keep),
+        mock.patch.object(AgentLoop, "_record", record_again),
+        mock.patch.object(AgentLoop, "_prompt_ids", prompt_again),
         mock.patch.object(Recorder, "close", check_and_close),
     ):
         yield watch

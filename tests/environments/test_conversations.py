@@ -23,8 +23,8 @@ async def play(environment, example, said):
     recorder, limits = Recorder(VOCAB_SIZE), EpisodeLimits()
     loop = AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=limits,
                      recorder=recorder, seed=0)  # fmt: skip
-    return await run_episode(environment=environment, example=example, seed=0, loop=loop, recorder=recorder,
-                             limits=limits, identity=RolloutIdentity(example_id=example.id))  # fmt: skip
+    identity = RolloutIdentity(example_id=example.id)
+    return await run_episode(environment=environment, example=example, seed=0, loop=loop, identity=identity)
 
 
 def example_of(environment, **payload):

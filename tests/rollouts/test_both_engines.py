@@ -15,7 +15,7 @@ from verbatim.errors import UsageError
 from verbatim.inference.openai import OpenAI
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout
-from verbatim.tools import ToolManager, ToolResult
+from verbatim.tools import FunctionTool, ToolManager, ToolResult
 
 REWARDS = {"list": [1, 2], "nan": math.nan, "huge": 10**400, "text": "1", "half": Fraction(1, 2), "np": np.float32(0.5)}
 
@@ -105,3 +105,35 @@ def test_tools_that_a_conversation_describes_and_nothing_runs_are_answered_and_s
 def test_retries_that_cannot_be_counted_are_refused(play, retries):
     with pytest.raises(UsageError, match=r"max_malformed_retries = .*; expected a whole number, at least 0"):
         play([ask("x")], max_malformed_retries=retries)
+
+
+def test_what_was_said_and_answered_is_kept_where_a_tool_ends_it(play):
+    def broken(which: str) -> str:
+        """Fail."""
+        raise OSError(f"no {which}")
+
+    manager = ToolManager([FunctionTool(broken, name="earn")])
+    (result,) = play([ask("half")], tool_manager=manager, tool_error="stop")
+    assert result.error == "environment: tool earn: Error: earn failed: OSError: no half"
+    assert [m["role"] for m in result["messages"]] == ["user", "assistant", "tool"]
+    assert (result["stop_reason"], result.info["tool_errors"]) == ("api_error", {"exception": 1})
+
+
+def test_a_tool_that_raised_is_noted_with_where_it_did(play):
+    def broken(which: str) -> str:
+        """Fail."""
+        raise OSError(f"no {which}")
+
+    (result,) = play([ask("half")], tool_manager=ToolManager([FunctionTool(broken, name="earn")]))
+    ((kind, fault),) = result.info["tool_faults"].items()
+    assert (kind, fault["count"], result["stop_reason"]) == ("earn failed: OSError", 1, "stop")
+    assert 'raise OSError(f"no {which}")' in fault["first"]
+
+
+def test_each_generation_and_tool_call_is_timed(play):
+    (result,) = play([ask("half")], tool_manager=ToolManager([earn]))
+    timeline = result.info["timeline"]
+    assert [(e["turn"], e["what"]) for e in timeline] == [(0, "generation"), (0, "tool"), (1, "generation")]
+    assert (timeline[1]["name"], timeline[1]["reward"]) == ("earn", 0.5)
+    ends = [entry["start"] + entry["seconds"] for entry in timeline]
+    assert all(end <= later["start"] for end, later in zip(ends, timeline[1:], strict=False))

@@ -89,7 +89,7 @@ async def play(sampler, environment=None, renderer=None, **limits):
         recorder=recorder, seed=7,
     )  # fmt: skip
     return await run_episode(
-        environment=environment, example=Example(id="a"), seed=7, loop=loop, recorder=recorder, limits=limits,
+        environment=environment, example=Example(id="a"), seed=7, loop=loop,
         identity=RolloutIdentity(example_id="a", trajectory_id="t", group_id="g", env="counters", seed=7),
     )  # fmt: skip
 

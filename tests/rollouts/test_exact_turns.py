@@ -11,7 +11,7 @@ from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
 from verbatim.errors import RecordError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
-from verbatim.rollouts.agent_loop import AgentLoop, EpisodeLimits, EpisodeOver
+from verbatim.rollouts import AgentLoop, EpisodeLimits, EpisodeOver
 from verbatim.rollouts.recorder import Recorder
 from verbatim.types import StopReason
 

@@ -10,7 +10,7 @@ from verbatim.errors import EnvironmentFault, RecordError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder
-from verbatim.rollouts.agent_loop import EpisodeOver
+from verbatim.rollouts.loop import EpisodeOver
 
 SHORT = [{"role": "user", "content": "hi"}]
 MANY = [{"role": "user", "content": "hi"}] * 129

@@ -168,6 +168,32 @@ def test_a_conversation_that_was_edited_in_place_is_not_what_it_was_either(of_th
     assert trajectory.error.startswith("record: agent main: its conversation or its tools are not what they were")
 
 
+class SideBySide(Sums):
+    """Asks one agent twice at a time."""
+
+    class Episode(_Sum):
+        async def run(self, agent):
+            await asyncio.gather(*(agent.sample([{"role": "user", "content": text}]) for text in ("3", "4")))
+
+    async def start(self, example, seed):
+        return self.Episode()
+
+
+def test_turns_of_one_agent_side_by_side_are_refused_on_their_trajectory_and_the_group_goes_on():
+    group, counted = play(SideBySide(), size=2)
+    for trajectory in group.trajectories:
+        assert trajectory.error.startswith("record: agent main: its conversation or its tools are not what they were")
+    assert counted == 0
+
+
+def test_a_teachers_requests_are_accounted_for_on_its_trajectory():
+    group, _ = play(fault=lambda body, tries: None if tries else Raw(status=500))
+    (trajectory,) = group.trajectories
+    assert (trajectory.info["model"], trajectory.info["request_errors"]) == ("teacher", {"status_500": 3})
+    assert set(trajectory.info["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
+    assert (trajectory["turns"], trajectory.num_unrecorded_turns) == (3, 0)
+
+
 @pytest.mark.parametrize("size", [4])
 def test_every_request_has_a_seed_of_its_own(size):
     seeds = []

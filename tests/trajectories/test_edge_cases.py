@@ -230,8 +230,8 @@ async def episode_of(environment):
     limits, recorder = EpisodeLimits(), Recorder(VOCAB_SIZE)
     loop = AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=limits,
                      recorder=recorder, seed=0)  # fmt: skip
-    return await run_episode(environment=environment, example=Example(id="x"), seed=0, loop=loop, recorder=recorder,
-                             limits=limits, identity=RolloutIdentity(example_id="x"))  # fmt: skip
+    return await run_episode(environment=environment, example=Example(id="x"), seed=0, loop=loop,
+                             identity=RolloutIdentity(example_id="x"))  # fmt: skip
 
 
 @pytest.mark.parametrize("reward", [[1.0, 2.0], [], "1.0", float("inf")])

@@ -12,7 +12,7 @@ from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import AdvantageFunction, assign_advantages
 from verbatim.filters import Filter, FilterVerdict, apply_filters
 from verbatim.orchestrator.staleness import age_metrics
-from verbatim.rollouts.agent_loop import TOOLS_OFFERED
+from verbatim.rollouts.loop import TOOLS_OFFERED
 from verbatim.trajectories import OnBreak, age, build
 from verbatim.types import Group, StopReason, TrainingSample, Trajectory
 

@@ -1,11 +1,12 @@
 """Rollouts: one asyncio task for each episode, the turn written once."""
 
-from verbatim.rollouts.agent_loop import AgentLoop, EpisodeLimits, EpisodeOver
+from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.api_multi_turn import APIMultiTurnRollout
 from verbatim.rollouts.base import Rollout
 from verbatim.rollouts.demonstrations import trajectory_from_messages
 from verbatim.rollouts.episode import run_episode
 from verbatim.rollouts.group import GroupRun
+from verbatim.rollouts.loop import EpisodeLimits, EpisodeOver
 from verbatim.rollouts.multi_turn import MultiTurnRollout
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeRunner, EpisodeTask, LocalRunner, RolloutSetup

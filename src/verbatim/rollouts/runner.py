@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,11 +12,14 @@ from verbatim.environments.base import Environment
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection
 from verbatim.renderers.base import Renderer
-from verbatim.rollouts.agent_loop import AgentLoop, EpisodeLimits
+from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.chat_loop import ChatLoop
 from verbatim.rollouts.episode import run_episode
+from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
 from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.seeds import derive_seed
+from verbatim.rollouts.student_turns import StudentTurns
 from verbatim.rollouts.tally import EpisodeTally
-from verbatim.rollouts.teacher_loop import TeacherLoop
 from verbatim.types import Example, RolloutIdentity, Trajectory
 
 
@@ -56,29 +60,35 @@ class EpisodeRunner(Protocol):
 
 
 class LocalRunner:
-    """Plays on the running event loop."""
+    """Runs episodes on the running event loop."""
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
         """The finished episode."""
-        loop: AgentLoop | TeacherLoop
-        if setup.teacher is None:
-            loop = AgentLoop(
-                sampler=setup.sampler, renderer=setup.renderer, params=setup.params, limits=setup.limits,
-                recorder=recorder, seed=task.seed, session=task.session,
-            )  # fmt: skip
-        else:
-            loop = TeacherLoop(
-                connection=setup.teacher, renderer=setup.renderer, params=setup.params, limits=setup.limits,
-                recorder=recorder, seed=task.seed,
-            )  # fmt: skip
+        loop = _policy_loop(setup, task, recorder) if setup.teacher is None else _teacher_loop(setup, task, recorder)
         return await run_episode(
-            environment=setup.environment, example=task.example, seed=task.seed, loop=loop, recorder=recorder,
-            limits=setup.limits, identity=task.identity,
+            environment=setup.environment, example=task.example, seed=task.seed, loop=loop, identity=task.identity
         )  # fmt: skip
 
     def metrics(self) -> Mapping[str, float]:
         """None of its own."""
         return {}
+
+
+def _policy_loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> EpisodeLoop:
+    return AgentLoop(
+        sampler=setup.sampler, renderer=setup.renderer, params=setup.params, limits=setup.limits, recorder=recorder,
+        seed=task.seed, session=task.session,
+    )  # fmt: skip
+
+
+def _teacher_loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> EpisodeLoop:
+    assert setup.teacher is not None
+    return ChatLoop(
+        connection=setup.teacher, limits=setup.limits, recorder=recorder, student=StudentTurns(setup.renderer),
+        # The teacher ends a turn by itself: stop tokens are ids of the student's.
+        params=dataclasses.replace(setup.params, stop_token_ids=()),
+        seed_of=lambda number: derive_seed(task.seed, number) % 2**31,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ import asyncio
 from types import TracebackType
 
 from verbatim.errors import EnvironmentFault, ModelError, RolloutError
-from verbatim.rollouts.agent_loop import EpisodeOver
+from verbatim.rollouts.loop import EpisodeOver
 from verbatim.rollouts.supervised import Leash
 from verbatim.texts import error_text
 from verbatim.user_code import is_ctrl_c

@@ -9,7 +9,8 @@ from typing import Any
 
 from verbatim.environments.base import Episode, Score
 from verbatim.errors import ComponentError, EnvironmentFault, UsageError
-from verbatim.rollouts.agent_loop import AgentLoop, EpisodeOver
+from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.loop import EpisodeOver
 from verbatim.rollouts.verifiers import trace as verifiers_trace
 from verbatim.rollouts.verifiers.serving import MODEL, Serving
 from verbatim.types import Example, StopReason, Trajectory

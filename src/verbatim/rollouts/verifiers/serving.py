@@ -17,7 +17,8 @@ from verbatim.errors import RecordError
 from verbatim.inference.base import Completion, Sampler, SampleRequest
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.proxy import SamplerProxy
-from verbatim.rollouts.agent_loop import AgentLoop, EpisodeOver
+from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.loop import EpisodeOver
 
 logger = logging.getLogger(__name__)
 

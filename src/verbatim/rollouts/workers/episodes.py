@@ -16,7 +16,7 @@ from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import OpenAI
 from verbatim.renderers.base import Renderer
 from verbatim.renderers.renderer_spec import RendererSpec, renderer_spec
-from verbatim.rollouts.agent_loop import EpisodeLimits
+from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, LocalRunner, RolloutSetup
 from verbatim.rollouts.workers.worker import CannotTravel

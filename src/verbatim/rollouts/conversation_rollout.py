@@ -1,0 +1,237 @@
+"""A rollout engine as a function, whichever loop takes the turns: conversations in, trajectories out."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+
+from verbatim.environments.base import Episode
+from verbatim.errors import UsageError
+from verbatim.inference.base import SamplingParams
+from verbatim.rollouts.base import Conversation, Opening, check_settings, read_openings, run_to_end
+from verbatim.rollouts.episode import EpisodeRun
+from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
+from verbatim.rollouts.offered import Managers, offered_tools
+from verbatim.rollouts.progress import progress_bar
+from verbatim.rollouts.traces import TraceFolder
+from verbatim.tools import ToolManager
+from verbatim.types import Example, Trajectory
+
+Self = TypeVar("Self", bound="ConversationRollout")
+
+Start: TypeAlias = Callable[[int, Opening], tuple[EpisodeLoop, int | None]]
+"""Makes the loop of the episode at this place in the list; and the seed that its trajectory names."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ConversationRollout(abc.ABC):
+    """The settings that all rollout engines have, and what a call does with them.
+
+    Raises:
+        UsageError: a setting that cannot be.
+    """
+
+    tool_manager: Managers = None
+    """What runs the calls: one for all, or a list with one for each trajectory. Where it is None, a call is answered
+    with an error, and counted."""
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    """How tokens are drawn."""
+    max_turns: int = 6
+    """Most turns of one trajectory; calls that are pending then are not run."""
+    concurrency: int
+    """Most trajectories under way at a time."""
+    trajectory_timeout: float
+    """Seconds for one trajectory, tools included."""
+    tool_timeout: float = 60.0
+    """Seconds for one tool call."""
+    tool_output_limit: int = 16_384
+    """Characters of one tool answer."""
+    tool_error: Literal["message", "stop"] = "message"
+    """What a tool that raises or hangs does: tells the model, or ends the trajectory as `api_error`."""
+    max_malformed_retries: int = 2
+    """Turns in a row that may hold nothing but unreadable calls; one more ends the trajectory as "malformed"."""
+    trace_dir: str | Path | None = None
+    """Where each trajectory is stored as a file of its own, as soon as it ends; None stores none."""
+    trace_callback: Callable[[Trajectory], Any] | None = None
+    """Whether a trajectory is stored; None stores all."""
+    success_callback: Callable[[Trajectory], Any] | None = None
+    """Whether its file is called `ok-` or `fail-`; None = whether it ended of itself, without an error."""
+    progress: bool | None = None
+    """Whether a bar is drawn; None = where standard error is a terminal."""
+
+    _above_zero: ClassVar[tuple[str, ...]] = (
+        "max_turns", "concurrency", "trajectory_timeout", "tool_timeout", "tool_output_limit"
+    )  # fmt: skip
+
+    @classmethod
+    def remote(cls, **settings: Any) -> Any:
+        """The handle of a Ray actor that holds such a rollout, for `ray.get(actor.__call__.remote(trajectories))`.
+
+        Where Ray is not running it is started on this machine. A `sampler` and a `template` may be functions without
+        arguments, which are called in the actor. The environment variable of a server's key has to be set on the
+        actor's host.
+
+        Raises:
+            UsageError: Ray is not installed, there is no such setting, or one of them cannot travel to an actor.
+        """
+        from verbatim.rollouts.ray.actor import start_rollout
+
+        return start_rollout(cls, settings)
+
+    def __post_init__(self) -> None:
+        check_settings(self, self._above_zero)
+
+    def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
+        """As many trajectories as were given, in the same order; what was given is not changed.
+
+        A trajectory that failed says so in `error`.
+
+        Args:
+            trajectories: `Example`, `Trajectory`, or a mapping with `messages` (and `tools`, `id`, anything else).
+            overrides: Settings for this call only: `rollout(trajectories, max_turns=3)`.
+
+        Raises:
+            UsageError: no list of conversations, an unknown setting, or not as many tool managers as trajectories.
+        """
+        settings = self._override(overrides)
+
+        async def all_of_them() -> list[Trajectory]:
+            try:
+                return await settings.run(trajectories)
+            finally:
+                await settings._hang_up()
+
+        return run_to_end(all_of_them)
+
+    async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
+        """The same, awaited."""
+        results: dict[int, Trajectory] = {}
+        await self.run_each(trajectories, results.__setitem__, **overrides)
+        return [results[index] for index in range(len(trajectories))]
+
+    async def run_each(
+        self, trajectories: Sequence[Conversation], finished: Callable[[int, Trajectory], object], **overrides: Any
+    ) -> None:
+        """The same, holding none: `finished` gets each with its place in the list, as soon as it ends.
+
+        Raises:
+            UsageError: as `__call__`.
+            Exception: whatever `finished` raises; what is under way is cancelled, and given to it as such.
+        """
+        settings = self._override(overrides)
+        openings = read_openings(trajectories)
+        offered = offered_tools(openings, settings.tool_manager)
+        waiting = iter(zip(range(len(openings)), openings, offered, strict=True))
+        traces: TraceFolder | None = None
+        if settings.trace_dir is not None:
+            traces = TraceFolder(Path(settings.trace_dir), trace_callback=settings.trace_callback,
+                                 success_callback=settings.success_callback)  # fmt: skip
+        async with settings._engine() as start:
+            with progress_bar(len(openings), settings.progress) as advance:
+
+                def ended(index: int, trajectory: Trajectory) -> None:
+                    finished(index, trajectory)
+                    advance(trajectory)
+
+                call = _Call(start, traces, ended)
+                try:
+                    async with asyncio.TaskGroup() as workers:
+                        for _ in range(math.ceil(min(settings.concurrency, len(openings)))):
+                            workers.create_task(call.work(waiting))
+                except BaseExceptionGroup as group:
+                    raise group.exceptions[0] from None
+
+    @abc.abstractmethod
+    def _engine(self) -> contextlib.AbstractAsyncContextManager[Start]:
+        """Starts the episodes of one call for as long as the block lasts."""
+
+    async def _hang_up(self) -> None:  # noqa: B027  most engines hold nothing between calls
+        """Close what belongs to an event loop that ends."""
+
+    def _limits(self) -> EpisodeLimits:
+        return EpisodeLimits(
+            max_turns=self.max_turns, timeout=self.trajectory_timeout, tool_timeout=self.tool_timeout,
+            tool_output_limit=self.tool_output_limit, tool_error=self.tool_error,
+            max_malformed_retries=self.max_malformed_retries,
+        )  # fmt: skip
+
+    def _override(self: Self, overrides: Mapping[str, Any]) -> Self:
+        names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
+        for name in overrides:
+            if name not in names:
+                near = get_close_matches(name, names, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise UsageError(f"a rollout has no setting {name!r}{hint} There are {', '.join(names)}")
+        return dataclasses.replace(self, **overrides)
+
+
+class _Call:
+    """One call under way: its episodes share the engine, the traces and the ending."""
+
+    def __init__(
+        self, start: Start, traces: TraceFolder | None, ended: Callable[[int, Trajectory], None]
+    ) -> None:
+        self._start, self._traces, self._ended = start, traces, ended
+
+    async def work(self, waiting: Iterator[tuple[int, Opening, ToolManager]]) -> None:
+        """Run one after the other of what no other worker has taken."""
+        for index, opening, tools in waiting:
+            await self._run(index, opening, tools)
+
+    async def _run(self, index: int, opening: Opening, tools: ToolManager) -> None:
+        loop, seed = self._start(index, opening)
+        identity = dataclasses.replace(opening.identity, seed=seed)
+        example = Example(id=identity.example_id)
+        episode = EpisodeRun(_Openings(opening, tools), example, seed or 0, loop, identity, timed=True)
+
+        def result() -> Trajectory:
+            found = episode.trajectory()
+            info = {"task": dict(opening.task), **found.info} if opening.task else found.info
+            return found.replace(info=info, tools=opening.tools)
+
+        try:
+            await episode.run()
+        except asyncio.CancelledError:
+            if self._traces is not None:
+                self._traces.store(result())
+            self._ended(index, result())
+            raise
+        trajectory = result()
+        try:
+            if self._traces is not None:
+                # Off the loop: the callbacks are the user's, and may take their time.
+                await asyncio.to_thread(self._traces.store, trajectory)
+        finally:
+            self._ended(index, trajectory)
+
+
+class _Openings:
+    """An environment of one opening."""
+
+    def __init__(self, opening: Opening, tools: ToolManager) -> None:
+        self._opening, self._tools = opening, tools
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """None: openings are handed over one by one."""
+        return ()
+
+    async def start(self, example: Example, seed: int) -> Episode:
+        """The conversation, which ends when the model answers without calling a tool, and earns nothing."""
+        return _Answering(self._opening, self._tools)
+
+
+class _Answering(Episode):
+    def __init__(self, opening: Opening, tools: ToolManager) -> None:
+        self.messages = opening.messages
+        self.tools = tools  # type: ignore[assignment]  # a manager is taken as it is
+
+    async def score(self, trajectory: Trajectory) -> None:
+        return None

@@ -1,0 +1,192 @@
+"""The usual control flow of an episode: the model speaks, tools answer its calls, the environment everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from verbatim.environments.base import Episode, Reply
+from verbatim.errors import ComponentError, EnvironmentFault
+from verbatim.rollouts.loop import EpisodeLoop
+from verbatim.rollouts.rewards import add_reward, checked_reward
+from verbatim.rollouts.tally import TOOL_FAULTS, failure_kind, traceback_tail
+from verbatim.rollouts.user_calls import UserCalls
+from verbatim.texts import cut, shown
+from verbatim.tools.manager import ToolManager, ToolOutcome
+from verbatim.types import PARSE_STATUSES, Message, ParseStatus, StopReason, ToolCall
+
+LONGEST_STATE_KEY = 10_000
+"""Characters of a state's name: every turn keeps one."""
+TIMELINE = "timeline"
+"""The key of `Trajectory.info` for when each generation and tool call began, and how many seconds it took."""
+
+
+class Dialogue:
+    """One episode's turns until it ends. What it has said and noted can be read at any time.
+
+    Args:
+        loop: Takes the turns.
+        calls: Guard the environment's code.
+        timed: Whether each generation and tool call is entered in `info["timeline"]`.
+    """
+
+    def __init__(self, *, loop: EpisodeLoop, calls: UserCalls, timed: bool) -> None:
+        self._loop, self._limits, self._calls = loop, loop.limits, calls
+        self._timeline: list[dict[str, Any]] | None = [] if timed else None
+        self._began = time.perf_counter()
+        self._num_turns = 0
+        self.messages: list[Message] = []
+        """The conversation so far."""
+        self.info: dict[str, Any] = {}
+        """What is noted for the trajectory's `info`: tool errors, tool faults, the timeline."""
+
+    def take(self, messages: Any, what: str) -> None:
+        """Append an environment's messages to the conversation.
+
+        Raises:
+            EnvironmentFault: they are not a list of messages; `what` names them.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise EnvironmentFault(f"{what}: {shown(messages)}; expected a list of messages")
+        for index, message in enumerate(messages):
+            is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            may_be_silent = is_message and message.get("tool_calls") and not self._loop.needs_content
+            if not is_message or not ("content" in message or may_be_silent):
+                raise EnvironmentFault(
+                    f'{what}: {shown(message)} at {index}; expected {{"role": ..., "content": ...}}'
+                )
+        self.messages.extend(messages)
+
+    async def run(self, episode: Episode) -> StopReason:
+        """Take turns until one ends the episode; why it ended.
+
+        Raises:
+            EpisodeOver: a limit cut it off.
+            RolloutError: the environment or the engine failed.
+        """
+        with self._calls.guard("the episode's tools"):
+            tools = _checked_tools(episode)
+        malformed_in_a_row = 0
+        while True:
+            calls = await self._speak(episode, tools)
+            if calls and self._loop.turns_left <= 0:
+                return StopReason.MAX_TURNS  # the pending calls are not run
+            started = time.perf_counter()
+            parse_status: ParseStatus = "ok"
+            if calls:
+                reward, done, parse_status = await self._run_tools(tools, calls)
+                ended = False
+            else:
+                with self._calls.guard("reply"):
+                    reply = _checked_reply(await episode.reply(self.messages[-1]))
+                    self.take(reply.messages, "the reply's messages")
+                reward, done, ended = reply.reward, reply.done, not reply.messages
+            self._loop.amend_last_turn(
+                reward=reward, tool_seconds=time.perf_counter() - started, parse_status=parse_status
+            )
+            if done or ended:
+                return StopReason.STOP
+            unreadable = bool(calls) and all(call.status != "ok" for call in calls)
+            malformed_in_a_row = malformed_in_a_row + 1 if unreadable else 0
+            if malformed_in_a_row > self._limits.max_malformed_retries:
+                return StopReason.MALFORMED
+
+    async def _speak(self, episode: Episode, tools: ToolManager) -> tuple[ToolCall, ...]:
+        """One turn of the model; the calls that it makes."""
+        with self._calls.guard("state_key"):
+            key = _checked_state_key(episode.state_key())
+        self._calls.now = "sampling"
+        try:
+            with self._entered(what="generation"):
+                await self._loop.sample(self.messages, tuple(tools.values()), state_key=key)
+        finally:
+            answer = self._loop.last_answer
+            if answer is not None:
+                self.messages.append(answer.message)
+        assert answer is not None
+        self._num_turns += 1
+        return answer.tool_calls
+
+    async def _run_tools(
+        self, tools: ToolManager, calls: Sequence[ToolCall]
+    ) -> tuple[float | None, bool, ParseStatus]:
+        """Answer the calls in order, until one of them ends the episode.
+
+        Returns:
+            What they earned together, whether one of them ended the episode, and the first thing wrong with any.
+        """
+        limits, reward = self._limits, None
+        parse_status: ParseStatus = "ok"
+        self._calls.now = "a tool"
+        for call in calls:
+            with self._entered(what="tool", name=call.name, id=call.id) as entry:
+                outcome = await tools.dispatch(call, timeout=limits.tool_timeout, output_limit=limits.tool_output_limit)
+            self.messages.append(outcome.message)
+            kind = outcome.error_kind
+            if kind is not None:
+                entry["error"] = kind
+                self._note_error(call, outcome, kind)
+            if parse_status == "ok" and kind in PARSE_STATUSES:
+                parse_status = cast(ParseStatus, kind)
+            reward = add_reward(reward, outcome.reward, f"tool {call.name}")
+            if outcome.reward is not None:
+                entry["reward"] = float(outcome.reward)
+            if outcome.done:
+                return reward, True, parse_status
+        return reward, False, parse_status
+
+    def _note_error(self, call: ToolCall, outcome: ToolOutcome, kind: str) -> None:
+        """Count what is wrong with a call; a tool that failed may end the episode."""
+        errors = self.info.setdefault("tool_errors", {})
+        errors[kind] = errors.get(kind, 0) + 1
+        if kind in ("exception", "timeout") and self._limits.tool_error == "stop":
+            raise EnvironmentFault(f"tool {call.name}: {outcome.message['content']}") from outcome.fault
+        if kind == "timeout" or outcome.fault is not None:
+            said = outcome.message["content"].removeprefix("Error: ")[:500]
+            tail = traceback_tail(outcome.fault)
+            faults = self.info.setdefault(TOOL_FAULTS, {})
+            first = f"{said}\n{tail}" if tail else said
+            faults.setdefault(failure_kind(said), {"count": 0, "first": first})["count"] += 1
+
+    @contextlib.contextmanager
+    def _entered(self, *, what: str, **about: Any) -> Iterator[dict[str, Any]]:
+        """An entry of the timeline, in seconds since the start of the episode."""
+        start = time.perf_counter() - self._began
+        entry = {"turn": self._num_turns - (what == "tool"), "what": what, **about, "start": start}
+        if self._timeline is not None:
+            self._timeline.append(entry)
+            self.info[TIMELINE] = self._timeline
+        try:
+            yield entry
+        finally:
+            entry["seconds"] = time.perf_counter() - self._began - start
+
+
+def _checked_tools(episode: Episode) -> ToolManager:
+    try:
+        offered: Any = episode.tools
+        return offered if isinstance(offered, ToolManager) else ToolManager(offered)
+    except (ComponentError, TypeError, AttributeError) as error:
+        raise EnvironmentFault(f"the episode's tools: {cut(str(error))}") from error
+
+
+def _checked_reply(answer: Any) -> Reply:
+    if not isinstance(answer, Reply):
+        raise EnvironmentFault(f"reply returned {shown(answer)}; expected verbatim.environments.Reply")
+    if not isinstance(answer.done, bool | np.bool_):
+        raise EnvironmentFault(f"reply returned done={shown(answer.done, 80)}; expected True or False")
+    return dataclasses.replace(answer, reward=checked_reward(answer.reward, "reply"))
+
+
+def _checked_state_key(key: Any) -> str | None:
+    if key is not None and not isinstance(key, str):
+        raise EnvironmentFault(f"state_key returned {shown(key)}; expected a string or None")
+    if key is not None and len(key) > LONGEST_STATE_KEY:
+        raise EnvironmentFault(f"state_key returned a text of {len(key):,} characters; expected at most "
+                               f"{LONGEST_STATE_KEY:,}, for example a hash of it")  # fmt: skip
+    return key

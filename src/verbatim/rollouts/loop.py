@@ -1,0 +1,274 @@
+"""One turn of an episode, written once: limits, history, tool calls and record. An engine only answers the prompt."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from verbatim.errors import EnvironmentFault, VerbatimError
+from verbatim.rollouts.recorder import Recorder
+from verbatim.texts import error_text
+from verbatim.token_tree import Ids
+from verbatim.tools.base import Tool
+from verbatim.types import Float32, Int32, Message, ParseStatus, StopReason, ToolCall, TurnTiming
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    """Where an episode is cut off, and what happens to malformed calls and failing tools."""
+
+    max_turns: int = 16
+    """Most turns, sub-agents' included."""
+    max_context: int = 2048
+    """Most tokens of a prompt and its completion together; a chat server has its own limit instead."""
+    timeout: float = 600.0
+    """Seconds for the whole episode."""
+    tool_timeout: float = 60.0
+    """Seconds for one tool call."""
+    tool_output_limit: int = 16_384
+    """Characters of one tool answer."""
+    tool_error: Literal["message", "stop"] = "message"
+    """Whether a tool that fails or hangs is told to the model, or ends the episode as failed."""
+    max_malformed_retries: int = 2
+    """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as "malformed"."""
+
+
+TOOLS_OFFERED = "tools_offered"
+"""The key of `Trajectory.info` that says that the model was shown tools in some turn."""
+
+
+class EpisodeOver(VerbatimError):
+    """The trajectory cannot go on: no turns or tokens are left, or the engine stopped."""
+
+    def __init__(self, stop_reason: StopReason, message: Message | None = None) -> None:
+        super().__init__(str(stop_reason))
+        self.stop_reason = stop_reason
+        self.message = message
+        """What was said before it was cut off; None if nothing was sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """What an engine makes of one prompt."""
+
+    message: Message
+    """The assistant's message."""
+    tool_calls: tuple[ToolCall, ...]
+    """Every attempted call with its parse status; each has an id."""
+    stop_reason: StopReason
+    """Why the completion ended."""
+    prompt_ids: Ids | None = None
+    """The ids that were sent; None where the engine speaks text."""
+    completion_ids: Ids | None = None
+    """The ids that were sampled; None where the engine speaks text."""
+    extends: int | None = None
+    """The index of the turn that the prompt extends by a bridge."""
+    logprobs: Float32 | Sequence[float] | None = None
+    """One for each of `completion_ids`; None = missing."""
+    policy_versions: Int32 | Sequence[int] | None = None
+    """One for each of `completion_ids`; None = unknown."""
+    temperature: float = 1.0
+    timing: TurnTiming = field(default_factory=TurnTiming)
+
+    def turn_fields(self, agent: str, state_key: str | None) -> dict[str, Any]:
+        """The fields of the `Turn` that do not depend on whose ids it is recorded in."""
+        return {
+            "stop_reason": self.stop_reason, "state_key": state_key, "agent": agent, "tool_calls": self.tool_calls,
+            "parse_status": next((call.status for call in self.tool_calls if call.status != "ok"), "ok"),
+            "timing": self.timing,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Thread:
+    """Where one agent's conversation stands after its last turn."""
+
+    turn: int
+    """The index of that turn."""
+    messages: tuple[Message, ...]
+    """Everything the agent has been given and has said: copies, because their owner may change the originals."""
+    tools: tuple[str, ...]
+    """The schemas it was shown, as text."""
+    answer: Answer
+    """What the engine made of its last prompt."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """What an agent is to answer."""
+
+    agent: str
+    messages: tuple[Message, ...]
+    """The conversation, copied."""
+    schemas: Sequence[Mapping[str, Any]]
+    """The tools it is shown."""
+    tools: tuple[str, ...]
+    """The same as text."""
+    thread: Thread | None
+    """The agent's conversation so far; None in its first turn."""
+    num_known: int
+    """How many of `messages` the thread holds already; 0 where it holds another history."""
+
+
+class EpisodeLoop(abc.ABC):
+    """Takes the turns of one episode, whichever agent speaks; implements `environments.base.Agent`.
+
+    A subclass says how a prompt becomes an answer. Everything else about a turn is here.
+
+    Args:
+        limits: Where the episode is cut off.
+        recorder: Gets every turn.
+    """
+
+    engine = "sampler"
+    """What a trajectory's error calls the engine that failed."""
+    needs_content = True
+    """Whether every message needs "content": renderers need it; chat servers also take calls without text."""
+
+    def __init__(self, *, limits: EpisodeLimits, recorder: Recorder) -> None:
+        self.limits = limits
+        self.recorder = recorder
+        self._threads: dict[str, Thread] = {}
+        self._num_calls = 0
+        self._num_started = 0
+        self.stop_reason: StopReason | None = None
+        """Set once a limit was reached: nothing more is sampled."""
+        self.offers_tools = False
+        """Whether any turn was shown tools."""
+        self.last_answer: Answer | None = None
+        """The answer to the last prompt, also where it could not be recorded; None while there is no answer to it."""
+
+    @property
+    def turns_left(self) -> int:
+        """Turns that may still be started, those under way elsewhere counted in."""
+        return self.limits.max_turns - self._num_started
+
+    @property
+    def num_unrecorded_turns(self) -> int:
+        """Answers that are in no recorded turn, because their ids are unknown."""
+        return 0
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What the engine adds to the trajectory's `info`."""
+        return {}
+
+    async def sample(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        agent: str = "main",
+        state_key: str | None = None,
+    ) -> Message:
+        """Record one turn of the named agent and return the assistant's message.
+
+        Raises:
+            EpisodeOver: no turn or token is left, or this completion was cut off (it is recorded).
+            RecordError: the engine returned what cannot be recorded, or the episode has ended.
+            SamplerFault: the engine failed for good.
+        """
+        self.last_answer = None
+        self._refuse_if_over()
+        prompt = self._prompt(messages, [dict(tool.schema) for tool in tools], agent)
+        self.offers_tools |= bool(prompt.schemas)
+        answer = self.last_answer = await self._answer(prompt)
+        turn = self._record(answer, prompt, state_key)
+        self._threads[agent] = Thread(
+            turn=turn, messages=(*prompt.messages, copy.deepcopy(answer.message)), tools=prompt.tools, answer=answer
+        )
+        if answer.stop_reason is not StopReason.STOP:
+            self.stop_reason = answer.stop_reason
+            raise EpisodeOver(answer.stop_reason, answer.message)
+        return answer.message
+
+    def messages(self, agent: str = "main") -> tuple[Message, ...]:
+        """Everything the agent has been given and has said, up to its last turn."""
+        thread = self._threads.get(agent)
+        return thread.messages if thread is not None else ()
+
+    def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
+        """Add what became known after the completion: its reward, the seconds that its tools took, and whether the
+        calls that could be read also fitted a tool."""
+        if not self.recorder.turns:
+            return
+        turn = self.recorder.turns[-1]
+        self.recorder.amend(
+            len(self.recorder.turns) - 1,
+            reward=reward,
+            timing=dataclasses.replace(turn.timing or TurnTiming(), tools=tool_seconds),
+            parse_status=turn.parse_status if turn.parse_status != "ok" else parse_status,
+        )
+
+    def finish(self) -> None:  # noqa: B027  most engines record each turn at once
+        """The conversation is over: record what is not recorded yet.
+
+        Raises:
+            RecordError: it cannot be recorded.
+        """
+
+    async def end(self) -> bool:
+        """End the episode: cut off what is still being sampled, and count it. Returns whether anything was."""
+        return False
+
+    @abc.abstractmethod
+    async def _answer(self, prompt: Prompt) -> Answer:
+        """What the engine makes of a prompt. Calls `_begin_turn` once nothing but the engine can fail."""
+
+    def _record(self, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
+        """Write the turn down; its index."""
+        assert answer.prompt_ids is not None and answer.completion_ids is not None
+        return self.recorder.record(
+            prompt_ids=answer.prompt_ids, completion_ids=answer.completion_ids, extends=answer.extends,
+            logprobs=answer.logprobs, policy_versions=answer.policy_versions, temperature=answer.temperature,
+            **answer.turn_fields(prompt.agent, state_key),
+        )  # fmt: skip
+
+    def _refuse_if_over(self) -> None:
+        if self.stop_reason is not None:
+            raise EpisodeOver(self.stop_reason)
+        self.recorder.refuse_if_closed()
+        if self.turns_left <= 0:
+            self._end(StopReason.MAX_TURNS)
+
+    def _end(self, reason: StopReason) -> None:
+        self.stop_reason = reason
+        raise EpisodeOver(reason)
+
+    def _begin_turn(self) -> int:
+        """Count a turn that is started; its number."""
+        self._num_started += 1
+        return self._num_started - 1
+
+    def _identify(self, call: ToolCall) -> ToolCall:
+        self._num_calls += 1
+        return call if call.id else dataclasses.replace(call, id=f"call_{self._num_calls - 1}")
+
+    def _prompt(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], agent: str) -> Prompt:
+        """The messages as they are now; those of the agent's last turn are compared with it, and copied only once."""
+        thread = self._threads.get(agent)
+        known = thread.messages if thread is not None else ()
+        if not same_messages(messages[: len(known)], known):
+            known = ()
+        try:
+            new = copy.deepcopy(list(messages[len(known) :]))
+        except Exception as error:  # what an environment puts into its messages raises what it likes
+            raise EnvironmentFault(f"the messages cannot be copied: {error_text(error)}") from error
+        return Prompt(
+            agent=agent, messages=(*known, *new), schemas=schemas, tools=tuple(map(str, schemas)), thread=thread,
+            num_known=len(known),
+        )  # fmt: skip
+
+
+def same_messages(messages: Any, others: Any) -> bool:
+    """Whether a template would write them alike. Python's own 1 == 1.0 == True would be written differently."""
+    if isinstance(messages, Mapping) and isinstance(others, Mapping):
+        return messages.keys() == others.keys() and all(same_messages(messages[key], others[key]) for key in messages)
+    if isinstance(messages, list | tuple) and isinstance(others, list | tuple):
+        return len(messages) == len(others) and all(map(same_messages, messages, others))
+    if isinstance(messages, bool | float) or isinstance(others, bool | float):
+        return type(messages) is type(others) and messages == others
+    return bool(messages == others)
