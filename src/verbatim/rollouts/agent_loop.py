@@ -41,32 +41,18 @@ class AgentLoop(EpisodeLoop):
         session: str | None = None,
     ) -> None:
         super().__init__(limits=limits, recorder=recorder)
-        self._sampler = sampler
-        self._renderer = renderer
+        self.sampler = sampler
+        """The sampler of every completion."""
+        self.renderer = renderer
+        """The renderer of the sampler's model."""
         ends = [token for token in renderer.stop_token_ids if token < sampler.vocab_size]  # a tokenizer may have more
-        self._params = dataclasses.replace(
-            params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
-        )
+        self.params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))))
+        """How tokens are drawn; the renderer's stop tokens included."""
         self._seed = seed
         self._session = str(seed) if session is None else session
         self._draws = Draws(recorder)
         self._told: tuple[Message, ...] = ()
         self._num_turns_of: dict[str, int] = {}
-
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler of every completion."""
-        return self._sampler
-
-    @property
-    def renderer(self) -> Renderer:
-        """The renderer of the sampler's model."""
-        return self._renderer
-
-    @property
-    def params(self) -> SamplingParams:
-        """How tokens are drawn; the renderer's stop tokens included."""
-        return self._params
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -116,12 +102,12 @@ class AgentLoop(EpisodeLoop):
 
     async def _answer(self, prompt: Prompt) -> Answer:
         prompt_ids, extends = await self._rendered(prompt)
-        completion = await self._sample_ids(prompt_ids, self._params, prompt.agent)
-        return self._read(completion, prompt_ids, prompt, self._params.temperature, extends)
+        completion = await self._sample_ids(prompt_ids, self.params, prompt.agent)
+        return self._read(completion, prompt_ids, prompt, self.params.temperature, extends)
 
     async def _rendered(self, prompt: Prompt) -> tuple[Int32, int | None]:
         """`_prompt_ids`; of a long conversation on a thread, so that the event loop turns meanwhile."""
-        if not (getattr(self._renderer, "thread_safe", False) and _is_long(prompt.messages)):
+        if not (getattr(self.renderer, "thread_safe", False) and _is_long(prompt.messages)):
             return self._prompt_ids(prompt)
         loop = asyncio.get_running_loop()
         made = await loop.run_in_executor(_rendering_thread(), self._prompt_ids, prompt)
@@ -135,17 +121,17 @@ class AgentLoop(EpisodeLoop):
         thread, schemas = prompt.thread, prompt.schemas or None
         if thread is not None and thread.tools == prompt.tools and 0 < prompt.num_known < len(prompt.messages):
             # The very arrays that were sent and returned: a renderer may know a prompt by its object.
-            bridged = self._renderer.bridge_to_next_turn(
+            bridged = self.renderer.bridge_to_next_turn(
                 thread.answer.prompt_ids, thread.answer.completion_ids,  # type: ignore[arg-type]
                 prompt.messages[prompt.num_known :], schemas,
             )  # fmt: skip
             if bridged is not None:
                 return bridged, thread.turn
-        return self._renderer.render_ids(prompt.messages, schemas, add_generation_prompt=True), None
+        return self.renderer.render_ids(prompt.messages, schemas, add_generation_prompt=True), None
 
     async def _sample_ids(self, prompt_ids: Int32, params: SamplingParams, agent: str) -> Completion:
         """One completion, in the room that is left, with the seed of the agent's next turn."""
-        room = min(self.limits.max_context, self._sampler.context_length) - len(prompt_ids)
+        room = min(self.limits.max_context, self.sampler.context_length) - len(prompt_ids)
         if room <= 0:
             self._end(StopReason.LENGTH)
         self._begin_turn()
@@ -158,7 +144,7 @@ class AgentLoop(EpisodeLoop):
             session=f"{self._session}/{agent}",
         )
         try:
-            return await self._draws.draw(self._sampler, request)
+            return await self._draws.draw(self.sampler, request)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._draws.over and not (task is not None and task.cancelling()):
@@ -169,7 +155,7 @@ class AgentLoop(EpisodeLoop):
         self, completion: Completion, prompt_ids: Int32, prompt: Prompt, temperature: float, extends: int | None = None
     ) -> Answer:
         """The completion as a message, with what is recorded of it."""
-        parsed = self._renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
+        parsed = self.renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
         parsed = dataclasses.replace(parsed, tool_calls=tuple(map(self._identify, parsed.tool_calls)))
         return Answer(
             message=parsed.message(), tool_calls=parsed.tool_calls, stop_reason=completion.stop_reason,

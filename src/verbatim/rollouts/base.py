@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from verbatim.errors import UsageError
-from verbatim.inference.base import SamplingParams
 from verbatim.rollouts.main_loop import run_main
-from verbatim.tools.manager import ToolManager
 from verbatim.types import TRAJECTORY_KEYS, Example, Message, RolloutIdentity, Trajectory
 
 Conversation: TypeAlias = Example | Trajectory | Mapping[str, Any]
@@ -158,30 +156,6 @@ def _checked_tools(tools: Any, where: str) -> tuple[dict[str, Any], ...]:
             raise UsageError(f'{where}.tools[{index}] is {tool!r:.80}; expected a schema, {{"type": "function", '
                              '"function": {"name": ...}}; what runs it goes into the tool manager')  # fmt: skip
     return tuple(copy.deepcopy(dict(tool)) for tool in tools)
-
-
-def check_settings(rollout: Any, numbers: Sequence[str]) -> None:
-    """Refuse what no rollout engine can work with, before anything is asked.
-
-    Raises:
-        UsageError: a value that is not a number or out of range, sampling parameters or tool managers of another type.
-    """
-    for name in numbers:
-        value = getattr(rollout, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-            raise UsageError(f"{name} = {value!r:.80}; expected a number above 0")
-    retries = rollout.max_malformed_retries
-    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-        raise UsageError(f"max_malformed_retries = {retries!r:.80}; expected a whole number, at least 0")
-    if rollout.tool_error not in ("message", "stop"):
-        raise UsageError(f'tool_error = {rollout.tool_error!r}; expected "message" or "stop"')
-    if not isinstance(rollout.sampling_params, SamplingParams):
-        raise UsageError(f"sampling_params: {rollout.sampling_params!r:.80}; expected SamplingParams(max_tokens=512)")
-    given = rollout.tool_manager
-    managers = given if isinstance(given, Sequence) else [given]
-    wrong = next((manager for manager in managers if not isinstance(manager, ToolManager | None)), None)
-    if wrong is not None:
-        raise UsageError(f"tool_manager: {wrong!r:.80}; expected a ToolManager, such as ToolManager([search])")
 
 
 def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -6,8 +6,9 @@ import abc
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,14 +17,15 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 from verbatim.environments.base import Episode
 from verbatim.errors import UsageError
 from verbatim.inference.base import SamplingParams
-from verbatim.rollouts.base import Conversation, Opening, check_settings, read_openings, run_to_end
+from verbatim.rollouts.base import Conversation, Opening, read_openings, run_to_end
 from verbatim.rollouts.episode import EpisodeRun
+from verbatim.rollouts.group import run_together
 from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
 from verbatim.rollouts.offered import Managers, offered_tools
 from verbatim.rollouts.progress import progress_bar
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.tools import ToolManager
-from verbatim.types import Example, Trajectory
+from verbatim.types import Trajectory
 
 Self = TypeVar("Self", bound="ConversationRollout")
 
@@ -87,7 +89,20 @@ class ConversationRollout(abc.ABC):
         return start_rollout(cls, settings)
 
     def __post_init__(self) -> None:
-        check_settings(self, self._above_zero)
+        for name in self._above_zero:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+                raise UsageError(f"{name} = {value!r:.80}; expected a number above 0")
+        retries, managers = self.max_malformed_retries, self.tool_manager
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise UsageError(f"max_malformed_retries = {retries!r:.80}; expected a whole number, at least 0")
+        if self.tool_error not in ("message", "stop"):
+            raise UsageError(f'tool_error = {self.tool_error!r}; expected "message" or "stop"')
+        if not isinstance(self.sampling_params, SamplingParams):
+            raise UsageError(f"sampling_params: {self.sampling_params!r:.80}; expected SamplingParams(max_tokens=512)")
+        for given in managers if isinstance(managers, Sequence) else [managers]:
+            if not isinstance(given, ToolManager | None):
+                raise UsageError(f"tool_manager: {given!r:.80}; expected a ToolManager, such as ToolManager([search])")
 
     def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
         """As many trajectories as were given, in the same order; what was given is not changed.
@@ -134,20 +149,20 @@ class ConversationRollout(abc.ABC):
         if settings.trace_dir is not None:
             traces = TraceFolder(Path(settings.trace_dir), trace_callback=settings.trace_callback,
                                  success_callback=settings.success_callback)  # fmt: skip
-        async with settings._engine() as start:
-            with progress_bar(len(openings), settings.progress) as advance:
+        with progress_bar(len(openings), settings.progress) as advance:
 
-                def ended(index: int, trajectory: Trajectory) -> None:
-                    finished(index, trajectory)
-                    advance(trajectory)
+            def ended(index: int, trajectory: Trajectory) -> None:
+                finished(index, trajectory)
+                advance(trajectory)
 
-                call = _Call(start, traces, ended)
-                try:
-                    async with asyncio.TaskGroup() as workers:
-                        for _ in range(math.ceil(min(settings.concurrency, len(openings)))):
-                            workers.create_task(call.work(waiting))
-                except BaseExceptionGroup as group:
-                    raise group.exceptions[0] from None
+            async with settings._engine() as start:
+
+                async def work() -> None:
+                    for index, opening, tools in waiting:
+                        await _run(start(index, opening), opening, tools, traces, functools.partial(ended, index))
+
+                num_workers = math.ceil(min(settings.concurrency, len(openings)))
+                await run_together(work() for _ in range(num_workers))
 
     @abc.abstractmethod
     def _engine(self) -> contextlib.AbstractAsyncContextManager[Start]:
@@ -173,65 +188,45 @@ class ConversationRollout(abc.ABC):
         return dataclasses.replace(self, **overrides)
 
 
-class _Call:
-    """One call under way: its episodes share the engine, the traces and the ending."""
+async def _run(
+    started: tuple[EpisodeLoop, int | None], opening: Opening, tools: ToolManager, traces: TraceFolder | None,
+    ended: Callable[[Trajectory], None],
+) -> None:  # fmt: skip
+    """Take one conversation to its end, and hand it over, also where it is cancelled."""
+    loop, seed = started
+    identity = dataclasses.replace(opening.identity, seed=seed)
+    episode = EpisodeRun(_Conversation(opening, tools).start, loop, identity, timed=True)
 
-    def __init__(
-        self, start: Start, traces: TraceFolder | None, ended: Callable[[int, Trajectory], None]
-    ) -> None:
-        self._start, self._traces, self._ended = start, traces, ended
+    def result() -> Trajectory:
+        found = episode.trajectory()
+        info = {"task": dict(opening.task), **found.info} if opening.task else found.info
+        return found.replace(info=info, tools=opening.tools)
 
-    async def work(self, waiting: Iterator[tuple[int, Opening, ToolManager]]) -> None:
-        """Run one after the other of what no other worker has taken."""
-        for index, opening, tools in waiting:
-            await self._run(index, opening, tools)
-
-    async def _run(self, index: int, opening: Opening, tools: ToolManager) -> None:
-        loop, seed = self._start(index, opening)
-        identity = dataclasses.replace(opening.identity, seed=seed)
-        example = Example(id=identity.example_id)
-        episode = EpisodeRun(_Openings(opening, tools), example, seed or 0, loop, identity, timed=True)
-
-        def result() -> Trajectory:
-            found = episode.trajectory()
-            info = {"task": dict(opening.task), **found.info} if opening.task else found.info
-            return found.replace(info=info, tools=opening.tools)
-
-        try:
-            await episode.run()
-        except asyncio.CancelledError:
-            if self._traces is not None:
-                self._traces.store(result())
-            self._ended(index, result())
-            raise
-        trajectory = result()
-        try:
-            if self._traces is not None:
-                # Off the loop: the callbacks are the user's, and may take their time.
-                await asyncio.to_thread(self._traces.store, trajectory)
-        finally:
-            self._ended(index, trajectory)
+    try:
+        await episode.run()
+    except asyncio.CancelledError:
+        if traces is not None:
+            traces.store(result())
+        ended(result())
+        raise
+    trajectory = result()
+    try:
+        if traces is not None:
+            # Off the loop: the callbacks are the user's, and may take their time.
+            await asyncio.to_thread(traces.store, trajectory)
+    finally:
+        ended(trajectory)
 
 
-class _Openings:
-    """An environment of one opening."""
+class _Conversation(Episode):
+    """Ends when the model answers without calling a tool, and earns nothing."""
 
-    def __init__(self, opening: Opening, tools: ToolManager) -> None:
-        self._opening, self._tools = opening, tools
-
-    def examples(self, split: str) -> Sequence[Example]:
-        """None: openings are handed over one by one."""
-        return ()
-
-    async def start(self, example: Example, seed: int) -> Episode:
-        """The conversation, which ends when the model answers without calling a tool, and earns nothing."""
-        return _Answering(self._opening, self._tools)
-
-
-class _Answering(Episode):
     def __init__(self, opening: Opening, tools: ToolManager) -> None:
         self.messages = opening.messages
         self.tools = tools  # type: ignore[assignment]  # a manager is taken as it is
+
+    async def start(self) -> Episode:
+        return self
 
     async def score(self, trajectory: Trajectory) -> None:
         return None

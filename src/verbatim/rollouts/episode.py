@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from verbatim.environments.base import Environment, Episode
@@ -56,24 +56,27 @@ async def run_episode(
     Raises:
         asyncio.CancelledError: the run is shutting down; the recorder still holds what was sampled.
     """
-    run = EpisodeRun(environment, example, seed, loop, identity)
+    run = EpisodeRun(lambda: environment.start(example, seed), loop, identity)
     await run.run()
     return run.trajectory()
 
 
 class EpisodeRun:
-    """One episode under way. What it holds is the record, at any time. The arguments are those of `run_episode`.
+    """One episode under way. What it holds is the record, at any time.
 
     Args:
+        start: Starts the environment's episode.
+        loop: As for `run_episode`.
+        identity: As for `run_episode`.
         timed: Whether the start and the seconds of each generation and tool call are kept in `info["timeline"]`.
     """
 
     def __init__(
-        self, environment: Environment, example: Example, seed: int, loop: EpisodeLoop, identity: RolloutIdentity, *,
+        self, start: Callable[[], Awaitable[Episode]], loop: EpisodeLoop, identity: RolloutIdentity, *,
         timed: bool = False,
     ) -> None:  # fmt: skip
-        self._environment, self._example, self._seed = environment, example, seed
-        self._loop, self._recorder, self._timeout, self._identity = loop, loop.recorder, loop.limits.timeout, identity
+        self._start, self._loop, self._identity = start, loop, identity
+        self._recorder, self._timeout = loop.recorder, loop.limits.timeout
         self._leash = Leash(self._timeout + supervised.GRACE)
         self._calls = UserCalls(self._leash)
         self._dialogue = Dialogue(loop=loop, calls=self._calls, timed=timed)
@@ -135,7 +138,7 @@ class EpisodeRun:
         calls, loop, dialogue = self._calls, self._loop, self._dialogue
         with calls.guard("start"):
             # Known at once: one that comes after the deadline is closed too.
-            self._episode = episode = await self._environment.start(self._example, self._seed)
+            self._episode = episode = await self._start()
         with calls.guard("the episode's messages"):
             dialogue.take(getattr(episode, "messages", None), "the episode's messages")
             if getattr(episode, TURN_REWARDS_SUM, False):
