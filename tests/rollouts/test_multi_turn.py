@@ -240,7 +240,7 @@ def test_tools_that_an_input_describes_are_shown_and_run_by_the_manager():
     results = rollout([{**talk("add 2 3"), "tools": [schema, ghost]}, {**talk("ghost x"), "tools": [schema, ghost]}])
     assert shown[0] == [schema, ghost]
     assert results[0]["messages"][2]["content"] == "5"
-    assert "nobody runs it here" in results[1]["messages"][2]["content"]
+    assert "nothing runs it here" in results[1]["messages"][2]["content"]
 
 
 def test_a_trajectory_that_fails_is_returned_with_its_error_and_the_others_as_if_it_was_not_there():

@@ -42,9 +42,9 @@ async def run_episode(
     for `supervised.GRACE` seconds, it is left behind: the episode has failed, and the run goes on.
 
     Args:
-        environment: Whose episode it is.
-        example: What it is about.
-        seed: Of the environment's own randomness.
+        environment: Starts the episode.
+        example: The dataset row it is about.
+        seed: Seeds the environment's own randomness.
         loop: Takes the turns, under its limits; its recorder holds them, also those of an episode that fails.
         identity: Which rollout it is, for the record.
 
@@ -169,7 +169,7 @@ class EpisodeRun:
         self._reward, self._parts = score
 
     def _fail(self, fault: RolloutError) -> None:
-        """Something went wrong for good."""
+        """Record a fault that ends the episode."""
         self._error, self._stop_reason = self._said(fault), StopReason.API_ERROR
         self._keep_traceback(fault)
 

@@ -19,7 +19,7 @@ Managers = ToolManager | Sequence[ToolManager | None] | None
 def offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolManager]:
     """For each conversation its own schemas, run by the manager's tools of these names; or else the manager's own.
 
-    A schema that no tool of the manager runs is offered all the same; whoever calls it is told that nobody runs it.
+    A schema that no tool of the manager runs is offered all the same; a call of it is answered with an error.
 
     Raises:
         UsageError: not as many tool managers as conversations, or a conversation that describes two tools of one name.
@@ -43,7 +43,7 @@ def _shown(opening: Opening, manager: ToolManager) -> ToolManager:
 
 
 class _Shown:
-    """A tool that is described in one place and run in another."""
+    """A tool whose schema comes with the conversation and whose function comes from the manager."""
 
     def __init__(self, schema: Mapping[str, Any], manager: ToolManager) -> None:
         self.name: str = schema["function"]["name"]
@@ -52,5 +52,5 @@ class _Shown:
 
     async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
         if self._tool is None:
-            raise ToolArgumentsError("it is described, but nobody runs it here. Answer without it.")
+            raise ToolArgumentsError("it is described, but nothing runs it here. Answer without it.")
         return await self._tool(arguments)

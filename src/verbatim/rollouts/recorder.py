@@ -119,13 +119,13 @@ class Recorder:
             raise self.went_on()
 
     def went_on(self) -> RecordError:
-        """Somebody goes on after the end: what to tell them. It is remembered as `late`."""
+        """The error for a caller that goes on after the end. It is remembered as `late`."""
         error = self.refusal()
         self.late = self.late or error
         return error
 
     def refusal(self) -> RecordError:
-        """What is told to those who come after the end."""
+        """The error for a caller that comes after the end."""
         return RecordError(f"{self._where(len(self.turns))}: sampled or recorded after the episode had ended")
 
     def _where(self, index: int) -> str:

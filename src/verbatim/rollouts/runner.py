@@ -50,13 +50,13 @@ class EpisodeRunner(Protocol):
         """The finished episode; what goes wrong in it is on the trajectory.
 
         Args:
-            setup: Of the episode's environment.
-            task: Which episode.
-            recorder: Is told of every sampled token as it appears.
+            setup: What all episodes of the environment share.
+            task: The episode.
+            recorder: Counts every sampled token as it appears.
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """How running goes, for the metrics of a step."""
+        """The runner's own metrics of a step."""
 
 
 class LocalRunner:
@@ -105,7 +105,7 @@ class RolloutSetup:
     slots: asyncio.Semaphore
     """Bounds the episodes in flight, over all environments."""
     teacher: Connection | None = None
-    """Who runs instead of the sampler; None = the sampler does."""
+    """The chat server that takes the turns in the sampler's place; None = the sampler takes them."""
     runner: EpisodeRunner = field(default_factory=LocalRunner)
     """Where the episodes run."""
     tally: EpisodeTally = field(default_factory=EpisodeTally)

@@ -16,7 +16,7 @@ class UserCalls:
     """The calls into the user's code of one episode, which share its deadline.
 
     Args:
-        leash: Of the task that they run on.
+        leash: The leash of the task that they run on.
     """
 
     def __init__(self, leash: Leash) -> None:
