@@ -22,6 +22,7 @@ from verbatim.rollouts import EpisodeLimits, GroupRun, LocalRunner, RolloutSetup
 from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.ray.runner import ray_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
+from verbatim.token_tree import TokenPath
 from verbatim.tools import FunctionTool
 
 
@@ -181,4 +182,6 @@ def contents(trajectory):
 
 
 def _plain(value):
+    if isinstance(value, TokenPath):
+        value = value.ids()
     return (value.dtype.str, value.tolist()) if isinstance(value, np.ndarray) else value
