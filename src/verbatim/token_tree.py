@@ -37,7 +37,7 @@ class Segment:
 class TokenPath:
     """A token sequence, as the place in a `TokenTree` where it ends.
 
-    Of one tree, equal sequences end in the same segment at the same length, so prefixes are told by identity.
+    In one tree, equal sequences end in the same segment at the same length, so prefixes are found by identity.
     """
 
     __slots__ = ("length", "segment", "tree")

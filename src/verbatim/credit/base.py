@@ -101,7 +101,7 @@ def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: st
         outputs = function(AdvantageInputs(rollouts=rollouts))
     except ComponentError as error:
         raise ComponentError(f"{where}: {error}") from error
-    except Exception as error:  # a user's function may raise anything, all of it theirs to mend
+    except Exception as error:  # a user's function may raise anything
         if is_out_of_memory(error):
             raise
         raise ComponentError(f"{where}: raised {type(error).__name__}: {error}") from error
@@ -144,7 +144,7 @@ def _number(value: Any) -> float:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """How to name a component to a person."""
+    """The name of a component in messages."""
     while isinstance(function, functools.partial | Advantage):
         function = function.function if isinstance(function, Advantage) else function.func
     return getattr(function, "__qualname__", type(function).__qualname__)

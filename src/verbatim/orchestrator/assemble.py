@@ -22,11 +22,11 @@ class GroupRules:
     """How one environment's groups become samples."""
 
     advantage: AdvantageFunction
-    """Credit."""
+    """Computes the advantages."""
     length_penalty: LengthPenaltyConfig | None = None
     """Shapes the rewards that credit sees."""
     filters: Mapping[str, Filter]
-    """By name, in order."""
+    """Filters by name, in the order in which they are applied."""
     strategy: str
     """A name from `STRATEGIES`."""
     on_break: OnBreak = "split"
@@ -36,12 +36,12 @@ class GroupRules:
     max_off_policy_steps: int
     """Oldest age that is trained."""
     needs_logprobs: bool = True
-    """Whether a turn without logprobs is context only: not where texts are imitated."""
+    """Whether a turn without logprobs is context only; False where texts are imitated."""
     needs_rewards: bool = True
-    """Whether a rollout without a reward, or with one that no advantage can be made of, fails: not where a teacher is
-    followed. Its advantages are 0 then."""
+    """Whether a rollout without a reward, or with one that no advantage can be made of, fails. False where a
+    teacher is followed: its advantages are 0 then."""
     reads_turn_rewards: bool = True
-    """Whether the advantage makes anything of the turns' own rewards."""
+    """Whether the advantage reads the turns' own rewards."""
     truncated_sampling: bool = False
     """Whether top-p, top-k or min-p cut the distribution that is sampled from: the trainer's logprobs are of the whole
     one."""
@@ -49,16 +49,16 @@ class GroupRules:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssembledGroup:
-    """One group at the trainer's door."""
+    """One group, ready for the trainer."""
 
     group: Group
-    """With advantages."""
+    """The group, with advantages."""
     samples: tuple[TrainingSample, ...]
     """What is trained of it."""
     dropped: Mapping[str, int]
     """Sampled tokens that are not, by reason."""
     verdicts: tuple[FilterVerdict, ...]
-    """Of each completed trajectory, in order."""
+    """The filters' verdict on each completed trajectory, in order."""
     reasons: tuple[str | None, ...]
     """Why each trajectory of the group is not trained, in order; None = it is."""
 
@@ -109,7 +109,7 @@ def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup
 
 
 def _credited(group: Group, rules: GroupRules) -> Group:
-    """With advantages; what has none fails, unless rewards are not needed."""
+    """The group with advantages; trajectories without one fail, unless rewards are not needed."""
     credited = assign_advantages(group, rules.advantage, rules.length_penalty)
     if rules.needs_rewards:
         return credited
@@ -128,7 +128,7 @@ def rollout_metrics(
     Args:
         groups: The batch.
         step: Its number.
-        succeeded: By trajectory id.
+        succeeded: Whether each reached its goal, by trajectory id.
         max_off_policy_steps: Ages up to this one have a metric also where there is no such rollout.
     """
     everything = [t for g in groups for t in g.group.trajectories]

@@ -49,11 +49,11 @@ class _Ended(_Launched):
 class Dispatcher:
     """Launches groups, collects them, and hands them out batch by batch.
 
-    Launching. From the batch that comes next up to `staleness.newest_batch`, each place that no finished group fills
+    Launching: from the batch that comes next up to `staleness.newest_batch`, each place that no finished group fills
     may have one group in flight. Where online difficulty filtering replaces groups it may have `oversampling_factor`
     of them, because some will be dropped. At most `oversampling_factor` batches of groups are in flight.
 
-    Handing out. A batch takes the finished groups that were launched first, as soon as there are enough of them. A
+    Handing out: a batch takes the finished groups that were launched first, as soon as there are enough of them. A
     group that was launched earlier and still runs does not hold it. Only where going without that group would lose it,
     because it will be older than `max_off_policy_steps` in the batch after, the batch first lets half a batch more
     finish, if so much is in flight: the group may be among them, and the sampler works on meanwhile. With
@@ -145,7 +145,7 @@ class Dispatcher:
 
         Raises:
             RunStopped: every rollout of two batches in a row failed, or online filtering drops everything.
-            Exception: whatever broke inside a rollout that is no fault of the rollout's own.
+            Exception: a bug inside a rollout; faults of the rollout itself are on its trajectory.
         """
         while True:
             if self._failure is not None:

@@ -1,4 +1,4 @@
-"""How late the event loop runs what is due, and who holds it up when it is very late."""
+"""How late the event loop runs what is due, and which code blocks it when it is very late."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERVAL = 0.05
 """Seconds between two measurements."""
 
 BLOCKED_AFTER = 20.0
-"""Seconds after which whoever blocks the loop is named."""
+"""Seconds after which the code that blocks the loop is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Lag:
     """Seconds of delay since the last reading."""
 
     mean: float
-    """Of all measurements; 0 without any."""
+    """Mean of all measurements; 0 without any."""
     longest: float
     """The largest."""
 

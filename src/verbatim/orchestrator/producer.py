@@ -41,7 +41,7 @@ class Submitted:
 class Producer:
     """Collects groups, assembles batches and hands them to the trainer, in order.
 
-    How far it may be ahead is the dispatcher's to say.
+    The dispatcher decides how far it may be ahead.
 
     Args:
         schedule: Says how many batches there are.

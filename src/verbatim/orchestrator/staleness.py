@@ -35,7 +35,7 @@ def age_metrics(ages: Sequence[int], max_off_policy_steps: int) -> dict[str, flo
     """`staleness/mean`, `staleness/max`, and the histogram: `staleness/age/{a}` rollouts of age a.
 
     Args:
-        ages: Of a batch's rollouts, those that are too old left out. Without any there is only the histogram.
+        ages: The ages of a batch's rollouts without those that are too old. If empty, there is only the histogram.
         max_off_policy_steps: The oldest age that is trained.
 
     Example: ages 0, 1, 1 with a bound of 2 give mean 2/3, max 1, age/0 1, age/1 2, age/2 0.

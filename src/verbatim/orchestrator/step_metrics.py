@@ -71,7 +71,7 @@ class StepMetrics:
             submitted: The batch.
             report: What the trainer says of it.
             timings: `time/...` of the step, where they are known.
-            lag: Of the event loop.
+            lag: Measures the event loop.
             waiting: Batches that the trainer has now.
         """
         pending = self._dispatcher.num_pending_tokens
@@ -119,7 +119,7 @@ class StepMetrics:
         self._observer.on_step(number + 1, everything, groups)
 
     def _sampler_metrics(self, seconds: float) -> dict[str, float]:
-        """Of the time since the last step. An engine that does not know when it is busy is taken to be always busy."""
+        """The sampler's metrics since the last step. An engine that reports no busy time counts as always busy."""
         if not isinstance(self._sampler, ReportsStats):
             sampled, self._sampled_before = self._ledger.sampled - self._sampled_before, self._ledger.sampled
             return {"sampler/tokens_per_second": sampled / seconds if seconds > 0 else 0.0}

@@ -18,7 +18,7 @@ MOST_REQUESTS = 32
 
 
 async def add_teacher_logprobs(batch: Sequence[AssembledGroup], teacher: Teacher) -> list[AssembledGroup]:
-    """The batch with `teacher_logprobs` on its samples: of the trained tokens, each at its own temperature.
+    """The batch with the stream "teacher" on its samples: logprobs of the trained tokens, each at its own temperature.
 
     Raises:
         RunStopped: the teacher failed for good.

@@ -27,7 +27,7 @@ Packer = Callable[..., list[MicroBatch]]
 """`packer(samples, *, micro_batch_tokens, keep_whole) -> list[MicroBatch]`."""
 
 PACKERS: dict[str, Packer] = {"auto": pack_auto, "rows": pack_rows, "tree": pack_tree}
-"""By name; "auto" takes the cheapest one."""
+"""Packers by name; "auto" takes the cheapest one."""
 
 
 def find_packer(name: str) -> Packer:

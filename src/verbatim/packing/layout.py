@@ -17,7 +17,7 @@ class Row:
     """A sample and where it stands in its trajectory."""
 
     sample: TrainingSample
-    """What is laid out."""
+    """The sample."""
     offset: int
     """Tokens of the trajectory's samples before this one."""
     trajectory_length: int
@@ -44,7 +44,7 @@ def rows_of(samples: Sequence[TrainingSample], *, keep_whole: bool = False) -> l
 
 
 def _refuse_two_of_one_id(samples: Sequence[TrainingSample], keep_whole: bool) -> None:
-    """Where the loss sees one token at a time, samples without an id are none's in particular."""
+    """Token-level losses do not need ids, so samples without one are allowed there."""
     known: set[tuple[str, int]] = set()
     for sample in samples:
         name = sample.trajectory_id
@@ -81,9 +81,9 @@ def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids:
     """The trained tokens of all rows.
 
     Args:
-        rows: What is laid out.
+        rows: The samples that are laid out.
         sources: For each row, the index into the micro-batch of the token before each trained one.
-        trajectory_ids: In the order of their numbers.
+        trajectory_ids: The ids, in the order of their numbers.
     """
     number = {trajectory_id: i for i, trajectory_id in enumerate(trajectory_ids)}
     places = [np.flatnonzero(row.sample.loss_mask).astype(np.int32) for row in rows]

@@ -73,7 +73,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One row of a data set. Which example a rollout is about, and what its environment needs to start it."""
+    """One row of a data set: what a rollout is about, and what its environment needs to start it."""
 
     id: str
     """Unique inside its environment."""

@@ -29,7 +29,7 @@ class DeviceBatch:
     position_ids_U: Tensor
     """int64."""
     plan: AttentionPlan
-    """Who attends to whom."""
+    """Which tokens each token attends to."""
     source_positions_M: Tensor
     """int64."""
     target_ids_M: Tensor
@@ -47,7 +47,7 @@ class DeviceBatch:
     offsets_M: Tensor
     """int64."""
     host: MicroBatch
-    """Where it comes from."""
+    """The micro-batch that it was made from."""
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
@@ -129,7 +129,7 @@ def whole_trajectory(pieces: Sequence[LossInputs], offsets_M: Tensor, length: in
     """One trajectory's pieces, each target at its place in `length` tokens; both logprobs 0 everywhere else.
 
     Args:
-        pieces: Of one or several micro-batches.
+        pieces: Its loss inputs, from one or several micro-batches.
         offsets_M: Where the pieces' tokens stand, all pieces one after the other: int64.
         length: Tokens of the trajectory's samples.
     """

@@ -20,7 +20,7 @@ class LocalTrainer:
 
     Args:
         worker: Does the work.
-        num_threads: Of its matrix products; None takes torch's setting.
+        num_threads: Threads of its matrix products; None takes torch's setting.
     """
 
     def __init__(self, worker: TrainerWorker, *, num_threads: int | None = None) -> None:
@@ -48,6 +48,6 @@ class LocalTrainer:
 
 
 def set_num_threads(num_threads: int | None) -> None:
-    """Of the matrix products in the calling thread; None leaves torch's setting."""
+    """Set the threads of matrix products in the calling thread; None leaves torch's setting."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)

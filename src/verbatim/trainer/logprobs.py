@@ -17,12 +17,12 @@ BLOCKS_PER_CHUNK = 8
 
 @dataclass(frozen=True)
 class ChunkLogprobs:
-    """What one chunk of targets came to."""
+    """The results of one chunk of targets."""
 
     logprobs_M: Tensor
-    """Of each target under the temperature-scaled distribution: float32 (float64 if the logits are), no graph."""
+    """Logprob of each target at its temperature: float32 (float64 if the logits are), no graph."""
     entropy_M: Tensor
-    """Of that distribution, in nats."""
+    """Entropy of that distribution, in nats."""
 
 
 def target_logprobs(

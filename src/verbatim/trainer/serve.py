@@ -22,14 +22,14 @@ def serve(
     look: Callable[[], None],
     on_step: Callable[[int, dict[str, float]], None] = lambda version, metrics: None,
 ) -> None:
-    """Train until the orchestrator says that it is over.
+    """Train until the orchestrator ends the run.
 
     Args:
-        worker: Does the work.
-        exchange: Where messages come from.
-        heartbeat: Is told what is being done.
+        worker: Executes the messages.
+        exchange: The session that messages come from.
+        heartbeat: Publishes the progress.
         look: Called while waiting; raises when the orchestrator is gone.
-        on_step: Called after each batch with the new version and the metrics.
+        on_step: Called after each step with the new version and the metrics.
     """
     number = 0
     while True:

@@ -27,7 +27,7 @@ _OBSERVED = ("entropy", "mismatch_kl")
 
 @dataclass
 class GradientPass:
-    """Adds the gradients of one optimizer step to a model; the step itself is the trainer's.
+    """Adds the gradients of one optimizer step to a model; the trainer updates the weights.
 
     A token-level loss runs on each chunk of targets as its logits are made. Any other loss runs on trajectories that
     are whole: where one lies in several micro-batches, a first forward pass without a graph gives the logprobs, the
@@ -35,9 +35,9 @@ class GradientPass:
     """
 
     model: CausalLM
-    """Whose gradients are added to."""
+    """The model that gradients are added to."""
     loss: Loss
-    """What is minimised."""
+    """The loss that is minimised."""
     denominator: int
     """What the sum over the optimizer step is divided by, at least 1."""
     chunk: int
@@ -45,11 +45,11 @@ class GradientPass:
     autocast: Callable[[], AbstractContextManager[object]]
     """Makes the context of forward passes."""
     metrics: MetricSums
-    """Added to."""
+    """The sums that are added to."""
     num_trained: int = 0
     """Targets whose gradient was taken, so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
-    """The loss of each call, and who to name where it is not finite."""
+    """The loss of each call, and the trajectories to name where it is not finite."""
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Forward and backward over all micro-batches; returns the sum of the loss, before division.
@@ -167,7 +167,7 @@ class GradientPass:
         return grad_M
 
     def _observe(self, batch: DeviceBatch, at: slice, result: ChunkLogprobs) -> None:
-        """What is measured whatever the loss is."""
+        """Measure what does not depend on the loss."""
         num_tokens = at.stop - at.start
         self.metrics.add({"entropy": result.entropy_M.mean()}, num_tokens)
         if self.loss.needs_inference_logprobs:
@@ -185,5 +185,5 @@ class GradientPass:
 
 
 def _carry(grad_M: Tensor, at: slice, _: ChunkLogprobs) -> Tensor:
-    """A gradient that is known beforehand."""
+    """Carries a gradient that is known beforehand into a backward pass."""
     return grad_M[at]

@@ -21,7 +21,7 @@ from verbatim.types import MicroBatch, TrainingSample
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 2048
-"""Of the samples that are compared, where one pair of them is not longer."""
+"""Most tokens of the samples that are compared; one pair may be longer."""
 SMALL = 1e-2
 """Parameters whose gradient is below this share of the largest one are measured against that share: some, like the
 bias of keys, have a gradient of 0 that is rounding alone."""
@@ -39,7 +39,7 @@ def trees_are_right(
 
     Args:
         model: Its gradients are empty, before and after.
-        samples: Of one optimizer step.
+        samples: The samples of one optimizer step.
         chunk: Targets whose vocabulary-sized logits exist at one time.
         autocast: Makes the context of forward passes.
         tolerance: The largest relative difference that rounding explains.

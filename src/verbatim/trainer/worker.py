@@ -46,7 +46,7 @@ class TrainerWorker:
 
         Raises:
             RunStopped: no finite loss or gradient, no memory, or the weights could not be written; also for every
-                batch after such a one, because they are handed over before anybody knows.
+                batch after such a one, because they may be handed over before the failure is known.
         """
         if self._failure is not None:
             raise RunStopped(f"batch {version - 1} was not trained, because an earlier one failed: {self._failure}")
@@ -96,7 +96,7 @@ class TrainerWorker:
         self._write(folder, None)
 
     def probe(self) -> Probes:
-        """What the weights it holds make of the fixed probes."""
+        """Its weights' logprobs of the fixed probes."""
         logprobs = self._trainer.logprobs(self._probe_samples)
         return Probes(
             token_ids=tuple(sample.token_ids for sample in self._probe_samples),

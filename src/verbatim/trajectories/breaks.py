@@ -1,4 +1,4 @@
-"""What is said where a trajectory breaks although the run asked that none does."""
+"""The error for a trajectory that breaks in a run with `on_break = "error"`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuse_breaks(
     An agent's first turn is no break: it has no history that could have changed.
 
     Args:
-        trajectory: Whose turns they are.
+        trajectory: The trajectory of the turns.
         kept: Index and turn of those that are in the samples.
         runs: Places in `kept`, sample by sample.
 

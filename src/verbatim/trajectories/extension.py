@@ -10,14 +10,14 @@ from verbatim.token_tree import Segment, TokenPath
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """What a prompt is to the open samples."""
+    """How a prompt relates to the open samples."""
 
     sample: int | None
     """The number of the open sample whose tokens are the longest exact prefix of the prompt; None = a break."""
     shared: int
     """Ids the prompt shares with that sample (its whole length), or, at a break, with the closest one."""
     closest: int | None
-    """That sample; at a break the one that shares most, None if there is none open."""
+    """That sample; at a break the one that shares most, None if no sample is open."""
 
 
 class OpenSamples:
@@ -42,7 +42,7 @@ class OpenSamples:
         """The longest open sample that is an exact prefix of the turn's prompt.
 
         A shorter sample must not win over a longer one: the longer one's sampled tokens would then be taken for tokens
-        that somebody else wrote. Of equal ones the earliest wins.
+        of the environment. Of equally long ones the earliest wins.
         """
         length = turn.num_prompt_tokens
         segment = turn.path.segment_at(length)

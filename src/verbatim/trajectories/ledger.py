@@ -17,7 +17,7 @@ class Ledger:
     """Cumulative over a run: `sampled = trained + dropped + pending`, checked at every step.
 
     Tokens are booked where they appear (a sampler returned them) and where they end (an optimizer step, or a
-    reason). `pending` is not derived from the other three: whoever holds tokens counts what it holds, and
+    reason). `pending` is not derived from the other three: each holder of tokens counts its own, and
     `check` compares.
 
     Example:
@@ -71,7 +71,7 @@ class Ledger:
         """Stop the run if tokens were lost or counted twice.
 
         Args:
-            pending: Tokens that somebody holds: episodes in flight, groups waiting to be trained.
+            pending: Tokens of episodes in flight and of groups waiting to be trained.
 
         Raises:
             AssertionError: the sum does not hold.

@@ -116,7 +116,7 @@ TRAJECTORY_KEYS = frozenset({*_FIELDS, *_FLAT, "samples", "id"})
 
 
 def _plain(value: Any) -> Any:
-    """Records and arrays as dicts, lists and numbers; what is none of them as it is."""
+    """Records and arrays as dicts, lists and numbers; other values as they are."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -13,7 +13,7 @@ from verbatim.types import TrainingSample
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainerReady:
-    """Where a trainer stands before its first batch."""
+    """The state of a trainer before its first batch."""
 
     version: int
     """Steps done before; also the policy version it holds."""
@@ -22,12 +22,12 @@ class TrainerReady:
     checkpoint: Path | None
     """The checkpoint it goes on from; None at the start of a run."""
     probes: Probes | None = None
-    """What that version makes of the fixed probes; None = this trainer has none."""
+    """That version's logprobs of the fixed probes; None = this trainer has none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepReport:
-    """What a batch became."""
+    """The result of training on one batch: one step."""
 
     version: int
     """The policy version that now exists: batches trained and published."""
@@ -38,13 +38,13 @@ class StepReport:
     metrics: Mapping[str, float]
     """The trainer's metrics."""
     probes: Probes | None = None
-    """What the new version makes of the fixed probes; None = this trainer has none."""
+    """The new version's logprobs of the fixed probes; None = this trainer has none."""
     state: Path | None = None
-    """Where it left its part of a checkpoint, if it was asked to; whoever asked moves it away."""
+    """Where it left its part of a checkpoint, if it was asked to; the caller moves it away."""
 
 
 class TrainerLink(Protocol):
-    """Trains batches in the message in which they are handed over, and publishes the weights of each.
+    """Trains batches in the order in which they are handed over, and publishes the weights of each.
 
     A batch may be handed over while the one before is still being trained.
     """

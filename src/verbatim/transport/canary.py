@@ -26,18 +26,18 @@ NEARER = 2.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Probes:
-    """Fixed sequences, and what one version of the weights makes of them."""
+    """Fixed sequences, and their logprobs under one version of the weights."""
 
     token_ids: tuple[Int32, ...]
     """int32 [L] each."""
     logprobs: tuple[Float32, ...]
-    """Of each token but the first, given those before it, at temperature 1: float32 [L - 1] each."""
+    """Logprob of each token but the first, given those before it, at temperature 1: float32 [L - 1] each."""
 
 
 def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
     """The sequences: random ids, the same for every run with this vocabulary.
 
-    Ids that no text would have in this message still pass through every layer, and no cache knows them.
+    Ids that no text would have in this order still pass through every layer, and no cache knows them.
     """
     rng = np.random.default_rng(20_26)
     length = max(2, min(PROBE_LENGTH, context_length))
@@ -52,16 +52,16 @@ def tolerance_of(*dtypes: str) -> float:
 def find_mismatch(
     published: Probes, found: Sequence[Float32], *, before: Probes | None, tolerance: float
 ) -> str | None:
-    """What is wrong with a sampler that should hold the published version; None if nothing is.
+    """How a sampler's logprobs show that it does not hold the published version; None if it does.
 
     Small learning rates change logprobs by less than any tolerance; therefore logprobs that are `NEARER` times
     closer to those of the version before are refused too.
 
     Args:
-        published: The trainer's.
-        found: The sampler's, for the same sequences: float32 [L - 1] each.
-        before: The trainer's of the version before.
-        tolerance: On the mean absolute difference.
+        published: The trainer's logprobs.
+        found: The sampler's logprobs, for the same sequences: float32 [L - 1] each.
+        before: The trainer's logprobs of the version before; None = there is none.
+        tolerance: Largest mean absolute difference.
 
     Example: published [-1.0, -2.0], found [-1.0, -2.5]: a mean difference of 0.25.
     """

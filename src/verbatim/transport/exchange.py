@@ -1,4 +1,4 @@
-"""The folder in which the two sides of a run meet: who is there, messages one way, answers the other."""
+"""The folder through which orchestrator and trainer talk: heartbeats, messages one way, answers the other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.001, 0.02
 
 
 class Exchange:
-    """One session: one trainer, one orchestrator. What its files are is shown in the module `trainer_messages`."""
+    """One session: one trainer, one orchestrator. The module `trainer_messages` lists its files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Exchange:
 
     @classmethod
     def open(cls, root: Path, session: str | None = None) -> Exchange:
-        """Begin a session as the one trainer of a run; whatever was there before is removed."""
+        """Begin a session as the one trainer of a run; anything that was there before is removed."""
         shutil.rmtree(root, ignore_errors=True)
         if root.is_file():
             root.unlink()
@@ -76,7 +76,7 @@ class Exchange:
         return message
 
     def answer(self, number: int, value: Any) -> None:
-        """What became of a message."""
+        """Publish the answer to a message."""
         publish_json(self.answers / _name(number, "json"), value)
 
     # ---- the orchestrator's side
@@ -88,9 +88,9 @@ class Exchange:
 
     @classmethod
     def current(cls, root: Path) -> Exchange | None:
-        """The session of the trainer that started last; None if there is none, or it is being set up.
+        """The session of the trainer that started last; None if there is none yet, or it is being set up.
 
-        Files of a session that the power took away may be empty or hold anything: they count as not there.
+        After a loss of power its files may be empty or hold anything: they count as missing.
         """
         try:
             name = (root / _CURRENT).read_text(encoding="ascii", errors="replace")
@@ -99,12 +99,12 @@ class Exchange:
         return cls(root / name) if re.fullmatch(r"\w+", name) else None
 
     def read_ready(self) -> TrainerReady | None:
-        """Where the trainer stands; None before it is ready."""
+        """The state of the trainer; None before it is ready."""
         value = read_published_json(self.folder / "ready.json")
         return None if value is None else ready_from_json(value)
 
     def beats(self) -> int | None:
-        """How often the trainer's heart has beaten; None before it does."""
+        """The number of the trainer's heartbeats; None before the first."""
         beat = read_beat(self.trainer_beat)
         return None if beat is None else beat.beats
 

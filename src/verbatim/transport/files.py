@@ -12,7 +12,7 @@ from verbatim.machine_faults import naming
 
 
 def publish_bytes(path: Path, data: bytes) -> None:
-    """Write under another name, then rename. Not synced to disk: after a crash nobody reads it any more.
+    """Write under another name, then rename. Not synced to disk: after a crash it is not read any more.
 
     Raises:
         OSError: the system refused to write; no file of this name, or the one before, is there.

@@ -1,4 +1,4 @@
-"""Signs of life between processes, by counting and not by the clock of the wall.
+"""Heartbeats between processes, by counting, independent of wall clocks.
 
 Each side counts up in a file of its own. The other side measures, on its own monotonic clock, for how long a count has
 stood still; so it does not matter whether clocks agree, or jump.
@@ -19,19 +19,19 @@ from verbatim.errors import RunStopped
 from verbatim.transport.files import publish_json, read_published_json
 
 BEAT_SECONDS = 0.5
-"""Between two beats."""
+"""Seconds between two beats."""
 
 _ATTENTION = 1.0
-"""Seconds between two looks at the other side, of which no more count as its silence."""
+"""Seconds between two checks of the other side: if a check comes later, the excess does not count as its silence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """One sign of life."""
+    """One heartbeat."""
 
     pid: int
     beats: int
-    """Signs so far."""
+    """Beats so far."""
     progress: int
     """Counts up whenever the process's main work moves on."""
     doing: str
@@ -40,7 +40,7 @@ class Beat:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The last sign of life; None if there is none, or the file is damaged: then the next one replaces it."""
+    """The last heartbeat; None if there is none yet, or the file is damaged: then the next one replaces it."""
     try:
         return Beat(**read_published_json(path) or {})
     except (RunStopped, TypeError):
@@ -68,7 +68,7 @@ class Heartbeat:
         self._thread.start()
 
     def progress(self, doing: str) -> None:
-        """The process's main work moved on, and does this now. Costs nothing: the next beat tells it."""
+        """The process's main work moved on, and does this now. The next beat publishes that."""
         self._progress += 1
         self._doing = doing
 
@@ -109,11 +109,11 @@ class Heartbeat:
 
 
 class PeerWatch:
-    """Looks at the other side's heartbeat.
+    """Watches the other side's heartbeat.
 
     Args:
         path: The other side's file.
-        name: What people call it: "the trainer".
+        name: What messages call it: "the trainer".
         heartbeat_timeout: Seconds without a beat after which its process is taken for dead or frozen.
         stall_timeout: Seconds without progress after which it is taken for stuck.
         clock: Seconds of a monotonic clock.
@@ -138,7 +138,7 @@ class PeerWatch:
         """Whether the other side was asked to end."""
 
     def fault(self) -> str | None:
-        """What is wrong with the other side; None if nothing is. To be asked every now and then."""
+        """What is wrong with the other side; None if nothing is. Call it regularly."""
         now = self._clock()
         blind, self._asked = max(0.0, now - self._asked - _ATTENTION), now
         self._beat_seen += blind  # this process stood still, and perhaps both did: a frozen container, a debugger

@@ -15,7 +15,7 @@ from verbatim.transport.trainer_messages import TrainerMessage, report_from_json
 from verbatim.types import TrainingSample
 
 _LOOK_SECONDS = 0.25
-"""Between two looks at whether the trainer is still there."""
+"""Seconds between two checks that the trainer still runs."""
 
 
 class RemoteTrainer:
@@ -23,7 +23,7 @@ class RemoteTrainer:
 
     Args:
         exchange: The session, attached.
-        fault: What is wrong with the trainer, or None; asked while an answer is awaited.
+        fault: Returns what is wrong with the trainer, or None; called while an answer is awaited.
     """
 
     def __init__(self, exchange: Exchange, *, fault: Callable[[], str | None]) -> None:
@@ -43,15 +43,19 @@ class RemoteTrainer:
         await self._execute(TrainerMessage(kind="save", version=version, folder=folder))
 
     async def watch(self) -> None:
-        """Look at the trainer every now and then."""
+        """Check the trainer regularly.
+
+        Raises:
+            RunStopped: it is gone or stuck.
+        """
         while True:
             if (fault := self._fault()) is not None:
                 raise RunStopped(fault)
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def close(self) -> None:
-        """Tell the trainer to end; whoever started it waits for that."""
-        with contextlib.suppress(OSError):  # without a disk it notices that nobody is there any more
+        """Tell the trainer to end. Waiting for its end is left to the process that started it."""
+        with contextlib.suppress(OSError):  # without a disk it notices that the orchestrator is gone
             await self._send(TrainerMessage(kind="stop"))
 
     async def _execute(self, message: TrainerMessage) -> Any:

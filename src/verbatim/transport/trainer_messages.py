@@ -3,16 +3,16 @@
 ```
 exchange/{session}/
     config.toml              the trainer's configuration, which has to be the orchestrator's
-    ready.json               the trainer: where it stands; then messages may come
-    attached                 the orchestrator that is served, the only one of this session
+    ready.json               the trainer's state; from then on messages may come
+    attached                 made by the orchestrator that is served; a session has only one
     trainer.json  orchestrator.json          heartbeats
     messages/000001.safetensors                a batch and what to do with it
-    answers/000001.json                      what became of it
+    answers/000001.json                      its result
     states/v000025/                          the trainer's part of a checkpoint, on its way there
 ```
 
 The trainer executes messages in the order of their numbers, one at a time. A session is one process of each side:
-what a killed one left is never read again.
+the files of a killed process are never read again.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _NAMES = ("trajectory_id", "group_id", "env", "part")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainerMessage:
-    """What the trainer is to do."""
+    """A request to the trainer."""
 
     kind: Literal["train", "save", "stop"]
     """Train on a batch; write its state; end."""
     version: int = 0
-    """Of the policy: after the batch, or of the state to be written."""
+    """The policy version after the batch, or of the state to be written."""
     samples: tuple[TrainingSample, ...] = ()
     """The batch."""
     checkpoint: bool = False

@@ -82,7 +82,7 @@ class FlexPlan:
         return torch.tensor(array, dtype=torch.int32, device=self._device)
 
     def _mask_mod(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Who sees whom, one pair at a time. It holds tensors only: a number would be compiled in."""
+        """Whether a query sees a key, one pair at a time. It holds tensors only: a number would be compiled in."""
         ends = self._ints(self._ends)
 
         def descends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

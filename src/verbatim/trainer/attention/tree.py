@@ -89,7 +89,7 @@ class TreePlan:
             depths = self._depths[own]
             first = 0 if window is None else max(0, int(depths.min()) - window + 1)
             keys = np.concatenate([path[first : depths[0]], own])
-            path[depths] = own  # of equal depths the last one stays: the path to the next block
+            path[depths] = own  # where depths repeat, the last one stays: the path to the next block
             padding = np.zeros(-len(keys) % KEY_MULTIPLE, dtype=np.int64)
             keys, ends = np.append(keys, padding), np.append(self._ends[keys], padding)
             seen = (keys <= own[:, None]) & (own[:, None] < ends)
