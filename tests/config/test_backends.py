@@ -189,6 +189,14 @@ def test_the_old_flat_keys_of_a_run_say_where_they_are_now(file: Path):
     assert "orchestrator.rollout.worker_memory_mb is now orchestrator.rollout.processes.worker_memory_mb" in message
 
 
+def test_a_file_read_without_the_tables_keeps_a_backends_table_and_says_where_its_keys_belong(file: Path):
+    file.write_text(FILE + "[inference.torch]\nspeed = 7\n")
+    assert settings_of(load_config(file)) == SmallSettings(speed=7)
+    file.write_text(FILE + "speed = 7\n")
+    with pytest.raises(ConfigError, match=r"inference.speed: found 7 .*a table; a backend's own keys .*e.NAME]"):
+        load_config(file)
+
+
 def test_the_built_in_backends_load_nothing_heavy():
     for name in component_tables().runners:
         find_backend(name, component_tables().runners, what="rollout backend")

@@ -233,7 +233,7 @@ def test_an_object_cannot_go_to_another_process(place, model, settings, expected
         ({"environment": "gess_number"}, r'no environment .gess_number.; did you mean "guess_number"'),
         ({"environment": "lots.Lots", "orchestrator": {"train": {}}}, "give one of them"),
         ({"environment": "lots.Lots", "callbacks": []}, r"monitors=\[my_monitor\]"),
-        ({"environment": "lots.Lots", "trainer": {"loss": {"type": print}}}, r'trainer.loss.type: found .*"type": "cu'),
+        ({"environment": "lots.Lots", "trainer": {"loss": {"type": print}}}, r'trainer.loss.type: found .*"type": "my'),
         ({"environment": "lots.Lots", "batch_size": 8}, r'batch_size: unknown key "batch_size".*\[orchestrator\]'),
     ],
 )

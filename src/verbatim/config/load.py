@@ -34,6 +34,7 @@ from verbatim.config.origins import KeyPath, line_numbers
 from verbatim.config.overrides import UNSET, Override, apply_override, parse_overrides, parse_value
 from verbatim.config.python_values import NotPlain, assign, assignments
 from verbatim.config.schema import RunConfig
+from verbatim.config.sections import BackendSection
 from verbatim.errors import ConfigError
 
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
@@ -279,7 +280,7 @@ def _explain(error: ErrorDetails, places: _Places) -> str:
         case "model_type" | "dict_type" if _near_a_key(path, places.schema):  # where other keys are tables: [monitor]
             return f"{where}: {_unknown_key(path, places.schema)}"
         case "model_type" | "dict_type":
-            expected = "a table"
+            expected = "a table" + _of_a_backend(path, places.schema)
         case "too_short":
             expected = "at least one element"
         case _:
@@ -287,6 +288,13 @@ def _explain(error: ErrorDetails, places: _Places) -> str:
     kind = _KINDS.get(type(found), type(found).__name__)
     near = nearest(found, re.findall("'([^']*)'", expected)) if isinstance(found, str) else ""
     return f"{where}: {name}: found {_short(found)} ({kind}), expected {expected}{near}"
+
+
+def _of_a_backend(path: KeyPath, schema: type[RunConfig]) -> str:
+    """Where a key of one backend belongs, for a schema that does not know the backends' tables."""
+    section = section_at(schema, path[:-1])
+    is_open = section is not None and issubclass(section, BackendSection) and path[-1] not in section.model_fields
+    return f"; a backend's own keys stand in its table, [{'.'.join(map(str, path[:-1]))}.NAME]" if is_open else ""
 
 
 def _near_a_key(path: KeyPath, schema: type[RunConfig]) -> bool:

@@ -27,6 +27,5 @@ def component_tables(environments: Mapping[str, Any] | None = None) -> Component
     return ComponentTables(
         losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES,
         environments=environments or ENVIRONMENTS, monitors=MONITORS, packers=PACKERS, samplers=SAMPLERS,
-        runners=RUNNERS,
-        renderers=("auto", *RENDERERS, *ALIASES),
+        runners=RUNNERS, renderers=("auto", *RENDERERS, *ALIASES),
     )  # fmt: skip
