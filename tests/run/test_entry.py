@@ -95,7 +95,7 @@ def test_a_scripts_run_is_the_commands_run_bit_for_bit_and_leaves_the_interprete
 def test_tables_in_python_are_the_file(place, model):
     tables = {"model": {"name": model}, "max_steps": 2, **SETTINGS,
               "orchestrator.train.env": [{"import_path": "lots.Lots"}]}  # fmt: skip
-    assert load_config("run.toml", [], component_tables()) == make_config(tables)
+    assert load_config("run.toml", [], component_tables()) == make_config(tables, tables=component_tables())
     from_file = verbatim.run("run.toml", quiet=True)
     from_tables = verbatim.run(tables, quiet=True)
     trained = verbatim.train(model=model, environment="lots.Lots", max_steps=2, quiet=True, **SETTINGS)

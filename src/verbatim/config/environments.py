@@ -62,7 +62,7 @@ def one_strategy(section: Any) -> Any:
 
 
 class LengthPenaltyConfig(Section):
-    """What a rollout's length does to the reward that advantages see. Everything else sees the reward itself."""
+    """How a rollout's length changes the reward that advantages read. Everything else reads the reward itself."""
 
     type: Literal["tokens", "turns"]
     """What is counted: sampled tokens, or turns."""
@@ -70,9 +70,9 @@ class LengthPenaltyConfig(Section):
     """"target" takes `slope` for each one above `target`; "relative" raises the group's best rewards, up to twofold,
     the more the shorter they are beside each other."""
     target: NonNegativeInt | None = None
-    """With "target": what costs nothing."""
+    """With "target": the length that is free of charge."""
     slope: NonNegativeFloat | None = None
-    """With "target": of each one above it; by default 0.001 per token, 0.05 per turn."""
+    """With "target": the penalty for each token or turn above it; by default 0.001 per token, 0.05 per turn."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -92,7 +92,7 @@ class EnvConfig(Section):
     import_path: str | None = None
     """Instead of an id: `module.Class` or `module.function` that makes one."""
     name: str | None = None
-    """What metrics call it; its id or import path by default."""
+    """Its name in metrics; its id or import path by default."""
     args: dict[str, Any] = Field(default={})
     """Keyword arguments of the environment."""
     ratio: FinitePositive = 1.0
@@ -137,14 +137,14 @@ class EnvConfig(Section):
 
 
 class TrainEnvsConfig(Section):
-    """What is trained on."""
+    """The training environments."""
 
     env: Annotated[tuple[EnvConfig, ...], Field(min_length=1)]
     """[[orchestrator.train.env]] tables."""
 
 
 class EvalConfig(Section):
-    """When and on what the policy is evaluated: before, during and after."""
+    """When and on which environments the policy is evaluated: before, during and after training."""
 
     env: tuple[EnvConfig, ...] = ()
     """[[orchestrator.eval.env]] tables; the training environments if there are none."""

@@ -1,4 +1,4 @@
-"""What may stand at a place of the file: questions to the schema, for errors that help."""
+"""Look-ups in the schema, for error messages: which keys a table has, their types, the nearest name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def annotation_at(model: type[BaseModel], path: KeyPath) -> Any:
 
 
 def description_at(model: type[BaseModel], path: KeyPath) -> str:
-    """The sentence under the field at `path`; empty where there is none."""
+    """The docstring of the field at `path`; empty for a field without one."""
     section = section_at(model, path[:-1])
     field = section.model_fields.get(str(path[-1])) if section else None
     return (field.description or "") if field else ""

@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class _Places:
-    """Where each key came from, for the first words of an error."""
+    """The origin of each key, with which every error message begins."""
 
     file: str
     lines: dict[KeyPath, int]

@@ -44,7 +44,7 @@ class RendererConfig(Section):
 
 
 class TeacherConfig(Section):
-    """Another model that says what it would have given to the sampled tokens."""
+    """A second model that scores the sampled tokens (log probabilities), or, for "sft", plays the episodes."""
 
     model: str
     """A folder or hub id; with `base_url` the name that the server knows it by."""
@@ -54,11 +54,11 @@ class TeacherConfig(Section):
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable that holds the server's key, if it wants one."""
     device: str = "auto"
-    """Of a model that is loaded here; "auto" takes CUDA where there is one."""
+    """Device of a model that is loaded here; "auto" uses CUDA where it is available."""
 
 
 class BufferConfig(Section):
-    """Which examples are sampled, and which groups reach the trainer, by how difficult they are."""
+    """Difficulty pools: which examples are sampled, and which groups reach the trainer."""
 
     easy_threshold: float | None = None
     """Examples whose group earned this mean reward, or more, are sampled no more; none by default."""
@@ -94,12 +94,12 @@ class RolloutConfig(BackendSection):
 
 
 class OrchestratorConfig(Section):
-    """Rollouts, scoring, and what becomes a batch."""
+    """Rollouts, scoring, and how batches are made."""
 
     train: TrainEnvsConfig
     """The training environments."""
     eval: EvalConfig | None = None
-    """Evaluation; none without this table."""
+    """Evaluation; without this table there is no evaluation."""
     batch_size: PositiveInt = 128
     """Rollouts per batch."""
     group_size: PositiveInt = 16
@@ -155,13 +155,13 @@ class OrchestratorConfig(Section):
     buffer: BufferConfig = BufferConfig()
     """Difficulty pools, and online difficulty filtering."""
     advantage: ComponentConfig = ComponentConfig()
-    """How rewards become advantages."""
+    """The advantage function."""
     length_penalty: LengthPenaltyConfig | None = None
-    """What length does to the rewards that advantages see; nothing without this table."""
+    """How length changes the rewards that advantages read; without this table it does not."""
     filters: tuple[ComponentConfig, ...] = tuple(
         ComponentConfig(type=name) for name in ("gibberish", "repetition", "zero_advantage")
     )
-    """What is dropped between scoring and training. A list replaces the default wholesale."""
+    """Filters between scoring and training. A list replaces the default one as a whole."""
 
     _strategy = model_validator(mode="after")(one_strategy)
 

@@ -95,7 +95,7 @@ class RunConfig(Section):
     max_steps: PositiveInt = 100
     """How many steps: batches trained and published."""
     seed: int = 0
-    """Of everything that is random."""
+    """Seed of every random choice."""
     model: ModelConfig
     """The model."""
     warm_start: WarmStartConfig | None = None
@@ -141,7 +141,7 @@ class RunConfig(Section):
         mode, teacher = self.orchestrator.training_mode, self.orchestrator.teacher
         if loss.type == "sft" and mode != "sft":
             raise ValueError(
-                'trainer.loss.type = "sft" learns every rollout by heart, whatever it earned; use "default", or '
+                'trainer.loss.type = "sft" imitates every rollout, whatever its reward; use "default", or '
                 "`verbatim sft` with a [warm_start] table"
             )
         if mode == "opd" or loss.type == "opd":

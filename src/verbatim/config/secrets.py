@@ -1,4 +1,4 @@
-"""Keys and passwords out of what leaves the process: configurations, and texts of exceptions."""
+"""Redacts keys and passwords in what leaves the process: configurations, and texts of exceptions."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def redacted_at(key: str, value: Any) -> Any:
 
 
 def _names_secret(key: object, value: object) -> bool:
-    # Numbers are none: max_tokens. A list or table under such a name may hold several.
+    # Numbers are not secrets: max_tokens. A list or table under such a name may hold several.
     return _SECRET.search(str(key)) is not None and isinstance(value, str | list | tuple | Mapping) and bool(value)

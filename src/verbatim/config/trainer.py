@@ -37,16 +37,16 @@ class OptimConfig(Section):
     eps: FinitePositive = 1e-8
     """AdamW."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients are clipped to this norm."""
 
 
 class TrainerConfig(Section):
-    """One optimizer step."""
+    """The trainer: optimizer, loss, packing, precision, process."""
 
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
     loss: ComponentConfig = ComponentConfig()
-    """What is minimised."""
+    """The loss."""
     packing: str = "auto"
     """How samples are laid out in memory: "rows", one after the other, or "tree", what they have in common once. "auto"
     takes the tree where that saves tokens. "tree" needs a model whose tokens mix by attention alone. The import path of
@@ -59,7 +59,7 @@ class TrainerConfig(Section):
     optimizer_steps_per_batch: PositiveInt = 1
     """Optimizer steps taken on each batch, on disjoint parts of it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward and backward pass; master weights are float32."""
+    """Precision of the forward and backward pass; master weights are float32."""
     device: str = "auto"
     """"auto" takes CUDA where there is one."""
     gradient_checkpointing: bool = False

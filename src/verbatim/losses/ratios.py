@@ -22,7 +22,7 @@ def trained_teacher(inputs: LossInputs, what: str) -> Tensor:
     """The teacher's logprobs of the tokens under the mask: float [M].
 
     Raises:
-        ComponentError: there are none, but `what` needs them.
+        ComponentError: they are missing, but `what` needs them.
     """
     if inputs.teacher_logprobs is None:
         raise ComponentError(f"{what} learns from a teacher, and the batch has no teacher_logprobs")

@@ -11,7 +11,7 @@ from verbatim.machine_faults import is_out_of_memory
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn whatever a block raises into a `ModelError` that begins with `what`.
+    """Turn any exception of a block into a `ModelError` that begins with `what`.
 
     Memory that ran out stays what it is: the model is not at fault.
 

@@ -1,4 +1,4 @@
-"""What a run writes down: the console, metrics and trajectories as JSONL, the learning curve, and services."""
+"""Outputs of a run: the console, metrics and trajectories as JSONL, the learning curve, and services."""
 
 from collections.abc import Mapping
 

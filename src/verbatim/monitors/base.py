@@ -1,4 +1,4 @@
-"""What a monitor is, the metrics that every run reports, and how several monitors listen to one run."""
+"""The monitor protocol, names of the metrics that every run reports, and several monitors as one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLER_SPEED = "sampler/tokens_per_second"
 TRAINER_SPEED = "tokens_per_second"
 """Computed tokens per second of wall-clock time spent training."""
 MISMATCH_KL = "mismatch_kl"
-"""Of the trainer's from the sampler's distribution, mean over trained tokens."""
+"""KL divergence between the sampler's and the trainer's distributions, mean over trained tokens."""
 
 STALENESS = "staleness/mean"
 """Mean age of the batch's rollouts when they were trained: batches since the version that began them."""
