@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help install demo test test-all check faults lint types clean
@@ -36,19 +38,19 @@ demo: install
 	$(BIN)/verbatim rl recipes/guess_number.toml
 
 test: lint types
-	$(BIN)/pytest -m "not extras"
+	$(PYTEST) -m "not extras"
 
 test-all: install
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,serve,mcp,data,ray,verifiers,wandb,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(PYTEST)
 
 faults: install
 	$(BIN)/pytest tests/faults --whole
 
 check: lint types
-	$(BIN)/pytest -m "not slow and not extras"
+	$(PYTEST) -m "not slow and not extras"
 
 lint: install
 	$(BIN)/ruff check .
