@@ -343,3 +343,24 @@ async def test_what_is_cancelled_is_traced_with_what_had_been_sampled(tmp_path):
     for trajectory in stored:
         assert (trajectory["stop_reason"], trajectory["truncated"]) == ("cancelled", True)
         assert [turn["completion_ids"] for turn in trajectory["turns"]] == [call("slow", seconds=30.0)]
+
+
+async def test_each_is_handed_over_with_its_place_as_soon_as_it_ends():
+    rollout, _ = make()
+    ends = []
+    await rollout.run_each([talk("slow 0.5"), talk("hello")], lambda index, t: ends.append((index, t["turns"])))
+    assert ends == [(1, 1), (0, 2)]
+
+
+async def test_a_listener_that_raises_ends_the_call_and_is_given_the_others_as_cancelled():
+    rollout, _ = make()
+    ends = {}
+
+    def finished(index, trajectory):
+        ends[index] = trajectory["stop_reason"]
+        if index == 1:
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        await rollout.run_each([talk("slow 30"), talk("hello")], finished)
+    assert ends == {0: "cancelled", 1: "stop"}
