@@ -79,17 +79,14 @@ class Dialogue:
             started = time.perf_counter()
             parse_status: ParseStatus = "ok"
             if calls:
-                reward, done, parse_status = await self._run_tools(tools, calls)
-                ended = False
+                reply, parse_status = await self._run_tools(tools, calls)
             else:
                 with self._calls.guard("reply"):
                     reply = _checked_reply(await episode.reply(self.messages[-1]))
                     self.take(reply.messages, "the reply's messages")
-                reward, done, ended = reply.reward, reply.done, not reply.messages
-            self._loop.amend_last_turn(
-                reward=reward, tool_seconds=time.perf_counter() - started, parse_status=parse_status
-            )
-            if done or ended:
+            seconds = time.perf_counter() - started
+            self._loop.amend_last_turn(reward=reply.reward, tool_seconds=seconds, parse_status=parse_status)
+            if reply.done or not (calls or reply.messages):
                 return StopReason.STOP
             unreadable = bool(calls) and all(call.status != "ok" for call in calls)
             malformed_in_a_row = malformed_in_a_row + 1 if unreadable else 0
@@ -112,14 +109,8 @@ class Dialogue:
         self._num_turns += 1
         return answer.tool_calls
 
-    async def _run_tools(
-        self, tools: ToolManager, calls: Sequence[ToolCall]
-    ) -> tuple[float | None, bool, ParseStatus]:
-        """Answer the calls in order, until one of them ends the episode.
-
-        Returns:
-            What they earned together, whether one of them ended the episode, and the first thing wrong with any.
-        """
+    async def _run_tools(self, tools: ToolManager, calls: Sequence[ToolCall]) -> tuple[Reply, ParseStatus]:
+        """Answer the calls in order, until one of them ends the episode; also the first thing wrong with any."""
         limits, reward = self._limits, None
         parse_status: ParseStatus = "ok"
         self._calls.now = "a tool"
@@ -137,8 +128,8 @@ class Dialogue:
             if outcome.reward is not None:
                 entry["reward"] = float(outcome.reward)
             if outcome.done:
-                return reward, True, parse_status
-        return reward, False, parse_status
+                return Reply(done=True, reward=reward), parse_status
+        return Reply(reward=reward), parse_status
 
     def _note_error(self, call: ToolCall, outcome: ToolOutcome, kind: str) -> None:
         """Count what is wrong with a call; a tool that failed may end the episode."""
