@@ -178,11 +178,16 @@ def test_ctrl_c_ends_after_the_step_and_says_how_to_go_on(place, inside_a_loop):
     assert weights(went_on.model_path) == weights(verbatim.run("run.toml", max_steps=4, quiet=True).model_path)
 
 
-def test_what_fails_in_the_middle_says_how_to_go_on(place):
+def test_what_fails_in_the_middle_says_how_to_go_on(place, model):
     (place / "lots.py").write_text(LOTS.replace("return self.reward", "raise ValueError('no')"))
     with pytest.raises(verbatim.errors.RunStopped) as caught:
         verbatim.run("run.toml", quiet=True)
+    assert caught.value.__context__ is None
     assert re.search(r"to go on:  verbatim\.run\('.*/config\.toml', resume='.*'\)", caught.value.__notes__[0])
+    lots = import_object("lots.Lots")()
+    with pytest.raises(verbatim.errors.RunStopped) as caught:
+        verbatim.train(model=model, environment=lots, max_steps=4, quiet=True, **SETTINGS | {"trainer": {}})
+    assert caught.value.__notes__[0].endswith("', environments={'Lots': ...})")
 
 
 def test_a_run_that_learned_nothing_is_an_error(place):

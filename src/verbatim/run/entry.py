@@ -123,7 +123,9 @@ def _run(
 
         def how_to_go_on(path: Path) -> str:
             folder[:] = [path.resolve()]
-            return f"not finished; to go on:  verbatim.run({str(path / CONFIG)!r}, resume={str(path)!r})"
+            objects = ", ".join(f"{name!r}: ..." for name in environments)
+            given = f", environments={{{objects}}}" if objects else ""
+            return f"not finished; to go on:  verbatim.run({str(path / CONFIG)!r}, resume={str(path)!r}{given})"
 
         try:
             outcome = execute(

@@ -46,9 +46,7 @@ def run_in_program(work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /)
         BaseException: what the coroutine raised.
     """
     presses = _Presses(ask)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:
         return run_main(work, presses.handled_here, ends_without_memory=True)
     return _on_own_thread(work, presses)
 

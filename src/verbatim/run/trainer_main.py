@@ -1,0 +1,122 @@
+"""The trainer of a run, in a process of its own: one orchestrator is served until it says that the run is over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from verbatim.checkpoints import ORCHESTRATOR, RunFolder
+from verbatim.config import dump_config
+from verbatim.config.schema import RunConfig
+from verbatim.errors import RunStopped
+from verbatim.run.environments import Environments, make_environments
+from verbatim.run.logs import last_lines
+from verbatim.transport import TrainerReady
+from verbatim.transport.exchange import Exchange
+from verbatim.transport.files import publish_bytes
+from verbatim.transport.heartbeat import Heartbeat, PeerWatch
+
+if TYPE_CHECKING:
+    from verbatim.trainer.worker import TrainerWorker
+
+AskedToEnd = Callable[[Exchange, Heartbeat], AbstractContextManager[Callable[[], bool]]]
+"""Hears of Ctrl-C and SIGTERM while the block runs; what it gives says whether one came."""
+
+
+def serve_trainer(
+    config: RunConfig, folder: RunFolder, console: Console, asked_to_end: AskedToEnd, *,
+    session: str | None, parent: int | None,
+) -> bool:  # fmt: skip
+    """Whether the process was asked to end.
+
+    Args:
+        config: The run's, with its name.
+        folder: The run's.
+        console: Is told how the preparation goes on; of a trainer that was started by itself, each batch too.
+        asked_to_end: Handles Ctrl-C and SIGTERM.
+        session: The folder below the exchange where both processes meet; None where this process was started by itself.
+        parent: The process that started this one: without it, this one ends.
+    """
+    exchange = Exchange.open(folder.exchange, session)
+    publish_bytes(exchange.config, dump_config(config).encode())
+    on_beat = _end_with(parent) if parent is not None else None
+    with Heartbeat(exchange.trainer_beat, on_beat=on_beat) as heartbeat:
+        return _serve(config, folder, exchange, heartbeat, console, asked_to_end, supervised=session is not None)
+
+
+def _serve(
+    config: RunConfig, folder: RunFolder, exchange: Exchange, heartbeat: Heartbeat, console: Console,
+    asked_to_end: AskedToEnd, *, supervised: bool,
+) -> bool:  # fmt: skip
+    from verbatim.run.trainer_setup import open_trainer, threads_of
+    from verbatim.trainer.local import set_num_threads
+    from verbatim.trainer.serve import serve
+
+    def environments() -> Environments:
+        return make_environments(config)
+
+    worker, ready = open_trainer(config, environments, folder, console, states=exchange.states)
+    set_num_threads(threads_of(config, config.trainer.num_threads))
+    exchange.ready(ready)
+    with asked_to_end(exchange, heartbeat) as stopped:
+        if supervised:
+            serve(worker, exchange, heartbeat, look=lambda: None)
+        else:
+            _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console)
+    return stopped()
+
+
+def _serve_by_itself(
+    worker: TrainerWorker, ready: TrainerReady, config: RunConfig, folder: RunFolder, exchange: Exchange,
+    heartbeat: Heartbeat, console: Console,
+) -> None:  # fmt: skip
+    from verbatim.monitors.console import format_number
+    from verbatim.trainer.serve import serve
+
+    def show(version: int, metrics: dict[str, float]) -> None:
+        names = (("loss", "loss"), ("grad norm", "grad_norm"), ("tok/s", "tokens_per_second"),
+                 ("idle s", "time/trainer_idle"))  # fmt: skip
+        shown = "  ".join(f"{label} {format_number(metrics[key])}" for label, key in names if key in metrics)
+        console.print(f"step {version}/{config.max_steps}  {shown}", soft_wrap=True)
+
+    console.print(f"ready after step {ready.version}; the other process:  verbatim orchestrator FILE "
+                  f"--run-dir {folder.path}", soft_wrap=True)  # fmt: skip
+    serve(worker, exchange, heartbeat, look=_look(exchange, config, folder), on_step=show)
+
+
+def _end_with(parent: int) -> Callable[[], None]:
+    """Ends this process when the one that started it is gone: what it holds is of no use then.
+
+    Called on the heartbeat's thread, so that it happens in the middle of a step too.
+    """
+
+    def look() -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return look
+
+
+def _look(exchange: Exchange, config: RunConfig, folder: RunFolder) -> Callable[[], None]:
+    """Raises when the orchestrator that was there is gone; waits for one that was not there yet."""
+    watch: PeerWatch | None = None
+
+    def look() -> None:
+        nonlocal watch
+        if watch is None:
+            if exchange.orchestrator_beat.exists():
+                watch = PeerWatch(
+                    exchange.orchestrator_beat, name="the orchestrator",
+                    heartbeat_timeout=config.orchestrator.heartbeat_timeout,
+                    stall_timeout=config.orchestrator.stall_timeout,
+                )  # fmt: skip
+            return
+        fault = watch.fault()
+        if fault is not None:
+            raise RunStopped(f"{fault}{last_lines(folder.log(ORCHESTRATOR))}")
+
+    return look
