@@ -1,8 +1,7 @@
-"""Files and folders that a loss of power does not take back.
+"""Writes files and folders that survive a loss of power.
 
-What a system call wrote is in memory until it is synced: the content of a file by a sync of the file, its name by a
-sync of the folder that holds the name. So the order is always the same: write under another name, sync the content,
-rename, sync the folder.
+A system call writes to memory until a sync: a sync of the file for its content, a sync of its folder for its name. So
+the order is always: write under a temporary name, sync the content, rename, sync the folder.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from verbatim.machine_faults import naming
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""What is answered where there is nothing to sync: a device, or folders of some file systems."""
+"""Errors where there is nothing to sync: a device, or folders of some file systems."""
 
 
 def sync_descriptor(descriptor: int) -> None:
@@ -53,7 +52,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, with those above it, so that its name stays. Nothing happens where it is."""
+    """Create a folder and its missing parents, and sync their names; does nothing if it exists."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -61,7 +60,7 @@ def make_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a synced file or folder its name; a file of that name is replaced."""
+    """Rename a synced file or folder; replaces a file of the target's name."""
     os.replace(source, target)
     sync(target.parent)
 
@@ -72,7 +71,7 @@ def write_file(path: Path, data: bytes, *, temporary: Path | None = None) -> Non
     Args:
         path: The file.
         data: Its content.
-        temporary: What it is called meanwhile, in the same folder; by default `.{name}.tmp`.
+        temporary: Its name while it is written, in the same folder; by default `.{name}.tmp`.
 
     Raises:
         OSError: the system refused to write; the file is as it was.
@@ -90,7 +89,7 @@ def write_file(path: Path, data: bytes, *, temporary: Path | None = None) -> Non
 
 
 def keep_aside(path: Path) -> Path:
-    """Rename a damaged file or folder, so that it is neither used nor lost; its new name.
+    """Rename a damaged file or folder, so that it is neither used nor lost; returns the new path.
 
     Example: `metrics.jsonl` becomes `metrics.jsonl.damaged-1`, the next one `metrics.jsonl.damaged-2`.
     """

@@ -1,4 +1,4 @@
-"""Faults of the machine: a full or failing disk, too many open files, no memory. What was typed is not to blame."""
+"""Faults of the machine: a full or failing disk, too many open files, no memory; not errors of the user's input."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ERRNOS = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
     errno.EAGAIN, errno.ENOLCK,
 })  # fmt: skip
-"""Errors of the system that another command line would meet too. A folder that is missing or forbidden is not among
-them: another one can be named."""
+"""System errors that another command line would meet too. Missing or forbidden folders are not among them: the user can
+name another one."""
 
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 _RUST = re.compile(r"\(os error (\d+)\)")
@@ -24,7 +24,7 @@ _PYTHON = re.compile(r"^\[Errno \d+\] ")
 
 
 def is_machine_fault(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from or while handling, is a fault of the machine."""
+    """Whether an error, or one in its chain of causes and contexts, is a fault of the machine."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -39,7 +39,7 @@ def is_machine_fault(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: Python's and numpy's, or torch's, on a CPU or a device.
+    """Whether memory ran out, in Python, numpy or torch, on a CPU or a device.
 
     >>> is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"))
     True
@@ -57,14 +57,14 @@ def describe(error: BaseException, where: object = None) -> str:
     """An error of the system or of memory in one line: what happened, and the file, or where in the code.
 
     Args:
-        error: An OSError, or one that `is_out_of_memory`; others are their own text.
-        where: The file or folder that was worked on, for an error that names none.
+        error: An OSError, or one that `is_out_of_memory`; of other errors, the text is returned.
+        where: The file or folder in use, for an error that names none.
 
     >>> describe(OSError(errno.ENOSPC, "No space left on device"), "runs/a")
     'No space left on device (runs/a)'
     """
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list) and error.args[0]:
-        _, target, why = error.args[0][0]  # of a tree that was copied, the first file that could not be
+        _, target, why = error.args[0][0]  # the first file of a copied tree that failed
         return f"{_PYTHON.sub('', str(why)).partition(': ')[0]} ({target})"
     if isinstance(error, OSError):
         name = error.filename if error.filename is not None else where
@@ -81,7 +81,7 @@ def describe(error: BaseException, where: object = None) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Give an OSError of the block this file: errors of writing, flushing and syncing name none by themselves."""
+    """Set the file name of an OSError in the block: errors of writing, flushing and syncing have none."""
     try:
         yield
     except OSError as error:
@@ -96,7 +96,7 @@ def rust_errors_as_oserror(path: Path | str) -> Iterator[None]:
     ends in "(os error 28)"; in this block, which writes, they become the OSError that callers expect.
 
     Raises:
-        OSError: with the number that was told, and this path.
+        OSError: with the reported number, and this path.
     """
     try:
         with naming(path):

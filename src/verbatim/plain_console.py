@@ -1,4 +1,4 @@
-"""The console that everything is shown on: text is text, whoever wrote it."""
+"""A rich console that shows all text literally: no markup, no emoji codes, no terminal sequences."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PlainConsole(Console):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A string as a text: written out before it is measured, so that tables have room for it."""
+        """A string as `Text`; control characters are escaped before it is measured, so that tables fit."""
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Its segments; those that rich itself controls the terminal with are left as they are."""
+        """Segments with escaped text; rich's own control segments stay as they are."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)

@@ -1,12 +1,11 @@
-"""Text from elsewhere (an environment, a model, a path), made fit to be kept and shown: bounded, and inert in a
-terminal."""
+"""Makes external text (of environments, models, paths) safe to store and print: bounded, and inert in a terminal."""
 
 from __future__ import annotations
 
 import re
 
 LONGEST_ERROR = 2000
-"""Characters of an exception's text that are kept."""
+"""Most characters kept of an exception's text."""
 
 # C0 without tab and newline, DEL and C1 (terminal sequences begin with them), line separators, marks that reverse the
 # direction of what follows, and lone surrogates, which no encoding can write.
@@ -14,7 +13,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud8
 
 
 def cut(text: str, limit: int = LONGEST_ERROR) -> str:
-    """The beginning of a text; where something is cut off, it says how much.
+    """The beginning of a text, with a note of how much is cut off.
 
     >>> cut("abcdef", 4)
     'abcd [cut: 2 of 6 characters]'
@@ -32,7 +31,7 @@ def error_text(error: BaseException, limit: int = LONGEST_ERROR) -> str:
     """
     try:
         said = str(error)
-    except BaseException as failure:  # noqa: BLE001  the class of an exception is the user's, and so is its `__str__`
+    except BaseException as failure:  # noqa: BLE001  the exception class and its `__str__` may be user code
         said = f"(its text cannot be read: {type(failure).__name__})"
     return cut(f"{type(error).__name__}: {said}" if said else type(error).__name__, limit)
 
@@ -46,8 +45,8 @@ def shown(value: object, limit: int = 200) -> str:
 
 
 def printable(text: str) -> str:
-    r"""The text with every control character but tab and newline written out, so that a terminal shows it and obeys
-    nothing.
+    r"""The text with every control character but tab and newline written out, so that a terminal shows it and
+    executes nothing.
 
     >>> printable("\x1b[31mred")
     '\\x1b[31mred'

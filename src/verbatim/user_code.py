@@ -1,4 +1,4 @@
-"""Tells what a user's code raised from what is meant for this process: Ctrl-C, and the cancellation of a task."""
+"""Distinguishes Ctrl-C and task cancellation from the same exceptions raised by user code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def raise_ctrl_c(which: str = "Ctrl-C") -> NoReturn:
-    """What our handlers of SIGINT and SIGTERM call, so that `is_ctrl_c` knows their KeyboardInterrupt."""
+    """Called by our handlers of SIGINT and SIGTERM, so that `is_ctrl_c` recognizes their KeyboardInterrupt."""
     raise KeyboardInterrupt(which)
 
 
@@ -19,8 +19,8 @@ _HANDLERS = {raise_ctrl_c.__code__, asyncio.Runner._on_sigint.__code__}  # type:
 def is_ctrl_c(error: BaseException) -> bool:
     """Whether a KeyboardInterrupt is from the keyboard, not from `raise KeyboardInterrupt` in the user's code.
 
-    Signals reach the main thread alone, and one that a Python handler raised has the handler's frame innermost. Under
-    Python's default handler, which has no frame, the two look alike: there each one counts as Ctrl-C.
+    Signals reach only the main thread, and an exception of a Python handler has the handler's frame innermost. Python's
+    default handler has no frame, so under it every KeyboardInterrupt counts as Ctrl-C.
     """
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False

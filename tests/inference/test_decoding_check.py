@@ -20,9 +20,7 @@ def sampler(tmp_path):
 
     yield make
     for engine in made:
-        engine._closing = True
-        with engine._wake:
-            engine._wake.notify()
+        engine._engine.stop()
 
 
 @pytest.mark.parametrize(("name", "what"), [

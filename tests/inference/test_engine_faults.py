@@ -20,8 +20,9 @@ from verbatim.errors import EngineDead, ModelError, RecordError, SamplerFault
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.base import MOST_STOP_IDS, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn
-from verbatim.inference.embedded import engine
+from verbatim.inference.embedded import messages
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.engine_thread import THREAD_ENDED
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models import loading
 
@@ -40,7 +41,7 @@ def make(folder, **config):
 
 async def together(sampler, requests):
     """All of them reach the engine before it takes the first."""
-    with sampler._wake:
+    with sampler._engine._wake:
         calls = [asyncio.create_task(sampler.generate(r)) for r in requests]
         await asyncio.sleep(0)
     return await asyncio.gather(*calls, return_exceptions=True)
@@ -285,7 +286,7 @@ async def test_many_questions_between_two_steps_do_not_hold_up_completions(model
     running = asyncio.create_task(sampler.generate(request(max_tokens=200)))
     await asyncio.sleep(0.02)
     spent, began = {"step": 0.0, "question": 0.0}, time.perf_counter()
-    run = sampler._run
+    run = sampler._engine._run
 
     def timed(command):
         began = time.perf_counter()
@@ -293,7 +294,7 @@ async def test_many_questions_between_two_steps_do_not_hold_up_completions(model
         order.append("question")
         spent["question"] += time.perf_counter() - began
 
-    monkeypatch.setattr(sampler, "_run", timed)
+    monkeypatch.setattr(sampler._engine, "_run", timed)
     questions = [asyncio.create_task(sampler.prompt_logprobs(np.ones(200, np.int32))) for _ in range(200)]
     await running
     seconds = time.perf_counter() - began
@@ -334,8 +335,8 @@ async def test_an_engine_that_cannot_even_say_why_it_dies_is_not_waited_for(mode
         raise MemoryError
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    monkeypatch.setattr(sampler, "_shut_down", fail)
-    monkeypatch.setattr(sampler, "_take", fail)
+    monkeypatch.setattr(sampler._engine, "_shut_down", fail)
+    monkeypatch.setattr(sampler._engine, "_take", fail)
     calls = [asyncio.create_task(call) for call in (
         sampler.generate(request()), sampler.prompt_logprobs(np.array([1, 2], np.int32)))]  # fmt: skip
     if cancelled:
@@ -343,7 +344,7 @@ async def test_an_engine_that_cannot_even_say_why_it_dies_is_not_waited_for(mode
         calls[0].cancel()
     async with asyncio.timeout(20):
         said = await asyncio.gather(*calls, return_exceptions=True)
-    assert str(said[1]) == sampler.failure == engine._THREAD_ENDED
+    assert str(said[1]) == sampler.failure == THREAD_ENDED
     assert isinstance(said[0], asyncio.CancelledError) if cancelled else str(said[0]) == sampler.failure
     with pytest.raises(SamplerFault, match="thread has ended"):
         await asyncio.wait_for(sampler.generate(request()), 20)
@@ -371,7 +372,7 @@ async def test_what_an_engine_had_drawn_is_counted_also_where_it_dies_without_a_
         raise MemoryError
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    monkeypatch.setattr(sampler, "_shut_down", fail)
+    monkeypatch.setattr(sampler._engine, "_shut_down", fail)
     step, drawn = sampler._decoder.step, []
 
     def five_steps():
@@ -390,14 +391,14 @@ async def test_an_answer_that_memory_was_not_enough_to_deliver_arrives_all_the_s
     sampler, complaints = make(models["tied"]), []
     before = await sampler.generate(request(max_tokens=9))
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["exception"]))
-    settle, calls = engine._settle, iter(range(99))
+    deliver, calls = messages.deliver, iter(range(99))
 
     def full(replies):
         if next(calls) == 0:
             raise MemoryError
-        settle(replies)
+        deliver(replies)
 
-    monkeypatch.setattr(engine, "_settle", full)
+    monkeypatch.setattr(messages, "deliver", full)
     async with asyncio.timeout(20):
         assert bits(await sampler.generate(request(max_tokens=9))) == bits(before)
     assert [type(complaint) for complaint in complaints] == [MemoryError]
@@ -409,7 +410,7 @@ async def test_a_request_that_the_engine_dies_of_while_it_takes_it_is_answered_t
         raise MemoryError
 
     sampler = make(models["tied"])
-    monkeypatch.setattr(sampler, "_take", full)
+    monkeypatch.setattr(sampler._engine, "_take", full)
     with pytest.raises(SamplerFault, match="the sampler's thread failed: out of memory"):
         await asyncio.wait_for(sampler.generate(request()), timeout=20)
     await sampler.close()

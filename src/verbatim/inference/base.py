@@ -1,4 +1,4 @@
-"""What every rollout engine looks like from outside: exact ids in, exact ids, logprobs and versions out."""
+"""The `Sampler` protocol of rollout engines: exact ids in, exact ids, logprobs and policy versions out."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from verbatim.types import Float32, Int32, StopReason
 INT32_END = 2**31
 """Ids, counts and versions are below this."""
 MOST_STOP_IDS = 4096
-"""Stop ids of one request."""
+"""Most stop ids of one request."""
 _LOOK_EVERY = 0.2
-"""Seconds between two looks at whether the engine lives."""
+"""Seconds between two checks that the engine lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. Logprobs are always of the distribution these describe."""
+    """Sampling parameters. Logprobs are always those of the distribution that they define."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token (evaluation only: training refuses it), else at least 1e-6."""
@@ -65,31 +65,31 @@ class SampleRequest:
     """One generation, as exact ids."""
 
     prompt_ids: Int32
-    """int32 [P]; not empty."""
+    """Prompt: int32 [P], not empty."""
     params: SamplingParams
-    """How to draw."""
+    """Sampling parameters."""
     seed: int
     """Randomness is a function of (seed, position of the token in the whole sequence) only."""
     session: str = ""
-    """Requests of one session share a growing prefix: a hint for prefix caching, never needed."""
+    """Requests of one session share a growing prefix: a hint for prefix caching; may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """What was sampled, as exact ids."""
+    """A sampled completion, as exact ids."""
 
     ids: Int32
-    """int32 [C]; ends with a stop id if `stop_reason` is "stop"."""
+    """Sampled ids: int32 [C]; ends with a stop id if `stop_reason` is "stop"."""
     logprobs: Float32 | None
-    """float32 [C], of the distribution that was sampled from; None = the engine cannot say."""
+    """float32 [C], of the distribution that was sampled from; None = the engine gives none."""
     policy_versions: Int32 | None
-    """The weights that sampled each token: int32 [C]."""
+    """Version of the weights that sampled each token: int32 [C]; None = the engine gives none."""
     stop_reason: StopReason
     """"stop", "length" or "cancelled"."""
     queued_seconds: float = 0.0
-    """Waiting for a place in the batch."""
+    """Seconds of waiting for a slot in the batch."""
     generated_seconds: float = 0.0
-    """From there to the last token."""
+    """Seconds from then to the last token."""
 
 
 def nothing_sampled(queued_seconds: float = 0.0) -> Completion:
@@ -102,7 +102,7 @@ def nothing_sampled(queued_seconds: float = 0.0) -> Completion:
 
 @runtime_checkable
 class CanFail(Protocol):
-    """A sampler that knows when it can answer nothing any more."""
+    """A sampler that reports the death of its engine."""
 
     @property
     def failure(self) -> str | None:
@@ -110,7 +110,7 @@ class CanFail(Protocol):
 
 
 def failure_of(sampler: Sampler) -> str | None:
-    """Why a sampler can answer nothing any more; None while it can, or where it does not know."""
+    """Why the sampler's engine is dead; None while it lives, or if the sampler cannot report it."""
     return sampler.failure if isinstance(sampler, CanFail) else None
 
 
@@ -118,9 +118,9 @@ async def watch_engine(sampler: Sampler) -> None:
     """Wait until the engine is dead.
 
     Raises:
-        EngineDead: it is, and says why.
+        EngineDead: the engine is dead; the message says why.
     """
-    while (failure := failure_of(sampler)) is None:  # noqa: ASYNC110 - it dies on a thread of its own, of anything
+    while (failure := failure_of(sampler)) is None:  # noqa: ASYNC110 - the engine dies on its own thread, for any reason
         await asyncio.sleep(_LOOK_EVERY)
     raise EngineDead(failure)
 
@@ -146,17 +146,17 @@ class Sampler(Protocol):
         """The version of the weights in use."""
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample one completion. Cancelling the call frees its place in the batch.
+        """Sample one completion. Cancelling the call frees its slot in the batch.
 
-        An engine that knows how many tokens it had drawn for a call that was cancelled, or that failed, says so:
-        `raise cut_off(num_tokens)` (of `inference.cut_off`), `SamplerFault(..., num_tokens=...)`.
+        An engine that knows how many tokens it had drawn for a cancelled or failed call reports the number:
+        `raise cut_off(num_tokens)` (in `inference.cut_off`), `SamplerFault(..., num_tokens=...)`.
         """
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder between two decode steps; nothing in flight is lost."""
+        """Load a Hugging Face folder between two decode steps; requests in flight continue."""
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it: float32 [L]; the first is NaN."""
 
     async def close(self) -> None:
-        """Stop; whatever is in flight ends as cancelled."""
+        """Stop; requests in flight end as cancelled."""

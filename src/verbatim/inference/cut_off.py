@@ -1,6 +1,6 @@
-"""Counts tokens whose completion is never delivered: a call that was cancelled, an engine that failed.
+"""Counts tokens whose completion is never delivered: of cancelled calls and failed engines.
 
-Both leave `generate` as exceptions, and both know how many tokens had been drawn, so that whoever asked can count them.
+Both leave `generate` as exceptions that hold how many tokens had been drawn, so that the caller can count them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def cut_off(num_tokens: int) -> asyncio.CancelledError:
-    """What a cancelled `generate` call raises, once the engine has let go of it.
+    """The error of a cancelled `generate` call, once the engine has ended it.
 
-    No class of its own: `asyncio.timeout` takes a CancelledError only.
+    It is no subclass, because `asyncio.timeout` accepts CancelledError only.
 
     Args:
-        num_tokens: Drawn until then; whoever cancelled gets none of them.
+        num_tokens: Tokens drawn until then; they are not delivered.
     """
     error = asyncio.CancelledError()
     error.num_tokens = num_tokens  # type: ignore[attr-defined]
@@ -24,14 +24,14 @@ def cut_off(num_tokens: int) -> asyncio.CancelledError:
 
 
 def num_tokens_drawn(end: BaseException) -> int:
-    """Tokens that were drawn for a call that ended with this; 0 where the engine does not say."""
+    """Tokens drawn for a call that ended with this error; 0 if the engine does not report them."""
     return int(getattr(end, "num_tokens", 0))
 
 
 async def settle(futures: Collection[asyncio.Future[Any]]) -> None:
-    """Wait until all are done, also where the caller is cancelled meanwhile; that is raised at the end.
+    """Wait until all are done, even if the caller is cancelled meanwhile; the cancellation is raised at the end.
 
-    For what is sure to end soon, and has to be known: an engine's answer to a cancellation.
+    For results that come soon and must not be lost, such as an engine's answer to a cancellation.
     """
     cancelled: asyncio.CancelledError | None = None
     while left := [future for future in futures if not future.done()]:

@@ -10,10 +10,10 @@ from verbatim.types import Float32, Int32
 
 
 class SamplerProxy:
-    """Says what the other says. Its weights and its end are not for whoever asks here to decide.
+    """A sampler for callers that may neither update its weights nor close it.
 
     Args:
-        sampler: The other one.
+        sampler: The sampler that answers.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -48,8 +48,8 @@ class SamplerProxy:
         raise SamplerFault("the run loads its weights itself")
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """As the other: float32 [L]; the first is NaN."""
+        """Logprobs of the other sampler: float32 [L]; the first is NaN."""
         return await self._sampler.prompt_logprobs(token_ids, temperature)
 
     async def close(self) -> None:
-        """Nothing: the other one goes on."""
+        """Do nothing: the other sampler stays open."""

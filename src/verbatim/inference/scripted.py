@@ -1,4 +1,4 @@
-"""A sampler that says what a script says, for tests of everything that talks to a sampler; needs no model."""
+"""A sampler whose completions come from a script: for tests of its callers, without a model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from verbatim.inference.cut_off import cut_off
 from verbatim.inference.validation import check_ids, check_prompt
 from verbatim.types import Float32, Ids, Int32, StopReason
 
-Trouble: TypeAlias = Literal["fail", "hang", "wrong_length", "outside_vocabulary", "nan"]
-"""What can go wrong with a request: raise SamplerFault, never answer, one logprob too few, an id that is the
-vocabulary's size, a logprob that is NaN."""
+Fault: TypeAlias = Literal["fail", "hang", "wrong_length", "outside_vocabulary", "nan"]
+"""The fault of a request: raise SamplerFault, never answer, one logprob too few, an id equal to the vocabulary's size,
+a NaN logprob."""
 
 Script: TypeAlias = Callable[[SampleRequest], Ids] | Mapping[tuple[int, ...], Ids] | Sequence[Ids]
 """A function of the request; or completions by prompt; or completions in order of the requests."""
 
 
 def default_logprob(token_id: int) -> float:
-    """-1 / (1 + id): different for each token, so that a test sees which one a logprob belongs to.
+    """-1 / (1 + id): different for each token, so that a test can tell which token a logprob belongs to.
 
     >>> default_logprob(3)
     -0.25
@@ -49,7 +49,7 @@ class ScriptedSampler:
     """
 
     script: Script
-    """What to say."""
+    """The completions."""
     vocab_size: int
     """Ids are below this."""
     context_length: int
@@ -60,14 +60,14 @@ class ScriptedSampler:
     """Delay before each token; other tasks run between tokens even at 0."""
     policy_version: int = 0
     """The version of the "weights" in use; tokens carry the one at their own time."""
-    trouble: Mapping[int, Trouble] | Callable[[int, SampleRequest], Trouble | None] = field(default_factory=dict)
-    """What goes wrong with which request: by its index in `requests`, or as a function of index and request."""
+    trouble: Mapping[int, Fault] | Callable[[int, SampleRequest], Fault | None] = field(default_factory=dict)
+    """Faults by index in `requests`, or as a function of index and request."""
     failing_updates: frozenset[int] = frozenset()
     """Versions whose weights cannot be loaded: `update_weights` raises ModelError."""
     requests: list[SampleRequest] = field(default_factory=list, init=False)
-    """Every request seen, in order."""
+    """All requests, in order."""
     updates: list[tuple[Path, int]] = field(default_factory=list, init=False)
-    """Every (path, version) loaded, in order."""
+    """All (path, version) that were loaded, in order."""
     num_cancelled: int = field(default=0, init=False)
     """Calls whose caller cancelled them."""
     num_in_flight: int = field(default=0, init=False)
@@ -78,12 +78,12 @@ class ScriptedSampler:
     _hanging: list[asyncio.Future[None]] = field(default_factory=list, init=False, repr=False)
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """What the script says.
+        """Return the script's completion.
 
         Raises:
-            RecordError: a prompt that no sampler takes, or a script that has nothing for this request.
-            SamplerFault: the request is to fail, or the sampler is closed.
-            asyncio.CancelledError: it was cancelled; holds how many tokens had been drawn.
+            RecordError: an invalid prompt, or a script without a completion for this request.
+            SamplerFault: the request fails by `trouble`, or the sampler is closed.
+            asyncio.CancelledError: the call was cancelled; it holds how many tokens had been drawn.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         if self._closed:
@@ -101,7 +101,7 @@ class ScriptedSampler:
             self.num_in_flight -= 1
 
     async def _answer(self, index: int, request: SampleRequest, versions: list[int]) -> Completion:
-        """Puts the version of each token into `versions`, as it is drawn."""
+        """Append the version of each token to `versions` as it is drawn."""
         trouble = self.trouble(index, request) if callable(self.trouble) else self.trouble.get(index)
         if trouble == "fail":
             raise SamplerFault(f"request {index} fails, as scripted")
@@ -148,7 +148,7 @@ class ScriptedSampler:
         return self.script[index]
 
     def _cut(self, ids: Ids, request: SampleRequest) -> tuple[Int32, StopReason]:
-        """As an engine would end it: at the first stop id, or for length (also where the script just ends)."""
+        """Cut at the first stop id, or for length (also where the script's completion just ends)."""
         said = check_ids(ids, self.vocab_size, "script") if len(ids) else np.empty(0, dtype=np.int32)
         room = min(request.params.max_tokens, self.context_length - len(request.prompt_ids))
         said = said[:room]
@@ -181,7 +181,7 @@ class ScriptedSampler:
         return np.array([np.nan, *(self.logprob(int(i)) for i in ids[1:])], dtype=np.float32)
 
     async def close(self) -> None:
-        """Stop; what is in flight ends as cancelled, with the tokens it has. May be called again."""
+        """Stop; requests in flight end as cancelled, with the tokens it has. May be called again."""
         self._closed = True
         for future in self._hanging:
             if not future.done():

@@ -1,4 +1,4 @@
-"""What a sampler refuses before it starts: prompts that no model could continue, stop ids that it cannot sample."""
+"""Checks of requests before sampling: prompts, stop ids, temperatures, policy versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:
     """The ids as an int32 array [L].
 
     Raises:
-        RecordError: no ids, no list of integers, or an id outside the vocabulary (names position and value).
+        RecordError: no ids, not a list of integers, or an id outside the vocabulary (names position and value).
     """
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0:
@@ -31,27 +31,27 @@ def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:
 
 
 def check_version(version: int) -> None:
-    """Refuse what no policy version can be.
+    """Refuse an invalid policy version.
 
     Raises:
-        UsageError: a negative version, or one that a record does not hold.
+        UsageError: a negative version, or one beyond int32.
     """
     if not 0 <= version < INT32_END:
         raise UsageError(f"policy version {version!s:.80}; expected an integer in [0, 2**31)")
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse a temperature that no logprobs can be of.
+    """Refuse a temperature that defines no logprobs.
 
     Raises:
-        RecordError: not above 0, too near to it, or not finite.
+        RecordError: not above 0, too near to 0, or not finite.
     """
     if not COLDEST <= temperature < math.inf:
         raise RecordError(f"temperature = {temperature}; expected a finite number above 0, at least {COLDEST}")
 
 
 def check_prompt(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
-    """Refuse a request that cannot be continued by at least one token, or whose stop ids are not the model's.
+    """Refuse a prompt without room for one more token, and stop ids outside the vocabulary.
 
     Raises:
         RecordError: an empty or too long prompt, or an id outside the vocabulary (names position and value).

@@ -1,4 +1,4 @@
-"""A tool: what the model is told about it, and how one call of it runs."""
+"""The `Tool` protocol: its schema for the model, and one call."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ class ToolArgumentsError(RolloutError, ValueError):
 
 
 class ToolFailed(RolloutError):
-    """A tool says that it could not do what was asked; the text, all of it, goes to the model."""
+    """A tool could not do what was asked; its whole text goes to the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:
-    """What a tool answers. A tool may return a plain string instead."""
+    """The answer of a tool, which may also return a plain string."""
 
     content: str
     """The text the model reads."""
     done: bool = False
-    """Ends the episode: nothing is sampled after it."""
+    """Whether it ends the episode: nothing is sampled after it."""
     reward: float | None = None
     """The reward of the turn that made the call."""
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """Something the model can call. `verbatim.tools.FunctionTool` makes one from a typed function."""
+    """A function that the model can call. `verbatim.tools.FunctionTool` makes one from a typed function."""
 
     name: str
-    """As the model calls it."""
+    """Its name for the model."""
     schema: Mapping[str, Any]
     """OpenAI's function schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
@@ -43,5 +43,5 @@ class Tool(Protocol):
 
         Raises:
             ToolArgumentsError: the arguments do not fit the schema; its text tells the model what to do differently.
-            ToolFailed: it could not do what was asked. So does anything else that it raises, less politely.
+            ToolFailed: it could not do what was asked. Any other exception counts as a fault of the tool.
         """

@@ -17,15 +17,15 @@ from jsonschema.validators import extend, validator_for
 from referencing import Registry
 
 SECONDS = 1.0
-"""Time to check the arguments of one call."""
+"""Seconds to check the arguments of one call."""
 MOST_CHARACTERS = 10_000
-"""Length of the longest pattern."""
+"""Most characters of a pattern."""
 
 _deadline: ContextVar[float] = ContextVar("deadline")
 
 
 class TooLong(Exception):
-    """The time is over."""
+    """The check exceeded its time."""
 
     def __init__(self) -> None:
         super().__init__(f"that takes more than {SECONDS:g} s")
@@ -33,10 +33,10 @@ class TooLong(Exception):
 
 @contextmanager
 def timed() -> Iterator[None]:
-    """The time in which arguments are checked.
+    """Set the deadline of checks in the block.
 
     Raises:
-        TooLong: it was not enough.
+        TooLong: the check took longer.
     """
     token = _deadline.set(time.monotonic() + SECONDS)
     try:
@@ -49,8 +49,8 @@ def bounded_validator(schema: Mapping[str, Any]) -> Any:
     """jsonschema's validator of a schema, for use within `timed`. Nothing that the schema refers to is fetched.
 
     Raises:
-        jsonschema.SchemaError: it is no schema.
-        ValueError: a keyword whose patterns jsonschema reads by itself, or a pattern that is too long.
+        jsonschema.SchemaError: an invalid schema.
+        ValueError: a keyword whose patterns jsonschema searches without a deadline, or a pattern that is too long.
     """
     plain = _without_dialects(schema)
     _refuse_unbounded(plain)
@@ -164,12 +164,12 @@ def _refuse_unbounded(schema: Any) -> None:
 
 
 def _written_out(pattern: str) -> int:
-    """Characters of a pattern in which each `{n}` is written out: `regex` takes the memory for it before it searches.
+    """Length of a pattern with each `{n}` expanded: `regex` allocates memory for it before it searches.
 
     >>> _written_out("[a-z]{2}-(a{10}){10}")
     103
     """
-    sizes, last = [0], [0]  # of the groups that are open, and of what stands last in each
+    sizes, last = [0], [0]  # sizes of open groups, and of the last item in each
     for part in _PARTS.finditer(pattern):
         text = part[0]
         if text == "(":

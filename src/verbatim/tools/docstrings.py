@@ -1,4 +1,4 @@
-"""What a docstring says about a function: its description, its arguments and what it returns."""
+"""Parses a docstring: the description, the arguments and the return value."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _RETURNS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionDoc:
-    """A docstring, taken apart.
+    """A parsed docstring.
 
     Example: `"Look.\\n\\nArgs:\\n    place: A town."` has the description "Look." and the arguments
     `{"place": "A town."}`.
     """
 
     description: str = ""
-    """What stands before the sections, its lines as they are."""
+    """Text before the sections, with its line breaks."""
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """By name, each on one line."""
+    """Description by argument name, each on one line."""
     returns: str | None = None
-    """What is said about the value."""
+    """Description of the return value; None = none."""
 
 
 def read_docstring(text: str, names: Collection[str]) -> FunctionDoc:
-    """Read Google, NumPy or Sphinx style: whichever describes most of these arguments.
+    """Parse Google, NumPy or Sphinx style: the one that describes most of the arguments.
 
     Args:
-        text: As `inspect.getdoc` gives it.
-        names: The function's parameters. What is said about others is left out.
+        text: The docstring from `inspect.getdoc`.
+        names: The function's parameters; descriptions of other names are dropped.
     """
     if "\n" not in text.strip():
         return FunctionDoc(description=text.strip())
-    from docstring_parser import ParseError, google, numpydoc, rest  # not above: most docstrings are one line
+    from docstring_parser import ParseError, google, numpydoc, rest  # imported here: most docstrings are one line
 
     best, best_score = FunctionDoc(description=_before_sections(text)), 0
     for style in (google, numpydoc, rest):
@@ -60,7 +60,7 @@ def read_docstring(text: str, names: Collection[str]) -> FunctionDoc:
             best = FunctionDoc(
                 description=_before_sections(text) if in_google else parsed.description or "",
                 arguments=arguments,
-                returns=_google_returns(text) if in_google else _said_of_value(parsed),
+                returns=_google_returns(text) if in_google else _description_of_value(parsed),
             )
             best_score = score
     return best
@@ -76,13 +76,13 @@ def _google_returns(text: str) -> str | None:
     return match[1].strip() if match else None
 
 
-def _said_of_value(parsed: Docstring) -> str | None:
+def _description_of_value(parsed: Docstring) -> str | None:
     returns = parsed.returns
     return returns.description if returns is not None else None
 
 
 def _with_indented_continuations(text: str) -> str:
-    """Google style indents the further lines of an entry. Lines that start no entry are taken for such lines too."""
+    """Indent continuation lines, as Google style requires; every line that starts no entry counts as one."""
     lines: list[str] = []
     inside, indent = False, None
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""A tool from a typed Python function: its signature is the schema, its docstring says what it means."""
+"""A tool from a typed Python function: the signature gives the schema, the docstring the descriptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verbatim.tools.signature import Signature, Subject, read_signature
 
 
 class FunctionTool:
-    """Something callable that the model can call: a function, a method, `functools.partial`, an object with `__call__`.
+    """A tool from a function, a method, a `functools.partial` or an object with `__call__`.
 
     The description, and those of the arguments, are read from the docstring (Google, NumPy or Sphinx style) and from
     `Annotated[..., Field(description=...)]`; where both describe an argument, the docstring does. The schema is what
@@ -30,12 +30,12 @@ class FunctionTool:
     block; `inline=True` calls it on the loop instead, for work of microseconds, where the thread costs more.
 
     Args:
-        function: What is called. What `functools.partial` binds is hidden from the model.
-        name: As the model calls it; by default the function's name, or the class's of an object.
+        function: The callable. Arguments bound by `functools.partial` are hidden from the model.
+        name: Its name for the model; by default the function's, or the class's of an object.
         description: Instead of the docstring's; "" for no description.
         parameters: A JSON schema in place of the signature's types, for a function that has none.
         inline: Call it on the event loop.
-        returns: Tell the model what the function returns, under `return`. Most chat templates leave it out.
+        returns: Put the schema of the return value under `return`. Most chat templates ignore it.
 
     Example:
         >>> def guess(number: int) -> str:
@@ -49,8 +49,8 @@ class FunctionTool:
         {'number': {'type': 'integer', 'description': 'From 1 to 15.'}}
 
     Raises:
-        ComponentError: a parameter without a type, with a type that JSON cannot carry, or of variable number; or
-            `parameters` that are no JSON schema.
+        ComponentError: a parameter without a type, of a type without a JSON form, or `*args` or `**kwargs`; or
+            `parameters` that are not a JSON schema.
     """
 
     def __init__(
@@ -100,12 +100,11 @@ class FunctionTool:
     async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Validate the arguments and run.
 
-        What the function returns becomes the text as `as_result` has it: a string as it is, None as "", anything else
-        as JSON.
+        `as_result` converts the return value: a string is unchanged, None is "", any other value is JSON.
 
         Raises:
             ToolArgumentsError: the arguments do not fit the signature.
-            TypeError: the function returned something that has no JSON form.
+            TypeError: the function returned a value without a JSON form.
         """
         by_name = self._arguments.validate(arguments)
         in_order = self._arguments.by_position if isinstance(self._arguments, Signature) else ()
@@ -115,13 +114,13 @@ class FunctionTool:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    # Not the loop's pool: a hung tool would keep one of its few threads for ever, and the process alive at its end.
+    # Not the loop's pool: a hung tool would block one of its few threads for ever, and keep the process from ending.
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
 
     def settle(value: object, error: BaseException | None) -> None:
-        if future.done():  # timed out or cancelled meanwhile
+        if future.done():  # timed out or cancelled
             return
         if error is not None:
             future.set_exception(error)
@@ -133,9 +132,9 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         failure: BaseException | None = None
         try:
             value = context.run(call)
-        except StopIteration as error:  # a future cannot carry it
+        except StopIteration as error:  # a future cannot hold it
             failure = RuntimeError(f"the tool raised StopIteration: {error}")
-        except BaseException as error:  # noqa: BLE001  carried to the caller, who counts it
+        except BaseException as error:  # noqa: BLE001  passed to the caller, which counts it
             failure = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, failure)

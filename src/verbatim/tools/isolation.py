@@ -1,4 +1,4 @@
-"""How a script is shut in: by bubblewrap or by plain user namespaces, tried out once, or not at all."""
+"""Isolation of scripts: by bubblewrap or by plain user namespaces (tested once), or none."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from verbatim.errors import UsageError
 
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8", "TERM": "dumb"}
-"""All that a shut-in script inherits."""
+"""All variables that an isolated script inherits."""
 WORK = "/tmp/work"
-"""The throw-away directory, as seen from inside; it and /tmp above it share one file system."""
+"""The temporary directory as seen from inside; it and /tmp above it share one file system."""
 
 NOBODY = "65534"
 NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts")
@@ -24,7 +24,7 @@ INSTALL = "install bubblewrap (Debian, Ubuntu: `apt-get install bubblewrap`; Fed
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What one sandbox may use.
+    """Resource limits of one sandbox.
 
     Raises:
         UsageError: a limit that is not positive.
@@ -33,17 +33,17 @@ class SandboxLimits:
     timeout: float = 5.0
     """Seconds for one command."""
     cpu_seconds: int = 10
-    """Processor time of one process."""
+    """CPU seconds of one process."""
     memory_mb: int = 256
-    """Address space of one process."""
+    """MiB of address space of one process."""
     processes: int = 32
-    """At one time; the sandbox's own shell needs two."""
+    """Processes at a time; the sandbox's own shell needs two."""
     open_files: int = 128
-    """Of one process."""
+    """Open files of one process."""
     disk_mb: int = 16
-    """Everything in the throw-away directory together."""
+    """MiB of all files in the temporary directory together."""
     output_bytes: int = 8192
-    """Shown of what one command writes."""
+    """Bytes shown of one command's output."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -54,21 +54,21 @@ class SandboxLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """One way to run a script."""
+    """A way to isolate a script."""
 
     name: str
     """"bubblewrap", "unshare" or "none"."""
     command: Callable[[SandboxLimits, str], list[str]]
-    """The command line that runs a bash script under these limits."""
+    """Returns the command line that runs a bash script under these limits."""
     has_namespaces: bool = True
     """Whether the script is process 1 of a process namespace of its own."""
 
 
 def find_isolation(*, unsafe_allow: bool = False) -> Isolation:
-    """The strongest isolation that works on this machine; with `unsafe_allow`, none where there is no other.
+    """The strongest isolation that works on this machine; with `unsafe_allow`, no isolation if none works.
 
     Raises:
-        UsageError: none works. Says what was tried and what to install.
+        UsageError: no isolation works; says what was tried and what to install.
     """
     found, tried = _try_all()
     if found is not None:
@@ -94,7 +94,7 @@ def _try_all() -> tuple[Isolation | None, tuple[str, ...]]:
 
 
 def why_not(isolation: Isolation) -> str | None:
-    """What keeps an isolation from working here, found by running it; None = it shuts in what it runs."""
+    """Why an isolation does not work here, found by running it; None = it works."""
     try:
         command = isolation.command(SandboxLimits(), f"cd /proc/self/ns && readlink {' '.join(NAMESPACES)}")
         done = subprocess.run(
@@ -119,14 +119,14 @@ def _program(name: str) -> str:
 
 
 def _as_nobody() -> list[str]:
-    """Killed with its parent (to the kernel: the thread that started it); and never as the real root, whom the limit on
-    processes does not bind."""
+    """Command prefix: killed with its parent (for the kernel, the thread that started it), and never run as the real
+    root, to whom the limit on processes does not apply."""
     other = ["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"] if os.geteuid() == 0 else []
     return [_program("setpriv"), *other, "--no-new-privs", "--pdeathsig", "KILL", "--"]
 
 
 def _system_folders() -> list[tuple[str, str | None]]:
-    """What of the system is shown, read-only: a folder or file, or a link and its target."""
+    """System folders and files that are visible, read-only: (path, None), or (link, target)."""
     shown: list[tuple[str, str | None]] = [("/usr", None)]
     for path in map(Path, ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")):
         if path.is_symlink():
@@ -136,9 +136,9 @@ def _system_folders() -> list[tuple[str, str | None]]:
     return shown
 
 
-# The throw-away directory, and the end of privileges: a process that shuts itself in holds capabilities over its own
-# namespaces and drops them; a namespace of users inside would give them back, and with them file systems in memory of
-# any size. Bubblewrap's own file systems have no limit on files, each of which takes memory of the kernel.
+# Mounts the temporary directory, then drops privileges: a process in new namespaces holds capabilities over them; a
+# nested user namespace would give them back, and with them in-memory file systems of any size. Bubblewrap's own file
+# systems have no limit on the number of files, each of which takes kernel memory.
 _WORK = """
 mount -t tmpfs -o size={size},nr_inodes=10k,mode=755,nosuid,nodev work {at}
 mkdir {at}/work
@@ -163,7 +163,7 @@ def _bubblewrap(limits: SandboxLimits, script: str) -> list[str]:
         "--hostname", "terminal", "--die-with-parent", "--as-pid-1",
         "--cap-drop", "ALL", *(word for name in _MOUNTING for word in ("--cap-add", name)),
         *system, "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp",
-        # What bubblewrap makes is in memory, of any size, and the user's own: nothing of it stays writable.
+        # Bubblewrap's file systems lie in memory, without a size limit, so none of them stays writable.
         "--remount-ro", "/dev", "--remount-ro", "/",
         "--chdir", "/", "--setenv", "HOME", WORK, "--",
         "bash", "-c", f"set -e\n{_WORK.format(at='/tmp', size='$1')}{_SEAL.format(script='$2')}", "bash",
@@ -171,7 +171,7 @@ def _bubblewrap(limits: SandboxLimits, script: str) -> list[str]:
     ]  # fmt: skip
 
 
-# The same by hand.
+# The same as bubblewrap, by hand.
 _UNSHARE = """
 set -e
 new=/tmp

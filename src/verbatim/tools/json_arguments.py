@@ -19,10 +19,10 @@ MOST_VALUES = 100_000
 
 
 class JsonArguments:
-    """What a schema lets through.
+    """Validates arguments against a JSON schema.
 
-    A schema and arguments can be made so that checking them takes for ever (a pattern that tries every way, references
-    that double at each step): after `bounded_schema.SECONDS` the arguments count as wrong.
+    Hostile schemas and arguments can take for ever to check (a pattern that backtracks, references that double at each
+    step): after `bounded_schema.SECONDS` the arguments count as invalid.
 
     Example:
         >>> schema = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
@@ -31,11 +31,11 @@ class JsonArguments:
         verbatim.tools.base.ToolArgumentsError: place: 3 is not of type 'string'
 
     Raises:
-        ComponentError: it is no schema of an object, or one that cannot be checked in bounded time.
+        ComponentError: not a schema of an object, or one that cannot be checked in bounded time.
     """
 
     def __init__(self, schema: Mapping[str, Any], where: str) -> None:
-        from jsonschema import SchemaError  # not above: most tools are typed functions, and need none of it
+        from jsonschema import SchemaError  # imported here: most tools are typed functions and need no jsonschema
 
         from verbatim.tools.bounded_schema import bounded_validator
 
@@ -52,10 +52,10 @@ class JsonArguments:
             raise ComponentError(f"{where}: its parameters cannot be checked: {error}") from error
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments.
+        """Return the arguments if they are valid.
 
         Raises:
-            ToolArgumentsError: they do not fit; says where and why.
+            ToolArgumentsError: they are invalid; says where and why.
         """
         from verbatim.tools.bounded_schema import TooLong, timed
 

@@ -1,7 +1,7 @@
 """From type hints to JSON schemas, in the forms that `transformers.utils.get_json_schema` writes.
 
-Chat templates and models know these forms: a schema by hand, by transformers or by a `FunctionTool` is one prompt.
-pydantic writes what transformers refuses: models, dataclasses, typed dicts, dates, constraints.
+Chat templates and models know these forms, so that a schema by hand, by transformers or by a `FunctionTool` gives the
+same prompt. pydantic also covers types that transformers refuses: models, dataclasses, typed dicts, dates, constraints.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ToolSchema(GenerateJsonSchema):
         return inner if inner == {"type": "null"} else {**inner, "nullable": True}
 
     def union_schema(self, schema: core_schema.UnionSchema) -> JsonSchemaValue:
-        """One list of types where the branches say no more than a type."""
+        """One list of types if every branch is only a type."""
         branches = [
             self.generate_inner(choice[0] if isinstance(choice, tuple) else choice) for choice in schema["choices"]
         ]
@@ -57,26 +57,26 @@ class ToolSchema(GenerateJsonSchema):
         return _values([member.value for member in schema["cls"]]) or super().enum_schema(schema)
 
     def tuple_schema(self, schema: core_schema.TupleSchema) -> JsonSchemaValue:
-        """A type for each place; what follows from them is left out."""
+        """A type for each item, without the redundant `minItems` and `maxItems`."""
         found = super().tuple_schema(schema)
         if "variadic_item_index" in schema:
             return found
         return {key: value for key, value in found.items() if key not in ("minItems", "maxItems")}
 
     def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
-        """The values' type, `{}` for any; what is true of keys is left out."""
+        """The values' type, `{}` for any, without `propertyNames`."""
         found = {key: value for key, value in super().dict_schema(schema).items() if key != "propertyNames"}
         return {**found, "additionalProperties": {}} if found.get("additionalProperties") is True else found
 
     def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
-        """In the order of definition."""
+        """Keep the order of definition."""
         return value
 
 
 def readable(hint: Any) -> Any:
-    """A type hint as pydantic reads it, and as `ToolSchema` tells `list` from `list[Any]`.
+    """Convert a type hint for pydantic, and so that `ToolSchema` can distinguish `list` from `list[Any]`.
 
-    Before Python 3.12 pydantic takes typed dicts of `typing_extensions` only: those of `typing` are made anew.
+    Before Python 3.12 pydantic accepts only typed dicts of `typing_extensions`, so those of `typing` are converted.
     """
     return _readable(hint, {})
 
@@ -110,7 +110,7 @@ def _typed_dict(hint: Any, known: dict[Any, Any]) -> Any:
 
 
 def untitled(schema: Any, names_first: bool = False) -> Any:
-    """Without the titles pydantic makes up from names: they only cost tokens. A property may be called "title"."""
+    """Remove the titles that pydantic derives from names, which only cost tokens; keeps properties called "title"."""
     if isinstance(schema, list):
         return [untitled(item) for item in schema]
     if not isinstance(schema, dict):
@@ -123,7 +123,7 @@ def untitled(schema: Any, names_first: bool = False) -> Any:
 
 
 def with_enums_inside(schema: JsonSchemaValue) -> JsonSchemaValue:
-    """With the values of an enumeration where they are used, not under `$defs`, and without its docstring."""
+    """Inline the values of enumerations from `$defs`, without their docstrings."""
     definitions = schema.get("$defs", {})
     enums = {
         f"{_REFERENCE}{name}": {key: inner[key] for key in ("type", "enum") if key in inner}
@@ -146,7 +146,7 @@ def with_enums_inside(schema: JsonSchemaValue) -> JsonSchemaValue:
 
 
 def _values(values: Sequence[Any]) -> JsonSchemaValue | None:
-    """The schema of a choice between JSON values; None where there are others among them."""
+    """The schema of a choice between JSON values; None if a value has no JSON form."""
     if not values or any(type(value) not in _SCALARS for value in values):
         return None
     kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))

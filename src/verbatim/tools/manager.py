@@ -1,4 +1,4 @@
-"""Runs the calls a model made: whatever goes wrong becomes a message to the model, and is counted."""
+"""Runs the model's tool calls; every failure becomes a message to the model, and is counted."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from verbatim.types import Message, ToolCall
 from verbatim.user_code import is_ctrl_c
 
 MAX_ERROR_CHARACTERS = 500
-"""Of an exception's own text."""
+"""Most characters of an exception's text."""
 _LONGEST_REFUSAL = 16_384
-"""Characters of what is said about arguments that do not fit."""
+"""Most characters of a message about invalid arguments."""
 
 _KEYS = ("name", "description", "parameters", "function")
-"""Of a tool given as a dict."""
+"""Keys of a tool given as a dict."""
 
 _UNREADABLE = {
     "invalid_json": "it is not valid JSON",
@@ -41,30 +41,30 @@ _UNREADABLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOutcome:
-    """What one call came to."""
+    """The outcome of one call."""
 
     message: Message
     """The tool message for the model."""
     done: bool = False
-    """The tool ended the episode."""
+    """Whether the tool ended the episode."""
     reward: float | None = None
     """The reward the tool gave to the turn."""
     error_kind: str | None = None
-    """None, or what to count: a parse status ("invalid_json", ...), "unknown_tool", "invalid_arguments", "exception",
-    "timeout", "oversize" (the tool ran, its answer was cut)."""
+    """None, or the kind of error to count: a parse status ("invalid_json", ...), "unknown_tool", "invalid_arguments",
+    "exception", "timeout", "oversize" (the tool ran, its answer was cut)."""
     fault: BaseException | None = None
-    """What the tool raised that it did not mean for the model (a `ToolFailed`): a fault of the tool's own."""
+    """An exception of the tool other than `ToolFailed`: a fault of the tool."""
 
 
 class ToolManager(Mapping[str, Tool]):
     """The tools of one episode, by name.
 
-    Made from `Tool` objects; whatever `FunctionTool` takes (typed functions, `functools.partial`, objects with
+    Accepts `Tool` objects; everything that `FunctionTool` accepts (typed functions, `functools.partial`, objects with
     `__call__`); dicts with `name`, `description`, `parameters` (a JSON schema) and `function`; and any other object,
     each of whose public methods is a tool.
 
     Raises:
-        ComponentError: two tools of one name, or something that is no tool.
+        ComponentError: two tools of one name, or an object that is not a tool.
     """
 
     def __init__(self, tools: Iterable[object] = ()) -> None:
@@ -74,10 +74,10 @@ class ToolManager(Mapping[str, Tool]):
         self.register(*tools)
 
     def register(self, *tools: object) -> None:
-        """Take more tools. An episode that is under way would be shown them in a conversation rendered anew.
+        """Add tools. An episode under way would need its conversation rendered again to show them.
 
         Raises:
-            ComponentError: as for the constructor; then none of them is taken.
+            ComponentError: as for the constructor; then none of them is added.
         """
         taken = dict(self._tools)
         for tool in (tool for item in tools for tool in _as_tools(item)):
@@ -98,22 +98,22 @@ class ToolManager(Mapping[str, Tool]):
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """What the model is told, in OpenAI's format."""
+        """Schemas for the model, in OpenAI's format."""
         return [tool.schema for tool in self._tools.values()]
 
     async def dispatch(
         self,
         call: ToolCall,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109  it is the tool's deadline: it becomes an answer, not an error
+        timeout: float | None = None,  # noqa: ASYNC109  the tool's deadline becomes an answer, not an error
         output_limit: int | None = None,
     ) -> ToolOutcome:
         """Run one call.
 
         Args:
-            call: As parsed; a call that could not be read is answered, not run.
-            timeout: Seconds; None waits for ever. A thread that overruns cannot be stopped, only left behind.
-            output_limit: Characters of the answer, the note about the cut included; None = no limit.
+            call: The parsed call; a malformed call is answered without being run.
+            timeout: Seconds; None = no limit. A thread that overruns cannot be stopped; it is abandoned.
+            output_limit: Most characters of the answer, including the note about the cut; None = no limit.
 
         Never raises, except `CancelledError` when the caller is cancelled, and KeyboardInterrupt.
         """
@@ -151,7 +151,7 @@ class ToolManager(Mapping[str, Tool]):
 async def _run(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
     try:
         return await tool(dict(arguments))
-    except SystemExit as error:  # out of a task it would end the whole run
+    except SystemExit as error:  # in a task it would end the whole run
         raise RuntimeError(f"it called sys.exit({shown(error.code, 80)})") from error
     except (Exception, asyncio.CancelledError):
         raise
@@ -162,7 +162,7 @@ async def _run(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
 
 
 def _is_running() -> bool:
-    """Whether the coroutine runs on its task; it does not when it is thrown away."""
+    """Whether the coroutine runs on its task; False while it is garbage collected."""
     try:
         return asyncio.current_task() is not None
     except RuntimeError:
@@ -170,14 +170,14 @@ def _is_running() -> bool:
 
 
 def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, ToolResult]:
-    """What a finished tool returned, or its failure as a message."""
+    """The result of a finished tool, or its failure as a message."""
     try:
         result: object = task.result()
     except ToolArgumentsError as error:
         return "invalid_arguments", ToolResult(content=f"Error: {tool.name}: {cut(str(error), _LONGEST_REFUSAL)}")
     except ToolFailed as error:
         return "exception", ToolResult(content=f"Error: {tool.name} failed: {error}")
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it is the tool's own doing, and counted
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  a failure of the tool, and counted
         reason = error_text(error, MAX_ERROR_CHARACTERS)
         return "exception", ToolResult(content=f"Error: {tool.name} failed: {reason}")
     if isinstance(result, str):
@@ -193,7 +193,7 @@ def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, 
 
 
 def _fault(task: asyncio.Future[ToolResult], answer: ToolResult) -> BaseException | None:
-    """What the tool raised, or that it returned something else than a result; None for what it means for the model."""
+    """The tool's exception, or a TypeError for an invalid return value; None for `ToolFailed`."""
     if task.cancelled():
         return asyncio.CancelledError("what it awaited was cancelled")
     error = task.exception()
@@ -215,7 +215,7 @@ def _outcome(call: ToolCall, result: ToolResult, kind: str | None, limit: int | 
 
 
 def _as_unicode(text: str) -> str:
-    """A lone surrogate (from `os.fsdecode`, for example) is no character and has no bytes: U+FFFD stands for it."""
+    """Replace lone surrogates (from `os.fsdecode`, for example), which have no encoding, with U+FFFD."""
     return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
@@ -249,7 +249,7 @@ def _described(item: Mapping[str, Any]) -> FunctionTool:
 
 
 def _public_methods(item: object) -> list[Callable[..., Any]]:
-    """An object's own, in the order in which its classes define them."""
+    """An object's public methods, in the order of definition."""
     names = {
         name: None
         for cls in reversed(type(item).__mro__)

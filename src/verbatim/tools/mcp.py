@@ -1,4 +1,4 @@
-"""The tools of an MCP server: one session for all episodes, whatever event loop each of them runs on."""
+"""The tools of an MCP server: one session for the episodes of all event loops."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ INSTALL = "MCP servers need the mcp package: pip install 'verbatim-rl[mcp]'"
 class McpTools:
     """A source of tools, usable inside `with` or `async with`.
 
-    The session has a thread and an event loop of its own, since rollouts bring and end theirs. A server that is lost is
-    started, or connected to, anew by the next call; the call that was under way fails, and is not sent again, because
-    it may have had its effect.
+    The session has a thread and an event loop of its own, because rollouts start and end theirs. After a lost
+    connection the next call starts the server, or connects, again; a call under way fails and is not sent again,
+    because it may have had its effect.
 
     Example:
         >>> with McpTools.stdio("python", ["server.py"]) as source:  # doctest: +SKIP
@@ -54,18 +54,18 @@ class McpTools:
         prefix: str = "",
         connect_timeout: float = 30.0,
     ) -> Self:
-        """A server that is started as a process, and ended with the source.
+        """A server that is started as a process and ends with the source.
 
         Args:
             command: The program.
             args: Its arguments.
-            env: Added to the few harmless variables that it inherits (PATH, HOME, ...).
-            cwd: The directory it runs in.
+            env: Variables beside the few harmless ones that it inherits (PATH, HOME, ...).
+            cwd: Its working directory.
             prefix: In front of each tool's name, where two servers have tools of one name.
             connect_timeout: Seconds until it has answered.
 
         Raises:
-            UsageError: a command or arguments of another type.
+            UsageError: a command or arguments of a wrong type.
         """
         if not isinstance(command, str) or isinstance(args, str) or not all(isinstance(arg, str) for arg in args):
             raise UsageError(f"McpTools.stdio({command!r:.80}, {args!r:.80}); expected a program and a list of its "
@@ -106,7 +106,7 @@ class McpTools:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """As the server listed them, when it was opened or at the last `refresh`."""
+        """The server's tools as of `open` or the last `refresh`."""
         if self._stack is None:
             raise UsageError(f"{self!r} is not open; write `with {type(self).__name__}.stdio(...) as source:`")
         return self._tools
@@ -115,7 +115,7 @@ class McpTools:
         """Connect, and list the tools.
 
         Raises:
-            ComponentError: the server cannot be reached, or lists what is no tool.
+            ComponentError: the server cannot be reached, or lists an invalid tool.
             UsageError: it is open already, or the mcp package is not installed.
         """
         if self._stack is not None:
@@ -138,13 +138,13 @@ class McpTools:
         return self
 
     def close(self) -> None:
-        """End the session; of a server that was started, nothing is left. Calling it again does nothing."""
+        """End the session and the server's processes. May be called again."""
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.close()
 
     def refresh(self) -> None:
-        """Ask for the tools again. Managers that were made before keep theirs: what a model was shown stays true.
+        """List the tools again. Existing managers keep their tools, so that schemas in prompts stay valid.
 
         Raises:
             ComponentError: as in `open`.
@@ -158,7 +158,7 @@ class McpTools:
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         if self._stack is None:
             raise ToolFailed("its source is closed")
-        # Cancelling the one cancels the other, and the server is told.
+        # Cancelling this future cancels the call and notifies the server.
         return await asyncio.wrap_future(self._portal.start_task_soon(self._session.call, name, arguments))
 
     def __enter__(self) -> Self:
@@ -172,7 +172,7 @@ class McpTools:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            await asyncio.wait({opening})  # the thread cannot be stopped; what it opens has to be closed
+            await asyncio.wait({opening})  # the thread cannot be stopped; its session has to be closed
             await asyncio.to_thread(self.close)
             raise
 
@@ -197,11 +197,11 @@ class _McpTool:
         return f"McpTool({self.name!r})"
 
     async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Validate the arguments here, and run it there.
+        """Validate the arguments, and run the tool on the server.
 
         Raises:
             ToolArgumentsError: the arguments do not fit the schema.
-            ToolFailed: the server says so, is lost, or answered with something that is no text.
+            ToolFailed: the server reports a failure, is lost, or answers with data other than text.
         """
         result = await self._call(self._arguments.validate(arguments))
         content = "\n".join(_text(block) for block in result.content)
@@ -213,7 +213,7 @@ class _McpTool:
 
 
 def _text(block: Any) -> str:
-    """A block of an answer, which is to be text."""
+    """The text of an answer's block."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource_link":

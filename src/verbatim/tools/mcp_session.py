@@ -1,4 +1,4 @@
-"""One MCP server's session on one event loop: opened, opened again once it is lost, and no call ever sent twice."""
+"""One MCP server's session on one event loop: reconnects after a loss, and never sends a call twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Streams = AbstractAsyncContextManager[tuple[Any, Any]]
 
 _UNKNOWN_SESSION = re.compile(r"session (not found|terminated)", re.IGNORECASE)
-"""What a restarted HTTP server answers without having run anything. Its status, 404, does not come through."""
+"""The answer of a restarted HTTP server that has not run the call. Its status, 404, is not passed on."""
 
 
 @dataclass(eq=False)
@@ -34,22 +34,22 @@ class _Link:
     """One connection."""
 
     ready: anyio.Event = field(default_factory=anyio.Event)
-    """It stands, or has failed."""
+    """Set when it is connected or has failed."""
     over: anyio.Event = field(default_factory=anyio.Event)
-    """It has failed, is lost, or no longer wanted."""
+    """Set when it has failed, is lost or is closed."""
     failure: str | None = "its source is closed"
-    """Why it does not stand."""
+    """Why it is not connected; None = connected."""
     client: Client | None = None
-    """Once it stands."""
+    """The client, once it is connected."""
 
 
 class McpSession:
     """Calls the tools of one server.
 
     Args:
-        name: Of the server, for messages.
-        connect: Starts or reaches the server; calls its argument when the server is gone.
-        timeout: Seconds in which the server has to answer to a connection, or list its tools.
+        name: The server's name in messages.
+        connect: Starts or reaches the server; calls its argument when the server has ended.
+        timeout: Seconds for the server to accept a connection, or to list its tools.
     """
 
     def __init__(self, name: str, connect: Callable[[Callable[[], None]], Streams], timeout: float) -> None:
@@ -61,7 +61,7 @@ class McpSession:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The time in which it can be used; afterwards nothing of it is left."""
+        """Context manager in which the session can be used; ends its connection and tasks."""
         async with anyio.create_task_group() as group:
             self._group = group
             try:
@@ -74,7 +74,7 @@ class McpSession:
                     group.cancel_scope.cancel()
 
     async def tools(self) -> list[Tool]:
-        """What the server offers at present.
+        """The server's present tools.
 
         Raises:
             ToolFailed: the server cannot be reached, or does not answer.
@@ -115,12 +115,12 @@ class McpSession:
                 if is_last or not _UNKNOWN_SESSION.search(error.message):
                     raise ToolFailed(f"its server refused: {error.message}") from error
                 link.over.set()
-        raise AssertionError("the second try returns or raises")
+        raise AssertionError("the second attempt returns or raises")
 
     async def _connected(self) -> _Link:
-        """The connection; where there is none any more, all who ask for it wait for the same new one.
+        """The connection; if it is lost, all callers wait for the same new one.
 
-        It is made by a task of its own: a caller whose time is up leaves, and the others still get it.
+        A task of its own opens it, so that a caller that times out does not end it for the others.
         """
         if self._link is None or self._link.over.is_set():
             if self._group is None:
@@ -134,7 +134,7 @@ class McpSession:
         return link
 
     async def _hold(self, link: _Link) -> None:
-        """One connection, entered and left in one task, as its cancel scopes demand."""
+        """Open and close one connection in one task, as its cancel scopes require."""
         try:
             with anyio.move_on_after(self._timeout) as patience:
                 async with Client(self._connect(link.over.set)) as link.client:
@@ -144,7 +144,7 @@ class McpSession:
                     await link.over.wait()
             if patience.cancelled_caught:
                 link.failure = f"its server did not answer within {self._timeout:g} s"
-        except Exception as error:  # noqa: BLE001  whatever a transport may end with; the callers hear of it
+        except Exception as error:  # noqa: BLE001  transports raise anything; the callers get the reason
             if link.ready.is_set():
                 logger.warning("%s: the connection broke: %s", self._name, _reason(error))
             else:
@@ -156,14 +156,14 @@ class McpSession:
 
 @asynccontextmanager
 async def start_server(server: StdioServerParameters, on_end: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
-    """A server process; it and all that it started end with the context.
+    """Start a server process; it and its children end with the context.
 
-    Its end is seen at once, not with the next call: so that call, which would be lost, finds another server.
+    Its end is noticed at once rather than at the next call, so that the next call starts a new server.
     """
     sender, receiver = anyio.create_memory_object_stream[Any](0)
 
     async def pass_on(read: Any) -> None:
-        with suppress(anyio.BrokenResourceError):  # nobody listens any more
+        with suppress(anyio.BrokenResourceError):  # the receiver is closed
             async with sender:
                 async for message in read:
                     await sender.send(message)
@@ -179,7 +179,7 @@ async def start_server(server: StdioServerParameters, on_end: Callable[[], None]
 @asynccontextmanager
 async def reach_server(url: str, headers: Mapping[str, str]) -> AsyncIterator[tuple[Any, Any]]:
     """A server behind streamable HTTP."""
-    timeout = httpx2.Timeout(30.0, read=None)  # an answer may take as long as the tool does, and tools have a deadline
+    timeout = httpx2.Timeout(30.0, read=None)  # no read timeout: tools have their own deadline
     async with (
         httpx2.AsyncClient(headers=dict(headers), timeout=timeout) as http,
         streamable_http_client(url, http_client=http) as streams,
@@ -188,7 +188,7 @@ async def reach_server(url: str, headers: Mapping[str, str]) -> AsyncIterator[tu
 
 
 def _reason(error: BaseException) -> str:
-    """In one line, out of the groups that it is wrapped in."""
+    """The first error of nested exception groups, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())[:300]

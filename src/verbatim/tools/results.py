@@ -1,4 +1,4 @@
-"""What a tool returned, as the text that the model reads."""
+"""Converts a tool's return value to the text that the model reads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from verbatim.tools.base import ToolResult
 
 
 def as_result(value: object) -> ToolResult:
-    """A `ToolResult` as it is, a string as it is, None as "", anything else as JSON.
+    """A `ToolResult` or string unchanged, None as "", any other value as JSON.
 
     Dataclasses, pydantic models and mappings are objects; an enumeration's member is its value; a set is a sorted list,
-    so that it reads the same in every process; dates, paths and numpy values are what pydantic and numpy make of them.
+    so that it reads the same in every process; dates, paths and numpy values are converted by pydantic and numpy.
 
     >>> as_result({"towns": {"Ulm", "Bonn"}}).content
     '{"towns": ["Bonn", "Ulm"]}'
 
     Raises:
-        TypeError: something that has no JSON form.
+        TypeError: a value without a JSON form.
     """
     if isinstance(value, ToolResult):
         return value
@@ -63,7 +63,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sorted(items: list[Any]) -> list[Any]:
-    """By value; by their JSON text where values of several types do not compare."""
+    """Sorted by value, or by JSON text if the values do not compare."""
     try:
         return sorted(items)
     except TypeError:

@@ -1,4 +1,4 @@
-"""A bash that a model may type into: in a throw-away directory, without network, within limits, gone at the end."""
+"""A bash shell for a model's commands: in a temporary directory, without network, with resource limits."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from verbatim.tools.isolation import ENVIRONMENT, Isolation, SandboxLimits, find
 from verbatim.tools.shell_protocol import Answer, ShellProtocol
 
 START_SECONDS = 60.0
-"""Many sandboxes may start at one time on few cores."""
+"""Seconds to start; many sandboxes may start at a time on few cores."""
 GRACE_SECONDS = 5.0
-"""For killing what runs inside."""
+"""Seconds to kill the processes inside."""
 MOST_OUTPUT = 1 << 20
-"""Bytes after which a command is stopped; what lies between the limit and this is read and thrown away."""
+"""Bytes of output after which a command is stopped; output beyond the shown limit is discarded."""
 
 _FRESH = "a fresh shell has started, files are kept"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """What one command came to.
+    """The result of one command.
 
-    Example: `false` comes to `output=""`, `status=1` and the text "[exit status 1]".
+    Example: `false` gives `output=""`, `status=1` and the text "[exit status 1]".
     """
 
     output: str
-    """What it wrote to stdout and stderr, up to the limit."""
+    """Its stdout and stderr, up to the limit."""
     status: int | None
-    """Its exit status; None where it was stopped."""
+    """Its exit status; None if it was stopped."""
     notes: tuple[str, ...] = ()
-    """What the sandbox did about it."""
+    """Notes about limits and restarts."""
 
     @property
     def text(self) -> str:
-        """For the model: the output, then the notes in brackets; a silent failure shows its status."""
+        """Text for the model: the output, then the notes in brackets; a failure without output shows its status."""
         notes = self.notes or ((f"exit status {self.status}",) if self.status and not self.output else ())
         lines = [self.output.removesuffix("\n")] if self.output else []
         return "\n".join([*lines, *(f"[{note}]" for note in notes)])
 
 
 class Sandbox:
-    """One bash, used from one event loop. Directory and variables stay from command to command.
+    """One bash shell, used from one event loop. Directory and variables persist between commands.
 
-    Commands read from /dev/null. One that takes too long or writes too much is killed with everything else that runs
-    inside, and a fresh shell starts among the same files. What runs inside is trusted in nothing.
+    Commands read from /dev/null. One that takes too long or writes too much is killed with all other processes inside,
+    and a fresh shell starts with the same files. Processes inside are not trusted.
     """
 
     def __init__(self, limits: SandboxLimits, isolation: Isolation) -> None:
@@ -72,15 +72,15 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         isolation: Isolation | None = None,
     ) -> Sandbox:
-        """A running shell in a directory that holds these files.
+        """Start a shell in a directory with these files.
 
         Args:
-            limits: What it may use.
+            limits: Its resource limits.
             files: Text by relative path.
-            isolation: What shuts it in; by default the strongest that works here.
+            isolation: By default the strongest that works here.
 
         Raises:
-            UsageError: nothing can shut it in, or a path that leads out of the directory.
+            UsageError: no isolation works, or a path outside the directory.
             EnvironmentFault: it does not start, or the files do not fit.
         """
         sandbox = cls(limits or SandboxLimits(), isolation or find_isolation())
@@ -105,13 +105,13 @@ class Sandbox:
             try:
                 return await self._run(command)
             except asyncio.CancelledError:
-                self._kill()  # nobody knows any more where it stands
+                self._kill()  # the shell's state is unknown
                 raise
             except ConnectionError as error:
                 raise EnvironmentFault("the sandbox has ended") from error
 
     async def close(self) -> None:
-        """Kill everything inside and forget the files. Calling it again does nothing."""
+        """Kill all processes inside and delete the files. May be called again."""
         self._kill()
         process, self._process = self._process, None
         keeper, self._keeper = self._keeper, None
@@ -138,7 +138,7 @@ class Sandbox:
         try:
             await asyncio.shield(starting)
         finally:
-            # Cancelled half-way, asyncio would wait for ever for pipes that it has not connected yet.
+            # If it were cancelled half-way, asyncio would wait for ever for unconnected pipes.
             self._process = await starting
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -167,7 +167,7 @@ class Sandbox:
         return self._result(answer.output, answer.status, *notes)
 
     async def _answer(self, to: int | str, most: int | None = None) -> Answer:
-        """Read up to the answer to this command, or the news that a fresh shell has taken over."""
+        """Read up to the answer to this command, or up to the mark of a fresh shell."""
         process = self._running()
         assert process.stdout is not None
         while True:
@@ -196,7 +196,7 @@ class Sandbox:
                     await self._answer("ready")
             except TimeoutError as error:
                 self._kill()
-                raise EnvironmentFault("the sandbox did not recover from what ran in it and has ended") from error
+                raise EnvironmentFault("the sandbox did not recover from its last command and has ended") from error
         return self._result(output, None, f"stopped: {why}; {_FRESH}")
 
     def _running(self) -> Process:
@@ -205,7 +205,7 @@ class Sandbox:
         return self._process
 
     def _kill(self) -> None:
-        """The end of process 1 is the end of its namespace."""
+        """Kill process 1, which ends its namespace."""
         if self._process is None or self._process.returncode is not None:
             return
         try:
@@ -224,17 +224,17 @@ class Sandbox:
 
 
 class _TooMuch(Exception):
-    """A command wrote more than anybody will read."""
+    """A command wrote more than `MOST_OUTPUT`."""
 
 
 def _open_child(pid: int) -> int:
-    """The one child of a process, as a file descriptor: its number may be another's by the time it is used."""
+    """A pidfd of the only child of a process; a process id could be reused before a signal is sent."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     return os.pidfd_open(int(children.split()[0]))
 
 
 async def _reap(process: Process) -> None:
-    """Wait for the end of a killed process, and of everything that it shared its pipe with."""
+    """Wait until a killed process, and all processes that share its pipe, have ended."""
     assert process.stdout is not None
     try:
         async with asyncio.timeout(GRACE_SECONDS):

@@ -1,4 +1,4 @@
-"""How a shell is told what to run and how its answers are told apart: one pipe in, one pipe out, and a random word."""
+"""Protocol of a sandbox's shell: commands on one pipe, output on another, split by marks with a random token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal
 
 from verbatim.tools.isolation import SandboxLimits
 
-# Process 1 of the namespace. It starts the shell that reads commands, and another when that one ends or everything but
-# process 1 is killed on SIGTERM; each time it reports, with the status of the one before. `kill -1` in any other place
-# would reach every process of the user's. Where memory runs out, the kernel is to take what runs in here first; where a
-# file grows too long, the command hears of an error and nothing is killed.
+# Process 1 of the namespace. It starts the shell that reads commands, and another one when that one ends or SIGTERM has
+# killed everything but process 1; each time it reports the status of the previous shell. `kill -1` outside of it would
+# reach every process of the user. If memory runs out, the kernel kills processes in here first; if a file grows
+# too long, the command gets an error and nothing is killed.
 _KEEPER = """
 exec 3<&0 4>&1 </dev/null
 {stop}
@@ -34,18 +34,18 @@ _STOP = "(( $$ == 1 )) || exit; trap 'while kill -KILL -1; do :; done' TERM"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the shell wrote up to one of its marks."""
+    """The shell's output up to one of its marks."""
 
     output: bytes
-    """Before the mark."""
+    """Bytes before the mark."""
     to: int | Literal["ready"]
-    """The number of the command that is done; or a shell, the first or a fresh one, is ready."""
+    """The number of the finished command; "ready" = a shell, the first or a fresh one, is ready."""
     status: int
-    """Of the command, or of the shell before."""
+    """Exit status of the command, or of the previous shell."""
 
 
 class ShellProtocol:
-    """The words of one shell. They hold against accidents; a command that forges them deceives only itself.
+    """Marks and commands of one shell. They are safe against accidents; a command that forges marks harms only itself.
 
     Example: after `eval 'echo a' ...; printf ...` as command 1 the shell has written
     `a\\n\\0sandbox-d2b7c4f1a09e3356 1 0\\0`, which reads as `Answer(output=b"a\\n", to=1, status=0)`.
@@ -55,26 +55,26 @@ class ShellProtocol:
         self._token = f"sandbox-{secrets.token_hex(8)}"  # a digit after \\0 would be part of the escape
         self._mark = re.compile(rb"\0%s (\d{1,9}|ready) (\d{1,3})\0" % self._token.encode())
         self.received = bytearray()
-        """Written by the shell, and no part of an answer yet."""
+        """Bytes written by the shell that belong to no answer yet."""
 
     def keeper(self, limits: SandboxLimits, *, has_namespaces: bool) -> str:
         """The script that sets the limits and keeps a shell running; the shell reads commands from its input."""
         return _KEEPER.format(
             token=self._token, stop=_STOP if has_namespaces else "", cpu_seconds=limits.cpu_seconds,
             memory_kb=limits.memory_mb << 10, disk_kb=limits.disk_mb << 10, open_files=limits.open_files,
-            # Outside of a user namespace it would count everything that the user runs.
+            # Outside a user namespace the limit would count all processes of the user.
             processes=f"-u {limits.processes}" if has_namespaces else "",
         )  # fmt: skip
 
     def line(self, command: str, number: int) -> bytes:
-        """What to send for one command. The shell reads it as a script, so a stray `break` or `return` finds nothing
-        to leave; what the command starts can reach neither the commands to come nor the answers' own descriptor."""
+        """The bytes to send for one command. It runs in `eval`, so a stray `break` or `return` has no effect, and
+        its processes can reach neither later commands nor the descriptor of the marks."""
         quoted = shlex.quote(command.replace("\0", ""))
         done = f"builtin printf '\\0{self._token} {number} %s\\0' $? >&4"
         return f"eval {quoted} </dev/null 4>&-; {done}\n".encode(errors="replace")
 
     def answer(self) -> Answer | None:
-        """The next whole answer out of what was received."""
+        """The next complete answer in `received`; None = incomplete."""
         found = self._mark.search(self.received)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""What a model may give to a function: the parameters that it can fill, their schema, and the check of a call."""
+"""A function's signature as a tool: its parameters, their JSON schema, and the validation of a call."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A callable, down to the function whose signature is read.
+    """A callable, unwrapped to the function whose signature is read.
 
-    Example: of `partial(search, index)` it is `search`, with one parameter bound.
+    Example: `partial(search, index)` unwraps to `search`, with one parameter bound.
     """
 
     function: Callable[..., Any]
     """The plain function."""
     name: str
-    """Its own, or its object's class's."""
+    """The name of the function, or of the class of a callable object."""
     doc: str
-    """Its docstring; of an object, where `__call__` has none, its class's."""
+    """Its docstring; for an object whose `__call__` has none, the class's."""
     num_bound: int = 0
-    """Leading parameters that are given: `self`, and positional arguments of `functools.partial`."""
+    """Number of leading parameters already bound: `self`, and positional arguments of `functools.partial`."""
     bound: frozenset[str] = frozenset()
-    """Parameters that are given by name."""
+    """Parameters already bound by name."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Subject:
-        """Look through `functools.partial`, bound methods, static methods and objects with `__call__`."""
+        """Unwrap `functools.partial`, bound methods, static methods and objects with `__call__`."""
         inner: Any = function
         num_bound, bound, doc, name = 0, frozenset[str](), "", getattr(function, "__name__", None)
         while True:
@@ -73,26 +73,26 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """The validated shape of a function's parameters, and what its docstring says."""
+    """A function's parameters as a pydantic model and JSON schema, and its docstring."""
 
     description: str
     """The function's description."""
     model: type[BaseModel]
-    """One field per parameter, `p0`, `p1`, ..., with the parameter's name as alias: no name can clash."""
+    """One field per parameter, `p0`, `p1`, ..., with the parameter's name as alias, so that no name clashes."""
     names: Mapping[str, str]
     """Parameter name to field name."""
     by_position: tuple[str, ...]
-    """Parameters that cannot be given by name."""
+    """Positional-only parameters."""
     schema: Mapping[str, Any]
     """JSON schema of an object with one property per parameter."""
     returns: Mapping[str, Any] | None
-    """JSON schema of the value; None where nothing, or nothing that JSON knows, is said about it."""
+    """JSON schema of the return value; None without an annotation that JSON can express."""
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Checked as JSON, strictly: "5" is not an integer, but a date may be a string.
+        """Validate strictly as JSON: "5" is not an integer, but a date may be a string.
 
         Raises:
-            ToolArgumentsError: they do not fit; says where and why.
+            ToolArgumentsError: invalid arguments; says where and why.
         """
         unknown = [name for name in arguments if name not in self.names]
         if unknown:
@@ -110,12 +110,12 @@ def read_signature(subject: Subject) -> Signature:
     """The parameters of a callable that are not bound yet.
 
     Raises:
-        ComponentError: a parameter without a type, with a type that JSON cannot carry, or of variable number.
+        ComponentError: a parameter without a type, of a type without a JSON form, or `*args` or `**kwargs`.
     """
     return _read(subject.function, subject.doc, subject.num_bound, subject.bound)
 
 
-# By the plain function, so that a tool made anew for each episode costs no new model.
+# Cached by the plain function, so that creating a tool for each episode builds no new model.
 @lru_cache(maxsize=1024)
 def _read(function: Callable[..., Any], doc: str, num_bound: int, bound: frozenset[str]) -> Signature:
     where = f"tool {getattr(function, '__qualname__', function)!s}"
@@ -178,7 +178,7 @@ def _field(parameter: inspect.Parameter, hint: Any, said: str | None) -> tuple[A
 
 
 def _choices(said: str) -> tuple[str, tuple[Any, ...]]:
-    """The description, and the values of a `(choices: ["tea", "coffee"])` at its end."""
+    """Split a description from the values of a `(choices: ["tea", "coffee"])` at its end."""
     match = _CHOICES.search(said)
     try:
         values = json.loads(match[1]) if match else None
@@ -196,7 +196,7 @@ def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _object(raw: dict[str, Any]) -> dict[str, Any]:
-    """pydantic's schema of the arguments, without what only pydantic needs."""
+    """The arguments' schema, without parts that only pydantic needs."""
     raw = with_enums_inside(raw)
     properties = untitled(raw.get("properties", {}), names_first=True)
     schema = {"type": "object", "properties": {name: _in_order(about) for name, about in properties.items()}}
@@ -208,7 +208,7 @@ def _object(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(schema: dict[str, Any]) -> dict[str, Any]:
-    """As transformers orders it, and the default last: a prompt holds the schema as text."""
+    """Keys in the order of transformers, and the default last, because prompts contain the schema as text."""
     last = [key for key in ("description", "default") if key in schema]
     return {**{key: value for key, value in schema.items() if key not in last}, **{key: schema[key] for key in last}}
 

@@ -12,18 +12,22 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.inference.base import SampleRequest
-from verbatim.inference.embedded.fast_forward import AttentionCall, fast_backbone
+from verbatim.inference.embedded.fast_forward import fast_backbone, probe
 from verbatim.inference.embedded.kv_cache import (
     BLOCK,
     CachePlan,
-    Group,
     KeptPrefix,
     KeyValueCache,
-    KeyValueShape,
-    up_to,
+)
+from verbatim.inference.embedded.pass_layout import (
+    PassLayout,
+    Rows,
+    as_tensor,
+    fixed_groups,
+    group,
+    ragged_groups,
 )
 from verbatim.inference.embedded.sampling import Truncation, draw, uniforms
-from verbatim.inference.embedded.slot_ranges import slot_ranges
 from verbatim.inference.embedded.slots import Placement, Slots, SlotTable
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
@@ -32,25 +36,20 @@ _ROW_QUANTUM = 32
 """Deterministic passes have a multiple of this many rows: matrix kernels then have no remainder rows, and
 element-wise kernels no remainder elements, that are computed by other instructions than the rest."""
 
-_QUANTUM = 16
-"""Other passes attend to a multiple of this many keys."""
-
 _PARKING_BUDGET = 1 << 30
 """Bytes of keys and values, at full context length, of sequences that wait for their next turn."""
-
-Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """How a decoder shares its passes."""
+    """Limits of a decoder and of its passes."""
 
     num_slots: int
-    """Sequences in flight at most."""
+    """Most sequences in flight."""
     context_length: int
-    """Tokens of one sequence at most."""
+    """Most tokens of one sequence."""
     prefill_chunk: int
-    """Prompt tokens of one pass at most."""
+    """Most prompt tokens of one pass."""
     deterministic: bool
     """Whether every pass has the same shape."""
     keep_cache: bool
@@ -59,7 +58,7 @@ class DecoderConfig:
 
 @dataclass(kw_only=True)
 class Counts:
-    """What a decoder has done."""
+    """Counts of a decoder since it started."""
 
     forward_passes: int = 0
     """Forward passes."""
@@ -116,7 +115,7 @@ class Decoder:
             self._start(request, place)
         except BaseException:
             table.release(place.slot)
-            table.forget(place.slot)  # its keys and values may be half another sequence's
+            table.forget(place.slot)  # its cache may hold half of another sequence's keys and values
             raise
         return place.slot
 
@@ -146,18 +145,18 @@ class Decoder:
 
     @torch.inference_mode()
     def discard(self, slot: int) -> None:
-        """Free a slot whose numbers are not finite, and leave nothing of them."""
+        """Free a slot whose keys or values are not finite numbers, and clear its cache."""
         self.drop(slot)
         self.cache.clear(slot)
 
     def drop(self, slot: int) -> None:
-        """Free a slot, and leave its prefix to no other sequence."""
+        """Free a slot; no other sequence may reuse its prefix."""
         self.table.release(slot)
         self.table.forget(slot)
 
     @property
     def largest(self) -> int | None:
-        """The slot of the longest sequence in flight, of several the one that came last; None without sequences."""
+        """The slot of the longest sequence in flight (of equal ones the newest); None without sequences."""
         table = self.table
         active = np.flatnonzero(table.active[: table.num_batch])
         if not len(active):
@@ -166,14 +165,14 @@ class Decoder:
 
     @torch.inference_mode()
     def give_back_memory(self) -> None:
-        """Let go of all that sequences in flight do not need: parked prefixes, and room for longer sequences."""
+        """Free the memory that sequences in flight do not need: parked prefixes, and room for longer sequences."""
         table = self.table
         for place in self._parked:
             table.forget(place)
         self._parked.clear()
         try:
             self.cache.shrink(int(table.length[table.active].max(initial=0)))
-        except (MemoryError, RuntimeError) as error:  # there is not even room for a smaller copy
+        except (MemoryError, RuntimeError) as error:  # no room even for the smaller copy
             if not is_out_of_memory(error):
                 raise
             table.rebuild_all(self.version)
@@ -184,7 +183,7 @@ class Decoder:
 
     @torch.inference_mode()
     def set_version(self, version: int) -> None:
-        """The weights have changed: from now on tokens carry this version."""
+        """Set the version of the weights; tokens drawn from now on carry it."""
         self.version = version
         if not self.config.keep_cache:
             self.table.rebuild_all(version)
@@ -238,7 +237,7 @@ class Decoder:
         self.cache.reserve(int(table.length[active].max()))
         slots, counts = (active, ahead) if ahead.max() == 1 else self._share_out(active, ahead)
         one = counts == 1
-        if not one.all():  # tokens of their own first, then those that share a slot; each in the order of slots
+        if not one.all():  # slots with one new token first, then those with several; each in the order of slots
             order = np.argsort(~one, kind="stable")
             slots, counts = slots[order], counts[order]
         layout = self._layout(slots, counts, int(one.sum()))
@@ -250,7 +249,7 @@ class Decoder:
         return self._sample(hidden, last[done], slots[done])
 
     def _share_out(self, active: Slots, ahead: Rows) -> tuple[Slots, Rows]:
-        """Which slots take part, with how many tokens: prompts share what room there is, first come first served."""
+        """Which slots take part, with how many tokens: prompts share the remaining room, first come first served."""
         decode, prefill = active[ahead == 1], active[ahead > 1]
         needed = ahead[ahead > 1]
         room = self.config.prefill_chunk
@@ -264,79 +263,36 @@ class Decoder:
         order = np.argsort(slots)
         return slots[order], counts[order]
 
-    def _layout(self, slots: Slots, counts: Rows, num_single: int) -> _Layout:
+    def _layout(self, slots: Slots, counts: Rows, num_single: int) -> PassLayout:
         """Where each token goes: one row after the other, or in deterministic mode slot i's only token in row i."""
         row_slots = np.repeat(slots, counts)
         starts = np.cumsum(counts) - counts
         positions = np.arange(len(row_slots)) - np.repeat(starts - self.table.computed[slots], counts)
         if not self.config.deterministic:
             rows = np.arange(len(row_slots))
-            return _Layout(rows=rows, slots=row_slots, positions=positions, num_rows=len(rows))
+            return PassLayout(rows=rows, slots=row_slots, positions=positions, num_rows=len(rows))
         single = slots[:num_single]
         free = np.setdiff1d(np.arange(self.num_rows), single, assume_unique=True)
         rows = np.concatenate([single, free[: len(row_slots) - num_single]])
-        return _Layout(rows=rows, slots=row_slots, positions=positions, num_rows=self.num_rows)
+        return PassLayout(rows=rows, slots=row_slots, positions=positions, num_rows=self.num_rows)
 
-    def _forward(self, layout: _Layout, slots: Slots, counts: Rows) -> Tensor:
+    def _forward(self, layout: PassLayout, slots: Slots, counts: Rows) -> Tensor:
         table, device = self.table, self.model.device
         ids, positions = table.ids[layout.slots, layout.positions].astype(np.int64), layout.positions
         write_rows = None
         if self.config.deterministic:
-            write_rows = _tensor(layout.rows, device)
+            write_rows = as_tensor(layout.rows, device)
             ids, positions = layout.spread(ids), layout.spread(positions)
-            groups = self._fixed_groups(layout, int((counts == 1).sum()))
+            groups = fixed_groups(layout, int((counts == 1).sum()), device)
         else:
-            groups = self._ragged_groups(layout, slots, counts)
+            groups = ragged_groups(
+                layout, slots, counts, table.computed[slots], bytes_per_key=self._bytes_per_key, device=device
+            )
         plan = CachePlan(
-            cache=self.cache, write_rows=write_rows, write_slots=_tensor(layout.slots, device),
-            write_positions=_tensor(layout.positions, device), groups=groups, in_blocks=self.config.deterministic,
+            cache=self.cache, write_rows=write_rows, write_slots=as_tensor(layout.slots, device),
+            write_positions=as_tensor(layout.positions, device), groups=groups, in_blocks=self.config.deterministic,
         )  # fmt: skip
-        return self._backbone.hidden(_tensor(ids, device), _tensor(positions, device), plan)
-
-    def _fixed_groups(self, layout: _Layout, num_single: int) -> list[Group]:
-        """All slots in place, as they lie in the rows; then each prompt token with a copy of its slot's keys."""
-        device, groups = self.model.device, []
-        if num_single:
-            positions = np.zeros(self.num_rows, dtype=np.int64)
-            positions[layout.rows[:num_single]] = layout.positions[:num_single]
-            groups.append(_group(slice(0, self.num_rows), None, slice(0, self.num_rows), positions, BLOCK, device))
-        if num_single < len(layout.rows):
-            rest = slice(num_single, None)
-            groups.append(_group(layout.rows[rest], None, layout.slots[rest], layout.positions[rest], BLOCK, device))
-        return groups
-
-    def _ragged_groups(self, layout: _Layout, slots: Slots, counts: Rows) -> list[Group]:
-        device, groups = self.model.device, []
-        num_single = int((counts == 1).sum())
-        single, lengths = slots[:num_single], layout.positions[:num_single] + 1
-        for slot_range in slot_ranges(single, lengths, self._bytes_per_key):
-            rows, positions = slice(slot_range.first, slot_range.last), lengths[slot_range.first : slot_range.last] - 1
-            own = single[rows]
-            if slot_range.in_place and len(own) == slot_range.num_slots:
-                groups.append(_group(rows, None, slot_range.slots, positions, _QUANTUM, device))
-            elif slot_range.in_place:
-                cells, spread = own - slot_range.slots.start, np.zeros(slot_range.num_slots, dtype=np.int64)
-                spread[cells] = positions
-                groups.append(_group(rows, cells, slot_range.slots, spread, _QUANTUM, device))
-            else:
-                groups.append(_group(rows, None, own, positions, _QUANTUM, device))
-        if num_single < len(slots):
-            several, starts = counts[num_single:], (np.cumsum(counts) - counts)[num_single:]
-            groups += [
-                self._prompt_group(slots[num_single:][of], starts[of], several[of]) for of in _similar(several)
-            ]
-        return groups
-
-    def _prompt_group(self, slots: Slots, starts: Rows, counts: Rows) -> Group:
-        """Sequences with similar numbers of new tokens, padded to the longest."""
-        device = self.model.device
-        longest, total = int(counts.max()), int(counts.sum())
-        within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        sequence = np.repeat(np.arange(len(slots)), counts)
-        positions = np.zeros((len(slots), longest), dtype=np.int64)
-        positions[sequence, within] = self.table.computed[slots][sequence] + within
-        cells = sequence * longest + within
-        return _group(starts[sequence] + within, cells, slots, positions, _QUANTUM, device)
+        return self._backbone.hidden(as_tensor(ids, device), as_tensor(positions, device), plan)
 
     def _account(self, slots: Slots, before: Rows, counts: Rows) -> None:
         table, done = self.table, self.counts
@@ -360,7 +316,7 @@ class Decoder:
         spread = self.config.deterministic
         if not spread:
             if len(rows) != len(hidden):
-                hidden = hidden[_tensor(rows, device)]
+                hidden = hidden[as_tensor(rows, device)]
             rows = np.arange(len(slots))
 
         def per_row(values: NDArray[Any], elsewhere: float) -> Tensor:
@@ -368,7 +324,7 @@ class Decoder:
                 full = np.full(len(hidden), elsewhere, dtype=values.dtype)
                 full[rows] = values
                 values = full
-            return _tensor(values, device)
+            return as_tensor(values, device)
 
         truncation = None
         if table.truncates[slots].any():
@@ -394,91 +350,17 @@ class Decoder:
         self.cache.reserve(1)
         device, slots = self.model.device, np.arange(self.num_rows)
         positions = np.zeros_like(slots)
-        in_place = _group(slice(0, self.num_rows), None, slice(0, self.num_rows), positions, BLOCK, device)
+        in_place = group(slice(0, self.num_rows), None, slice(0, self.num_rows), positions, BLOCK, device)
         few = slots[1:4]
-        copied = _group(few, None, few, positions[few], BLOCK, device)
+        copied = group(few, None, few, positions[few], BLOCK, device)
         plan = CachePlan(
-            cache=self.cache, write_rows=None, write_slots=_tensor(slots, device),
-            write_positions=_tensor(positions, device), groups=(in_place, copied), in_blocks=True,
+            cache=self.cache, write_rows=None, write_slots=as_tensor(slots, device),
+            write_positions=as_tensor(positions, device), groups=(in_place, copied), in_blocks=True,
         )  # fmt: skip
-        zeros = _tensor(positions, device)
+        zeros = as_tensor(positions, device)
         logits = self.model.logits(self._backbone.hidden(zeros + 1, zeros, plan))
         if not bool((logits == logits[0]).all()):
             raise ModelError(
                 f"deterministic sampling: on this machine a pass of {self.num_rows} rows gives other bits in other "
                 "rows; in [inference.torch] use another max_batch_size, num_threads = 1, or deterministic = false"
             )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Layout:
-    """Where the tokens of a pass go. The tokens of one slot follow each other, in order."""
-
-    rows: Rows
-    """The row of each token: int64 [W]."""
-    slots: Slots
-    """Its slot: int64 [W]."""
-    positions: Rows
-    """Its position: int64 [W]."""
-    num_rows: int
-    """Rows of the pass, those without a token included."""
-
-    def spread(self, values: Rows) -> Rows:
-        """Values of the tokens, at their rows; 0 elsewhere."""
-        out = np.zeros(self.num_rows, dtype=np.int64)
-        out[self.rows] = values
-        return out
-
-
-def probe(model: CausalLM) -> tuple[KeyValueShape, list[AttentionCall]]:
-    """Read the shape of keys and values, and how each layer attends, off one forward pass of the model itself.
-
-    Raises:
-        ModelError: layers whose shapes differ, which one cache cannot hold.
-    """
-    shapes: dict[int, tuple[int, int, int]] = {}
-    calls: dict[int, AttentionCall] = {}
-
-    class _Probe:
-        def attend(
-            self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-            sliding_window: int | None,
-        ) -> Tensor:  # fmt: skip
-            shapes[layer_index] = (key_BKTD.shape[1], key_BKTD.shape[-1], value_BKTD.shape[-1])
-            calls[layer_index] = AttentionCall(scale=scale, sliding_window=sliding_window)
-            heads = query_BHTD.shape[1]
-            return value_BKTD.repeat_interleave(heads // value_BKTD.shape[1], dim=1).transpose(1, 2)
-
-    with torch.inference_mode():
-        one = torch.zeros(1, dtype=torch.int64, device=model.device)
-        model.hidden(one, one, _Probe())
-    if len(set(shapes.values())) != 1 or sorted(shapes) != list(range(len(shapes))):
-        raise ModelError(f"{type(model.model).__name__} has layers with different key/value shapes {shapes}; the "
-                         "embedded sampler's cache needs the same (heads, key size, value size) in all")  # fmt: skip
-    kv_heads, key_size, value_size = shapes[0]
-    shape = KeyValueShape(num_layers=len(shapes), num_kv_heads=kv_heads, key_size=key_size, value_size=value_size)
-    return shape, [calls[layer] for layer in range(len(calls))]
-
-
-def _similar(counts: Rows) -> list[Slots]:
-    """Indices of sequences whose numbers of new tokens lie between the same two powers of two."""
-    kind = np.ceil(np.log2(counts)).astype(np.int64)
-    return [np.flatnonzero(kind == k) for k in np.unique(kind)]
-
-
-def _group(
-    rows: Rows | slice, cells: Rows | None, slots: Slots | slice, positions: Rows, quantum: int, device: torch.device
-) -> Group:
-    """Positions are [B] for one query each, or [B, Q]."""
-    return Group(
-        rows=rows if isinstance(rows, slice) else _tensor(rows, device),
-        cells=None if cells is None else _tensor(cells, device),
-        slots=slots if isinstance(slots, slice) else _tensor(slots, device),
-        positions_BQ=_tensor(positions.reshape(len(positions), -1), device),
-        num_keys=up_to(int(positions.max()) + 1, quantum),
-    )
-
-
-def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device)

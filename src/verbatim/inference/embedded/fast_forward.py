@@ -1,12 +1,12 @@
-"""The forward pass of the common decoder layer as plain tensor operations, for models that are known to compute it.
+"""The forward pass of the common decoder layer as plain tensor operations, for the model classes known to compute it.
 
-A small model spends more time in the machinery around its layers than in them. What is computed here is
+A small model spends more time in the code around its layers than in them. This module computes
 
     h += o(attend(rope(norm(q(x))), rope(norm(k(x))), v(x)))   with x = rms_norm(h)
     h += down(silu(gate(x)) * up(x))                           with x = rms_norm(h)
 
-from the model's own parameters, with its own position encoding. `fast_backbone` takes only classes that it knows, and
-only after both have given the same hidden states. Every other model runs as `transformers` wrote it.
+from the model's own parameters, with its own position encoding. `fast_backbone` accepts only the classes in
+`_KNOWN`, and only if both forward passes give the same hidden states. Every other model runs its own `forward`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from verbatim.errors import ModelError
+from verbatim.inference.embedded.kv_cache import KeyValueShape
 from verbatim.models.attention import AttentionPlan, WholeSequencePlan
 from verbatim.models.head import CausalLM
 
 _KNOWN = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 _PROBE = 48
-"""Tokens on which both must agree; more than the tests' sliding windows."""
+"""Tokens on which both forward passes must agree; more than the tests' sliding windows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """What a layer tells attention beside queries, keys and values."""
+    """Arguments of a layer's attention beside queries, keys and values."""
 
     scale: float
-    """Of the queries."""
+    """Factor of the queries."""
     sliding_window: int | None
     """Keys that a query may look back at; None = all."""
 
@@ -54,9 +56,9 @@ class FastBackbone:
     Legend: T tokens of the pass, H query heads, K key/value heads, D head size, W width.
 
     Args:
-        model: of a known class, in float32.
-        calls: what each of its layers tells attention.
-        context_length: positions are below this.
+        model: A model of a known class, in float32.
+        calls: Attention arguments of each layer.
+        context_length: All positions are below this.
     """
 
     def __init__(self, model: CausalLM, calls: Sequence[AttentionCall], context_length: int) -> None:
@@ -103,17 +105,17 @@ class FastBackbone:
 
 
 def fast_backbone(model: CausalLM, calls: Sequence[AttentionCall], context_length: int) -> FastBackbone | None:
-    """The model's forward pass in its lean form; None where it is not known to be the same."""
+    """The model's fast forward pass; None if it is not known to give the same numbers."""
     if not _is_known(model):
         return None
-    lean = FastBackbone(model, calls, context_length)
+    fast = FastBackbone(model, calls, context_length)
     length = min(_PROBE, context_length)
     positions = torch.arange(length, device=model.device)
     ids = (positions * 7919 + 1) % model.vocab_size
     theirs = model.hidden(ids, positions, WholeSequencePlan())
-    ours = lean.hidden(ids, positions, WholeSequencePlan())
+    ours = fast.hidden(ids, positions, WholeSequencePlan())
     tolerance = 1e-5 * max(1.0, float(theirs.abs().max()))
-    return lean if bool((ours - theirs).abs().max() <= tolerance) else None
+    return fast if bool((ours - theirs).abs().max() <= tolerance) else None
 
 
 def _is_known(model: CausalLM) -> bool:
@@ -152,3 +154,33 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out[..., :half].addcmul_(second, sin, value=-1)
     out[..., half:].addcmul_(first, sin)
     return out
+
+
+def probe(model: CausalLM) -> tuple[KeyValueShape, list[AttentionCall]]:
+    """Find the shape of keys and values and each layer's attention arguments in one forward pass of the model.
+
+    Raises:
+        ModelError: layers whose shapes differ, which one cache cannot hold.
+    """
+    shapes: dict[int, tuple[int, int, int]] = {}
+    calls: dict[int, AttentionCall] = {}
+
+    class _Probe:
+        def attend(
+            self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
+            sliding_window: int | None,
+        ) -> Tensor:  # fmt: skip
+            shapes[layer_index] = (key_BKTD.shape[1], key_BKTD.shape[-1], value_BKTD.shape[-1])
+            calls[layer_index] = AttentionCall(scale=scale, sliding_window=sliding_window)
+            heads = query_BHTD.shape[1]
+            return value_BKTD.repeat_interleave(heads // value_BKTD.shape[1], dim=1).transpose(1, 2)
+
+    with torch.inference_mode():
+        one = torch.zeros(1, dtype=torch.int64, device=model.device)
+        model.hidden(one, one, _Probe())
+    if len(set(shapes.values())) != 1 or sorted(shapes) != list(range(len(shapes))):
+        raise ModelError(f"{type(model.model).__name__} has layers with different key/value shapes {shapes}; the "
+                         "embedded sampler's cache needs the same (heads, key size, value size) in all")  # fmt: skip
+    kv_heads, key_size, value_size = shapes[0]
+    shape = KeyValueShape(num_layers=len(shapes), num_kv_heads=kv_heads, key_size=key_size, value_size=value_size)
+    return shape, [calls[layer] for layer in range(len(calls))]

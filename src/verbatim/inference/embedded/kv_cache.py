@@ -3,7 +3,7 @@
 Legend: T rows of one flat forward pass, H query heads, K key/value heads, G = H / K, D head size, S slots,
 C keys, B sequences of a group, Q queries of each.
 
-Slots lie beside each other: a batched matrix product reads any run of slots in place. A masked key has the probability
+Slots are contiguous: a batched matrix product reads any range of slots in place. A masked key has the probability
 exp(-inf) = 0 exactly.
 """
 
@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Caches grow by so many keys, and attention that is computed block by block takes so many at a time."""
+"""Keys by which caches grow, and keys per block of block-wise attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyValueShape:
-    """What one token's keys and values look like, the same in every layer."""
+    """Shape of one token's keys and values, the same in every layer."""
 
     num_layers: int
-    """Attention layers."""
+    """Number of attention layers."""
     num_kv_heads: int
-    """K."""
+    """K: key/value heads."""
     key_size: int
-    """D of keys (and queries)."""
+    """D of keys and queries."""
     value_size: int
     """D of values."""
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Memory of one token in all layers."""
+        """Bytes of one token in all layers."""
         return self.num_layers * self.num_kv_heads * (self.key_size + self.value_size) * dtype.itemsize
 
 
@@ -48,9 +48,9 @@ class KeptPrefix:
 
 
 class KeyValueCache:
-    """Keys [layers, S, K, D, C] and values [layers, S, K, C, D], grown when a longer sequence comes.
+    """Keys [layers, S, K, D, C] and values [layers, S, K, C, D], grown for longer sequences.
 
-    Keys lie as the product with few queries reads them fastest: a quarter faster than one key after the other.
+    The key layout is the fastest for products with few queries: a quarter faster than [S, K, C, D].
     """
 
     def __init__(self, shape: KeyValueShape, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class KeyValueCache:
         return self.keys.shape[4]
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for sequences of this many tokens; at least doubles, so that growing costs O(1) per token."""
+        """Grow to sequences of this many tokens; at least doubles, so that growing costs O(1) per token."""
         if num_tokens > self.capacity:
             capacity = max(up_to(num_tokens, BLOCK), 2 * self.capacity)
             # Zeros and not `empty`: a masked key has weight 0, and 0 * NaN would be NaN.
@@ -76,35 +76,35 @@ class KeyValueCache:
             self.keys, self.values = keys, values
 
     def shrink(self, num_tokens: int) -> None:
-        """Keep room for sequences of this many tokens only; what lies beyond is lost."""
+        """Shrink to sequences of this many tokens; later tokens are lost."""
         capacity = up_to(num_tokens, BLOCK)
         if capacity < self.capacity:
             keys, values = self.keys[..., :capacity], self.values[..., :capacity, :]
             self.keys, self.values = (part.clone(memory_format=torch.contiguous_format) for part in (keys, values))
 
     def drop(self) -> None:
-        """Hold nothing at all; needs no memory for it."""
+        """Free all keys and values; needs no memory."""
         self.keys, self.values = self.keys[..., :0].clone(), self.values[..., :0, :].clone()
 
     def keep(self, slot: int, num_tokens: int) -> KeptPrefix:
-        """A copy of a slot's first tokens, for when the slot has been taken by another sequence."""
+        """Copy a slot's first tokens before another sequence takes the slot."""
         return KeptPrefix(
             keys=self.keys[:, slot, :, :, :num_tokens].clone(), values=self.values[:, slot, :, :num_tokens].clone()
         )
 
     def restore(self, kept: KeptPrefix, slot: int, num_tokens: int) -> None:
-        """Put the first tokens of what was kept into a slot."""
+        """Copy the first tokens of a kept prefix into a slot."""
         self.reserve(num_tokens)
         self.keys[:, slot, :, :, :num_tokens] = kept.keys[:, :, :, :num_tokens]
         self.values[:, slot, :, :num_tokens] = kept.values[:, :, :num_tokens]
 
     def copy_prefix(self, source: int, slot: int, num_tokens: int) -> None:
-        """Give a slot the first tokens of another one."""
+        """Copy the first tokens of one slot to another."""
         self.keys[:, slot, :, :, :num_tokens] = self.keys[:, source, :, :, :num_tokens]
         self.values[:, slot, :, :num_tokens] = self.values[:, source, :, :num_tokens]
 
     def clear(self, slots: int | slice = slice(None)) -> None:
-        """Zero slots that may hold what is not finite: 0 times NaN would be NaN behind any mask."""
+        """Zero slots that may hold NaN or infinities: 0 * NaN would be NaN behind any mask."""
         self.keys[:, slots] = 0
         self.values[:, slots] = 0
 
@@ -120,32 +120,32 @@ def up_to(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """Sequences that are attended to together: B sequences with Q queries each, padded."""
+    """Sequences that attend together: B sequences with Q queries each, padded."""
 
     rows: Tensor | slice
-    """Rows of the pass that are queries: int64 [R], or a run of them."""
+    """Rows of the pass that are queries: int64 [R], or a range."""
     cells: Tensor | None
     """Where each goes in the [B, Q] grid, flat: int64 [R]; None = in order, without padding."""
     slots: Tensor | slice
-    """The slot of each sequence: int64 [B], whose keys are copied, or a run of slots, which are read in place."""
+    """The slot of each sequence: int64 [B], whose keys are copied, or a range of slots, read in place."""
     positions_BQ: Tensor
-    """Of each query: int64 [B, Q]; 0 in the padding."""
+    """Position of each query: int64 [B, Q]; 0 in the padding."""
     num_keys: int
-    """C: reaches beyond the last position."""
+    """C: more than the last position."""
 
 
 @dataclass(kw_only=True, eq=False)
 class CachePlan:
-    """One pass over tokens of many sequences: write their keys and values, attend to what each slot holds."""
+    """The attention of one pass: write the tokens' keys and values, attend to the cache of each slot."""
 
     cache: KeyValueCache
-    """Read and written in place."""
+    """The cache, read and written in place."""
     write_rows: Tensor | None
     """Rows that are real tokens: int64 [W]; None = all."""
     write_slots: Tensor
-    """Their slots: int64 [W]."""
+    """Slot of each real token: int64 [W]."""
     write_positions: Tensor
-    """Their positions: int64 [W]."""
+    """Position of each real token: int64 [W]."""
     groups: Sequence[Group]
     """Together they cover every row whose output matters; of two that cover a row, the later one counts."""
     in_blocks: bool
@@ -214,8 +214,8 @@ def attend_at_once(query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, b
 
     Args:
         query_BQHD: H is a multiple of K; query heads of one key/value head are neighbours.
-        keys_BKDC: keys.
-        values_BKCD: values.
+        keys_BKDC: Keys.
+        values_BKCD: Values.
         bias: 0 or -inf, float32, broadcast to [B, K, G, Q, C]; every query sees at least one key.
     """
     batch, queries, heads, _ = query_BQHD.shape
@@ -228,10 +228,9 @@ def attend_at_once(query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, b
 
 
 def attend_in_blocks(query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor) -> Tensor:
-    """`attend_at_once` by products that are all of one shape: C is a multiple of `BLOCK`.
+    """`attend_at_once` by products of one shape only; C is a multiple of `BLOCK`.
 
-    Blocks are combined one after the other, and those that a sequence does not reach add exact zeros: trailing blocks
-    leave every bit of it as it is.
+    Blocks are combined in order, and blocks beyond a sequence's end add exact zeros, so they change no bit of it.
     """
     batch, queries, heads, _ = query_BQHD.shape
     kv_heads, num_keys = keys_BKDC.shape[1], keys_BKDC.shape[3]

@@ -1,4 +1,4 @@
-"""Before a model is sampled from: does a tiny copy, decoded with a cache, give the logprobs of its own attention?"""
+"""Checks a model before sampling: a tiny copy, decoded with a cache, must give the logprobs of its own attention."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _NEW_TOKENS = LENGTH // 2
 
 
 def refuse_other_decoding(model: CausalLM, config: DecoderConfig) -> None:
-    """Sample from a tiny copy and compare with a forward pass of `transformers` over what came out.
+    """Sample from a tiny copy and compare with a `transformers` forward pass over the same tokens.
 
     Args:
-        model: As it was loaded.
-        config: How its decoder will share its passes.
+        model: The loaded model.
+        config: Settings of its decoder.
 
     Raises:
-        ModelError: what was sampled has other logprobs, or the weights that a trainer saves do not load.
+        ModelError: sampled tokens have other logprobs, or the weights that a trainer saves do not load.
     """
     pair = tiny_pair(model.model, planned=True)
     check_round_trip(pair.own)
@@ -49,8 +49,8 @@ def refuse_other_decoding(model: CausalLM, config: DecoderConfig) -> None:
 
 
 def decoding_fault(pair: TinyPair, *, deterministic: bool = False) -> str | None:
-    """What is wrong with cached decoding: None, or a sentence for a message. Prompts of two lengths, in parts, then
-    tokens one by one past the windows of a tiny copy, then a second turn on what is cached."""
+    """The fault of cached decoding as a sentence for a message, or None. Decodes prompts of two lengths in parts, then
+    tokens one by one past the tiny copy's windows, then a second turn on the cache."""
     config = DecoderConfig(num_slots=2, context_length=2 * LENGTH, prefill_chunk=WINDOW - 3,
                            deterministic=deterministic, keep_cache=False)  # fmt: skip
     try:
@@ -74,7 +74,7 @@ def decoding_fault(pair: TinyPair, *, deterministic: bool = False) -> str | None
 
 @torch.no_grad()
 def _sample(decoder: Decoder, pair: TinyPair, requests: list[SampleRequest]) -> tuple[list[np.ndarray], float]:
-    """Prompt and completion of each request, and the largest difference between what was recorded and what is so."""
+    """Prompt and completion of each request, and the largest difference of recorded and true logprobs."""
     table = decoder.table
     slots = [decoder.add(request) for request in requests]
     running = set(slots)

@@ -26,7 +26,7 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
     Args:
         keys: `seed_key` of each row's seed: uint64 [N].
-        positions: of the token to sample in its whole sequence: int64 [N].
+        positions: Position of the token to sample in its whole sequence: int64 [N].
     """
     state = keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return ((_mix(state) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
@@ -40,7 +40,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, kw_only=True)
 class Truncation:
-    """What to cut, for each row. Order: top-k, then top-p of what is left, then min-p."""
+    """Truncation of each row: top-k, then top-p of the rest, then min-p."""
 
     top_k_N: Tensor
     """int64 [N]; 0 = off."""

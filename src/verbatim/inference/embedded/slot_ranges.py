@@ -1,4 +1,4 @@
-"""Which slots to attend to together, so that short sequences do not pay for long ones."""
+"""Groups slots by length for attention, so that short sequences are not padded to long ones."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SHORTEST = 16
-"""Slots of the shortest range."""
+"""Fewest slots of a range."""
 _RANGE_BYTES = 1 << 20
-"""A range of its own costs about as much as reading so many bytes of keys."""
+"""Bytes of keys whose reading costs as much as one more range."""
 _COPY = 3
-"""Copying keys and reading the copy costs so much more than reading them in place."""
+"""Cost of copying keys and reading the copy, relative to reading them in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRange:
-    """Sequences that are attended to together, padded to the longest of them."""
+    """Sequences that attend together, padded to the longest of them."""
 
     first: int
     """Index of the first among the decoding sequences."""
@@ -30,17 +30,17 @@ class SlotRange:
 
     @property
     def num_slots(self) -> int:
-        """Slots that are read if they are read in place."""
+        """Slots that an in-place read covers."""
         return int(self.slots.stop - self.slots.start)
 
     @property
     def in_place(self) -> bool:
-        """Whether reading idle slots along costs less than copying the others."""
+        """Whether reading the idle slots too costs less than copying the others."""
         return self.num_slots <= _COPY * (self.last - self.first)
 
     @property
     def keys(self) -> int:
-        """Keys that are read, or what reading them costs."""
+        """Cost of reading the range, in keys read in place."""
         return min(self.num_slots, _COPY * (self.last - self.first)) * self.longest
 
     def joined(self, other: SlotRange) -> SlotRange:
@@ -50,12 +50,12 @@ class SlotRange:
 
 
 def slot_ranges(slots: NDArray[np.intp], lengths: NDArray[np.int64], bytes_per_key: int) -> list[SlotRange]:
-    """Cut sequences into ranges of neighbouring slots, where what that saves is more than what a range costs.
+    """Cut sequences into ranges of neighbouring slots, where the saving exceeds the cost of one more range.
 
     Args:
-        slots: of the sequences, ascending: [B].
-        lengths: keys of each: [B].
-        bytes_per_key: of one key and its value, in one layer.
+        slots: Slots of the sequences, ascending: int64 [B].
+        lengths: Keys of each: int64 [B].
+        bytes_per_key: Bytes of one key and its value in one layer.
 
     Example:
         16 sequences of 1000 keys before 48 of 100, at 512 bytes: two ranges, of 16 and 48.

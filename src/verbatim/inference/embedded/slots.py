@@ -1,4 +1,4 @@
-"""What every slot of the sampler holds, as arrays with one row per slot, so that a decode step is a few numpy calls."""
+"""The state of all slots as arrays with one row per slot, so that a decode step takes a few numpy calls."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from verbatim.types import Int32
 Slots = NDArray[np.intp]
 
 WAIT_FOR_PREFIX = 32
-"""Prompt tokens another sequence must be about to compute for a request to wait a step and copy them."""
+"""A request waits a step to copy a prefix if another sequence is about to compute at least this many more tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a request goes, and what it need not compute."""
+    """The slot of a request and its cached prefix."""
 
     slot: int
     """An idle slot of the batch."""
@@ -102,7 +102,7 @@ class SlotTable:
         """The best source among all slots; None to wait for a sequence that is about to compute a longer prefix."""
         longest = len(prompt) - 1
         while best.reused < longest:
-            # Whoever caches more must have the next id; each that is found leaves fewer to look at.
+            # A slot that caches more must have the next id; each match leaves fewer candidates.
             at = best.reused
             usable = (self.computed > at) & (self.cache_version == version)
             (some,) = np.nonzero(usable & (self.ids[:, at] == prompt[at]))
@@ -127,7 +127,7 @@ class SlotTable:
         return self.num_batch + int(np.argmin(self.last_used[self.num_batch :]))
 
     def move(self, source: int, target: int) -> None:
-        """Note that `target` now caches what `source` caches, and `source` nothing."""
+        """Record that the cache of `source` now lies in `target`, and `source` is empty."""
         length = int(self.length[source])
         self.ids[target, :length] = self.ids[source, :length]
         for column in (self.computed, self.length, self.cache_version, self.last_used):
@@ -137,7 +137,7 @@ class SlotTable:
         self._name(target, session)
 
     def _name(self, slot: int, session: str) -> None:
-        """The slot holds the newest sequence of this session."""
+        """Record that the slot holds the newest sequence of this session."""
         if self._slot_of.get(self.session[slot]) == slot:
             del self._slot_of[self.session[slot]]
         self.session[slot] = session
@@ -145,7 +145,7 @@ class SlotTable:
             self._slot_of[session] = slot
 
     def forget(self, slot: int) -> None:
-        """The slot caches nothing any more and is the next to be taken."""
+        """Mark the slot's cache as empty; the slot is the next to be used."""
         self.computed[slot] = 0
         self.last_used[slot] = 0
         self._name(slot, "")
@@ -170,7 +170,7 @@ class SlotTable:
         self.arrival[slot] = self._clock
 
     def release(self, slot: int) -> None:
-        """End a sequence; what is cached of it stays until the slot is taken."""
+        """End a sequence; its cache stays until the slot is used again."""
         self.active[slot] = False
         self._clock += 1
         self.last_used[slot] = self._clock
@@ -195,15 +195,15 @@ class SlotTable:
         return int(self.length[slot] - self.prompt_length[slot])
 
     def stopped(self, slots: Slots) -> NDArray[np.bool_]:
-        """Which sequences' last id is one of their stop ids; costs the same however many of those there are."""
+        """Which sequences' last id is one of their stop ids; the cost does not grow with their number."""
         last = self.ids[slots, self.length[slots] - 1].tolist()
         hits = [token in self.stop_ids[slot] for slot, token in zip(slots.tolist(), last, strict=True)]
         return np.array(hits, dtype=np.bool_)
 
     def snapshot(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """How far every sequence is; `restore` goes back to it if a pass does not come to its end."""
+        """Lengths and cached lengths of all sequences; `restore` returns to them if a pass fails."""
         return self.length.copy(), self.computed.copy()
 
     def restore(self, before: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
-        """Forget what a pass did: its tokens are drawn again, and are the same, as randomness is by position."""
+        """Undo a failed pass; its tokens are drawn again, the same ones, since randomness depends on position only."""
         self.length[:], self.computed[:] = before

@@ -1,4 +1,4 @@
-"""Logprobs of a given sequence in one forward pass, past any cache."""
+"""Logprobs of a given sequence in one forward pass, without a cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LOGITS_CHUNK = 1024
 
 @torch.inference_mode()
 def sequence_logprobs(model: CausalLM, token_ids_L: Tensor, temperature: float) -> Tensor:
-    """log p(token_t | tokens before t) at a temperature > 0: float32 [L]; the first is NaN, nothing predicts it.
+    """log p(token_t | tokens before t) at a temperature > 0: float32 [L]; the first is NaN because nothing predicts it.
 
     Args:
         token_ids_L: int64 [L], on the model's device.
 
     Raises:
-        ModelError: so long a sequence would change the positions of its first tokens.
+        ModelError: the sequence is so long that the positions of its first tokens would change.
     """
     length = len(token_ids_L)
     refuse_moving_positions(model, length)

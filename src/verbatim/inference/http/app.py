@@ -1,4 +1,4 @@
-"""The endpoints of a sampler's server: each reads a request, asks the sampler while the client is there, answers."""
+"""The endpoints of a sampler's server: read a request, sample while the client stays connected, answer."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SESSION_HEADER = "x-session-id"
-"""What clients of vLLM call a session."""
+"""The header that vLLM's clients use for sessions."""
 _STOPPING = "the server is stopping"
 _AT_ONCE = 16
-"""Requests whose head is read in one turn of the event loop, so that thousands that come together delay no other."""
+"""Requests whose head is read in one turn of the event loop, so that a burst of thousands does not block others."""
 _LONGEST_MESSAGE = 2000
 _LARGEST = sys.float_info.max
 """An integer of JSON may be larger than any float."""
 
 
 class _ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has closed its connection."""
 
 
 class SamplerApp:
@@ -81,16 +81,16 @@ class SamplerApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["path"] != "/health":  # which waits behind no other
+        if scope["path"] != "/health":  # a health check never waits for requests
             async with self._heads:
                 await asyncio.sleep(0)
         await self._app(scope, receive, send)
 
     def stop(self) -> None:
-        """Answer what is in flight with 503, now."""
+        """Answer requests in flight with 503, now."""
         self._stopped.set()
 
-    # ---- what is told
+    # ---- status
 
     async def _health(self, request: Request) -> Response:
         failure = failure_of(self._sampler)
@@ -105,7 +105,7 @@ class SamplerApp:
         return {"model": self._model, "context_length": self._sampler.context_length,
                 "vocab_size": self._sampler.vocab_size, "policy_version": self._sampler.policy_version}  # fmt: skip
 
-    # ---- what is sampled
+    # ---- sampling and weights
 
     async def _generate(self, request: Request) -> dict[str, Any]:
         room, vocab_size = self._sampler.context_length, self._sampler.vocab_size
@@ -159,10 +159,10 @@ class SamplerApp:
         return {"logprobs": [None, *scored.tolist()[1:]], "policy_version": self._sampler.policy_version}
 
     async def _update_weights(self, request: Request) -> dict[str, Any]:
-        """Where a request comes from says nothing: behind a proxy all come from this machine."""
+        """Requires a key or a configured folder; the client's address proves nothing behind a proxy."""
         if self._api_key is None and self._weights_folder is None:
-            raise Refused(403, "weights are taken with an api key, or from a folder that was named when the server "
-                          "was started (--weights-folder); this one has neither")  # fmt: skip
+            raise Refused(403, "weights are accepted with an api key, or from the folder given when the server was "
+                          "started (--weights-folder); this server has neither")  # fmt: skip
         body = read_json(await self._body(request, self._limits.small_body()))
         refuse_others(body, {"path", "version"}, {}, where="request")
         path, version = body.get("path"), body.get("version")
@@ -181,10 +181,10 @@ class SamplerApp:
         except (OSError, ValueError, RuntimeError) as error:  # a null character, a loop of links, half a surrogate pair
             raise UsageError(f"path = {brief(path)} is not a path: {error}") from None
         if self._weights_folder is not None and not folder.is_relative_to(self._weights_folder):
-            raise Refused(403, f"path = {brief(path)} is outside of the folder that weights are taken from")
+            raise Refused(403, f"path = {brief(path)} is outside the folder that weights are accepted from")
         return folder
 
-    # ---- what all have in common
+    # ---- shared by all endpoints
 
     def _guarded(
         self, endpoint: Callable[[Request], Awaitable[dict[str, Any]]]
@@ -208,7 +208,7 @@ class SamplerApp:
                 self._check_host(request)
                 return JSONResponse(await endpoint(request))
             except (_ClientGone, ClientDisconnect):
-                return Response(status_code=499)  # the client has hung up
+                return Response(status_code=499)  # client closed request
             except Refused as error:
                 return _refusal(error.status, str(error))
             except VerbatimError as error:
@@ -219,9 +219,9 @@ class SamplerApp:
                 body["error"]["message"] = cut(body["error"]["message"], _LONGEST_MESSAGE)
                 if status >= 500:
                     logger.warning("a request failed: %s", cut(str(error)))
-                return _told(status, body)
-            except (OverflowError, RecursionError, UnicodeError) as error:  # numbers, depths and texts that are none
-                return _refusal(400, f"the request cannot be taken: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE])
+                return _json(status, body)
+            except (OverflowError, RecursionError, UnicodeError) as error:  # invalid numbers, depths and texts
+                return _refusal(400, f"the request is invalid: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE])
 
         return guarded
 
@@ -231,8 +231,8 @@ class SamplerApp:
             raise Refused(503, failure)
 
     def _check_host(self, request: Request) -> None:
-        """A page of the web whose name leads to this address is not to speak to the server through its reader's
-        browser: without a key, a request names an address, or a name that the server was told."""
+        """Refuse web pages whose name resolves to this address (DNS rebinding): without a key, the Host header must be
+        an address or an allowed name."""
         given = request.headers.get("host")
         if self._api_key is not None or given is None:
             return
@@ -253,15 +253,15 @@ class SamplerApp:
             raise Refused(401, "expected the server's api key as a bearer token")
 
     async def _body(self, request: Request, most: int) -> bytearray:
-        """The bytes of a request that says they are JSON: at most so many, and in time."""
+        """Read a JSON body of at most `most` bytes, in time."""
         if not request.headers.get("content-type", "").startswith("application/json"):
-            # Also keeps web pages out: a browser sends them nothing of this type unless we allowed it.
+            # Also refuses web pages: a browser sends this content-type only where the server has allowed it.
             raise Refused(415, "expected a body of content-type application/json")
         length = request.headers.get("content-length")
         if length is None:
-            raise Refused(411, "expected a content-length; bodies in chunks are not taken")
+            raise Refused(411, "expected a content-length; chunked bodies are not accepted")
         too_large = f"the request is larger than {most} bytes, more than a full context of this model can need"
-        if int(length) > most:  # that it is a number has been seen to
+        if int(length) > most:  # h11 has checked that it is a number
             raise Refused(413, too_large)
         data = bytearray()
         try:
@@ -269,11 +269,11 @@ class SamplerApp:
                 async for chunk in request.stream():
                     data += chunk
         except TimeoutError:
-            raise Refused(408, f"the body did not come within {self._limits.body_seconds:g} s") from None
+            raise Refused(408, f"the body did not arrive within {self._limits.body_seconds:g} s") from None
         return data
 
     async def _while_there(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """What the sampler answers; cancelled if the client hangs up or the server stops."""
+        """Run a call of the sampler; cancel it if the client disconnects or the server stops."""
         working = asyncio.ensure_future(work)
         others = [asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(self._stopped.wait())]
         try:
@@ -290,19 +290,19 @@ class SamplerApp:
 
 
 async def _disconnected(request: Request) -> None:
-    """Returns when the client has hung up; its body must have been read."""
+    """Return when the client has disconnected; its body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def _refusal(status: int, message: str) -> Response:
     kind = "invalid_request_error" if status < 500 else "unavailable"
-    told = _told(status, {"error": {"message": message, "type": kind, "code": status}})
-    if status in (408, 411):  # the rest of the body is not waited for
+    told = _json(status, {"error": {"message": message, "type": kind, "code": status}})
+    if status in (408, 411):  # without waiting for the rest of the body
         told.headers["connection"] = "close"
     return told
 
 
-def _told(status: int, body: dict[str, Any]) -> Response:
+def _json(status: int, body: dict[str, Any]) -> Response:
     """In ASCII: a message may quote what UTF-8 cannot hold."""
     return Response(json.dumps(body), status_code=status, media_type="application/json")

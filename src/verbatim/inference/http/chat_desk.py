@@ -1,7 +1,7 @@
-"""Where conversations become token ids and completions become messages: never on the event loop.
+"""Renders conversations and parses completions off the event loop, on a thread or in processes.
 
-A template is a program and a tokenizer takes seconds for a megabyte, all of it under Python's lock. So a server for
-untrusted clients does it in processes beside it, which can be killed; one that serves its own run, on a thread.
+A template is a program, and a tokenizer takes seconds for a megabyte, all of it under Python's lock. So a server for
+untrusted clients renders in other processes, which can be killed; a server of its own run renders on a thread.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from verbatim.renderers.renderer_spec import renderer_spec
 logger = logging.getLogger(__name__)
 
 SMALL = 2**14
-"""Bytes of a request that need not wait behind large ones: with several processes, one takes no others."""
+"""Most bytes of a small request. With several processes, one accepts small requests only, so that they never wait
+behind large ones."""
 START_SECONDS = 120.0
-"""For a process to load the renderer."""
+"""Seconds for a process to load the renderer."""
 _MOST_WAITING = 1024
 _MOST_BYTES = 2**28
-"""Bytes of all waiting requests together."""
+"""Most bytes of all waiting requests together."""
 _HEADER = struct.Struct("!Q")
 
 
@@ -45,36 +46,36 @@ class ChatDesk(Protocol):
     """Reads chat requests and writes their answers."""
 
     async def read(self, data: bytes, **about: Any) -> ChatRequest:
-        """`server_chat.read_chat` of a body."""
+        """`chat_endpoint.read_chat` of a body."""
 
     async def answer(self, asked: ChatRequest, completion: Completion, **about: Any) -> dict[str, Any]:
-        """`server_chat.answer_chat` of a completion."""
+        """`chat_endpoint.answer_chat` of a completion."""
 
     async def close(self) -> None:
-        """Let go of threads and processes."""
+        """End its threads and processes."""
 
 
 class ThreadDesk:
-    """One thread of this process, for a renderer that no other code uses meanwhile."""
+    """Renders on one thread of this process; no other code may use the renderer meanwhile."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verbatim-chat")
 
     async def read(self, data: bytes, **about: Any) -> ChatRequest:
-        """`server_chat.read_chat` of a body."""
+        """`chat_endpoint.read_chat` of a body."""
         read: ChatRequest = await self._run(functools.partial(read_chat, data, self._renderer, **about))
         return read
 
     async def answer(self, asked: ChatRequest, completion: Completion, **about: Any) -> dict[str, Any]:
-        """`server_chat.answer_chat` of a completion."""
+        """`chat_endpoint.answer_chat` of a completion."""
         answer: dict[str, Any] = await self._run(
             functools.partial(answer_chat, asked, completion, self._renderer, **about)
         )
         return answer
 
     async def close(self) -> None:
-        """Let go of the thread, once it has done what it is at."""
+        """End the thread after its present task."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, work: Callable[[], Any]) -> Any:
@@ -83,30 +84,30 @@ class ThreadDesk:
 
 @dataclass(eq=False)
 class _Task:
-    """Something for a process to do."""
+    """A task for a process."""
 
     frame: bytes
     size: int
-    """Bytes that it is about; the smallest comes first."""
+    """Bytes of its request; the smallest task runs first."""
     future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class ProcessDesk:
-    """Processes beside this one. One that takes too long for a request is ended with it, and started anew.
+    """Renders in other processes. A process that takes too long for a request is killed and replaced.
 
     Args:
-        renderer: The model's; made again in each process.
-        processes: How many. With two or more, the first takes small requests only.
-        limits: How long a request may take.
+        renderer: The model's renderer; created again in each process.
+        processes: Their number. With two or more, the first accepts small requests only.
+        limits: Time limit of one request.
 
     Raises:
-        UsageError: the renderer cannot travel to another process.
+        UsageError: the renderer cannot be sent to another process.
     """
 
     def __init__(self, renderer: Renderer, processes: int, limits: ServerLimits) -> None:
         try:
             self._spec = pickle.dumps(renderer_spec(renderer))
-        except Exception as error:  # a custom renderer's parts raise anything
+        except Exception as error:  # parts of custom renderers raise anything
             raise UsageError(f"renderer {renderer.name!r} cannot be made again in another process ({error}); serve "
                              "with chat_processes = 0") from error  # fmt: skip
         self._seconds = limits.render_seconds
@@ -125,22 +126,22 @@ class ProcessDesk:
         """Wait until all processes have loaded the renderer.
 
         Raises:
-            UsageError: one cannot; says why.
+            UsageError: one of them failed; says why.
         """
         await asyncio.gather(*self._ready)
 
     async def read(self, data: bytes, **about: Any) -> ChatRequest:
-        """`server_chat.read_chat` of a body.
+        """`chat_endpoint.read_chat` of a body.
 
         Raises:
-            Refused: it takes too long, or too many wait already.
+            Refused: it takes too long, or too many are waiting already.
             VerbatimError: as `read_chat` does.
         """
         read: ChatRequest = await self._ask("read", len(data), data, about)
         return read
 
     async def answer(self, asked: ChatRequest, completion: Completion, **about: Any) -> dict[str, Any]:
-        """`server_chat.answer_chat` of a completion."""
+        """`chat_endpoint.answer_chat` of a completion."""
         answer: dict[str, Any] = await self._ask("answer", 0, asked, completion, about)
         return answer
 
@@ -178,7 +179,7 @@ class ProcessDesk:
                 if not ready.done():
                     ready.set_exception(error)
                     return
-                logger.warning("%s", error)  # it could before: memory may be short, for a while
+                logger.warning("%s", error)  # it worked before: memory may be short for a while
                 await asyncio.sleep(1.0)
                 continue
             if not ready.done():
@@ -192,8 +193,8 @@ class ProcessDesk:
                 await process.wait()
 
     async def _serve(self, process: asyncio.subprocess.Process, task: _Task) -> bool:
-        """Whether the process can take another task."""
-        if task.future.cancelled():  # the client hung up
+        """Run a task; returns whether the process can run another one."""
+        if task.future.cancelled():  # the client disconnected
             return True
         try:
             async with asyncio.timeout(self._seconds):
@@ -253,47 +254,47 @@ async def _send(process: asyncio.subprocess.Process, frame: bytes) -> None:
 async def _receive(process: asyncio.subprocess.Process) -> Any:
     assert process.stdout is not None
     (size,) = _HEADER.unpack(await process.stdout.readexactly(_HEADER.size))
-    return pickle.loads(await process.stdout.readexactly(size))  # noqa: S301  (from a process that we started)
+    return pickle.loads(await process.stdout.readexactly(size))  # noqa: S301  (from our own child process)
 
 
 def main() -> None:
-    """The process's program: reads a renderer's spec, then calls, from standard input; answers on standard output."""
+    """Entry of a rendering process: reads a renderer's spec and then calls from standard input, answers on stdout."""
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; whoever started this one ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends this one
     os.nice(5)  # the engine first
-    given, told = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    calls_in, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keeps library output out of the answers
 
-    def tell(outcome: Any) -> None:
+    def send(outcome: Any) -> None:
         frame = pickle.dumps(outcome)
-        told.write(_HEADER.pack(len(frame)) + frame)
-        told.flush()
+        answers.write(_HEADER.pack(len(frame)) + frame)
+        answers.flush()
 
-    def hear() -> Any:
-        head = given.read(_HEADER.size)
+    def receive() -> Any:
+        head = calls_in.read(_HEADER.size)
         if len(head) < _HEADER.size:
             sys.exit(0)
-        return pickle.loads(given.read(_HEADER.unpack(head)[0]))  # noqa: S301  (from the process that started us)
+        return pickle.loads(calls_in.read(_HEADER.unpack(head)[0]))  # noqa: S301  (from the parent process)
 
-    spec = hear()
+    spec = receive()
     try:
         renderer = spec.make() if hasattr(spec, "make") else spec
     except VerbatimError as error:
-        tell(error)
+        send(error)
         return
-    tell(None)
+    send(None)
     calls: dict[str, Callable[..., Any]] = {
         "read": lambda _, data, about: read_chat(data, renderer, **about),
         "answer": lambda _, asked, completion, about: answer_chat(asked, completion, renderer, **about),
     }
     while True:
-        name, *arguments = hear()
+        name, *arguments = receive()
         try:
-            tell(calls[name](*arguments))
+            send(calls[name](*arguments))
         except (VerbatimError, Refused) as error:
             error.__cause__ = error.__context__ = None
-            tell(error)
+            send(error)
 
 
 if __name__ == "__main__":

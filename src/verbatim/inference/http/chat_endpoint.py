@@ -33,36 +33,36 @@ _FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CANC
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChatRequest:
-    """A conversation that is to be continued, rendered."""
+    """A rendered chat request."""
 
     request: SampleRequest
-    """The same as ids."""
+    """The conversation as ids, with sampling parameters."""
     tools: Sequence[Mapping[str, Any]] | None
-    """The schemas that the model was shown."""
+    """Tool schemas in the prompt; None without tools."""
     logprobs: bool
-    """Whether logprobs are asked for."""
+    """Whether the client requests logprobs."""
     token_ids: bool
-    """Whether ids are asked for (vLLM's `return_token_ids`)."""
+    """Whether the client requests ids (vLLM's `return_token_ids`)."""
 
 
 def read_chat(
     data: bytes, renderer: Renderer, *, model: str, room: int, vocab_size: int, seed: int, session: str
 ) -> ChatRequest:
-    """The request in the body of a chat-completions call. What can be refused without rendering it is.
+    """Read the body of a chat-completions call; refuses as much as possible before it renders.
 
     Args:
         data: JSON as OpenAI's and vLLM's clients write it.
-        renderer: The model's.
-        model: The name that it may be asked for by.
-        room: Tokens of the context; the default of `max_tokens` is what the prompt leaves of it.
-        vocab_size: Of the model; the renderer may know stop ids that it cannot sample.
-        seed: Taken where the request has none.
+        renderer: The model's renderer.
+        model: The model's name in requests.
+        room: Context length in tokens; `max_tokens` defaults to what the prompt leaves of it.
+        vocab_size: The model's; the renderer may have stop ids that the model cannot sample.
+        seed: Used if the request has none.
         session: Groups requests for prefix caching.
 
     Raises:
-        Refused: another model is asked for.
-        UsageError: messages that cannot be read, or something that cannot be honoured; names it.
-        RecordError: messages that the context has no room for.
+        Refused: the request names another model.
+        UsageError: invalid messages, or an unsupported setting; names it.
+        RecordError: messages that are longer than the context.
         EnvironmentFault: messages that the model's template refuses.
     """
     body = request_body.read_json(data)
@@ -75,7 +75,7 @@ def read_chat(
     given["max_tokens"] = given.get("max_tokens") if most is None else most
     ignores_ends = request_body.read_flag(given, "ignore_eos")
     ends = () if ignores_ends else [token for token in renderer.stop_token_ids if token < vocab_size]
-    request_body.read_params(given, max_tokens=1, end_ids=ends)  # refused now, if it is to be refused
+    request_body.read_params(given, max_tokens=1, end_ids=ends)  # refuses invalid values before rendering
     seed = request_body.read_seed(given, seed)
     logprobs, token_ids = (request_body.read_flag(body, name) for name in ("logprobs", "return_token_ids"))
     prompt_ids = _render(renderer, messages, tools)
@@ -94,13 +94,13 @@ def _render(renderer: Renderer, messages: list[Message], tools: list[dict[str, A
         return renderer.render_ids(messages, tools, add_generation_prompt=True)
     except VerbatimError:
         raise
-    except Exception as error:  # a template and a tokenizer raise what they like about others' messages
+    except Exception as error:  # templates and tokenizers raise anything
         about = "messages" if tools is None else "messages or tools"
         raise UsageError(f"{about}: they cannot be rendered ({error_text(error, 200)})") from error
 
 
 def _refuse_too_long(messages: list[Message], tools: list[dict[str, Any]] | None, room: int) -> None:
-    """Before rendering, which takes seconds for a text of some megabytes."""
+    """Check lengths before rendering, which takes seconds for a text of some megabytes."""
     for name, part in (("messages", messages), ("tools", tools or [])):
         size = _text_of(part)
         if size > most_text(room):
@@ -109,7 +109,7 @@ def _refuse_too_long(messages: list[Message], tools: list[dict[str, Any]] | None
 
 
 def _text_of(value: object) -> int:
-    """Characters of all texts in a JSON value, keys too."""
+    """Number of characters of all strings in a JSON value, keys included."""
     size, left = 0, [value]
     while left:
         part = left.pop()
@@ -128,11 +128,10 @@ def answer_chat(
 ) -> dict[str, Any]:
     """The completion as a chat-completions answer.
 
-    A call that cannot be read is told too, its text in place of the arguments: left out, it would pass for an answer
-    without calls.
+    A malformed tool call is included, with its text as arguments; without it the answer would seem to have no calls.
 
     Raises:
-        SamplerFault: the engine's logprobs or versions cannot be those of the ids.
+        SamplerFault: the engine's logprobs or versions do not match the ids.
     """
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     prompt_ids = asked.request.prompt_ids
@@ -165,11 +164,11 @@ def _message(parsed: ParsedResponse, request_id: str) -> dict[str, Any]:
     if parsed.reasoning_content is not None:
         message["reasoning_content"] = parsed.reasoning_content
     if parsed.tool_calls:
-        message["tool_calls"] = [_wire_call(call, f"{request_id}-{k}") for k, call in enumerate(parsed.tool_calls)]
+        message["tool_calls"] = [_protocol_call(call, f"{request_id}-{k}") for k, call in enumerate(parsed.tool_calls)]
     return message
 
 
-def _wire_call(call: ToolCall, call_id: str) -> dict[str, Any]:
+def _protocol_call(call: ToolCall, call_id: str) -> dict[str, Any]:
     readable = call.arguments is not None
     arguments = json.dumps(call.arguments, ensure_ascii=False) if readable else call.raw
     return {"id": call.id or call_id, "type": "function",
@@ -183,7 +182,7 @@ def _read_messages(value: object) -> list[Message]:
 
 
 def _read_message(value: object, where: str) -> Message:
-    """A message with its content as one text, and the arguments of its calls as objects, as templates render them."""
+    """A message as templates render it: content as one text, arguments of tool calls as objects."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise UsageError(f"{where}: expected an object with a role, found {brief(value)}")
     message = {name: part for name, part in value.items() if part is not None}

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h11
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verbatim.inference.http.limits import ServerLimits
@@ -24,22 +27,24 @@ from verbatim.inference.http.limits import ServerLimits
 logger = logging.getLogger(__name__)
 
 _ACCEPTED_AT_ONCE, _BEGUN_AT_ONCE = 1024, 64
-"""Connections accepted, and begun, in one turn of the event loop; what is under way gets its turn in between."""
+"""Most connections accepted, and begun, in one turn of the event loop; requests under way run in between."""
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection is kept: longer than clients do, so that none is closed as a request arrives."""
 _HEALTH = b"GET /health "
 _HEAD_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**18
-"""Bytes read in one turn. A body whose length is known is passed on as it comes; a head may be followed by thousands of
-tiny chunks, which are taken apart one by one."""
+"""Most bytes read in one turn. A body of known length is passed on as it comes; a head may be followed by thousands
+of tiny chunks, which are parsed one by one."""
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _SAY_AGAIN = 60.0
-"""Seconds between two lines of the log about the same trouble."""
+"""Seconds between two log lines about the same problem."""
 _FULL = (b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
          b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s")  # fmt: skip
 _FULL_BODY = b'{"error": {"message": "too many connections; try again", "type": "unavailable", "code": 503}}'
 
 
-class Places:
-    """Which connections there are, and which of them wait for a request, the one that waits longest first."""
+class ConnectionTable:
+    """Open connections, and those of them that wait for a request, the longest wait first."""
 
     def __init__(self, limits: ServerLimits, most: int) -> None:
         self.limits = limits
@@ -48,7 +53,7 @@ class Places:
         self.waiting: dict[Connection, None] = {}
 
     def evict(self) -> bool:
-        """Close the connection that has waited longest for a request; False where all have one."""
+        """Close the connection that has waited longest for a request; False if all have one."""
         for connection in self.waiting:
             connection.abort()
             return True
@@ -56,11 +61,11 @@ class Places:
 
 
 class Connection(H11Protocol):
-    """One client: it brings the head of its request in time, and reads its answer, or it is let go of."""
+    """One client's connection; closed if the client is late with a request's head or does not read its answer."""
 
-    def __init__(self, *args: Any, places: Places, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, table: ConnectionTable, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._places = places
+        self._table = table
         self._head: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._refused = False
@@ -69,23 +74,23 @@ class Connection(H11Protocol):
         """Wait for the head of the first request."""
         super().connection_made(transport)
         self._read_at_once(_HEAD_AT_ONCE)
-        self._places.open.add(self)
+        self._table.open.add(self)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
-        self._places.open.discard(self)
-        self._places.waiting.pop(self, None)
+        """Remove it from the table and stop its timers."""
+        self._table.open.discard(self)
+        self._table.waiting.pop(self, None)
         self._head = _cancelled(self._head)
         self._reading = _cancelled(self._reading)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes, which may or may not complete a head."""
+        """Parse new bytes, which may or may not complete a head."""
         super().data_received(data)
         if self._busy:
             self._head = _cancelled(self._head)
-            self._places.waiting.pop(self, None)
+            self._table.waiting.pop(self, None)
             if any(name == b"transfer-encoding" for name, _ in self.headers):
                 self.flow.pause_reading()  # it is answered without its body, and then closed
                 self.cycle.keep_alive = False
@@ -98,21 +103,21 @@ class Connection(H11Protocol):
                 self._expect_head()
 
     def on_response_complete(self) -> None:
-        """The answer is written, if not yet read; the next request may come, or has come already. Or the rest of a body
-        that was refused comes first, and is thrown away."""
+        """The answer is written, though perhaps unread: wait for the next request, or discard the rest of a refused
+        body first."""
         self._read_at_once(_BODY_AT_ONCE if self._in_body else _HEAD_AT_ONCE)
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._expect_reading()
-        if not self._busy and self in self._places.open:
-            self._places.waiting[self] = None
+        if not self._busy and self in self._table.open:
+            self._table.waiting[self] = None
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP: say so, as late as every other refusal."""
+        """Answer bytes that are not HTTP, with the delay of every other refusal."""
         if not self._refused:
             self._refused = True
             self.flow.pause_reading()
-            self.loop.call_later(self._places.limits.refusal_seconds, self._refuse, msg)
+            self.loop.call_later(self._table.limits.refusal_seconds, self._refuse, msg)
 
     def _refuse(self, msg: str) -> None:
         if not self.transport.is_closing():
@@ -124,13 +129,13 @@ class Connection(H11Protocol):
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """The client has read its answer."""
         super().resume_writing()
         self._reading = _cancelled(self._reading)
 
     def abort(self) -> None:
-        """Close it now, whatever is on its way."""
-        self._places.waiting.pop(self, None)
+        """Close it now, without sending what is buffered."""
+        self._table.waiting.pop(self, None)
         self.transport.abort()
 
     @property
@@ -148,12 +153,12 @@ class Connection(H11Protocol):
             self.transport.max_size = size  # type: ignore[attr-defined]
 
     def _expect_head(self) -> None:
-        self._places.waiting[self] = None
-        self._head = self.loop.call_later(self._places.limits.head_seconds, self._head_is_late)
+        self._table.waiting[self] = None
+        self._head = self.loop.call_later(self._table.limits.head_seconds, self._head_is_late)
 
     def _expect_reading(self) -> None:
         if self._reading is None:
-            self._reading = self.loop.call_later(self._places.limits.answer_seconds, self._reading_is_late)
+            self._reading = self.loop.call_later(self._table.limits.answer_seconds, self._reading_is_late)
 
     def _head_is_late(self) -> None:
         self._head = None
@@ -167,42 +172,42 @@ class Connection(H11Protocol):
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """What is left of a timer once it is cancelled: nothing."""
+    """Cancel a timer; returns None, to assign to the timer's name."""
     if timer is not None:
         timer.cancel()
     return None
 
 
 class Acceptor:
-    """Takes connections off a listening socket, as long as there is a place and a descriptor for them.
+    """Accepts connections while there is room in the table and a free descriptor.
 
     A connection is accepted as soon as it comes and then waits for its turn: a few begin in each turn of the event
     loop, and health checks begin first. So a health check never waits behind thousands of requests.
 
     Args:
-        listening: Bound and listening.
-        make: Makes the protocol of a connection.
-        places: How many may be open.
+        listening: A socket that is bound and listens.
+        make: Creates the protocol of a connection.
+        table: The open connections.
     """
 
-    def __init__(self, listening: socket.socket, make: Callable[[], asyncio.Protocol], places: Places) -> None:
+    def __init__(self, listening: socket.socket, make: Callable[[], asyncio.Protocol], table: ConnectionTable) -> None:
         self._listening = listening
         self._make = make
-        self._places = places
+        self._table = table
         self._loop = asyncio.get_running_loop()
         self._pause = _FIRST_PAUSE
         self._again: asyncio.TimerHandle | None = None
         self._told = -_SAY_AGAIN
         self._queue: dict[socket.socket, None] = {}
         self._silent: set[socket.socket] = set()
-        """Those in the queue that have sent nothing so far."""
+        """Connections in the queue that have sent nothing so far."""
         self._beginning: asyncio.Handle | None = None
         self._connecting: set[asyncio.Task[None]] = set()
         listening.setblocking(False)
         self._loop.add_reader(listening.fileno(), self._accept)
 
     def close(self) -> None:
-        """Take no more; what waits for its turn is closed."""
+        """Accept no more; close queued connections."""
         self._again = _cancelled(self._again)
         self._loop.remove_reader(self._listening.fileno())
         if self._beginning is not None:
@@ -214,19 +219,19 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
-            if len(self._places.open) + len(self._queue) >= self._places.most and not self._places.evict():
+            if len(self._table.open) + len(self._queue) >= self._table.most and not self._table.evict():
                 self._turn_away()
                 break
             try:
                 connection, _ = self._listening.accept()
             except (BlockingIOError, InterruptedError):
                 break
-            except ConnectionAbortedError:  # it is gone already
+            except ConnectionAbortedError:  # the client closed it already
                 continue
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                self._places.evict()
+                self._table.evict()
                 self._wait(error)
                 break
             self._pause = _FIRST_PAUSE
@@ -237,7 +242,7 @@ class Acceptor:
             self._begin()
 
     def _begin(self) -> None:
-        """Begin some of the connections that wait: every health check, and those that came first."""
+        """Begin some queued connections: every health check, and the oldest others."""
         first = [connection for connection in list(self._silent) if self._look(connection)]
         for connection in [*first, *itertools.islice(self._queue, _BEGUN_AT_ONCE)]:
             if connection not in self._queue:
@@ -250,7 +255,7 @@ class Acceptor:
         self._beginning = self._loop.call_soon(self._begin) if self._queue else None
 
     def _look(self, connection: socket.socket) -> bool:
-        """Whether a connection in the queue asks for the server's health. One that is closed already is let go of."""
+        """Whether a connection in the queue is a health check. Removes a connection that the client has closed."""
         try:
             start = connection.recv(len(_HEALTH), socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -266,20 +271,20 @@ class Acceptor:
     async def _connect(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make, connection)
-        except OSError:  # it hung up meanwhile
+        except OSError:  # the client closed it meanwhile
             connection.close()
 
     def _turn_away(self) -> None:
-        """Every place is taken by a request under way."""
+        """Answer a newcomer with 503: every open connection has a request under way."""
         with contextlib.suppress(OSError):
             connection, _ = self._listening.accept()
             with connection:
                 connection.setblocking(False)
                 connection.send(_FULL % (len(_FULL_BODY), _FULL_BODY))
-            self._say("all %d connections have a request under way; newcomers are answered with 503", self._places.most)
+            self._say("all %d connections have a request under way; newcomers are answered with 503", self._table.most)
 
     def _wait(self, error: OSError) -> None:
-        """The system gives no descriptor: look again a little later, and say so once."""
+        """Accept again after a pause, because the system has no free descriptor; log it once a minute."""
         self._say("no more connections can be accepted for now: %s", error.strerror)
         self._loop.remove_reader(self._listening.fileno())
         self._again = self._loop.call_later(self._pause, self._loop.add_reader, self._listening.fileno(), self._accept)
@@ -290,3 +295,57 @@ class Acceptor:
         if now - self._told >= _SAY_AGAIN:
             self._told = now
             logger.warning(text, *about)
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that accepts connections through an `Acceptor`, in the caller's event loop.
+
+    Args:
+        app: The ASGI application.
+        listening: A socket that is bound and listens.
+        table: The open connections.
+    """
+
+    def __init__(self, app: ASGIApp, listening: socket.socket, table: ConnectionTable) -> None:
+        super().__init__(uvicorn.Config(
+            app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none", http="h11",
+            proxy_headers=False, timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=5,
+        ))  # fmt: skip
+        self._listening = listening
+        self._table = table
+        self._up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen with an `Acceptor` in place of asyncio's."""
+        self.servers = []
+        make = functools.partial(
+            Connection, config=self.config, server_state=self.server_state, app_state={}, table=self._table
+        )
+        self._acceptor = Acceptor(self._listening, make, self._table)
+        self.started = True
+        self._up.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and end what is open."""
+        self._acceptor.close()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: Ctrl-C belongs to the owner of the event loop."""
+        yield
+
+    async def started_or_failed(self, running: asyncio.Task[None]) -> None:
+        """Wait until the server accepts connections; raises what ended its task before."""
+        starting = asyncio.create_task(self._up.wait())
+        await asyncio.wait([running, starting], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            starting.cancel()
+            running.result()
+
+    async def stop(self, running: asyncio.Task[None]) -> None:
+        """Stop accepting, wait for the end of the task, and close connections of clients that read no answer."""
+        self.should_exit = True
+        await asyncio.shield(running)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

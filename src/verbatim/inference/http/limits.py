@@ -1,4 +1,4 @@
-"""What one client may take of a sampler's server: connections, seconds and bytes."""
+"""Limits of one client of a sampler's server: connections, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from dataclasses import dataclass
 from verbatim.inference.base import MOST_STOP_IDS
 
 _BYTES_OF_AN_ID = 32
-"""In JSON: ten digits, and spaces around them."""
+"""Most bytes of an id in JSON: ten digits, and spaces around them."""
 BYTES_OF_A_TOKEN = 256
-"""Text of one token at most: the longest in published vocabularies are 128 spaces."""
+"""Most bytes of one token's text: the longest in published vocabularies are 128 spaces."""
 _BESIDE = 256 * 2**10
-"""Bytes of a body beside ids and text."""
+"""Most bytes of a body beside ids and text."""
 _LARGEST_BODY = 64 * 2**20
 _MOST_DESCRIPTORS = 65536
 _RESERVE = 128
-"""Descriptors that are left to the rest of the process."""
+"""Descriptors reserved for the rest of the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """What one client may take of a server."""
+    """Limits of one client of a server."""
 
     max_connections: int = 4096
-    """Open at a time. A newcomer takes the place of the connection that has waited longest for a request; where all
-    have one it is answered with 503."""
+    """Most open connections. A new one replaces the connection that has waited longest for a request; if all have
+    one, it is answered with 503."""
     head_seconds: float = 15.0
-    """For the head of a request, from the connection or its first byte."""
+    """Seconds for the head of a request, from the connection or its first byte."""
     body_seconds: float = 60.0
-    """For the body of a request, from the end of its head."""
+    """Seconds for the body of a request, from the end of its head."""
     answer_seconds: float = 60.0
-    """For a client that reads nothing of its answer."""
+    """Seconds for which a client may leave its answer unread."""
     render_seconds: float = 10.0
-    """For a conversation to become token ids."""
+    """Seconds to render a conversation to token ids."""
     refusal_seconds: float = 0.0
-    """Before a request is told that it cannot be taken: a client that asks again and again takes less of the server."""
+    """Seconds before a refusal is sent, so that a client that repeats an invalid request costs less."""
     max_body: int | None = None
-    """Bytes of a request; None: what a full context can need."""
+    """Most bytes of a request; None = what a full context can need."""
 
     def ids_body(self, context_length: int) -> int:
         """Most bytes of a request that brings token ids."""
@@ -57,7 +57,7 @@ class ServerLimits:
 
 
 def most_text(context_length: int) -> int:
-    """Characters of text that a context may hold; more cannot fit, whatever the tokenizer.
+    """Most characters of text that fit into a context, with any tokenizer.
 
     >>> most_text(4096)
     1048576
@@ -66,12 +66,11 @@ def most_text(context_length: int) -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process open as many files and connections as the system allows it; returns for how many there is room.
-    """
+    """Raise this process's limit of open files as far as the system allows; returns how many connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems know less than they say; then it stays as it is
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report; the limit then stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else max(soft - _RESERVE, soft // 2)

@@ -1,4 +1,4 @@
-"""What a client asks of a sampler's server: read in full, or refused by name; nothing is passed over."""
+"""Reads the bodies of requests: every setting is honoured or refused by name, none ignored."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids
 
 _ABOUT_TEXT = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize",
                "routed_experts_prompt_start"}  # fmt: skip
-"""Settings of what is left out here: they change no token, whatever they say."""
+"""Settings of features that this server lacks; no value of theirs changes a token."""
 NEUTRAL: Mapping[str, Collection[Any]] = {
     "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
     "min_tokens": (0,), "stop": ([], ""), "bad_words": ([],), "logit_bias": ({},), "prompt_logprobs": (),
 }  # fmt: skip
-"""The values with which a setting that is not ours to honour asks for nothing."""
+"""Values at which an unsupported setting is off."""
 _KINDS: Mapping[str, type] = {"temperature": float, "top_p": float, "min_p": float, "max_tokens": int, "top_k": int}
 _IN_REQUEST = {"token_ids", "sampling_params", "model", "request_id", "cache_salt", OURS}
 _NEUTRAL_IN_REQUEST = {"stream": (False,), "priority": (0,)}
 _IN_OURS = {"session", "plain_logprobs", "seed"}
 _LONGEST_NAME = 1024
-"""Characters of a session's or a request's name."""
+"""Most characters of a session's or a request's name."""
 _IN_PARAMS = {*_KINDS, *_ABOUT_TEXT, "stop_token_ids", "seed", "logprobs", "ignore_eos"}
 
 
 class Refused(Exception):
-    """A request that ends with this status."""
+    """A request refused with an HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -39,10 +39,10 @@ class Refused(Exception):
 
 
 def read_json(data: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object of a body.
+    """The JSON object in a body.
 
     Raises:
-        UsageError: it is something else; says what.
+        UsageError: the body is not a JSON object; says what it is.
     """
     try:
         body = json.loads(data, parse_constant=_refuse_constant)
@@ -56,10 +56,10 @@ def read_json(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def check_model(body: Mapping[str, Any], name: str) -> None:
-    """Refuse a request for another model than the one of this name.
+    """Check the model's name in a request.
 
     Raises:
-        Refused: it names another.
+        Refused: the request names another model.
     """
     asked = body.get("model")
     if asked is not None and asked != name:
@@ -69,18 +69,18 @@ def check_model(body: Mapping[str, Any], name: str) -> None:
 def read_request(
     body: Mapping[str, Any], *, seed: int, room: int, end_ids: Sequence[int], session: str = ""
 ) -> tuple[SampleRequest, LogprobStyle]:
-    """The request in a body, and how logprobs are asked for.
+    """The request in a body, and the style of the requested logprobs.
 
     Args:
-        body: As any client of vLLM's endpoint writes it.
-        seed: Taken where the request has none.
-        room: Tokens of the context; the default of `max_tokens` is what the prompt leaves of it.
-        end_ids: The model's own ends, which stop a completion too unless `ignore_eos` is true.
-        session: Taken where the request has none.
+        body: As clients of vLLM's endpoint write it.
+        seed: Used if the request has none.
+        room: Context length in tokens; `max_tokens` defaults to what the prompt leaves of it.
+        end_ids: The model's end ids; they also stop a completion unless `ignore_eos` is true.
+        session: Used if the request has none.
 
     Raises:
-        UsageError: something is asked for that cannot be honoured; names it.
-        RecordError: what should be token ids is not; names the position.
+        UsageError: an unsupported or invalid setting; names it.
+        RecordError: invalid token ids; names the position.
     """
     refuse_others(body, _IN_REQUEST, _NEUTRAL_IN_REQUEST, where="request")
     given = body.get("sampling_params", {})
@@ -110,7 +110,7 @@ def read_request(
 
 
 def read_params(given: Mapping[str, Any], *, max_tokens: int, end_ids: Sequence[int] = ()) -> SamplingParams:
-    """Sampling parameters among other keys; `max_tokens` where there are none.
+    """Read sampling parameters; `max_tokens` is used if the request gives none.
 
     Raises:
         UsageError: a value that cannot be.
@@ -126,7 +126,7 @@ def read_params(given: Mapping[str, Any], *, max_tokens: int, end_ids: Sequence[
     if not all(type(i) is int for i in stop):
         raise UsageError(f"stop_token_ids: expected a list of token ids, found {brief(stop)}")
     if values["top_k"] == -1:
-        values["top_k"] = 0  # vLLM's other way to say "off"
+        values["top_k"] = 0  # "off" in vLLM
     try:
         return SamplingParams(**values, stop_token_ids=tuple(dict.fromkeys((*stop, *end_ids))))
     except ValueError as error:
@@ -134,7 +134,7 @@ def read_params(given: Mapping[str, Any], *, max_tokens: int, end_ids: Sequence[
 
 
 def read_seed(given: Mapping[str, Any], default: int) -> int:
-    """The seed among other keys.
+    """Read the seed.
 
     Raises:
         UsageError: a value that cannot be.
@@ -146,7 +146,7 @@ def read_seed(given: Mapping[str, Any], default: int) -> int:
 
 
 def read_count(given: Mapping[str, Any], name: str) -> int | None:
-    """An integer above 0 among other keys; None where there is none.
+    """Read an integer above 0; None if it is missing or null.
 
     Raises:
         UsageError: a value that cannot be.
@@ -158,10 +158,10 @@ def read_count(given: Mapping[str, Any], name: str) -> int | None:
 
 
 def read_flag(given: Mapping[str, Any], name: str) -> bool:
-    """Yes or no among other keys; no where it says nothing.
+    """Read a boolean; False if it is missing or null.
 
     Raises:
-        UsageError: a value that is neither.
+        UsageError: an invalid value.
     """
     value = given.get(name)
     if value is not None and not isinstance(value, bool) and value not in (0, 1):
@@ -170,10 +170,10 @@ def read_flag(given: Mapping[str, Any], name: str) -> bool:
 
 
 def read_name(given: Mapping[str, Any], name: str) -> str:
-    """A short text among other keys; empty where there is none.
+    """Read a short text; empty if it is missing or null.
 
     Raises:
-        UsageError: something else, or a text that is too long or cannot be written as UTF-8.
+        UsageError: another type, or a text that is too long or cannot be written as UTF-8.
     """
     value = given.get(name)
     if value is None:
@@ -190,7 +190,7 @@ def read_name(given: Mapping[str, Any], name: str) -> str:
 def refuse_others(
     given: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, Collection[Any]], *, where: str
 ) -> None:
-    """Refuse what would change the tokens and cannot be honoured; null asks for nothing."""
+    """Refuse unsupported settings that would change the tokens; null is off."""
     for name, value in given.items():
         if name in known or value is None or any(value == ok for ok in neutral.get(name, ())):
             continue
@@ -207,7 +207,7 @@ def _read_number(given: Mapping[str, Any], name: str, kind: type, default: Any) 
     try:
         if not isinstance(value, bool) and isinstance(value, accepted):
             return kind(value)
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer beyond the range of floats
         pass
     raise UsageError(f"{name} = {brief(value)}; expected {'a number' if kind is float else 'an integer'}")
 

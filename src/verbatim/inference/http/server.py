@@ -1,6 +1,6 @@
-"""A sampler behind HTTP, for as long as a block lasts: token ids in, token ids out, to whoever may ask.
+"""An HTTP server for a sampler, as a context manager: token ids in, token ids out.
 
-It runs in the event loop that it is started in, beside whatever else uses the sampler there.
+It runs in the caller's event loop, beside other users of the sampler there.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import socket
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,72 +22,59 @@ if TYPE_CHECKING:
     from verbatim.inference.http.chat_desk import ChatDesk
     from verbatim.renderers.base import Renderer
 
-KEEP_ALIVE = 75
-"""Seconds that an idle connection is kept: longer than clients do, so that none is closed as a request arrives."""
 LAST_PORT = 65535
-"""Of TCP."""
+"""Largest TCP port."""
 _BACKLOG = 2048
-"""Connections that may wait to be accepted: all episodes of a batch may begin at once."""
+"""Connections that may wait to be accepted: all episodes of a batch may start at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerServer:
-    """A server that is up."""
+    """A running server."""
 
     url: str
-    """Where: "http://127.0.0.1:40123"; OpenAI's clients want it with "/v1" behind."""
+    """Its address, such as "http://127.0.0.1:40123"; OpenAI's clients need "/v1" appended."""
     model: str
     """The model's name in requests."""
 
 
 @contextlib.asynccontextmanager
 async def serve_sampler(
-    sampler: Sampler,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    renderer: Renderer | None = None,
-    model: str = "policy",
-    api_key: str | None = None,
-    seed: int | None = None,
-    limits: ServerLimits | None = None,
-    weights_folder: Path | None = None,
-    allow_hosts: Collection[str] = (),
-    chat_processes: int = 0,
-) -> AsyncIterator[SamplerServer]:
-    """Serve a sampler while the block lasts; then what is in flight is cancelled and answered with 503.
+    sampler: Sampler, *, host: str = "127.0.0.1", port: int = 0, renderer: Renderer | None = None,
+    model: str = "policy", api_key: str | None = None, seed: int | None = None, limits: ServerLimits | None = None,
+    weights_folder: Path | None = None, allow_hosts: Collection[str] = (), chat_processes: int = 0,
+) -> AsyncIterator[SamplerServer]:  # fmt: skip
+    """Serve a sampler while the block lasts; then requests in flight are cancelled and answered with 503.
 
     Raises this process's limit of open files as far as the system allows it.
 
     Args:
-        sampler: Whose tokens. It is not closed.
-        host: Loopback, unless another address is asked for. Whoever reaches it may sample.
+        sampler: The sampler to serve; it stays open afterwards.
+        host: Address to listen on: loopback by default. Every client that reaches it may sample.
         port: 0 takes a free one.
-        renderer: The model's chat format: with it there is /v1/chat/completions, and completions end at its stop ids.
-            No other code may use it meanwhile.
-        model: The name that requests use.
-        api_key: Asked for as a bearer token; None asks for none.
-        seed: Of the seeds of requests that bring none; None takes other ones each time.
-        limits: What one client may take; None takes the defaults.
-        weights_folder: Weights are taken from folders in this one only; None takes them from anywhere, with the key.
-        allow_hosts: Names that requests may call the server by, beside its address, `host` and "localhost"; "*" allows
-            any. Of importance without a key only.
+        renderer: The model's chat format; it adds /v1/chat/completions, and its stop ids end completions. No other
+            code may use it meanwhile.
+        model: The model's name in requests.
+        api_key: Required as a bearer token; None requires none.
+        seed: Seed of the seeds of requests that bring none; None draws different ones each time.
+        limits: Limits of one client; None takes the defaults.
+        weights_folder: Weights are accepted from folders in this one only; None accepts any folder, with the key.
+        allow_hosts: Host names that requests may use, beside its address, `host` and "localhost"; "*" allows any.
+            Checked without a key only.
         chat_processes: Processes that render conversations; 0 renders on a thread, where one long or hostile
             conversation slows down everything else in this process.
 
     Raises:
-        UsageError: the extra `serve` is not installed, the address is taken or not ours, or the renderer cannot be
-            made in other processes.
+        UsageError: the extra `serve` is not installed, the address is taken or not of this machine, or the renderer
+            cannot be created in other processes.
     """
     try:
-        import uvicorn
-
         from verbatim.inference.http.app import SamplerApp
-        from verbatim.inference.http.connections import Acceptor, Connection, Places
+        from verbatim.inference.http.connections import ConnectionTable, Server
     except ImportError as error:
         raise UsageError(f"serving a sampler needs {error.name}: pip install 'verbatim-rl[serve]'") from None
     limits = ServerLimits() if limits is None else limits
-    places = Places(limits, min(limits.max_connections, raise_descriptor_limit()))
+    table = ConnectionTable(limits, min(limits.max_connections, raise_descriptor_limit()))
     listening = _listen(host, port)
     try:
         desk = await _open_desk(renderer, chat_processes, limits)
@@ -99,46 +85,14 @@ async def serve_sampler(
         sampler, desk=desk, end_ids=() if renderer is None else renderer.stop_token_ids, model=model, api_key=api_key,
         seed=seed, limits=limits, weights_folder=weights_folder, hosts={"localhost", host, *allow_hosts},
     )  # fmt: skip
-    config = uvicorn.Config(
-        app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none", http="h11",
-        proxy_headers=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=5,
-    )  # fmt: skip
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """Listen with an acceptor of our own, in place of asyncio's."""
-            self.servers = []
-            make = functools.partial(Connection, config=config, server_state=self.server_state, app_state={},
-                                     places=places)  # fmt: skip
-            self.acceptor = Acceptor(listening, make, places)
-            self.started = True
-            up.set()
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            self.acceptor.close()
-            await super().shutdown(sockets)
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """Take none: Ctrl-C belongs to whoever owns the event loop."""
-            yield
-
-    up = asyncio.Event()
-    server = Server(config)
+    server = Server(app, listening, table)
     running = asyncio.create_task(server.serve(sockets=[listening]), name="sampler-server")
     try:
-        starting = asyncio.create_task(up.wait())
-        await asyncio.wait([running, starting], return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            starting.cancel()
-            running.result()
+        await server.started_or_failed(running)
         yield SamplerServer(url=_url(host, listening), model=model)
     finally:
         app.stop()
-        server.should_exit = True
-        await asyncio.shield(running)
-        for connection in list(server.server_state.connections):  # of clients that do not read their answers
-            connection.transport.abort()
+        await server.stop(running)
         if desk is not None:
             await desk.close()
 

@@ -1,4 +1,4 @@
-"""The lean forward pass: the same numbers as `transformers`, or not used at all."""
+"""The fast forward pass: the same numbers as `transformers`, or not used at all."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ from test_agreement import MODELS
 from torch import nn
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen2Config
 
-from verbatim.inference.embedded.decoder import probe
-from verbatim.inference.embedded.fast_forward import FastBackbone, fast_backbone
+from verbatim.inference.embedded.fast_forward import FastBackbone, fast_backbone, probe
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
@@ -24,7 +23,7 @@ def save(config, folder):
     return folder
 
 
-def lean(model):
+def fast(model):
     with torch.inference_mode():
         return fast_backbone(model, probe(model)[1], 128)
 
@@ -39,7 +38,7 @@ def difference(ours, model):
 @pytest.mark.parametrize("name", MODELS)
 def test_known_models_are_computed_alike(models, name):
     model = CausalLM(load_model(models[name]))
-    ours = lean(model)
+    ours = fast(model)
     assert isinstance(ours, FastBackbone)
     assert difference(ours, model) <= 2e-5
 
@@ -50,22 +49,22 @@ def test_known_models_are_computed_alike(models, name):
 ], ids=["biases", "qwen2", "linear_rope"])  # fmt: skip
 def test_biases_and_other_position_encodings_are_the_models_own(config, tmp_path):
     model = CausalLM(load_model(save(config, tmp_path)))
-    assert difference(lean(model), model) <= 2e-5
+    assert difference(fast(model), model) <= 2e-5
 
 
 def test_it_follows_new_weights(models):
     model = CausalLM(load_model(models["tied"]))
-    ours = lean(model)
+    ours = fast(model)
     load_weights(model.model, models["tied_later"])
     assert difference(ours, model) <= 2e-5
 
 
 def test_other_architectures_precisions_and_altered_models_run_as_they_are(models, tmp_path):
-    assert lean(CausalLM(load_model(save(GemmaConfig(**SMALL, head_dim=16), tmp_path)))) is None
-    assert lean(CausalLM(load_model(models["tied"], dtype="bfloat16"))) is None
+    assert fast(CausalLM(load_model(save(GemmaConfig(**SMALL, head_dim=16), tmp_path)))) is None
+    assert fast(CausalLM(load_model(models["tied"], dtype="bfloat16"))) is None
     hooked = CausalLM(load_model(models["tied"]))
     hooked.backbone.layers[0].register_forward_hook(lambda module, args, output: output)
-    assert lean(hooked) is None
+    assert fast(hooked) is None
     adapted = CausalLM(load_model(models["tied"]))
     adapted.backbone.layers[0].self_attn.q_proj.__class__ = type("Adapted", (nn.Linear,), {})
-    assert lean(adapted) is None
+    assert fast(adapted) is None

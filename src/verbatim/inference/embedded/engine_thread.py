@@ -1,0 +1,339 @@
+"""The engine's thread: it admits requests as slots free up, decodes them together and answers their callers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verbatim.errors import SamplerFault, VerbatimError
+from verbatim.inference.base import Completion, nothing_sampled
+from verbatim.inference.embedded.decoder import Decoder
+from verbatim.inference.embedded.messages import (
+    Cancel,
+    Command,
+    Job,
+    Outbox,
+    Reply,
+    engine_failed,
+    failure_text,
+    request_failed,
+)
+from verbatim.machine_faults import is_out_of_memory
+from verbatim.types import StopReason
+
+logger = logging.getLogger(__name__)
+
+THREAD_ENDED = "the sampler's thread has ended; what it wrote on the standard error says why"
+_MOST_DEFERRED = 16
+"""Requests that may wait for another's prefix before the rest of the queue is left for the next step."""
+_STEPS_PER_QUESTION = 3.0
+"""While sequences are in flight, decoding gets this many seconds for each second spent on prompt logprobs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counts of an engine since it started."""
+
+    sampled_tokens: int
+    """Tokens drawn."""
+    prefill_tokens: int
+    """Prompt tokens computed."""
+    prefix_hit_tokens: int
+    """Prompt tokens whose keys and values were already cached."""
+    recomputed_tokens: int
+    """Tokens of sequences in flight computed again after new weights."""
+    forward_passes: int
+    """Forward passes of the model."""
+    completions: int
+    """Requests that ended at a stop token or a limit."""
+    busy_seconds: float
+    """Time spent with at least one sequence in flight."""
+    num_running: int
+    """Sequences in flight now."""
+    num_waiting: int
+    """Requests and commands waiting now."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled tokens per busy second."""
+        return self.sampled_tokens / self.busy_seconds if self.busy_seconds else 0.0
+
+
+class EngineThread:
+    """Runs a decoder on a thread of its own; `send` and `cancel` may be called from any thread.
+
+    Args:
+        decoder: The model and its cache; used by this thread alone.
+        num_threads: Threads of its matrix products; None takes torch's setting.
+    """
+
+    def __init__(self, decoder: Decoder, num_threads: int | None) -> None:
+        self._decoder = decoder
+        self._num_threads = num_threads
+        self._wake = threading.Condition()
+        self._inbox: deque[Job | Command | Cancel] = deque()
+        self._closing = False
+        self._fault: BaseException | None = None
+        # The rest belongs to the engine's thread alone:
+        self._waiting: deque[Job] = deque()
+        self._commands: deque[Command] = deque()
+        self._owed = 0.0
+        self._running: dict[int, Job] = {}
+        self._outbox = Outbox()
+        self._completions = 0
+        self._busy_seconds = 0.0
+        self._thread = threading.Thread(target=self._main, name="verbatim-sampler", daemon=True)
+        self._thread.start()
+
+    # ---- called from event loops
+
+    def send(self, message: Job | Command) -> None:
+        """Queue a request or a command.
+
+        Raises:
+            SamplerFault: the engine failed or is closed.
+        """
+        with self._wake:
+            if self._fault is not None:
+                raise engine_failed(self._fault)
+            if self._closing:
+                raise SamplerFault("the sampler is closed; make a new one")
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def cancel(self, job: Job) -> None:
+        """End a job between two steps; it is answered with the tokens it has."""
+        with self._wake:
+            self._inbox.append(Cancel(job))
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """Stop after this step; requests in flight end as cancelled, with the tokens they have."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is dead and answers no more requests; None while it lives."""
+        if self._fault is not None:
+            return str(engine_failed(self._fault))
+        if not self._closing and not self._thread.is_alive():
+            return THREAD_ENDED
+        return None
+
+    def answer_for_dead(self, reply: Reply) -> None:
+        """Answer a reply that the thread left without one when it ended; does nothing while the thread lives."""
+        if self._thread.is_alive() or reply.future.done():
+            return
+        self._outbox.send()
+        drawn = 0
+        if isinstance(reply, Job) and reply.slot is not None and self._running.get(reply.slot) is reply:
+            drawn = self._decoder.table.num_new(reply.slot)
+        reply.answer = reply.answer or (SamplerFault(self.failure or THREAD_ENDED, num_tokens=drawn),)
+
+    def stats(self) -> EngineStats:
+        """Counts so far."""
+        counts = self._decoder.counts
+        return EngineStats(
+            sampled_tokens=counts.sampled_tokens,
+            prefill_tokens=counts.prefill_tokens,
+            prefix_hit_tokens=counts.prefix_hit_tokens,
+            recomputed_tokens=counts.recomputed_tokens,
+            forward_passes=counts.forward_passes,
+            completions=self._completions,
+            busy_seconds=self._busy_seconds,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(self._commands) + len(self._inbox),
+        )
+
+    # ---- the thread
+
+    def _main(self) -> None:
+        try:
+            with torch_threads(self._num_threads):
+                while self._receive():
+                    began = time.perf_counter()
+                    self._admit()
+                    self._step()
+                    self._outbox.send()
+                    seconds = time.perf_counter() - began
+                    self._busy_seconds += seconds
+                    self._owed -= seconds
+        except BaseException as error:  # noqa: BLE001 - every waiting caller gets the error
+            self._shut_down(error)
+        else:
+            self._shut_down(None)
+
+    def _receive(self) -> bool:
+        """Take new messages, sleeping while there is nothing to do; False = stop."""
+        with self._wake:
+            while not (self._inbox or self._closing or self._waiting or self._running or self._commands):
+                self._wake.wait()
+            if self._closing:
+                return False
+            arrived = len(self._inbox)
+        for _ in range(arrived):
+            self._take(self._inbox[0])  # removed only after it is taken, so that a failure still answers it
+            self._inbox.popleft()
+        if self._commands and (self._owed <= 0 or self._commands[0].vital or not self._running):
+            self._run(self._commands[0])
+            self._commands.popleft()
+        self._outbox.send()
+        return True
+
+    def _take(self, message: Job | Command | Cancel) -> None:
+        match message:
+            case Job():
+                self._waiting.append(message)
+            case Command():
+                self._commands.append(message)
+            case Cancel():
+                self._drop(message.job)
+
+    def _run(self, command: Command) -> None:
+        began = time.perf_counter()
+        try:
+            answer = command.run()
+            if not command.vital:
+                self._owed = _STEPS_PER_QUESTION * (time.perf_counter() - began)
+        except Exception as error:
+            if command.vital:
+                raise
+            answer = error if isinstance(error, VerbatimError) else request_failed(error)
+        self._outbox.put(command, answer)
+
+    def _admit(self) -> None:
+        deferred: list[Job] = []
+        try:
+            while self._waiting and self._decoder.has_idle_slot and len(deferred) < _MOST_DEFERRED:
+                job = self._waiting[0]  # removed only after it has a slot, so that a failure still answers it
+                try:
+                    job.slot = self._decoder.add(job.request)
+                except Exception as error:  # noqa: BLE001 - an error of one request leaves the others running
+                    self._outbox.put(job, request_failed(error))
+                    del self._waiting[0]
+                    continue
+                del self._waiting[0]
+                if job.slot is None:
+                    deferred.append(job)
+                else:
+                    job.started = time.perf_counter()
+                    self._running[job.slot] = job
+        finally:
+            self._waiting.extendleft(reversed(deferred))
+
+    def _step(self) -> None:
+        if not self._running:  # nothing to compute, and no sequence to give up if memory runs out
+            return
+        no_room = None
+        try:
+            ended, faulty = self._decoder.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            no_room = failure_text(error, 200)
+        if no_room is not None:  # outside of the handler, where the pass's memory is free again
+            self._make_room(no_room)
+            return
+        for slot in ended.tolist():
+            self._finish(slot)
+        for slot in faulty.tolist():
+            self._fail(slot)
+
+    def _make_room(self, why: str) -> None:
+        """After a pass that ran out of memory: fail its longest sequence; the others are computed again without it."""
+        slot = self._decoder.largest
+        assert slot is not None, "a pass without sequences takes no memory"
+        table = self._decoder.table
+        length, others = int(table.length[slot]), len(self._running) - 1
+        fault = SamplerFault(f"memory was not enough for a sequence of {length} tokens beside {others} others ({why}); "
+                             "it was the longest, so it was given up", num_tokens=table.num_new(slot))  # fmt: skip
+        logger.warning("%s", fault)
+        self._outbox.put(self._running.pop(slot), fault)
+        self._decoder.drop(slot)
+        self._decoder.give_back_memory()
+
+    def _drop(self, job: Job) -> None:
+        """Answer a cancelled job with the tokens it has, unless it is answered already."""
+        if job.slot is not None and self._running.get(job.slot) is job:
+            del self._running[job.slot]
+            self._outbox.put(job, self._completion(job, job.slot, cancelled=True))
+            self._decoder.release(job.slot)
+        elif job in self._waiting:
+            self._waiting.remove(job)
+            self._outbox.put(job, nothing_sampled(time.perf_counter() - job.submitted))
+
+    def _finish(self, slot: int) -> None:
+        job = self._running[slot]  # removed only after its answer is queued, so that a failure still answers it
+        self._outbox.put(job, self._completion(job, slot, cancelled=False))
+        del self._running[slot]
+        self._decoder.release(slot)
+        self._completions += 1
+
+    def _fail(self, slot: int) -> None:
+        job = self._running.pop(slot)
+        self._outbox.put(job, SamplerFault(
+            f"the logits for position {int(self._decoder.table.length[slot])} are not finite numbers under policy "
+            f"version {self._decoder.version}: the weights have diverged", num_tokens=self._decoder.table.num_new(slot)
+        ))  # fmt: skip
+        self._decoder.discard(slot)
+
+    def _completion(self, job: Job, slot: int, *, cancelled: bool) -> Completion:
+        table = self._decoder.table
+        new = slice(int(table.prompt_length[slot]), int(table.length[slot]))
+        stopped = bool(table.stopped(np.array([slot]))[0])
+        reason = StopReason.CANCELLED if cancelled else StopReason.STOP if stopped else StopReason.LENGTH
+        return Completion(
+            ids=table.ids[slot, new].copy(),
+            logprobs=table.logprobs[slot, new].copy(),
+            policy_versions=table.versions[slot, new].copy(),
+            stop_reason=reason,
+            queued_seconds=job.started - job.submitted,
+            generated_seconds=time.perf_counter() - job.started,
+        )
+
+    def _shut_down(self, fault: BaseException | None) -> None:
+        """Answer all waiting callers: with cancelled completions, or with the fault that stopped the engine."""
+        with self._wake:
+            self._closing, self._fault = True, fault
+            left = [m for m in self._inbox if not isinstance(m, Cancel)]
+            self._inbox.clear()
+        for slot, job in self._running.items():
+            drawn = self._decoder.table.num_new(slot)
+            answer = engine_failed(fault, drawn) if fault else self._completion(job, slot, cancelled=True)
+            self._outbox.put(job, answer)
+        for message in (*self._waiting, *self._commands, *left):
+            if fault:
+                self._outbox.put(message, engine_failed(fault))
+            elif isinstance(message, Job):
+                self._outbox.put(message, nothing_sampled(time.perf_counter() - message.submitted))
+            else:
+                self._outbox.put(message, SamplerFault("the sampler was closed before it ran this"))
+        self._running, self._waiting, self._commands = {}, deque(), deque()
+        self._outbox.send()
+
+
+@contextlib.contextmanager
+def torch_threads(num_threads: int | None) -> Iterator[None]:
+    """Run with this many threads in the calling thread's matrix products; torch keeps the number per thread."""
+    before = torch.get_num_threads()
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        if num_threads is not None:
+            torch.set_num_threads(before)
