@@ -26,7 +26,7 @@ from verbatim.cli import serve_command
 from verbatim.cli.main import main
 from verbatim.errors import UsageError
 from verbatim.inference.http import limits, protocol
-from verbatim.inference.http.connections import Acceptor, Connection, Places
+from verbatim.inference.http.connections import Acceptor, Connection, ConnectionTable
 from verbatim.inference.http.limits import ServerLimits, raise_descriptor_limit
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler
@@ -267,7 +267,7 @@ async def test_without_a_descriptor_the_server_waits_and_says_so_once(caplog):
             came.set()
 
     caplog.set_level(logging.WARNING)
-    acceptor = Acceptor(listening, Protocol, Places(ServerLimits(), 100))
+    acceptor = Acceptor(listening, Protocol, ConnectionTable(ServerLimits(), 100))
     _, writer = await asyncio.open_connection(*listening.getsockname())
     await asyncio.wait_for(came.wait(), 10)
     assert listening.times == 0
@@ -480,7 +480,7 @@ async def test_a_health_check_begins_before_the_requests_that_wait_and_what_hung
                 client.close()
             else:
                 client.sendall(b"GET /health HTTP/1.1" if number == 6 else b"POST %d" % number)
-        acceptor = Acceptor(listening, Noting, Places(ServerLimits(), 100))
+        acceptor = Acceptor(listening, Noting, ConnectionTable(ServerLimits(), 100))
         async with asyncio.timeout(10):
             await done.wait()
         acceptor.close()
@@ -492,7 +492,7 @@ async def test_connections_that_wait_are_closed_with_the_server(monkeypatch):
     monkeypatch.setattr("verbatim.inference.http.connections._BEGUN_AT_ONCE", 0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         reader, writer = await asyncio.open_connection(*listening.getsockname())
-        acceptor = Acceptor(listening, asyncio.Protocol, Places(ServerLimits(), 100))
+        acceptor = Acceptor(listening, asyncio.Protocol, ConnectionTable(ServerLimits(), 100))
         await asyncio.sleep(0.05)
         acceptor.close()
         async with asyncio.timeout(10):

@@ -19,7 +19,7 @@ ENVIRONMENTS = {
     "terminal": "verbatim.environments.terminal:Terminal",
     "verifiers": "verbatim.rollouts.verifiers.environment:VerifiersEnvironment",
 }
-"""Where each bundled environment lives."""
+"""Import path of each bundled environment."""
 
 __all__ = ["ENVIRONMENTS", "Agent", "Demonstrates", "Demonstration", "Environment", "Episode", "Reply", "Score",
            "tool_exchange"]

@@ -13,7 +13,7 @@ from verbatim.types import Example, Message, Trajectory
 NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Finn", "Gina", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Mara", "Nils",
          "Olga", "Paul", "Rosa", "Sven", "Tara", "Uwe", "Vera", "Willi", "Xenia", "Yann", "Zoe")  # fmt: skip
 MISPLACES = 0.3
-"""How often the demonstrated player puts a name in a wrong place."""
+"""Probability that a demonstration puts a name in a wrong place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +22,17 @@ class AlphabetSort:
     by ", ". Each right answer earns its share of 1 (reward parts `round_1`, `round_2`, ...).
 
     Raises:
-        UsageError: more names than there are, or none.
+        UsageError: no names, or more than exist.
     """
 
     num_rounds: int = 3
-    """User messages."""
+    """Number of user messages."""
     names_per_round: int = 2
-    """Names in each."""
+    """Names in each user message."""
     num_train: int = 500
-    """Tasks to train on."""
+    """Number of training tasks."""
     num_eval: int = 100
-    """Other tasks, held out."""
+    """Number of evaluation tasks, all different from the training tasks."""
 
     def __post_init__(self) -> None:
         names = self.num_rounds * self.names_per_round
@@ -59,7 +59,7 @@ class AlphabetSort:
         return Sorting(self, list(example.payload["names"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Conversations of a player who sometimes puts a name in a wrong place."""
+        """Demonstrations that sometimes put a name in a wrong place."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 
@@ -78,7 +78,7 @@ class AlphabetSort:
 
 
 class Sorting(Episode):
-    """The names, and which answers were right so far."""
+    """One conversation: its names, and which answers were right so far."""
 
     turn_rewards_sum_to_reward = True
 
@@ -103,7 +103,7 @@ class Sorting(Episode):
         return self.answer(message["content"])
 
     def answer(self, text: str) -> Reply:
-        """As `reply`, for those who have no event loop."""
+        """`reply` as a plain function."""
         self._right.append([name.strip() for name in text.split(",")] == sorted(self.said_so_far))
         share = self._right[-1] / len(self._rounds)
         if len(self._right) == len(self._rounds):

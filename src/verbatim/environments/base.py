@@ -1,4 +1,4 @@
-"""What a user writes: tasks, tools and rewards, in messages only, never in token ids."""
+"""Protocols of environments: tasks, tools and rewards, in messages only, never in token ids."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from verbatim.tools.base import Tool
 from verbatim.types import Example, FunctionCall, Message, StopReason, Trajectory
 
 Score = float | Mapping[str, float] | None
-"""A reward, or its named parts, which are added up; None where nothing is earned. Such episodes are not trained on in
-mode "rl"; where a teacher is followed ("opd", "sft") they are trained on like any other."""
+"""A reward, or its named parts, which are summed; None = no reward. In mode "rl" episodes without a reward are not
+trained on; with a teacher ("opd", "sft") they are trained on like any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What an environment answers when the model speaks without calling a tool."""
+    """The environment's answer to a message without tool calls."""
 
     messages: Sequence[Message] = ()
     """Appended to the conversation."""
     done: bool = False
-    """Ends the episode: nothing is sampled after it."""
+    """Whether the episode ends: nothing is sampled after it."""
     reward: float | None = None
     """The reward of the turn that was answered."""
 
 
 class Agent(Protocol):
-    """What an environment with its own control flow samples through."""
+    """Samples turns for an environment that owns its control flow."""
 
     async def sample(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main"
@@ -35,28 +35,28 @@ class Agent(Protocol):
         """Record one turn of the named agent and return the assistant's message.
 
         Raises:
-            EpisodeOver: the trajectory ran out of turns or tokens; let it pass through.
+            EpisodeOver: the trajectory ran out of turns or tokens; do not catch it.
         """
 
 
 class Episode:
-    """One rollout's state. Subclass it, or write any object with these names."""
+    """The state of one rollout. Subclass it, or give any object with these attributes."""
 
     messages: Sequence[Message] = ()
     """The opening messages."""
     tools: Sequence[Tool] = ()
-    """Its own tools, bound to its own state."""
+    """The episode's tools, bound to its state."""
     info: Mapping[str, Any] = {}
-    """What else is known of it once it has ended (JSON values): kept in the trajectory's `info`."""
+    """Further facts of the finished episode (JSON values), copied to the trajectory's `info`."""
     turn_rewards_sum_to_reward: bool = False
-    """Whether the turns' own rewards add up to what `score` says: credit per turn then counts them once."""
+    """Whether the turns' rewards sum to the score; credit per turn then counts them once."""
 
     async def reply(self, message: Message) -> Reply:
         """Answer a message without a tool call. The default ends the episode."""
         return Reply(done=True)
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """What the finished episode earned."""
+        """The reward of the finished episode."""
         raise NotImplementedError(f"{type(self).__name__} must say what an episode earned: write `score`")
 
     def state_key(self) -> str | None:
@@ -64,7 +64,7 @@ class Episode:
         return None
 
     async def close(self) -> None:
-        """Release what the episode holds. Called exactly once, whatever happened."""
+        """Release resources. Called exactly once, also after an error."""
 
 
 @runtime_checkable
@@ -72,21 +72,21 @@ class Environment(Protocol):
     """A task. `run(agent)` on its episodes replaces `reply` where the environment owns its control flow."""
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The rows of "train" or "eval"."""
+        """The examples of "train" or "eval"."""
 
     async def start(self, example: Example, seed: int) -> Episode:
-        """A fresh episode about this example; all its randomness comes from the seed."""
+        """A new episode of this example; all its randomness comes from the seed."""
 
 
 IS_SUCCESS = "is_success"
-"""The key of `Trajectory.info` for what the environment's own `is_success` said of it."""
+"""The key of `Trajectory.info` for the result of the environment's `is_success`."""
 
 
 def succeeded(environment: Environment, trajectory: Trajectory) -> bool:
-    """Whether an episode reached its goal: the environment's own `is_success`, or else a reward of at least 1.
+    """Whether an episode reached its goal: by the environment's `is_success`, or else by a reward of at least 1.
 
-    A rollout asks `is_success` once, when its group has ended, and keeps the answer in `info`. An episode that failed,
-    or ended because no more tool calls could be read, is no success.
+    A rollout calls `is_success` once, when its group has ended, and stores the result in `info`. A failed episode,
+    or one that ended because of malformed tool calls, is not a success.
     """
     if trajectory.error is not None or trajectory.stop_reason is StopReason.MALFORMED:
         return False
@@ -101,19 +101,19 @@ class Demonstration:
     """One finished conversation to imitate before reinforcement learning, or to train a tokenizer on."""
 
     messages: Sequence[Message]
-    """From the opening to the answer to the last tool call; assistant messages are what is imitated."""
+    """All messages; the assistant's are imitated."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """The schemas of the tools that were offered."""
+    """Schemas of the tools in the prompt."""
 
 
 def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_id: str = "call_0") -> list[Message]:
-    """A tool call and its answer, as the two messages that a demonstration holds.
+    """The two messages of a tool call and its answer, for a demonstration.
 
     Args:
         name: The tool's name.
-        arguments: What the assistant calls it with (JSON values).
-        answer: The text that the tool gives back.
-        call_id: Ties the answer to its call; templates that write ids need a different one for each call.
+        arguments: The arguments of the call (JSON values).
+        answer: The tool's answer.
+        call_id: Links the answer to its call; templates that write ids need a different one for each call.
 
     Example: `tool_exchange("look", {"at": "Bonn"}, "rain")` gives an assistant message whose `tool_calls` holds
     `look(at="Bonn")`, and the message `{"role": "tool", "content": "rain", "tool_call_id": "call_0", "name": "look"}`.
@@ -127,7 +127,7 @@ def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_
 
 @runtime_checkable
 class Demonstrates(Protocol):
-    """An environment that can show how to talk in it: needed for `warm_start` and `[model.build]`."""
+    """An environment with demonstrations, as `warm_start` and `[model.build]` require."""
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Demonstration]:
-        """That many conversations; the same seed gives the same ones."""
+        """`count` conversations; the same seed gives the same ones."""

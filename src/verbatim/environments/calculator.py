@@ -1,4 +1,4 @@
-"""Work out an expression with tools, all within one user turn."""
+"""Evaluate an arithmetic expression with tools, within one user turn."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from verbatim.tools import FunctionTool
 from verbatim.types import Example, Message, Trajectory
 
 SLIPS = 0.3
-"""How often the demonstrated player uses the wrong tool, or answers something else than it was told."""
+"""Probability that a demonstration calls the wrong tool, and that it answers a wrong number."""
 TOOL_SHARE = 0.1
-"""Of the reward: earned by having used a tool at all."""
+"""Share of the reward for using any tool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,15 @@ class Calculator:
     Reward parts: `correct` 0.9 for the right answer, `used_tools` 0.1.
 
     Raises:
-        UsageError: fewer numbers than the tasks need.
+        UsageError: too few numbers for so many tasks.
     """
 
     largest: int = 9
-    """Numbers are from 1 to this."""
+    """Largest number; the smallest is 1."""
     num_train: int = 300
-    """Tasks to train on."""
+    """Number of training tasks."""
     num_eval: int = 100
-    """Other tasks, held out."""
+    """Number of evaluation tasks, all different from the training tasks."""
 
     def __post_init__(self) -> None:
         if 2 * self.largest**3 < self.num_train + self.num_eval:
@@ -58,7 +58,7 @@ class Calculator:
         return Calculation(str(example.payload["kind"]), *example.payload["numbers"])
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Conversations of a player who knows how to talk, and sometimes takes the wrong tool or number."""
+        """Demonstrations in the right format that sometimes use a wrong tool or number."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 
@@ -77,7 +77,7 @@ class Calculator:
 
 
 class Calculation(Episode):
-    """One question, and what the agent did about it."""
+    """One question, with the agent's calls and answer."""
 
     def __init__(self, kind: str, a: int, b: int, c: int) -> None:
         self.numbers = (a, b, c)
@@ -101,12 +101,12 @@ class Calculation(Episode):
         return a * b
 
     async def reply(self, message: Message) -> Reply:
-        """What is said without calling a tool is the answer."""
+        """Take a message without tool calls as the answer."""
         self._answer = message["content"].strip()
         return Reply(done=True)
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """The right number, and having used tools."""
+        """Reward parts for the right number and for using tools."""
         return {
             "correct": (1 - TOOL_SHARE) * (self._answer == str(self.correct)),
             "used_tools": TOOL_SHARE * (self._num_calls > 0),

@@ -1,4 +1,4 @@
-"""A main agent hands a question to a sub-agent, who alone has read the notes, and gets its answer: two contexts."""
+"""A main agent asks a sub-agent, which alone sees the notes, for an answer: two contexts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from verbatim.types import Example, Message, Trajectory
 
 COLOURS = ("red", "blue", "green", "black", "white", "amber")
 MISREADS = 0.4
-"""How often the demonstrated players name a wrong number, or a wrong box."""
+"""Probability that a demonstration names a wrong number, and that it asks for a wrong box."""
 DELEGATION_SHARE = 0.1
-"""Of the reward: earned by having asked at all."""
+"""Share of the reward for asking at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delegate:
-    """The user asks the main agent for the number in a box. Only the notes say it, and only a sub-agent is given them:
-    the main agent calls `ask(box)`, a sub-agent reads the notes and answers, the main agent hears that one sentence and
-    passes it on. The sub-agent's conversation never enters the main agent's.
+    """The user asks the main agent for the number in a box. Only the notes contain it, and only a sub-agent gets
+    them: the main agent calls `ask(box)`, a sub-agent reads the notes, and its answer is the tool's. The sub-agent's
+    conversation never enters the main agent's.
 
     Reward parts: `correct` 0.9 for the right number, `delegated` 0.1.
 
@@ -31,11 +31,11 @@ class Delegate:
     """
 
     num_boxes: int = 3
-    """In the notes."""
+    """Number of boxes in the notes."""
     num_train: int = 300
-    """Tasks to train on."""
+    """Number of training tasks."""
     num_eval: int = 100
-    """Other tasks, held out."""
+    """Number of evaluation tasks, all different from the training tasks."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_boxes <= len(COLOURS):
@@ -63,7 +63,7 @@ class Delegate:
         return Delegation(dict(example.payload["notes"]), str(example.payload["box"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Both conversations in turns: the main agent's and the sub-agent's."""
+        """Demonstrations of the main agent and of the sub-agent, alternating."""
         rng = random.Random(seed)
         return [self._demonstration(rng, main=n % 2 == 0) for n in range(count)]
 
@@ -91,12 +91,12 @@ class Delegation(Episode):
         self.ask = FunctionTool(_ask, name="ask", description="Ask somebody who knows.")
 
     def notes_for(self, box: str) -> list[Message]:
-        """What the sub-agent is given."""
+        """The sub-agent's opening messages."""
         text = ", ".join(f"{colour} {number}" for colour, number in self._notes.items())
         return [{"role": "user", "content": f"Notes: {text}. Only the number in the {box} box."}]
 
     async def run(self, agent: Agent) -> None:
-        """The main agent speaks until it answers; each question is a sub-agent of its own."""
+        """Sample the main agent until it answers; each call of `ask` is a new sub-agent."""
         messages = list(self.messages)
         while True:
             said = await agent.sample(messages, [self.ask], agent="main")
@@ -117,7 +117,7 @@ class Delegation(Episode):
                 messages.append({"role": "tool", "content": content, "tool_call_id": call["id"], "name": "ask"})
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """The right number, and having asked."""
+        """Reward parts for the right number and for asking."""
         return {
             "correct": (1 - DELEGATION_SHARE) * (self._answer == str(self._notes[self._box])),
             "delegated": DELEGATION_SHARE * (self._num_asked > 0),

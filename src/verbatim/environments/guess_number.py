@@ -1,4 +1,4 @@
-"""Find a secret number by guessing: the smallest task that a policy can only win by reading the replies."""
+"""Find a secret number by guessing: the smallest task that needs the tool's replies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from verbatim.tools import FunctionTool, ToolResult
 from verbatim.types import Example, Message, Trajectory
 
 FORGETS = 0.25
-"""How often the demonstrated player repeats an earlier guess."""
+"""Probability that a demonstration repeats an earlier guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuessNumber:
-    """The agent calls `guess(number)` and hears "higher", "lower" or "correct". Finding the secret earns 1, else 0.
+    """The agent calls `guess(number)`, which answers "higher", "lower" or "correct". Finding the secret earns 1.
 
     With the defaults, halving the range always wins, and ignoring the replies wins 4 times in 15.
 
@@ -30,7 +30,7 @@ class GuessNumber:
     high: int = 15
     """Largest secret."""
     max_guesses: int = 4
-    """Guesses of one episode."""
+    """Most guesses of one episode."""
 
     def __post_init__(self) -> None:
         if self.low > self.high:
@@ -39,23 +39,23 @@ class GuessNumber:
             raise UsageError(f"guess_number: max_guesses = {self.max_guesses}; expected at least 1")
 
     def examples(self, split: str) -> Sequence[Example]:
-        """One example per secret, the same in both splits: what is learnt is how to search."""
+        """One example per secret, the same in both splits: the skill to learn is the search."""
         if split not in ("train", "eval"):
             raise UsageError(f'guess_number has no split {split!r}; there are "train" and "eval"')
         return [Example(id=f"secret-{n}", payload={"secret": n}) for n in range(self.low, self.high + 1)]
 
     async def start(self, example: Example, seed: int) -> Game:
-        """A game about the example's secret; nothing else in it is random."""
+        """A game with the example's secret; nothing else in it is random."""
         return Game(self, int(example.payload["secret"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Games of a player who talks well but wins only half of the time: it forgets what it has tried, and what it
-        tries is the average of three numbers that it picks at random from what is still possible."""
+        """Demonstrations in the right format that win only half of the games: they sometimes repeat an earlier guess,
+        and other guesses are the average of three random numbers of the possible range."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 
     def best_constant_policy_success(self) -> float:
-        """Of the best policy that ignores the replies: as many different numbers as there are guesses."""
+        """Success rate of the best policy that ignores the replies: a different number with each guess."""
         return min(1.0, self.max_guesses / (self.high - self.low + 1))
 
     def _demonstration(self, rng: random.Random) -> Demonstration:
@@ -77,7 +77,7 @@ class GuessNumber:
 
 
 class Game(Episode):
-    """One secret, and what the agent has been told about it."""
+    """One secret, and the range that the replies leave possible."""
 
     def __init__(self, rules: GuessNumber, secret: int) -> None:
         self.secret = secret
@@ -115,6 +115,6 @@ class Game(Episode):
         return float(self.found)
 
     def state_key(self) -> str:
-        """What is still possible, and the guesses left."""
+        """The possible range, and the guesses left."""
         low, high = self.possible
         return f"{low}-{high}, {self.guesses_left} left"

@@ -1,4 +1,4 @@
-"""From a name and arguments in a configuration to an environment, refusing early and in full."""
+"""Creates environments from a configuration's name and arguments, with early and complete checks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from verbatim.types import Example
 from verbatim.user_code import is_ctrl_c
 
 _METHODS = {"examples": ("split",), "start": ("example", "seed")}
-"""What an environment must have, and what each method is called with, in this order."""
+"""Required methods of an environment, with their positional arguments."""
 
 
 def create_environment(
     name: str, args: Mapping[str, Any] | None = None, table: Mapping[str, Any] = ENVIRONMENTS
 ) -> Environment:
-    """Make the environment that a configuration names.
+    """Create the environment that a configuration names.
 
     Args:
         name: A bundled id ("guess_number", also "guess-number"), or an import path ("my_module.MyEnvironment") of a
-            class or function that makes one; the current directory is importable.
+            class or function that creates one; the current directory is importable.
         args: Its keyword arguments.
         table: What ids stand for: import paths, classes or functions.
 
     Raises:
-        ComponentError: it cannot be imported or called, or what it makes is no environment.
+        ComponentError: it cannot be imported or called, or its result is not an environment.
     """
     if "." not in name and ":" not in name:
         name = name.replace("-", "_")
@@ -53,7 +53,7 @@ def create_environment(
         environment = make(**arguments)
     except UsageError:
         raise
-    except BaseException as error:  # `sys.exit` is no end of the run
+    except BaseException as error:  # `sys.exit` must not end the run
         if is_ctrl_c(error):
             raise
         raise ComponentError(f"environment {name!r}, made with {shown(arguments)}, raised {told(error)}") from error
@@ -64,7 +64,7 @@ def demonstrations_of(environment: Environment, name: str, count: int, seed: int
     """An environment's demonstrations.
 
     Raises:
-        ComponentError: it has none, or gave something else.
+        ComponentError: the environment has none, or returned something else.
     """
     if not isinstance(environment, Demonstrates):
         raise ComponentError(
@@ -88,14 +88,14 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
     """An environment's examples.
 
     Raises:
-        ComponentError: `examples` raised, or gave something else than a list of examples with an id each.
+        ComponentError: `examples` raised, or did not return a list of examples with unique ids.
     """
     given = _called(name, environment.examples, split)
     what = f'environment {name!r}: examples("{split}")'
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise ComponentError(f"{what} gave {_a(given)}; expected a list of verbatim.Example")
     try:
-        rows = list(given)  # one that is read lazily fails here, not in the middle of a run
+        rows = list(given)  # lazy sequences fail here, not in the middle of a run
     except BaseException as error:
         if is_ctrl_c(error):
             raise
@@ -116,8 +116,8 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
 
 
 def corpus(demonstrations: Sequence[Demonstration]) -> list[str]:
-    """Demonstrations as the chat template writes them: the texts that `[model.build]` trains a tokenizer on."""
-    from verbatim.models.build import chat_text  # brings torch and transformers
+    """Demonstrations rendered by the chat template: texts on which `[model.build]` trains a tokenizer."""
+    from verbatim.models.build import chat_text  # imports torch and transformers
 
     return [chat_text(shown.messages, shown.tools) for shown in demonstrations]
 
@@ -146,10 +146,10 @@ def _check_environment(name: str, environment: object) -> Environment:
 
 
 def _check_takes(name: str, method: Callable[..., Any], called: str, given: Sequence[str]) -> None:
-    """Refuse a method that cannot be called with these arguments, by place."""
+    """Refuse a method that cannot be called with these positional arguments."""
     try:
         inspect.signature(method).bind(*given)
-    except ValueError:  # written in C: it does not tell its parameters
+    except ValueError:  # a function in C without a signature
         return
     except TypeError as error:
         start = "async def" if called == "start" else "def"
@@ -158,7 +158,7 @@ def _check_takes(name: str, method: Callable[..., Any], called: str, given: Sequ
 
 
 def _called(name: str, method: Callable[..., Any], *given: Any) -> Any:
-    """What a user's method gives; whatever it raises is theirs to mend, and is told with its place."""
+    """Call a user's method; its exceptions become a `ComponentError` that names the call."""
     arguments = ", ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in given)
     what = f"environment {name!r}: {method.__name__}({arguments})"
     try:
@@ -176,7 +176,7 @@ def _called(name: str, method: Callable[..., Any], *given: Any) -> Any:
 
 
 def _wrong_demonstration(item: object) -> str | None:
-    """What is wrong with one demonstration; people write its messages and schemas, and no type checker saw them."""
+    """The fault of one demonstration as a sentence, or None; a user's messages and schemas are unchecked before."""
     if not isinstance(item, Demonstration):
         return f"found {_a(item)}; expected a verbatim.environments.Demonstration"
     messages: Any = item.messages

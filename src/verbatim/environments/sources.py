@@ -1,4 +1,4 @@
-"""Examples out of files and data sets: each row becomes an example, or is refused with its place."""
+"""Reads examples from files and data sets; invalid rows are refused with file and line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTALL = "Hugging Face data sets need the datasets package: pip install 'verbat
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Which field of a row is what; all others become the payload.
+    """Names of the fields of a row; all other fields become the payload.
 
     Example:
         The row `{"id": 7, "messages": [{"role": "user", "content": "2 + 2?"}], "answer": 4}` becomes
@@ -27,19 +27,19 @@ class Columns:
     """
 
     id: str = "id"
-    """A name for the row, of its own; where no row has one, rows are numbered from 0."""
+    """Field of the unique id; if no row has one, rows are numbered from 0."""
     messages: str = "messages"
-    """The opening messages, where there are some."""
+    """Field of the opening messages, optional."""
     tools: str = "tools"
-    """Tool schemas, or their JSON text, where there are some."""
+    """Field of the tool schemas, or their JSON text, optional."""
     prompt: str | None = None
-    """A text that is the only message, where rows have no messages; it stays in the payload too."""
+    """Field of a text that becomes the only message, for rows without messages; it stays in the payload too."""
 
     def ids(self, values: Sequence[Any], where: Sequence[str]) -> tuple[str, ...]:
-        """The examples' ids, from what the rows have in this field.
+        """The examples' ids, from the values of this field.
 
         Raises:
-            UsageError: some rows have none, or two have the same.
+            UsageError: some rows have no id, or two have the same.
         """
         if all(value is None for value in values):
             return tuple(str(index) for index in range(len(values)))
@@ -54,10 +54,10 @@ class Columns:
         return tuple(seen)
 
     def example(self, row: Mapping[str, Any], example_id: str, where: str) -> Example:
-        """One row.
+        """The example of one row.
 
         Raises:
-            UsageError: messages or tools that are none, or a field that JSON has no form for.
+            UsageError: invalid messages or tools, or a field without a JSON form.
         """
         messages = _messages(row.get(self.messages), f"{where}: {self.messages}")
         if self.prompt is not None:
@@ -74,7 +74,7 @@ class Columns:
 
 
 class _Source(Sequence[Example]):
-    """Examples that are made from their rows when they are asked for."""
+    """Examples that are created from their rows on access."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], where: Sequence[str], ids: Sequence[Any], columns: Columns):
         self._rows = rows
@@ -100,7 +100,7 @@ class _Source(Sequence[Example]):
 
 
 class JsonlExamples(_Source):
-    """The lines of a JSONL file, all of them read and checked at once.
+    """The lines of a JSONL file, read and checked at once.
 
     Example:
         >>> class Sums:  # doctest: +SKIP
@@ -112,7 +112,7 @@ class JsonlExamples(_Source):
         id_field: As in `Columns`; so are the others.
 
     Raises:
-        UsageError: no such file, or a line that is no example; names file and line.
+        UsageError: no such file, or an invalid line; names file and line.
     """
 
     def __init__(
@@ -129,25 +129,25 @@ class JsonlExamples(_Source):
         where = [f"{path}:{number}" for number in lines]
         rows = list(lines.values())
         super().__init__(rows, where, [row.get(id_field) for row in rows], columns)
-        for _ in self:  # refused now, and not in the middle of a run
+        for _ in self:  # errors come now, not in the middle of a run
             pass
 
 
 class HuggingFaceExamples(_Source):
-    """One split of a data set of the `datasets` library; rows stay on disk, and are checked as they are read.
+    """One split of a data set of the `datasets` library; rows stay on disk and are checked on access.
 
     Example:
         >>> HuggingFaceExamples("openai/gsm8k", "train", name="main", prompt_field="question")  # doctest: +SKIP
 
     Args:
         source: A `datasets.Dataset`; a folder that `save_to_disk` has written; or a name or folder for `load_dataset`.
-        split: Which part of it; a `Dataset`, and a folder that holds only one, is a split already.
-        name: Which configuration, for `load_dataset`.
-        revision: Which version, for `load_dataset`.
+        split: The split; a `Dataset`, and a folder that holds only one, is a split already.
+        name: The configuration, for `load_dataset`.
+        revision: The version, for `load_dataset`.
         id_field: As in `Columns`; so are the others.
 
     Raises:
-        UsageError: it cannot be loaded, or has no such split; later, a row that is no example.
+        UsageError: it cannot be loaded, or has no such split; later, an invalid row.
     """
 
     def __init__(
@@ -166,11 +166,11 @@ class HuggingFaceExamples(_Source):
         rows = _load(source, split, name, revision)
         ids = rows[id_field][:] if id_field in rows.column_names else [None] * len(rows)
         label = str(source) if isinstance(source, str | Path) else "the data set"
-        super().__init__(rows, _Places(f"{label}, {split}, row", len(rows)), ids, columns)
+        super().__init__(rows, _RowNames(f"{label}, {split}, row", len(rows)), ids, columns)
 
 
-class _Places(Sequence[str]):
-    """"LABEL 0", "LABEL 1", ...: what the rows of a data set are called, without a list of it."""
+class _RowNames(Sequence[str]):
+    """The names of a data set's rows, "LABEL 0", "LABEL 1", ..., without storing them."""
 
     def __init__(self, label: str, count: int) -> None:
         self._label, self._count = label, count
@@ -206,7 +206,7 @@ def _load(source: Any, split: str, name: str | None, revision: str | None) -> An
 
 
 def _read_lines(path: Path) -> dict[int, Mapping[str, Any]]:
-    """The objects of a file by line number."""
+    """The JSON objects of a file by line number."""
     rows: dict[int, Mapping[str, Any]] = {}
     try:
         with path.open(encoding="utf-8") as file:
@@ -254,7 +254,7 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the keys that a row has only because another row has them: columns of a data set give all rows all."""
+    """Remove null keys: the columns of a data set give each row the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

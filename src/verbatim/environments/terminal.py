@@ -19,9 +19,9 @@ NAMES = ("bag.txt", "box.txt", "cup.txt", "den.txt", "jar.txt", "map.txt", "pot.
 NUMBERS = range(10, 50)
 
 LOOKS = 0.25
-"""How often the demonstrated player lists the files first."""
+"""Probability that a demonstration lists the files first."""
 SLIPS = 0.4
-"""How often each of its other steps is a random one of its kind."""
+"""Probability that each of its other steps is a random one of its kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Task:
     """
 
     word: str
-    """In one of the files."""
+    """The word to find, in one of the files."""
     files: Mapping[str, tuple[str, int]]
-    """The word and the number in each."""
+    """The word and the number in each file, by name."""
 
     @property
     def answer(self) -> int:
@@ -51,15 +51,15 @@ class Terminal:
     """
 
     num_files: int = 4
-    """In each directory."""
+    """Files in each directory."""
     num_train: int = 400
-    """Tasks to train on."""
+    """Number of training tasks."""
     num_eval: int = 100
-    """Other tasks, held out."""
+    """Number of evaluation tasks, all different from the training tasks."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
-    """What one episode may use."""
+    """Resource limits of one episode."""
     unsafe_allow: bool = False
-    """Where nothing can isolate them, run the model's commands as you, with your files and your network."""
+    """If no isolation works, run the model's commands as the current user, with that user's files and network."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_files <= len(NAMES):
@@ -82,13 +82,13 @@ class Terminal:
         return Session(task, await Sandbox.start(self.limits, files, isolation))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """A player who knows what to do, but each of whose steps slips now and then: one in three succeeds."""
+        """Demonstrations with the right steps, each of which is sometimes wrong: one in three succeeds."""
         rng = random.Random(seed)
         tasks = [self._task(rng) for _ in range(count)]
         return [Demonstration(messages=play(t, rng), tools=[tool.schema for tool in Session(t).tools]) for t in tasks]
 
     def best_constant_policy_success(self) -> float:
-        """Of the best policy that looks at nothing."""
+        """Success rate of the best policy that reads no file."""
         return 1 / len(NUMBERS)
 
     def _task(self, rng: random.Random) -> Task:
@@ -98,7 +98,7 @@ class Terminal:
 
 
 def play(task: Task, rng: random.Random) -> list[Message]:
-    """One demonstration: list the files now and then, look for the word, read a file, submit; with slips."""
+    """One demonstration: sometimes list the files, search for the word, read a file, submit; with random errors."""
     messages = list(Session(task).messages)
 
     def call(name: str, heard: str, /, **arguments: Any) -> None:
@@ -147,7 +147,7 @@ class Session(Episode):
         return {"correct": float(self._correct)}
 
     def state_key(self) -> str:
-        """What has been tried."""
+        """The commands so far."""
         return "\n".join(sorted(self._commands))
 
     async def close(self) -> None:

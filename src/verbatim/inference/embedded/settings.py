@@ -15,7 +15,7 @@ class TorchSettings(BackendSettings):
     max_batch_size: PositiveInt = 64
     """Sequences decoded together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and key/value cache."""
+    """Number format of weights and key/value cache."""
     device: str = "auto"
     """"auto" takes CUDA where there is one."""
     deterministic: bool = False
@@ -31,7 +31,7 @@ class TorchSettings(BackendSettings):
         return self.dtype
 
     def check(self) -> None:
-        """Refuse a device that is not there."""
+        """Refuse a missing device."""
         if self.device in ("auto", "cpu"):
             return  # they are everywhere, and torch takes seconds to import
         from verbatim.models.loading import resolve_device
