@@ -1,4 +1,4 @@
-"""JSON files that are replaced whole."""
+"""Reads JSON files, and replaces them atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verbatim.errors import CheckpointError
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON value; a reader sees the old file or the new one, never a part, also after a loss of power."""
+    """Write a JSON value atomically; also safe against a loss of power."""
     write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
@@ -19,7 +19,7 @@ def read_json(path: Path) -> Any:
     """The JSON value in a file.
 
     Raises:
-        CheckpointError: no such file, or no JSON in it.
+        CheckpointError: no such file, or invalid JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""One process of each kind per folder: locks that the system releases when the process ends, however it ends."""
+"""Locks for one process of each role per folder; the system releases them when the process ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from verbatim.machine_faults import naming
 
 
 class FolderLock:
-    """Holds a lock file in a folder, with the id of this process in it for people to read.
+    """Holds a lock file in a folder, which contains the id of this process.
 
     Args:
         folder: An existing folder.
-        name: The file: one for each kind of process.
-        patience: Seconds to wait for a process that is about to end.
+        name: The file, one for each role.
+        patience: Seconds to wait for a process that is ending.
 
     Raises:
         UsageError: another process holds it, or the file cannot be opened.
@@ -31,7 +31,7 @@ class FolderLock:
             raise UsageError(f"{self.path} cannot be opened: {error.strerror}; remove what is there, or choose another "
                              "folder with --run-dir FOLDER") from None  # fmt: skip
         until = time.monotonic() + patience
-        while not self._try():
+        while not self._acquire():
             if time.monotonic() >= until:
                 self._file.seek(0)
                 holder = self._file.read(100).strip() or "unknown"
@@ -44,7 +44,7 @@ class FolderLock:
             self._file.write(f"{os.getpid()}\n")
             self._file.flush()
 
-    def _try(self) -> bool:
+    def _acquire(self) -> bool:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -52,12 +52,12 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Let others in. The file stays: removing it would let two processes lock two files of one name."""
+        """Release the lock. The file stays, because removing it would let two processes lock two files of one name."""
         self._file.close()
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds this lock file; looks without leaving a trace."""
+    """Whether a process holds this lock file; does not change it."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

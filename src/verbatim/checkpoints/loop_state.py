@@ -34,7 +34,7 @@ def write_loop_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_loop_state(folder: Path) -> dict[str, Any]:
-    """What `write_loop_state` wrote.
+    """Read the state that `write_loop_state` wrote.
 
     Raises:
         CheckpointError: a file is missing or damaged; names file and line.

@@ -1,4 +1,4 @@
-"""The folder of one run: where it is, what may be continued in it, and what is in it.
+"""The folder of one run: its path, its files, its lock and its stored configuration.
 
 ```
 runs/guess_number/latest -> 20260131-142501
@@ -47,25 +47,25 @@ _LEFT = {
     ),
     TRAINER: (".model.partial", ".warm_start.partial"),
 }  # fmt: skip
-"""What a killed process may leave half written in the folder, by its kind; the next one of that kind removes it."""
+"""Files that a killed process may leave half written, by role; the next process of that role removes them."""
 
 _LEAVING = 10.0
-"""Seconds that a process of a killed run may take to notice that it is alone, and end."""
+"""Seconds in which a process of a killed run notices that the other has ended, and ends."""
 
 
 class RunFolder:
-    """A run's folder, locked for one kind of process until `close`. Made by `create`, `resume` or `join`."""
+    """A run's folder, locked for one role until `close`. Created by `create`, `resume` or `join`."""
 
     def __init__(self, path: Path, role: str) -> None:
         self.path = path
         self._lock = FolderLock(path, f"{role}.lock", patience=_LEAVING if role == TRAINER else 0.0)
         self._role = role
         self.toml = ""
-        """The configuration, as it is stored."""
+        """The stored configuration as TOML."""
         self._stamped = False
         self._new = False
         self.is_withdrawn = False
-        """Whether there is nothing here to go on with."""
+        """Whether `withdraw` has removed the run: there is nothing to resume."""
 
     @classmethod
     def create(cls, config: RunConfig, *, name: str, now: datetime, root: Path = RUNS) -> RunFolder:
@@ -95,12 +95,12 @@ class RunFolder:
     ) -> RunFolder:
         """The folder of a run to continue: the given one, `config.run_dir`, or the latest of this name.
 
-        What changed in the configuration since is logged, and stored.
+        Changes of the configuration are logged and stored.
 
         Raises:
             UsageError: no such run, it is in use, it cannot be written to, or its stored configuration is damaged and
                 no checkpoint has a copy.
-            CheckpointError: the configuration's model is another one.
+            CheckpointError: the configuration names another model.
         """
         path = folder or config.run_dir or root / name / LATEST
         if not holds_run(path):
@@ -120,7 +120,7 @@ class RunFolder:
 
     @classmethod
     def join(cls, config: RunConfig, *, role: str) -> RunFolder:
-        """The explicit folder of a run whose processes are started one by one: the first one makes it.
+        """The explicit folder of a run whose processes are started one by one; the first creates it.
 
         Raises:
             UsageError: no `run_dir`, a run that has checkpoints, or another configuration than the other process's.
@@ -141,38 +141,38 @@ class RunFolder:
 
     @property
     def weights(self) -> Path:
-        """For published weights."""
+        """Folder of published weights."""
         return self.path / "weights"
 
     @property
     def exchange(self) -> Path:
-        """Where the two processes of the run meet."""
+        """Folder through which the two processes exchange files."""
         return self.path / "exchange"
 
     def log(self, role: str) -> Path:
-        """The log file of a process; its folder is made."""
+        """The log file of a process; creates its folder."""
         folder = self.path / "logs"
         folder.mkdir(exist_ok=True)
         return folder / f"{role}.log"
 
     @property
     def checkpoints(self) -> Path:
-        """For a `CheckpointStore`."""
+        """Folder of a `CheckpointStore`."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """For a `MetricsLog`."""
+        """File of a `MetricsLog`."""
         return self.path / "metrics.jsonl"
 
     @property
     def trajectories(self) -> Path:
-        """For a `TrajectoryLog`."""
+        """File of a `TrajectoryLog`."""
         return self.path / "trajectories.jsonl"
 
     @property
     def learning_curve(self) -> Path:
-        """For a `LearningCurve`."""
+        """File of a `LearningCurve`."""
         return self.path / "learning_curve.png"
 
     @property
@@ -186,14 +186,14 @@ class RunFolder:
         return self.path / "final"
 
     def link_latest(self) -> None:
-        """Point `latest` here, once there is something to continue: a run that fails before hides no other one."""
+        """Point `latest` to this run once it can be resumed, so that a run that fails earlier hides no other."""
         if self._stamped:
             _link_latest(self.path)
 
     def withdraw(self) -> None:
-        """Leave no run behind that could never start: a new folder holds none any more, unless a warm start is done.
+        """Remove a new run that failed to start, unless its warm start is done.
 
-        A time-stamped folder goes altogether. In one that the user named the logs stay.
+        A time-stamped folder is deleted. In a folder that the user named, the logs stay.
         """
         if not self._new or (self.path / "warm_start").exists():
             return
@@ -204,7 +204,7 @@ class RunFolder:
             (self.path / CONFIG).unlink()
 
     def remove_left_overs(self, role: str) -> None:
-        """Remove what a killed process of this kind left half written, and nothing else."""
+        """Remove files that a killed process of this role left half written."""
         for name in (*_LEFT[role], _temporary_config(role)):
             path = self.path / name
             if path.is_dir():
@@ -225,12 +225,12 @@ class RunFolder:
         self.close()
 
     def _store(self, toml: str) -> None:
-        # Both processes of a run may do it, each under its own temporary name.
+        # Both processes of a run may write it, each under its own temporary name.
         write_file(self.path / CONFIG, toml.encode(), temporary=self.path / _temporary_config(self._role))
         self.toml = toml
 
     def _agree_on_config(self, config: RunConfig) -> None:
-        """Store the configuration, or find that the other process stored the same one."""
+        """Store the configuration, or check that the other process stored the same one."""
         if self.checkpoints.is_dir() and any(self.checkpoints.glob("step_*")):
             raise UsageError(f"{self.path} already holds a run; add --resume to continue it, or choose another folder "
                              "with --run-dir FOLDER")  # fmt: skip
@@ -245,7 +245,7 @@ class RunFolder:
         except FileExistsError:
             self.agree(config, self._stored())
         finally:
-            temporary.unlink(missing_ok=True)  # stored meanwhile, it has the other name
+            temporary.unlink(missing_ok=True)  # once stored, it has the final name
 
     def agree(self, config: RunConfig, other: str) -> None:
         """Refuse another configuration than that of the run's other process, which stays the stored one.
@@ -260,7 +260,7 @@ class RunFolder:
                              "folder with --run-dir FOLDER") from None  # fmt: skip
 
     def _stored(self) -> str:
-        """The stored configuration; where it is damaged, it is put back from the newest checkpoint that has a copy."""
+        """The stored configuration; a damaged one is restored from the newest checkpoint with a copy."""
         path = self.path / CONFIG
         damage = _damage_of_config(path)
         if damage is None:
@@ -283,7 +283,7 @@ class RunFolder:
         current = _flatten(tomllib.loads(dump_config(config)))
         return [
             f"{key}: {_shown(key, stored)} -> {_shown(key, current)}"
-            for key in sorted({*stored, *current} - {"run_dir"})  # where it is says nothing about what it is
+            for key in sorted({*stored, *current} - {"run_dir"})  # the folder is not part of the configuration
             if stored.get(key) != current.get(key)
         ]
 
@@ -323,13 +323,13 @@ def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConf
 
 
 def newest_copy(path: Path) -> Path | None:
-    """The configuration in the newest checkpoint of a run that has one which can be read."""
+    """Path of the configuration in the newest checkpoint with a readable one; None if none has."""
     copies = sorted((path / "checkpoints").glob(f"step_*/{CONFIG}"), reverse=True)
     return next((copy for copy in copies if _damage_of_config(copy) is None), None)
 
 
 def _damage_of_config(path: Path) -> str | None:
-    """What is wrong with a stored configuration; None if nothing is. Keys of other versions of ours are no damage."""
+    """The damage of a stored configuration as a sentence, or None. Keys of other versions of Verbatim are no damage."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -349,12 +349,12 @@ _PROBE = ".probe-"
 
 
 def _make_writable(path: Path) -> None:
-    """Make the folder and prove that it can be written to, before hours of work depend on it."""
+    """Create the folder and check early that it can be written to."""
     probe = path / f"{_PROBE}{os.getpid()}"
     try:
         make_folder(path)
         for left in path.glob(f"{_PROBE}*"):
-            left.unlink(missing_ok=True)  # that of a process at work is needed no more either: it was written
+            left.unlink(missing_ok=True)  # also one of a running process, which has written it and needs it no longer
         probe.write_bytes(bytes(1 << 16))  # an empty file can be written to a full disk
         probe.unlink(missing_ok=True)
     except OSError as error:
@@ -365,7 +365,7 @@ def _make_writable(path: Path) -> None:
 
 
 def _make_stamped(parent: Path, now: datetime) -> Path:
-    """`parent/{time stamp}`, made by this process and no other; `-2`, `-3`, ... within the same second."""
+    """`parent/{time stamp}`, created by this process alone; `-2`, `-3`, ... within the same second."""
     _make_writable(parent)
     for left in parent.glob(f".{LATEST}-*"):
         if not is_locked(parent / left.name.removeprefix(f".{LATEST}-") / f"{ORCHESTRATOR}.lock"):
@@ -385,7 +385,7 @@ def _make_stamped(parent: Path, now: datetime) -> Path:
 def _link_latest(path: Path) -> None:
     link = path.with_name(LATEST)
     if link.is_symlink() and os.readlink(link) == path.name:
-        sync(path.parent)  # a killed process may have made it
+        sync(path.parent)  # a killed process may have created it
         return
     temporary = path.with_name(f".{LATEST}-{path.name}")
     temporary.unlink(missing_ok=True)
@@ -399,7 +399,7 @@ def _runs_near(path: Path) -> str:
 
 
 def _shown(key: str, values: Mapping[str, Any]) -> str:
-    """A value for people and logs: without what is secret."""
+    """A value for messages and logs, without secrets."""
     return repr(redacted_at(key, values.get(key, "not set")))
 
 

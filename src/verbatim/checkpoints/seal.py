@@ -1,4 +1,4 @@
-"""Folders that know what they hold: `manifest.json` has size and SHA-256 of every file.
+"""Seals folders with a `manifest.json` that has size and SHA-256 of every file.
 
 ```
 {"format": 1, "files": {"weights/model.safetensors": {"size": 81920, "sha256": "..."}}, ...what its writer adds}
@@ -21,14 +21,14 @@ from verbatim.machine_faults import describe
 MANIFEST = "manifest.json"
 FORMAT = 1
 _OF_THE_READER = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""Errors that say nothing of a file."""
+"""Errors of the reading process that do not mean damage."""
 
 
 def seal(folder: Path, more: Mapping[str, Any] | None = None) -> None:
     """Write the manifest, and wait until everything is on disk but the name of the folder.
 
     Args:
-        folder: Complete, and written to no more.
+        folder: A folder with all its files.
         more: Further keys of the manifest.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
@@ -43,7 +43,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a sealed folder.
 
     Raises:
-        CheckpointError: there is none that can be read.
+        CheckpointError: it is missing or unreadable.
     """
     manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict):
@@ -52,10 +52,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with the files of a sealed folder: the first one that is missing or changed; None if nothing is.
+    """The first missing or changed file of a sealed folder, as a sentence; None if all are intact.
 
     Raises:
-        CheckpointError: whether they are whole cannot be known: no permission, or too many open files.
+        CheckpointError: the files cannot be checked: no permission, or too many open files.
     """
     try:
         manifest = read_manifest(folder)

@@ -1,4 +1,4 @@
-"""Checkpoints as folders that are complete and verified, or not there.
+"""Stores checkpoints as complete and verified folders.
 
 ```
 checkpoints/
@@ -30,7 +30,7 @@ from verbatim.machine_faults import describe
 logger = logging.getLogger(__name__)
 
 LOGS = "logs"
-"""The manifest's key for the logs that a checkpoint goes with."""
+"""The manifest's key for the lengths of the logs at a checkpoint."""
 _WRITING, _REPLACED, _DELETING = ".writing-", ".replaced-", ".deleting-"
 
 
@@ -41,17 +41,17 @@ class Checkpoint:
     step: int
     """Steps done when it was written."""
     folder: Path
-    """Where its files are."""
+    """Its folder."""
 
 
 class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: Made if missing.
-        keep_last: How many of the newest stay.
-        keep_every: Those whose step is a multiple of it stay too.
-        read_only: Leave what a killed write left behind: another process may be writing.
+        folder: Created if missing.
+        keep_last: Number of newest checkpoints to keep.
+        keep_every: Also keep checkpoints whose step is a multiple of this.
+        read_only: Do not remove remains of a killed write, because another process may be writing.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int, logs: Mapping[str, Any] | None = None) -> Iterator[Path]:
-        """A folder to write into; when the block ends well it becomes the checkpoint of this step, for good: no loss of
-        power takes it back.
+        """Context manager for a folder that becomes the checkpoint of this step when the block ends without an error; a
+        loss of power cannot undo it.
 
-        A checkpoint of the same step is replaced. If the block raises, nothing is left of it.
+        A checkpoint of the same step is replaced. If the block raises, the folder is removed.
 
         Args:
-            step: Steps done.
-            logs: Plain JSON values for the manifest: how long each log is, by its name.
+            step: Number of finished steps.
+            logs: Length of each log by name, as plain JSON values for the manifest.
 
         Raises:
             CheckpointNotWritten: the system refused to write (disk full, no permission): names path and reason.
@@ -97,7 +97,7 @@ class CheckpointStore:
         self._retire(just_written=step)
 
     def refused(self, step: int, error: Exception) -> CheckpointNotWritten:
-        """The error that says that the checkpoint of this step could not be written; what `error` quotes comes last."""
+        """The error for a checkpoint that could not be written; further lines of `error` come last."""
         why, _, quoted = describe(error, self.folder).partition("\n")
         return CheckpointNotWritten(f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
                                     f"checkpoints before it are untouched{quoted and chr(10)}{quoted}")  # fmt: skip
@@ -110,9 +110,9 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint whose files are all as they were written; None if the run has none.
+        """The newest undamaged checkpoint; None if the run has no checkpoints.
 
-        A damaged one is reported, with the file, and the one before is taken.
+        A damaged one is logged with its file, and the previous one is used.
 
         Raises:
             CheckpointError: there are checkpoints, and every one of them is damaged.
@@ -133,19 +133,19 @@ class CheckpointStore:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints newer than the one that a run goes on from: they are damaged, and count no more."""
+        """Rename the damaged checkpoints newer than the one that a run resumes from."""
         for newer in self.steps():
             if newer > step:
                 aside = keep_aside(self.folder / f"step_{newer:06d}")
                 logger.warning("the damaged checkpoint of step %d is kept aside as %s", newer, aside)
 
     def logs(self, step: int) -> dict[str, Any]:
-        """What `writing` was told of the logs; empty where the checkpoint does not say."""
+        """The `logs` given to `writing`; empty if the checkpoint has none."""
         found = read_manifest(self.folder / f"step_{step:06d}").get(LOGS)
         return dict(found) if isinstance(found, dict) else {}
 
     def set_logs(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Correct it: the logs were damaged, and are shorter now."""
+        """Replace the stored lengths after damaged logs were shortened."""
         folder = self.folder / f"step_{step:06d}"
         write_json(folder / MANIFEST, {**read_manifest(folder), LOGS: dict(logs)})
 
@@ -156,7 +156,7 @@ class CheckpointStore:
                 continue
             doomed = self.folder / f"{_DELETING}step_{step:06d}"
             try:
-                rename(self.folder / f"step_{step:06d}", doomed)  # so that a half deleted one is no checkpoint
+                rename(self.folder / f"step_{step:06d}", doomed)  # so that a half deleted folder is no checkpoint
                 shutil.rmtree(doomed)
             except OSError as error:
                 logger.warning("the old checkpoint of step %d could not be removed: %s", step, error)
@@ -178,7 +178,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what a killed process left; a checkpoint that was moved aside and not yet replaced comes back."""
+    """Remove remains of a killed process; restore a checkpoint that was moved aside and not yet replaced."""
     for path in folder.iterdir():
         if path.name.startswith(_REPLACED):
             final = folder / path.name.removeprefix(_REPLACED)

@@ -1,4 +1,4 @@
-"""Which example comes next, and which groups teach something. Owns its randomness; has `state_dict`."""
+"""Chooses the next example and filters groups without a gradient; owns its random numbers; has `state_dict`."""
 
 from verbatim.curriculum.online_filter import Flatness, flatness
 from verbatim.curriculum.pools import DifficultyPools, PoolRules

@@ -1,4 +1,4 @@
-"""Online difficulty filtering: groups whose rewards are all equal teach nothing, and never become part of a batch."""
+"""Online difficulty filtering: groups with equal rewards have no gradient and are left out of batches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Flatness: TypeAlias = Literal["easy", "hard", "flat"]
 
 
 def flatness(group: Group) -> Flatness | None:
-    """Why a group has no gradient under a group baseline; None where it has one.
+    """Why a group has no gradient under a group baseline; None if it has one.
 
-    Rewards are the environment's own, before length penalties, of the rollouts that credit is given over: one that
-    failed, or was never scored, has none. A group without a reward is not judged.
+    It compares the environment's rewards, before length penalties, of the rollouts that get credit; failed and unscored
+    rollouts have none. The result is None for a group without any reward.
 
     Returns:
-        Of equal rewards: "hard" where they are 0 or less, "easy" where they are 1 or more, "flat" in between.
+        For equal rewards "hard" if they are 0 or less, "easy" if they are 1 or more, else "flat".
 
     Example: rewards 0, 0 give "hard"; 1, 1 "easy"; 0.5, 0.5 "flat"; 0, 1 None; 1 and a
     missing one "easy".

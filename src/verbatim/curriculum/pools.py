@@ -1,4 +1,4 @@
-"""Difficulty pools: examples that are always solved, or never, are set aside and no longer sampled."""
+"""Difficulty pools: examples that are always or never solved are pooled and no longer sampled."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ POOLS: tuple[Pool, ...] = ("easy", "hard")
 
 @dataclass(frozen=True, kw_only=True)
 class PoolRules:
-    """When an example is set aside, and how many come back."""
+    """When an example is pooled, and how many return."""
 
     easy_threshold: float | None = None
-    """At or above this mean reward an example is easy; None = none is."""
+    """At or above this mean reward an example is easy; None = never."""
     hard_threshold: float | None = None
-    """At or below this mean reward an example is hard; None = none is."""
+    """At or below this mean reward an example is hard; None = never."""
     easy_fraction: float = 0.0
-    """Share of the easy examples that is lifted back."""
+    """Share of the easy examples that return on a resume or when all examples are pooled."""
     hard_fraction: float = 0.0
-    """Share of the hard examples that is lifted back."""
+    """Share of the hard examples that return likewise."""
     window: int = 1
-    """The mean is over the last so many groups of an example."""
+    """Number of an example's latest groups over which the mean is taken."""
 
     def pool_of(self, mean_reward: float) -> Pool | None:
         """The pool for this mean reward; None = it stays in rotation."""
@@ -44,8 +44,8 @@ class DifficultyPools:
     stays normal.
 
     Args:
-        example_ids: Of each environment.
-        rules: When an example is set aside.
+        example_ids: Ids of the examples of each environment.
+        rules: When an example is pooled.
     """
 
     def __init__(self, example_ids: Mapping[str, Sequence[str]], rules: PoolRules) -> None:
@@ -68,7 +68,7 @@ class DifficultyPools:
         return [i for i in self._ids[env] if i in pooled and pooled[i][0] == pool]
 
     def observe(self, env: str, example_id: str, mean_reward: float) -> None:
-        """A group of this example ended, with this mean of its raw rewards. A pooled example stays where it is."""
+        """Record the mean raw reward of a finished group. A pooled example stays in its pool."""
         self._observed[env] += 1
         if not self.is_normal(env, example_id):
             return
@@ -82,7 +82,7 @@ class DifficultyPools:
             self._evicted[env, pool] += 1
 
     def lift(self, env: str, rng: np.random.Generator) -> list[str]:
-        """Bring a share of the pooled examples back, drawn at random, at least one of a pool whose share is not 0."""
+        """Return a random share of the pooled examples to sampling, at least one of each pool with a share above 0."""
         lifted: list[str] = []
         for pool, fraction in zip(POOLS, (self._rules.easy_fraction, self._rules.hard_fraction), strict=True):
             members = self.members(env, pool)
@@ -94,8 +94,8 @@ class DifficultyPools:
         return lifted
 
     def metrics(self) -> dict[str, float]:
-        """`pool/{env}/{easy,normal,hard}`: shares of the data set now. `evicted_examples/{env}/{easy,hard}`: of the
-        groups that ended since this was last asked, the share whose example was set aside."""
+        """`pool/{env}/{easy,normal,hard}`: present shares of the data set. `evicted_examples/{env}/{easy,hard}`:
+        share of the groups since the last call whose example was pooled."""
         found: dict[str, float] = {}
         for env, ids in self._ids.items():
             for pool in (*POOLS, "normal"):

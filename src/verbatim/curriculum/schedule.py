@@ -18,27 +18,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledExample:
-    """One draw: what a group is about."""
+    """One draw: the example of a group."""
 
     index: int
-    """Counts draws from 0: the group's number."""
+    """Number of the draw, from 0; also the group's number."""
     env: str
     """The environment's label."""
     example: Example
-    """The row."""
+    """The example."""
 
 
 class ExampleSchedule:
     """An endless, reproducible order of examples.
 
-    Every example of an environment that is not pooled is drawn once before any is drawn again. An environment all of
-    whose examples are pooled, and of which none is lifted back, is drawn no more; the others go on by their ratios.
+    Every example of an environment that is not pooled is drawn once before any is drawn again. An environment whose
+    examples are all pooled, and of which none returns, is no longer drawn; the others keep their ratios.
 
     Args:
-        examples: Of each environment.
-        ratios: Of groups, relative to each other.
-        seed: Of all draws.
-        pool_rules: When examples are set aside; by default never.
+        examples: Examples of each environment.
+        ratios: Relative numbers of groups of each environment.
+        seed: Seed of all draws.
+        pool_rules: When examples are pooled; by default never.
 
     Raises:
         RunStopped: an environment has no examples.
@@ -62,7 +62,7 @@ class ExampleSchedule:
         self._drawn = 0
         ids = {env: list(rows) for env, rows in self._examples.items()}
         self.pools = DifficultyPools(ids, pool_rules or PoolRules())
-        """Which examples are set aside."""
+        """The difficulty pools."""
 
     def draw(self) -> ScheduledExample:
         """The next example.
@@ -97,7 +97,7 @@ class ExampleSchedule:
         return envs[int(self._rng.choice(len(envs), p=weights / weights.sum()))]
 
     def _draw_example(self, env: str) -> str | None:
-        """The next of the pass that is not pooled; None where all are, also after lifting."""
+        """The next example of the pass that is not pooled; None if all are, also after lifting."""
         if (example_id := self._pop(env)) is not None:
             return example_id
         ids = self.pools.members(env, "normal") or self._lift(env)
@@ -132,7 +132,7 @@ class ExampleSchedule:
                              "the checkpoint was written; resume with the data set of that run") from None  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The state as plain JSON values."""
         return {"rng": self._rng.bit_generator.state, "pass": {k: list(v) for k, v in self._pass.items()},
                 "drained": sorted(self._drained), "drawn": self._drawn, "pools": self.pools.state_dict()}  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A worker process of this machine: what `processes` starts, and talks to over a socket."""
+"""The program of a worker process, which talks to the run over a socket."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from verbatim.types import Float32, Int32
 from verbatim.user_code import is_ctrl_c
 
 MOST_FILES = 16_384
-"""File descriptors that a worker may have open, as far as the system lets it."""
+"""Most open file descriptors of a worker, as far as the system allows."""
 _PR_SET_PDEATHSIG = 1
 _FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Play episodes until the other end of the socket is closed.
+    """Run episodes until the other end of the socket is closed.
 
     Args:
-        descriptor: Of the socket.
-        parent: The process that holds the other end.
+        descriptor: The socket's file descriptor.
+        parent: Process id of the other end.
     """
     die_with(parent)
-    _be_the_first_to_go()
+    _prepare_process()
     faulthandler.enable()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a crash is kept
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # keeps output that precedes a crash
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s")
-    # Handlers, because ignored signals would be ignored by the programs that environments start as well. Ctrl-C and a
-    # supervisor's SIGTERM are for the run, which decides when its workers end.
+    # Handlers rather than SIG_IGN, which programs started by environments would inherit. Ctrl-C and a supervisor's
+    # SIGTERM are for the run, which decides when its workers end.
     for number in _FOR_THE_RUN:
         signal.signal(number, lambda number, frame: None)
     connection = socket.socket(fileno=descriptor)
@@ -62,24 +62,24 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _be_a_copy(connection: socket.socket) -> None:
-    """A forked copy of this process has nothing to say to the run, and ends when it is told to."""
+    """Detach a forked copy of this process from the run, and restore its signal handlers."""
     connection.close()
     for number in _FOR_THE_RUN:
         signal.signal(number, signal.SIG_DFL)
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends."""
+    """Make the kernel kill this process when its parent ends, for any reason."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before it came to this
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
-def _be_the_first_to_go() -> None:
-    """Where the machine runs out of memory, the kernel ends workers before trainer and sampler. And what environments
-    open does not meet the low limit that shells have."""
+def _prepare_process() -> None:
+    """Make the kernel kill workers before trainer and sampler when memory runs out; and raise the limit of open files
+    for environments."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("800")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -96,7 +96,7 @@ async def _serve(connection: socket.socket) -> None:
     try:
         context, facts, packed = await child.begun
         context.apply_exactly()
-        plan: EpisodePlan = pickle.loads(packed)  # noqa: S301  (from the process that started this one)
+        plan: EpisodePlan = pickle.loads(packed)  # noqa: S301  (from the parent process)
         sampler = child.sampler = ParentSampler(frames.send, **facts)
         async with contextlib.AsyncExitStack() as stack:
             child.episodes = await stack.enter_async_context(WorkerEpisodes.made(plan, sampler))
@@ -106,7 +106,7 @@ async def _serve(connection: socket.socket) -> None:
     except BaseException as error:
         if child.episodes is not None or is_ctrl_c(error) or isinstance(error, asyncio.CancelledError):
             raise
-        # `sys.exit` while an environment is made is no success.
+        # `sys.exit` while an environment is created is a failure.
         said = str(error) if isinstance(error, UsageError) else error_text(error)
         frames.send("refused", said)
         frames.close()
@@ -117,10 +117,10 @@ class ParentSampler:
     """A `Sampler` at the other end of the socket.
 
     Args:
-        send: Sends a message there.
-        context_length: The sampler's.
-        vocab_size: The sampler's.
-        policy_version: Its weights, at the start.
+        send: Sends a message to the other end.
+        context_length: Context length of the sampler in tokens.
+        vocab_size: Vocabulary size of the sampler.
+        policy_version: Version of its weights at the start.
     """
 
     def __init__(
@@ -158,16 +158,16 @@ class ParentSampler:
         raise SamplerFault("the run loads its weights itself")
 
     async def close(self) -> None:
-        """Nothing: the sampler is the run's."""
+        """Do nothing: the sampler belongs to the run."""
 
     def answered(self, number: int, value: Any) -> None:
-        """What a call returned."""
+        """Deliver the result of a call."""
         waiting = self._waiting.get(number)
         if waiting is not None and not waiting.done():
             waiting.set_result(value)
 
     def failed(self, number: int, kind: str, message: str) -> None:
-        """What a call raised."""
+        """Deliver the error of a call."""
         waiting = self._waiting.get(number)
         if waiting is not None and not waiting.done():
             waiting.set_exception(RecordError(message) if kind == "RecordError" else SamplerFault(message))
@@ -186,7 +186,7 @@ class ParentSampler:
 
 
 class _Child:
-    """What the other side asks for. Each message is a method's name and its arguments."""
+    """Handles messages of the run. Each message is a method's name and its arguments."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -197,7 +197,7 @@ class _Child:
         self._episodes_running: dict[int, asyncio.Task[None]] = {}
 
     def received(self, what: str, *parts: Any) -> None:
-        """One message."""
+        """Handle one message."""
         methods: dict[str, Callable[..., None]] = {
             "begin": self._begin, "run": self._run, "cancel": self._cancel, "answer": self._answer,
             "fail": self._fail,
@@ -205,7 +205,7 @@ class _Child:
         methods[what](*parts)
 
     async def end(self) -> None:
-        """The other side is gone: cancel what runs, so that it is closed."""
+        """Cancel running episodes, so that they are closed, after the run has ended."""
         running = list(self._episodes_running.values())
         for task in running:
             task.cancel()
@@ -230,7 +230,7 @@ class _Child:
             return
         try:
             self.frames.send("ended", number, await self.episodes.run(label, task))
-        except Exception as error:  # noqa: BLE001  (a fault of our own, or a useless model: the run hears of it)
+        except Exception as error:  # noqa: BLE001  (a fault of this package or of the model: the run is notified)
             kind = type(error).__name__ if isinstance(error, errors.VerbatimError) else ""
             self.frames.send("broke", number, kind, error_text(error) if not kind else str(error))
 

@@ -11,7 +11,7 @@ from verbatim.texts import error_text
 
 _HEAD = 8
 LARGEST = 2**30
-"""Bytes of one message; a length above it is no length."""
+"""Most bytes of one message; a larger length means damaged data."""
 
 
 class Frames(asyncio.Protocol):
@@ -26,12 +26,12 @@ class Frames(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self.broken: str | None = None
-        """What was wrong with what came, where it could not be read."""
+        """Why received bytes could not be read; None = no error."""
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the other side has ended, or this one."""
+        """Done when either end has closed the connection."""
 
     def send(self, *message: Any) -> None:
-        """Send one message; nothing where the connection is closed.
+        """Send one message; does nothing if the connection is closed.
 
         Raises:
             Exception: a part cannot be pickled; nothing was sent.
@@ -42,19 +42,19 @@ class Frames(asyncio.Protocol):
             transport.write(len(body).to_bytes(_HEAD, "big") + body)
 
     def close(self) -> None:
-        """Close this end, once everything is sent; the other one sees that."""
+        """Close this end once all messages are sent."""
         if self._transport is not None:
             self._transport.close()
 
     # ---- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is there."""
+        """The socket is connected."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes, of one message or several."""
+        """Read bytes of one or several messages."""
         self._buffer += data
         while self.broken is None and len(self._buffer) >= _HEAD:
             end = _HEAD + int.from_bytes(self._buffer[:_HEAD], "big")
@@ -66,7 +66,7 @@ class Frames(asyncio.Protocol):
             body = bytes(self._buffer[_HEAD:end])
             del self._buffer[:end]
             try:
-                message = pickle.loads(body)  # noqa: S301  (from the process at the other end, which is our own)
+                message = pickle.loads(body)  # noqa: S301  (from our own process at the other end)
                 assert isinstance(message, tuple)
             except Exception as error:  # noqa: BLE001  (unpickling raises anything)
                 self._break(error_text(error, 200))

@@ -1,4 +1,4 @@
-"""Episodes in child processes of this machine, each of one environment alone."""
+"""Runs episodes in child processes of this machine; each process serves one environment."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ async def process_runner(
     memory_mb: int | None = None,
     logs: Path | None = None,
 ) -> AsyncIterator[ProcessRunner]:
-    """An `EpisodeRunner` on worker processes for as long as the block lasts. The sampler stays in this process.
+    """Context manager for an `EpisodeRunner` on worker processes. The sampler stays in this process.
 
     Args:
-        setups: By purpose ("train", "eval") and label. Episodes of other environments run in this process.
-        sampler: Whose tokens.
-        renderer: Of its model.
+        setups: Setups by purpose ("train", "eval") and label. Episodes of other environments run in this process.
+        sampler: The sampler of the episodes.
+        renderer: The renderer of its model.
         workers: Processes of each environment.
-        memory_mb: Most memory of one of them, in MB (2**20 bytes); None = any.
-        logs: The folder for what environments print, `{label}.log`; None keeps it no longer than the block lasts.
+        memory_mb: Most memory of one process in MB (2**20 bytes); None = no limit.
+        logs: Folder for the output of environments, `{label}.log`; None deletes it at the end of the block.
 
     Raises:
         UsageError: an environment's processes cannot be started; names it and says why.

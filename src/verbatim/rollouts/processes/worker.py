@@ -1,4 +1,4 @@
-"""A worker that is a child process of this machine: started, talked to over a socket, watched, and ended."""
+"""A worker in a child process of this machine: starts it, talks to it over a socket, monitors and ends it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from verbatim.texts import error_text
 from verbatim.user_code import is_ctrl_c
 
 PATIENCE = 2.0
-"""Seconds that a worker may take to end by itself: to close what its environments hold, and to run their `atexit`."""
+"""Seconds for a worker to end by itself: to close its environments and run their `atexit` functions."""
 WATCH_EVERY = 1.0
-"""Seconds between two looks at what a worker holds."""
+"""Seconds between two checks of a worker's resources."""
 MOST_FILES, MOST_THREADS = 12_000, 1_000
-"""File descriptors and threads of a worker. One that has more leaks them, and is replaced before the system has none
-left."""
+"""Most file descriptors and threads of a worker. One with more is leaking them and is replaced before the system runs
+out."""
 MOST_LOGGED = 32 * 2**20
-"""Bytes of an environment's log; then it starts anew."""
+"""Most bytes of an environment's log, which is then truncated."""
 
-# Where this package is, is not always where a new interpreter looks; the working directory is not looked in, as it may
-# hold modules that are called like Python's own. What follows is for people who look at `ps`.
+# This package may lie outside a new interpreter's search path. The working directory is not searched (-P), because it
+# may hold modules with names of the standard library. The last argument is the label shown by `ps`.
 _START = (
     "import sys; _, root, fd, parent, _ = sys.argv; root in sys.path or sys.path.insert(0, root); "
     "from verbatim.rollouts.processes.child import main; main(int(fd), int(parent))"
@@ -48,27 +48,27 @@ _START = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProcessPlan:
-    """What the worker processes of one environment are made from."""
+    """The settings of one environment's worker processes."""
 
     label: str
-    """The environment's."""
+    """The environment's label."""
     plan: bytes
-    """The plan of its episodes, as `packed_plan` wrote it."""
+    """The plan of its episodes, from `packed_plan`."""
     context: WorkerContext
-    """Where this process stands."""
+    """Working directory and search path of this process."""
     log: Path
-    """Where they print to."""
+    """File for their output."""
     memory_mb: int | None
-    """Most memory of one of them, in MB (2**20 bytes); None = any."""
+    """Most memory of one process in MB (2**20 bytes); None = no limit."""
 
 
 class ProcessWorker:
     """A `Worker` in a process group of its own, which a Ctrl-C at the terminal does not reach.
 
-    It ends with this process, however this one ends.
+    It ends with this process, for any reason.
 
     Args:
-        plan: What it is made from.
+        plan: Its settings.
         sampler: Answers its requests.
     """
 
@@ -87,10 +87,10 @@ class ProcessWorker:
     # ---- the Worker protocol
 
     async def start(self) -> int:
-        """Start the process and have it make the environment. Returns its id.
+        """Start the process and create the environment in it. Returns the process id.
 
         Raises:
-            UsageError: the system starts no more processes, or the environment could not be made in it.
+            UsageError: the system cannot start a process, or the environment could not be created.
         """
         what = f"a worker process of environment {self._plan.label!r}"
         try:
@@ -116,11 +116,11 @@ class ProcessWorker:
                 self.kill()
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """One episode.
+        """Run one episode.
 
         Raises:
-            WorkerLost: the process is gone; says how it ended.
-            CannotTravel: the example cannot be pickled, here or there.
+            WorkerLost: the process has ended; says how.
+            CannotTravel: the example cannot be pickled or unpickled.
         """
         if self._why is not None:
             raise WorkerLost(self._why)
@@ -143,12 +143,12 @@ class ProcessWorker:
             del self._episodes_running[number]
 
     def kill(self) -> None:
-        """End the process at once, and what it has started."""
+        """Kill the process and its children."""
         if self._process is not None and self._process.returncode is None:
             _kill_group(self._process.pid)
 
     async def close(self) -> None:
-        """Let the process end, for a moment; then end it."""
+        """Let the process end by itself for `PATIENCE` seconds; then kill it."""
         if self._overseeing is None:
             return
         self._frames.close()
@@ -157,7 +157,7 @@ class ProcessWorker:
         await asyncio.wait({self._overseeing}, timeout=PATIENCE)
         left = {self._overseeing, *self._asking.values()}
         for task in left:
-            task.cancel()  # a process that the kernel does not let go of is not waited for
+            task.cancel()  # a process that the kernel cannot end is not waited for
         await asyncio.wait(left, timeout=PATIENCE)
 
     # ---- the process
@@ -176,12 +176,12 @@ class ProcessWorker:
             await asyncio.get_running_loop().create_unix_connection(lambda: self._frames, sock=ours)
         except BaseException:
             ours.close()
-            self._frames.connection_lost(None)  # where it was never made, too
+            self._frames.connection_lost(None)  # also if it was never connected
             self.kill()
             raise
 
     async def _oversee(self, process: asyncio.subprocess.Process) -> None:
-        """Until the process has ended. What it still runs then is lost."""
+        """Monitor the process until it has ended; its running episodes are then lost."""
         exited, closed = asyncio.create_task(process.wait()), self._frames.closed
         either: set[asyncio.Future[Any]] = {exited, closed}
         try:
@@ -190,11 +190,11 @@ class ProcessWorker:
                 if not (exited.done() or closed.done()) and (outgrown := self._outgrown(process.pid)) is not None:
                     self._why = outgrown
                     self.kill()
-            # The one follows the other, unless the process has closed the socket, or has left a copy of it behind.
+            # Both happen together, unless the process has closed the socket or a child still holds it.
             await asyncio.wait(either, timeout=PATIENCE)
             self.kill()
             await exited
-            _kill_group(process.pid)  # what it has started
+            _kill_group(process.pid)  # its children
         finally:
             exited.cancel()
             self._frames.close()
@@ -202,7 +202,7 @@ class ProcessWorker:
             await asyncio.wait({exited})
 
     def _outgrown(self, pid: int) -> str | None:
-        """What the process has too much of; None where it has not, or the system does not tell."""
+        """Which limit the process exceeds; None if none, or if the system does not report it."""
         with contextlib.suppress(OSError):
             if self._plan.log.stat().st_size > MOST_LOGGED:
                 os.truncate(self._plan.log, 0)
@@ -221,7 +221,7 @@ class ProcessWorker:
     def _how_it_ended(self, process: asyncio.subprocess.Process) -> str:
         code = process.returncode
         if self._frames.broken is not None:
-            return f"it sent what cannot be read: {self._frames.broken}"
+            return f"it sent unreadable data: {self._frames.broken}"
         if code is None:
             return "it cannot be ended"
         if code < 0:
@@ -236,7 +236,7 @@ class ProcessWorker:
             if not waiting.done():
                 waiting.set_exception(WorkerLost(why))
         if not self._ready.cancelled():
-            self._ready.exception()  # it is no longer waited for where `start` was cancelled
+            self._ready.exception()  # marks it as retrieved: nothing waits for it if `start` was cancelled
 
     def _last_words(self) -> str:
         try:
@@ -247,7 +247,7 @@ class ProcessWorker:
             return ""
         return f"; the last lines of {self._plan.log}:\n    " + "\n    ".join(lines[-8:]) if lines else ""
 
-    # ---- what it says
+    # ---- messages of the process
 
     def _received(self, what: str, *parts: Any) -> None:
         methods: dict[str, Callable[..., None]] = {
@@ -272,10 +272,10 @@ class ProcessWorker:
         self._raise(number, CannotTravel(why))
 
     def _broke(self, number: int, kind: str, message: str) -> None:
-        """The code around the environment raised. An error of this package means what its class says.
+        """Handle an error outside the environment. Errors of this package are raised in the episode.
 
-        Any other one costs the process: the environment may have damaged the interpreter that it shares with this
-        code, and a fault of our own is found again in the next process.
+        Any other error ends the process: the environment may have damaged the interpreter, and a fault of this package
+        appears again in the next process.
         """
         if kind:
             self._raise(number, getattr(errors, kind)(message))
@@ -302,10 +302,10 @@ class ProcessWorker:
                 raise
             value = nothing_sampled()  # the engine is closing
         except (SamplerFault, RecordError) as fault:
-            # The tokens that were drawn are counted here; the other side learns of none.
+            # Drawn tokens are counted here; the worker does not need the number.
             self._frames.send("fail", number, type(fault).__name__, str(fault))
             return
-        except Exception as error:  # noqa: BLE001  (a fault of our own: the run ends with it, as it does locally)
+        except Exception as error:  # noqa: BLE001  (a fault of this package: it ends the run, as it does locally)
             for answer in self._episodes_running.values():
                 if not answer.done():
                     answer.set_exception(error)
@@ -318,10 +318,10 @@ class ProcessWorker:
 
 
 _ONE_THREAD: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""As on Ray: many workers, each with a thread for every core, would only be in each other's way."""
+"""As on Ray: many workers with a thread for every core would slow each other down."""
 
 
 def _kill_group(leader: int) -> None:
-    """The process and what it has started, except what made a group of its own."""
+    """Kill the process and its children, except those in groups of their own."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)

@@ -19,7 +19,7 @@ def start_rollout(kind: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
     """The handle of an actor that holds one rollout engine; see `MultiTurnRollout.remote`.
 
     Raises:
-        UsageError: Ray is not installed, the engine has no such setting, or a setting cannot travel to the actor.
+        UsageError: Ray is not installed, the engine has no such setting, or a setting cannot be sent to the actor.
     """
     ray = import_ray()
     try:
@@ -42,7 +42,7 @@ def _pack(ray: Any, name: str, value: Any) -> bytes:
         )
     try:
         packed: bytes = ray.cloudpickle.dumps(renderer_spec(value) if name == "template" else value)
-    except Exception as error:  # objects raise whatever they like here
+    except Exception as error:  # pickling raises anything
         mend = f"have the actor make it: {name}=lambda: ..." if name in _MADE_THERE else "change what it holds"
         raise UsageError(f"{name}: a {kind} cannot travel to an actor ({type(error).__name__}: {error}); "
                          f"{mend}") from error  # fmt: skip
@@ -54,12 +54,12 @@ def _has_thread(value: object) -> bool:
 
 
 _MADE_THERE = {"sampler": "generate", "template": "render_ids"}
-"""The settings that may be a function which makes them; and a method that tells the thing itself from the function.
-Looked up on the type: a sampler over HTTP asks its server for some of what an `isinstance` would touch."""
+"""Settings that may be a factory function, with a method that distinguishes the object from the factory. It is looked
+up on the type, because `isinstance` reads properties for which a sampler over HTTP calls its server."""
 
 
 class RolloutActor:
-    """A rollout engine in a process of Ray's. Calls run side by side on its event loop."""
+    """A rollout engine in a Ray process. Calls run concurrently on its event loop."""
 
     def __init__(self, context: WorkerContext, packed: Mapping[str, bytes]) -> None:
         context.apply()
@@ -67,15 +67,15 @@ class RolloutActor:
         self._rollout: Any = None
 
     async def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """What the engine returns for these."""
-        if self._rollout is None:  # made here, not in __init__: what it is made of may want the running event loop
+        """Run the engine; returns its trajectories."""
+        if self._rollout is None:  # created here, not in __init__: its parts may need a running event loop
             settings = {name: _unpack(name, value) for name, value in self._packed.items()}
             self._rollout = settings.pop("kind")(**settings)
         result: list[Trajectory] = await self._rollout.run(trajectories, **overrides)
         return result
 
     async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """The same."""
+        """Same as calling it."""
         return await self(trajectories, **overrides)
 
 

@@ -1,4 +1,4 @@
-"""Ray, found or started quietly."""
+"""Connects to Ray or starts it, without output."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from verbatim.errors import UsageError
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Of a Ray that is started here: the smallest that it takes, as trajectories travel inside of messages."""
+"""Object store of a Ray started here: the smallest that Ray accepts, as trajectories travel in messages."""
 
 
 def import_ray() -> Any:
-    """The package, which only those need who use it.
+    """Import the optional package `ray`.
 
     Raises:
         UsageError: it is not installed.
@@ -30,11 +30,11 @@ def import_ray() -> Any:
 
 @contextlib.contextmanager
 def ray_running(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[Any]:
-    """Ray for as long as the block lasts. One that this process is connected to already is taken, and left running.
+    """Context manager for Ray. A connection that this process already has is used and stays open.
 
     Args:
-        address: Of a cluster: "auto" for the one that this host belongs to, or "10.0.0.1:6379"; None starts one here.
-        num_cpus: Of one that is started here; by default as many as there are.
+        address: A cluster's: "auto" for the one that this host belongs to, or "10.0.0.1:6379"; None starts one here.
+        num_cpus: CPUs of a Ray started here; by default all.
 
     Raises:
         UsageError: Ray is not installed, or there is no cluster at this address.
@@ -51,7 +51,7 @@ def ray_running(address: str | None = None, *, num_cpus: int | None = None) -> I
 
 
 def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None) -> None:
-    """Connect this process to a cluster, or to one that is started for it, without a word on the terminal."""
+    """Connect this process to a cluster, or to a new one, without output."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by the processes that Ray starts
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -62,7 +62,7 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
         if address not in (None, "auto"):
             _knock(str(address))
         ray.init(address or "local", **quiet)
-    except Exception as error:  # Ray raises bare ones, too
+    except Exception as error:  # Ray also raises bare exceptions
         where = f'at address = "{address}"' if address else "on this machine"
         raise UsageError(
             f"no Ray {where}: {error}. Start one with `ray start --head` (and `ray start --address=...` on the other "
@@ -71,7 +71,7 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
 
 
 def _knock(address: str) -> None:
-    """Ray tries a cluster that is not there for minutes."""
+    """Check that the address answers; Ray would retry a missing cluster for minutes."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         raise ValueError('expected "auto", or an address such as "10.0.0.1:6379"')

@@ -38,17 +38,17 @@ async def ray_runner(
     host: str = "127.0.0.1",
     port: int = 0,
 ) -> AsyncIterator[WorkerPool]:
-    """An `EpisodeRunner` on Ray actors for as long as the block lasts. The sampler stays here and is served to them.
+    """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays here and is served to them over HTTP.
 
     Args:
-        setups: By purpose ("train", "eval") and label.
-        sampler: Whose tokens.
-        renderer: Of its model.
-        workers: Actors.
-        cpus_per_worker: What each takes of its host's.
-        address: Of the Ray cluster; None starts Ray here.
-        host: This machine's address, as the actors' hosts know it.
-        port: Of the sampler; 0 takes a free one.
+        setups: Setups by purpose ("train", "eval") and label.
+        sampler: The sampler of the episodes.
+        renderer: The renderer of its model.
+        workers: Number of actors.
+        cpus_per_worker: CPUs of each actor.
+        address: Address of the Ray cluster; None starts Ray here.
+        host: This machine's address for the actors' hosts.
+        port: The sampler's port; 0 takes a free one.
 
     Raises:
         UsageError: Ray or the actors cannot be started; says why.
@@ -59,7 +59,7 @@ async def ray_runner(
         async with serve_sampler(counted, host=host, port=port, api_key=key) as server:
 
             def make(alone: bool) -> RayWorker:
-                # One for a single episode reserves no CPU: the others have them all.
+                # A worker for a single episode reserves no CPU, because the others hold all.
                 cpus = 0.0 if alone else cpus_per_worker
                 return RayWorker(ray, EpisodeActor, (context, plan, server.url, key), cpus=cpus)
 
@@ -72,7 +72,7 @@ async def ray_runner(
 
 
 class EpisodeActor:
-    """Plays episodes side by side on the event loop of a process of Ray's."""
+    """Runs episodes concurrently on the event loop of a Ray process."""
 
     def __init__(self, context: WorkerContext, plan: bytes, url: str, api_key: str) -> None:
         context.apply()
@@ -81,10 +81,10 @@ class EpisodeActor:
         self._episodes: WorkerEpisodes | None = None
 
     async def prepare(self) -> int:
-        """Make everything that episodes need. Returns the id of this process.
+        """Create everything that episodes need. Returns the id of this process.
 
         Raises:
-            UsageError: an environment cannot be imported or made on this host.
+            UsageError: an environment cannot be imported or created on this host.
             SamplerFault: the sampler cannot be reached from it.
         """
         from ray import cloudpickle
@@ -95,7 +95,7 @@ class EpisodeActor:
         return os.getpid()
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """The finished episode, packed."""
+        """Run an episode; returns it packed."""
         assert self._episodes is not None
         return await self._episodes.run(label, task)
 
@@ -104,30 +104,30 @@ class RayWorker:
     """A `Worker` that is a Ray actor.
 
     Args:
-        ray: The package, connected.
+        ray: The connected package.
         actor: The actor's class.
-        given: What it is made with.
-        cpus: What it takes of its host's.
+        given: Arguments of its constructor.
+        cpus: CPUs that it reserves.
     """
 
     def __init__(self, ray: Any, actor: type, given: tuple[Any, ...], *, cpus: float) -> None:
         self._ray = ray
-        # Ray bounds the calls of an actor; here the run does, by orchestrator.max_concurrent.
+        # Ray limits an actor's concurrent calls; orchestrator.max_concurrent limits them already.
         options = {"num_cpus": cpus, "scheduling_strategy": "SPREAD", "max_concurrency": 100_000}
         self._make: Callable[[], Any] = lambda: ray.remote(actor).options(**options).remote(*given)
         self.handle: Any = None
-        """Ray's, once it is started."""
+        """Ray's handle, once it is started."""
         errors = ray.exceptions
-        # A task that was cancelled, and not by us, was in a process that is being ended.
+        # A task that Ray cancelled was in a process that is ending.
         self._signs_of_loss = (
             errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError, errors.TaskCancelledError
         )  # fmt: skip
 
     async def start(self) -> int:
-        """Place it on a host and have it make its environments. Returns its process id there.
+        """Place it on a host and create its environments. Returns its process id there.
 
         Raises:
-            UsageError: it could not be placed, or not made there.
+            UsageError: it could not be placed or created.
         """
         self.handle = self._make()
         try:
@@ -135,22 +135,22 @@ class RayWorker:
                 pid: int = await self.handle.prepare.remote()
         except BaseException as error:
             self.kill()
-            told = self._tell(error)
-            if told is None:
+            usage_error = self._start_error(error)
+            if usage_error is None:
                 raise
-            raise told from error
+            raise usage_error from error
         return pid
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """One episode.
+        """Run one episode.
 
         Raises:
-            WorkerLost: the actor or its host is gone.
+            WorkerLost: the actor or its host is lost.
             CannotTravel: the example cannot be pickled.
         """
         try:
             answer = self.handle.run.remote(label, task)
-        except Exception as error:  # what the environment put into the example raises what it likes
+        except Exception as error:  # pickling an example raises anything
             raise CannotTravel(error_text(error, 500)) from error
         try:
             packed: bytes = await answer
@@ -163,17 +163,17 @@ class RayWorker:
         return packed
 
     def kill(self) -> None:
-        """End the actor, if there is one."""
+        """Kill the actor, if it was started."""
         if self.handle is not None:
             self._ray.kill(self.handle)
 
     async def close(self) -> None:
-        """End the actor; Ray sees to the rest."""
+        """Kill the actor; Ray releases its resources."""
         self.kill()
 
-    def _tell(self, error: BaseException) -> UsageError | None:
-        """Why an actor could not be started, for people; None where nothing is wrong with it (a cancellation)."""
-        cause = getattr(error, "cause", error)  # Ray wraps what was raised in the actor
+    def _start_error(self, error: BaseException) -> UsageError | None:
+        """Why an actor could not be started; None for other errors, such as a cancellation."""
+        cause = getattr(error, "cause", error)  # Ray wraps exceptions of the actor
         if isinstance(cause, TimeoutError):
             free = self._ray.available_resources().get("CPU", 0.0)
             return UsageError(

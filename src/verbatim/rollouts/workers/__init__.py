@@ -1,1 +1,1 @@
-"""Episodes that run in other processes: the pool, what travels, and what is counted on the way."""
+"""Episodes in other processes: the worker pool, serialization and token counts."""

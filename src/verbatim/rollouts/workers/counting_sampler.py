@@ -1,6 +1,6 @@
-"""Sampler for episodes in other processes: counts every token as it is drawn, for the attempt that asked for it.
+"""Sampler for episodes in other processes: counts every drawn token for the attempt that requested it.
 
-So what a worker takes with it when it is lost is known to the token.
+So the number of tokens lost with a worker is exact.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verbatim.rollouts.recorder import Recorder
 
 
 class Attempt:
-    """One attempt at an episode: its requests carry `session`, and their tokens go to its recorder's count."""
+    """One attempt at an episode: its requests carry `session`, and its recorder counts their tokens."""
 
     def __init__(self, session: str, recorder: Recorder) -> None:
         self.session = session
@@ -24,16 +24,16 @@ class Attempt:
 
     @property
     def num_delivered(self) -> int:
-        """Tokens of completions that were answered with; where the answer got through is not known here."""
+        """Tokens of completions that were sent as answers; whether they arrived is unknown here."""
         return self._draws.num_delivered
 
     @property
     def num_cut_off(self) -> int:
-        """Tokens that were drawn for requests which ended without an answer."""
+        """Tokens drawn for requests that ended without an answer."""
         return self._draws.num_cut_off
 
     async def draw(self, sampler: Sampler, request: SampleRequest) -> Completion:
-        """A completion, counted before any caller sees it; once the attempt has ended, a cancelled one of no tokens."""
+        """Draw and count a completion; after the attempt's end, return a cancelled one without tokens."""
         try:
             return await self._draws.draw(sampler, request)
         except asyncio.CancelledError:
@@ -43,11 +43,11 @@ class Attempt:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens that were drawn so far."""
+        """All tokens drawn so far."""
         return self.num_delivered + self.num_cut_off
 
     async def give_up(self) -> None:
-        """Cut off what is being drawn: the counts are final afterwards."""
+        """Cancel requests in flight; the counts are final afterwards."""
         await self._draws.end()
 
 
@@ -60,20 +60,20 @@ class CountingSampler(SamplerProxy):
         self._numbers = itertools.count()
 
     def open(self, recorder: Recorder) -> Attempt:
-        """Let another attempt draw; close it when nothing waits for it any more."""
+        """Register a new attempt; close it when nothing waits for it."""
         found = Attempt(f"attempt-{next(self._numbers)}", recorder)
         self._attempts[found.session] = found
         return found
 
     def close_attempt(self, found: Attempt) -> None:
-        """Requests for this attempt are refused from here on."""
+        """Refuse further requests of this attempt."""
         del self._attempts[found.session]
 
     async def generate(self, request: SampleRequest) -> Completion:
         """The engine's completion.
 
         Raises:
-            SamplerFault: no such attempt is under way: its worker was given up for lost.
+            SamplerFault: the attempt has ended: its worker was lost.
         """
         found = self._attempts.get(request.session.partition("/")[0])
         if found is None:

@@ -1,4 +1,4 @@
-"""The worker's side: environments, made again from their names, and the episodes that run in them."""
+"""The worker's side: creates environments from their names and runs episodes in them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from verbatim.types import Trajectory
 from verbatim.user_code import is_ctrl_c
 
 LARGEST = 512 * 2**20
-"""Bytes of one episode's record, pickled."""
+"""Most bytes of one pickled episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteSetup:
-    """What all episodes of one environment share, in values that can travel."""
+    """Settings shared by the episodes of one environment, in picklable values."""
 
     env: str
     """The environment's label."""
@@ -39,19 +39,19 @@ class RemoteSetup:
     args: Mapping[str, Any]
     """The environment's keyword arguments."""
     params: SamplingParams
-    """How tokens are drawn."""
+    """Sampling parameters."""
     limits: EpisodeLimits
-    """Where episodes are cut off."""
+    """Limits of turns, tokens and time."""
     teacher: OpenAI | None = None
-    """Who runs instead of the sampler."""
+    """A chat client that answers in place of the sampler; None = the sampler."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodePlan:
-    """What a worker's episodes are made from."""
+    """Setups and renderer of a worker's episodes."""
 
     setups: Mapping[tuple[str, str], RemoteSetup]
-    """By purpose ("train", "eval") and label."""
+    """Setups by purpose ("train", "eval") and label."""
     renderer: Renderer | RendererSpec
     """The renderer of the sampler's model."""
 
@@ -62,22 +62,22 @@ def packed_plan(
     """The plan as bytes.
 
     Args:
-        setups: By purpose and label.
-        renderer: Of the sampler's model.
+        setups: Setups by purpose and label.
+        renderer: The renderer of the sampler's model.
         dumps: `pickle.dumps`, or Ray's.
 
     Raises:
-        ComponentError: an environment that a worker cannot make again, named.
-        UsageError: a renderer that cannot travel.
+        ComponentError: an environment that a worker cannot create; names it.
+        UsageError: a renderer that cannot be pickled.
     """
     for setup in setups.values():
         refuse_what_cannot_travel(setup.env, setup.name, setup.args, dumps)
     spec = renderer_spec(renderer)
     try:
         return dumps(EpisodePlan(setups=dict(setups), renderer=spec))
-    except Exception as error:  # objects raise whatever they like here
+    except Exception as error:  # pickling raises anything
         raise UsageError(
-            f"a {type(renderer).__name__} cannot travel to a worker ({error_text(error)}); make it picklable, or play "
+            f"a {type(renderer).__name__} cannot travel to a worker ({error_text(error)}); make it picklable, or run "
             'episodes here: orchestrator.rollout.backend = "local"'
         ) from error
 
@@ -85,7 +85,7 @@ def packed_plan(
 def refuse_what_cannot_travel(
     label: str, name: str, args: Mapping[str, Any], dumps: Callable[[Any], bytes] = pickle.dumps
 ) -> None:
-    """An environment is made again in each worker, from its name and its arguments.
+    """Check that each worker can create the environment from its name and arguments.
 
     Raises:
         ComponentError: a name that means something else there, or an argument that cannot be pickled.
@@ -106,7 +106,7 @@ def refuse_what_cannot_travel(
 
 
 class WorkerEpisodes:
-    """Plays the episodes of one worker, side by side on its event loop."""
+    """Runs the episodes of one worker concurrently on its event loop."""
 
     def __init__(self, setups: Mapping[tuple[str, str], RolloutSetup]) -> None:
         self._setups = setups
@@ -114,17 +114,17 @@ class WorkerEpisodes:
     @classmethod
     @contextlib.asynccontextmanager
     async def made(cls, plan: EpisodePlan, sampler: Sampler) -> AsyncIterator[WorkerEpisodes]:
-        """Everything that episodes need, for as long as the block lasts.
+        """Context manager that creates everything that episodes need.
 
         Raises:
-            UsageError: an environment cannot be imported or made here, or the renderer is another one here.
+            UsageError: an environment cannot be imported or created here, or the renderer differs.
         """
         renderer = plan.renderer.make() if isinstance(plan.renderer, RendererSpec) else plan.renderer
         environments: dict[str, Environment] = {}
         setups: dict[tuple[str, str], RolloutSetup] = {}
         async with contextlib.AsyncExitStack() as stack:
             for key, setup in plan.setups.items():
-                what = f"{setup.name} {setup.args!r}"  # training and evaluation share one that is made alike
+                what = f"{setup.name} {setup.args!r}"  # one environment for equal arguments
                 if what not in environments:
                     environments[what] = create_environment(setup.name, setup.args)
                 teacher = None
@@ -137,7 +137,7 @@ class WorkerEpisodes:
             yield cls(setups)
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """The finished episode, packed."""
+        """Run an episode; returns it packed."""
         setup = self._setups[task.purpose, label]
         recorder = Recorder(setup.sampler.vocab_size, trajectory_id=task.identity.trajectory_id)
         trajectory = await LocalRunner().run(setup, task, recorder)
@@ -145,10 +145,9 @@ class WorkerEpisodes:
 
 
 def pack(trajectory: Trajectory, late: RecordError | None) -> bytes:
-    """An episode's record, pickled by this process and read by the run's.
+    """Pickle an episode's record for the run's process.
 
-    What the environment put into `info` and the messages may be unable to travel. Then the rest does, as a failed
-    episode.
+    If values of the environment in `info` or messages cannot be pickled, the rest is packed as a failed episode.
     """
     whole = _dumped(trajectory, late)
     if isinstance(whole, bytes):
@@ -163,7 +162,7 @@ def pack(trajectory: Trajectory, late: RecordError | None) -> bytes:
 
 
 def _dumped(trajectory: Trajectory, late: RecordError | None) -> bytes | str:
-    """The bytes, or why there are none."""
+    """The bytes, or the error's text."""
     try:
         found = pickle.dumps((trajectory, late), protocol=pickle.HIGHEST_PROTOCOL)
     except BaseException as error:
@@ -174,13 +173,13 @@ def _dumped(trajectory: Trajectory, late: RecordError | None) -> bytes | str:
 
 
 def unpack(packed: bytes) -> tuple[Trajectory, RecordError | None]:
-    """What `pack` wrote. Bytes become objects of this process's own, which pin no memory of Ray's.
+    """Read the result of `pack`. The objects are copies that pin no memory of Ray's.
 
     Raises:
-        CannotTravel: an object of the environment's refuses to be made again.
+        CannotTravel: an object of the environment cannot be unpickled.
     """
     try:
-        trajectory, late = pickle.loads(packed)  # noqa: S301  (from a process that we started)
+        trajectory, late = pickle.loads(packed)  # noqa: S301  (from our own child process)
     except BaseException as error:
         if is_ctrl_c(error):
             raise

@@ -1,4 +1,4 @@
-"""Episodes spread over workers; those of a worker that is lost are run again, from their own seeds."""
+"""Distributes episodes over workers; episodes of a lost worker run again with the same seeds."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from verbatim.types import StopReason, Trajectory
 logger = logging.getLogger(__name__)
 
 GRACE = CLOSING + 3 * supervised.GRACE
-"""Seconds after an episode's deadline; a worker that has not ended it by then is stuck, and taken for lost. An episode
-whose code ignores its cancellation is given up, and closed, within less."""
+"""Seconds after an episode's deadline after which its worker counts as stuck and lost. An episode that ignores its
+cancellation is abandoned and closed earlier."""
 MOST_ATTEMPTS = 3
-"""Workers that an episode may lose before it fails. For the last try it has a worker of its own: where that one is lost
-too, nothing else can have done it."""
+"""Workers that an episode may lose before it fails. The last attempt has a worker of its own: if that is lost too, the
+episode itself is the cause."""
 MOST_ALONE = 4
-"""Episodes that have workers of their own at one time; as many as there are workers, where those are more."""
+"""Most episodes with workers of their own at a time, or the number of workers if that is larger."""
 LONGEST_PAUSE = 10.0
-"""Seconds before a worker is replaced, where one after the other is lost and no episode ends."""
+"""Most seconds before a worker is replaced while workers are lost and no episode ends."""
 
 
 @dataclass(eq=False)
 class _Started:
-    """A worker that runs episodes, or could."""
+    """A started worker."""
 
     worker: Worker
     pid: int
@@ -48,10 +48,10 @@ class WorkerPool:
     """An `EpisodeRunner`: each episode goes to the worker that runs the fewest episodes.
 
     Args:
-        make: Makes a worker, which is not started yet. True asks for one that runs a single episode.
-        sampler: Where the workers' requests arrive.
-        workers: How many there are.
-        what: What messages call one of them: "Ray actor".
+        make: Creates a worker without starting it. True = it runs a single episode only.
+        sampler: Receives the workers' requests.
+        workers: Number of workers.
+        what: A worker's name in messages, such as "Ray actor".
     """
 
     def __init__(self, make: Callable[[bool], Worker], sampler: CountingSampler, *, workers: int, what: str) -> None:
@@ -69,17 +69,17 @@ class WorkerPool:
         self._why = ""
         self._num_lost_in_a_row = 0
         self.num_lost = 0
-        """Workers lost so far."""
+        """Number of workers lost so far."""
         self.num_rerun = 0
-        """Episodes begun anew so far, because their worker was lost."""
+        """Number of episodes restarted so far because their worker was lost."""
 
     @property
     def pids(self) -> list[int]:
-        """The process of each worker, on its host."""
+        """Process id of each worker on its host."""
         return [started.pid for started in self._workers]
 
     def metrics(self) -> Mapping[str, float]:
-        """The workers there are; and since the start, those that were lost and the episodes that were run again."""
+        """Number of workers; and since the start, lost workers and restarted episodes."""
         return {
             "rollout/workers": len(self._workers), "rollout/workers_lost": self.num_lost,
             "rollout/episodes_rerun": self.num_rerun,
@@ -89,7 +89,7 @@ class WorkerPool:
         """Start every worker.
 
         Raises:
-            UsageError: one cannot be started.
+            UsageError: a worker cannot be started.
         """
         await run_together(self._add() for _ in range(self._num_wanted))
 
@@ -107,10 +107,10 @@ class WorkerPool:
             await asyncio.wait(self._closing)
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """The finished episode, by whichever worker ends it.
+        """Run an episode, on other workers if the first is lost.
 
         Raises:
-            RunStopped: no worker is left, and no other can be started.
+            RunStopped: no worker is left, and none can be started.
         """
         why = ""
         for number in range(1, MOST_ATTEMPTS + 1):
@@ -132,7 +132,7 @@ class WorkerPool:
         return min(self._workers, key=lambda started: started.num_running)
 
     async def _run_alone(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """On a worker of its own; where none can be started, beside others after all."""
+        """Run on a worker without other episodes; if none can be started, beside others."""
         self._num_to_run_alone += 1
         try:
             async with self._alone:
@@ -146,7 +146,7 @@ class WorkerPool:
                 finally:
                     if started.is_lost or self._num_to_run_alone <= 1:
                         self._close(started.worker)
-                    else:  # the next one need not wait for another
+                    else:  # the next episode need not wait for a new worker
                         self._spare.append(started)
         finally:
             self._num_to_run_alone -= 1
@@ -176,7 +176,7 @@ class WorkerPool:
             started.num_running -= 1
             self._sampler.close_attempt(current)
         self._num_lost_in_a_row = 0
-        await current.give_up()  # what the episode gave up may still be on its way to the engine's ears
+        await current.give_up()  # a cancellation may still be on its way to the engine
         try:
             trajectory, late = unpack(packed)
         except CannotTravel as error:
@@ -190,7 +190,7 @@ class WorkerPool:
         try:
             pid = await worker.start()
         except BaseException:
-            self._close(worker)  # by a task of the pool's own: whoever wanted the worker may be cancelled meanwhile
+            self._close(worker)  # by a task of the pool, because the caller may be cancelled meanwhile
             raise
         return _Started(worker, pid)
 
@@ -199,7 +199,7 @@ class WorkerPool:
         self._changed.set()
 
     def _lose(self, started: _Started, why: str) -> None:
-        """Several episodes may tell of one loss."""
+        """Record a lost worker and replace it; several episodes may report the same loss."""
         if started.is_lost:
             return
         started.is_lost = True
@@ -228,7 +228,7 @@ class WorkerPool:
                            printable(str(error)))  # fmt: skip
 
     def _pause(self) -> float:
-        """None after the first losses; longer and longer where nothing but losses follows."""
+        """Seconds to wait before a replacement: 0 after the first losses, then doubling until an episode ends."""
         extra = self._num_lost_in_a_row - self._num_wanted
         return min(LONGEST_PAUSE, 0.1 * 2 ** min(extra, 10)) if extra > 0 else 0.0
 
@@ -254,12 +254,12 @@ class WorkerPool:
 def _received(
     trajectory: Trajectory, late: RecordError | None, setup: RolloutSetup, ended: Attempt, recorder: Recorder
 ) -> Trajectory:
-    """Bring the count to what the trajectory holds."""
-    if setup.teacher is not None:  # what a teacher said is counted in the student's ids, which are made there
+    """Adjust the recorder's counts to the received trajectory."""
+    if setup.teacher is not None:  # a teacher's answers are counted in the student's ids, which the worker computes
         recorder.count(trajectory.num_sampled_tokens)
-    else:  # an answer that was lost on its way was asked for, and drawn, again
+    else:  # a lost answer was requested and drawn again
         recorder.lose(ended.num_delivered - trajectory.num_sampled_tokens)
-        # What was cut off is known here alone: its worker was answered with nothing.
+        # Only this process knows what was cut off: the worker got no answer.
         unrecorded = trajectory.num_unrecorded_tokens + ended.num_cut_off
         trajectory = trajectory.replace(num_unrecorded_tokens=unrecorded)
     assert recorder.num_sampled_tokens == trajectory.num_sampled_tokens
@@ -269,7 +269,7 @@ def _received(
 
 
 def _unplayed(task: EpisodeTask, recorder: Recorder, error: str) -> Trajectory:
-    """The record of an episode of which nothing is left but what it cost."""
+    """The record of a failed episode: no turns, only the number of its tokens."""
     recorder.close()
     return Trajectory.of(
         task.identity, stop_reason=StopReason.API_ERROR, truncated=True, error=cut(error),

@@ -1,4 +1,4 @@
-"""The driver's working directory and search path, which a worker takes over."""
+"""The driver's working directory and search path, which workers adopt."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class WorkerContext:
 
     @classmethod
     def current(cls) -> WorkerContext:
-        """This process's own."""
+        """The context of this process."""
         return cls(folder=str(Path.cwd()), search_path=tuple(os.path.abspath(entry) for entry in sys.path))
 
     def apply(self) -> None:
-        """Work there, as far as this host has the folders: then relative paths and imports mean what they meant.
+        """Adopt it as far as this host has the folders, so that relative paths and imports mean the same.
 
-        What this host has installed itself comes first.
+        Packages installed on this host come first.
         """
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
@@ -33,6 +33,6 @@ class WorkerContext:
         sys.path.extend(entry for entry in self.search_path if entry not in known)
 
     def apply_exactly(self) -> None:
-        """The same in another process of the same machine: it searches where the driver does, in that order."""
+        """Adopt it in another process of the same machine: the same search path in the same order."""
         os.chdir(self.folder)
         sys.path[:] = self.search_path
