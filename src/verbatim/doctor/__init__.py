@@ -1,4 +1,4 @@
-"""Why did extension break here, and what did it cost: logs of any framework, examined break by break."""
+"""Finds breaks of the extension property in logs of any framework, with their causes and costs."""
 
 from verbatim.doctor.classes import CLASSES, BreakClass
 from verbatim.doctor.diagnosis import Diagnosis, Doctor, Summary

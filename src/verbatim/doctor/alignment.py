@@ -1,4 +1,4 @@
-"""Where two token sequences part, where they meet again, and how much of the second is the first one's history."""
+"""Aligns a prompt with the earlier sequence that it should begin with: changes, and the end of the shared history."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 RUN = 4
-"""Equal ids in a row that count as having met again; fewer only at the very end of the earlier sequence."""
+"""Consecutive equal ids that end a change; fewer only at the end of the earlier sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A stretch of the earlier sequence, and what stands in its place; either may be empty."""
+    """A range of the earlier sequence and its replacement; either may be empty."""
 
     start: int
     """First position in the earlier sequence."""
@@ -26,22 +26,22 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """How a prompt holds an earlier sequence that it was expected to begin with."""
+    """How a prompt contains the earlier sequence that it should begin with."""
 
     changes: tuple[Change, ...]
-    """From the first difference on; everything between them is equal."""
+    """The changes; tokens between them are equal."""
     history_end: int
-    """Tokens of the prompt up to which it holds the earlier sequence; what follows is said for the first time."""
+    """Tokens of the prompt up to the end of the earlier sequence; the tokens after it are new."""
     meets_again: bool
-    """Whether the prompt holds the end of the earlier sequence. If not, its last change is open: what stands in the
-    place of the rest cannot be told from what follows it."""
+    """Whether the prompt contains the end of the earlier sequence. If not, the last change has no known end in the
+    prompt."""
 
 
 def align(earlier: Sequence[int], prompt: Sequence[int], shared: int) -> Alignment:
-    """Compare from the first difference on, always meeting again where least is skipped.
+    """Align from the first difference on, each time at the match that skips the fewest ids.
 
-    A single deletion or insertion that explains everything goes before: dropped messages are not rewritten ones. Time
-    is proportional to the lengths, but for ids that come again and again.
+    A single deletion or insertion that explains everything has priority, so that dropped messages do not look
+    rewritten. Time is proportional to the lengths, except for ids that repeat often.
 
     Example: `align([1, 2, 7, 8, 3], [1, 2, 3, 4], 2)` finds one change: positions 2 to 4 of the earlier sequence are
     gone; the history ends at 3 of the prompt, after the `3`.
@@ -67,7 +67,7 @@ def align(earlier: Sequence[int], prompt: Sequence[int], shared: int) -> Alignme
 
 
 class _Runs:
-    """The places of every run of ids in a sequence."""
+    """The positions of every sequence of `RUN` ids."""
 
     def __init__(self, ids: Sequence[int], start: int) -> None:
         self._ids = ids
@@ -77,7 +77,7 @@ class _Runs:
         self._endings = {tuple(ids[-n:]): len(ids) - n for n in range(1, RUN) if len(ids) - n >= start}
 
     def goes_on_at(self, prompt: Sequence[int], shared: int) -> tuple[int, int] | None:
-        """Where the whole rest of the sequence stands in the prompt, if something was only left out or put in."""
+        """Positions from which both are equal to the end, after one deletion or one insertion; else None."""
         for place in self._places.get(tuple(prompt[shared : shared + RUN]), ()):
             if self._ids[place:] == prompt[shared : shared + len(self._ids) - place]:
                 return place, shared
@@ -88,9 +88,9 @@ class _Runs:
         return None
 
     def next_meeting(self, at: int, prompt: Sequence[int], now: int) -> tuple[int, int] | None:
-        """Where both go on alike with least skipped, or None where giving up the rest is nearer.
+        """The next match, with the fewest skipped ids; None if dropping the rest skips fewer.
 
-        The rest counts double: to have lost the end of the history is worse than to have inserted into it.
+        The rest counts double, so that an insertion is preferred to a lost end of the history.
         """
         best, found = 2 * (len(self._ids) - at) + 3, None
         later = now

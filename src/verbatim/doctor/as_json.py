@@ -1,4 +1,4 @@
-"""A diagnosis for machines: one JSON object, written piece by piece so that a long log takes no memory."""
+"""Writes diagnoses as one JSON object, piece by piece, so that a long log needs little memory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class JsonReport:
         self._format = ""
 
     def begin(self, *, file: str, format_name: str, note: str, tokenizer: str | None, tokenizer_note: str) -> None:
-        """What is read, and with what."""
+        """Write the names of the file, its format and the tokenizer."""
         self._format = format_name
         head = {"file": file, "format": format_name, "note": note, "tokenizer": tokenizer}
         self._write(f'{json.dumps(head)[:-1]}, "breaks": [')
 
     def add(self, diagnosis: Diagnosis) -> None:
-        """One break."""
+        """Write one break."""
         self._write(self._separator + json.dumps(break_to_json(diagnosis, self._format)))
         self._separator = ",\n"
 
     def close(self, summary: Summary, problems: Problems) -> None:
-        """What is known at the end."""
+        """Write unreadable lines and the summary."""
         unreadable = {
             "count": problems.count,
             "lines": [{"line": problem.line, "why": problem.why} for problem in problems.kept],
@@ -91,7 +91,7 @@ def summary_to_json(summary: Summary) -> dict[str, Any]:
 
 
 def _window(turn: int, cells: Sequence[Cell | None]) -> dict[str, Any]:
-    """The tokens that are shown of one side, each with its place: some may be left out between them."""
+    """The shown tokens of one side with their positions, which may have gaps."""
     shown = [cell for cell in cells if cell is not None]
     known = all(cell.text is not None for cell in shown)
     return {

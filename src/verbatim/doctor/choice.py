@@ -1,4 +1,4 @@
-"""The breaks that are shown in full where there are too many: one of each class first."""
+"""Chooses the breaks to show in full: one of each class first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verbatim.doctor.diagnosis import Diagnosis
 class Choice:
     """Keeps the first `limit` breaks of each class, and chooses `limit` of them.
 
-    Example: of the classes a a a b a c, three are a b c, and four are a a b c.
+    Example: from the classes a a a b a c it chooses a b c for a limit of three, and a a b c for four.
     """
 
     def __init__(self, limit: int) -> None:
@@ -20,14 +20,14 @@ class Choice:
         self._count = 0
 
     def add(self, diagnosis: Diagnosis) -> None:
-        """The next break of the file."""
+        """Add the next break of the file."""
         same = self._kept.setdefault(diagnosis.kind, [])
         if len(same) < self._limit:
             same.append((self._count, diagnosis))
         self._count += 1
 
     def breaks(self) -> Iterator[Diagnosis]:
-        """The chosen ones, as they come in the file; what is by design gives way to what is not."""
+        """The chosen breaks in the order of the file; breaks by design have lower priority."""
         firsts = [same[0] for same in self._kept.values() if same]
         firsts.sort(key=lambda found: (found[1].kind.by_design, found[0]))
         rest = sorted((found for same in self._kept.values() for found in same[1:]), key=lambda found: found[0])

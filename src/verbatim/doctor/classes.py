@@ -1,4 +1,4 @@
-"""The kinds of breaks, what each is called, and what a person can do about it."""
+"""The classes of breaks, with titles and advice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class BreakClass(StrEnum):
-    """Why a prompt does not extend what was recorded. The values are stable: scripts read them."""
+    """Why a prompt does not extend the recorded tokens. The values are stable, because scripts read them."""
 
     THINKING_STRIPPED = "thinking_stripped"
     RETOKENISED = "retokenised"
@@ -25,20 +25,20 @@ class BreakClass(StrEnum):
 
     @property
     def by_design(self) -> bool:
-        """Whether nothing is wrong: a conversation that starts has no history that could have changed."""
+        """Whether the break is intended: a new conversation has no history that could have changed."""
         return self is BreakClass.SUB_AGENT
 
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """A class in words."""
+    """Title and advice of a class."""
 
     title: str
-    """What it is called."""
+    """Its title."""
     advice: str
     """What to do about it."""
     in_our_run: str | None = None
-    """The same for a run of Verbatim, where that is something else: it sends ids, and its sampler returns them."""
+    """Other advice for runs of Verbatim, whose requests and answers are ids; None = the same advice."""
 
 
 CLASSES: Mapping[BreakClass, About] = {
@@ -116,6 +116,6 @@ CLASSES: Mapping[BreakClass, About] = {
 
 
 def advice(kind: BreakClass, format_name: str) -> str:
-    """What to do about a class in a log of this format."""
+    """The advice for a class in a log of this format."""
     about = CLASSES[kind]
     return about.in_our_run if about.in_our_run is not None and format_name == "verbatim" else about.advice

@@ -1,4 +1,4 @@
-"""A trajectory's breaks with their classes and costs, and their sums over a file."""
+"""Diagnoses a trajectory's breaks, with classes and costs, and sums them over a file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TemplateLine:
     """A line of a chat template."""
 
     number: int
-    """Counted from 1."""
+    """Line number, from 1."""
     text: str
-    """What stands there."""
+    """Its text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,29 +31,29 @@ class Diagnosis:
     trajectory: str
     """The trajectory's name in the log."""
     line: int
-    """The line of the log that it begins on."""
+    """The first line of the trajectory in the log."""
     turn: int
-    """The turn whose prompt does not extend what was recorded."""
+    """The turn whose prompt does not extend the recorded tokens."""
     agent: str
-    """Who spoke."""
+    """The agent of the turn."""
     against: int
-    """The turn that it was expected to extend."""
+    """The turn that it should have extended."""
     position: int
-    """The first token of the prompt that differs: as many are the same."""
+    """Index of the first differing token of the prompt."""
     kind: BreakClass
     """The class."""
     found: str
-    """What tells the class, in words."""
+    """The evidence for the class, as text."""
     rows: tuple[Row, ...]
     """The two sequences around the position, side by side."""
     template_line: TemplateLine | None
-    """The line of the chat template that does it, where there is one."""
+    """The responsible line of the chat template; None if there is none."""
     repeated: int
-    """Tokens of history that rows compute again because of it."""
+    """Tokens of history that rows compute again because of the break."""
     repeated_in_tree: int
-    """Those of them that a prefix tree computes again too: they come after the first difference."""
+    """Tokens of them that a prefix tree computes again too, because they follow the first difference."""
     share: float
-    """`repeated` as a part of what rows compute of the trajectory."""
+    """`repeated` as a share of the tokens that rows compute for the trajectory."""
 
 
 @dataclass(kw_only=True)
@@ -61,43 +61,43 @@ class Sums:
     """Breaks of one class."""
 
     breaks: int = 0
-    """How many."""
+    """Number of breaks."""
     repeated: int = 0
-    """Their `Diagnosis.repeated`."""
+    """Sum of `Diagnosis.repeated`."""
     repeated_in_tree: int = 0
-    """Their `Diagnosis.repeated_in_tree`."""
+    """Sum of `Diagnosis.repeated_in_tree`."""
 
 
 @dataclass(kw_only=True)
 class Summary:
-    """A whole file."""
+    """Sums over a file."""
 
     trajectories: int = 0
-    """How many were read."""
+    """Number of trajectories read."""
     turns: int = 0
-    """Of all of them."""
+    """Number of their turns."""
     samples: int = 0
-    """Training samples that `interleaved` makes of them."""
+    """Training samples that `interleaved` builds from them."""
     row_tokens: int = 0
-    """Tokens that are computed where each sample is a row."""
+    """Tokens to compute with one row per sample."""
     tree_tokens: int = 0
-    """Tokens that are computed where the samples of a trajectory share what they have in common."""
+    """Tokens to compute with shared prefixes computed once."""
     classes: dict[BreakClass, Sums] = field(default_factory=dict)
-    """What was found of each class."""
+    """Sums of each class."""
 
     @property
     def checked(self) -> bool:
-        """Whether there was anything to look at: a turn that sampled something, with its ids."""
+        """Whether the file has any turn with sampled ids."""
         return self.samples > 0
 
     @property
     def breaks(self) -> int:
-        """All that were found."""
+        """Number of all breaks."""
         return sum(sums.breaks for sums in self.classes.values())
 
     @property
     def by_design(self) -> int:
-        """Those in which nothing is wrong."""
+        """Number of intended breaks."""
         return sum(sums.breaks for kind, sums in self.classes.items() if kind.by_design)
 
     @property
@@ -106,7 +106,7 @@ class Summary:
         return sum(sums.repeated for sums in self.classes.values())
 
     def share(self, tokens: int) -> float:
-        """A count as a part of what rows compute of the file."""
+        """A number of tokens as a share of those that rows compute for the file."""
         return tokens / self.row_tokens if self.row_tokens else 0.0
 
 
@@ -114,8 +114,8 @@ class Doctor:
     """Examines trajectory after trajectory; keeps sums only.
 
     Args:
-        text: Reads ids; without it some classes cannot be told.
-        template_line: Gives the line of the chat template that is behind a class, if there is one.
+        text: Decodes ids; without it some classes cannot be recognised.
+        template_line: Returns the line of the chat template that causes a class, if there is one.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Doctor:
         """The breaks of one trajectory, in order.
 
         Raises:
-            UsageError: it holds ids that the tokenizer does not have.
+            UsageError: an id is not in the tokenizer's vocabulary.
         """
         turns = logged.trajectory.turns
         found = find_samples(turns)
@@ -156,7 +156,7 @@ class Doctor:
 
     def _diagnose(self, logged: LoggedTrajectory, difference: Difference, row_tokens: int) -> Diagnosis:
         kind, found = classify(difference)
-        # Another conversation has no history here; what it shares is all that is computed twice.
+        # A new conversation has no history; only its shared prefix is computed twice.
         repeated = difference.at if kind.by_design else difference.alignment.history_end
         opening = difference.opening
         return Diagnosis(

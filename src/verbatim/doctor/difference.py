@@ -1,4 +1,4 @@
-"""One break laid open: the recorded sequence, the prompt that should have begun with it, and their texts."""
+"""The data of one break: the recorded sequence, the prompt that should begin with it, and their texts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from verbatim.doctor.text import TokenText
 from verbatim.types import StopReason, Turn
 
 _BEFORE = 16
-"""Tokens in front of a completion that are looked at with it: a generation prompt may open the thinking."""
+"""Tokens before a completion that are included, because a generation prompt may open the thinking."""
 _AROUND = 4
-"""Equal tokens on either side of a change that are decoded with it, so that no character is cut in two."""
+"""Equal tokens on each side of a change that are decoded with it, so that no character is split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,27 +23,27 @@ class Span:
     """A completion inside the earlier sequence."""
 
     turn: int
-    """Whose completion it is."""
+    """Index of its turn."""
     start: int
     """Position of its first token: the length of its prompt."""
     end: int
-    """One after its last."""
+    """Position after its last token."""
     cut_off: bool
-    """Whether it ended for want of room or time."""
+    """Whether it ended at a limit of tokens or time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Difference:
-    """Everything that a test for a class may look at."""
+    """The input of the tests for classes."""
 
     turns: Sequence[Turn]
     """All turns of the trajectory."""
     opening: Opening
-    """The turn, and what it is compared with."""
+    """The breaking turn, and the sample that it is compared with."""
     text: TokenText | None
-    """Reads the ids; None: there is no tokenizer."""
+    """Decodes ids; None without a tokenizer."""
     tools: Sequence[str]
-    """The tool schemas each turn's request was sent with, where the log has them; otherwise empty."""
+    """Tool schemas of each turn's request; empty if the log has none."""
 
     @property
     def at(self) -> int:
@@ -64,7 +64,7 @@ class Difference:
 
     @cached_property
     def alignment(self) -> Alignment:
-        """Where the two go apart and meet again."""
+        """The alignment of the two sequences."""
         return align(self.earlier, self.prompt, self.at)
 
     @property
@@ -86,14 +86,14 @@ class Difference:
         return next((span for span in self.spans if self.at < span.end), self.spans[-1])
 
     def is_gone(self, span: Span) -> bool:
-        """Whether nothing of a completion is in the prompt any more."""
+        """Whether a completion is missing from the prompt entirely."""
         return any(change.start <= span.start and span.end <= change.end for change in self.alignment.changes)
 
     @cached_property
     def stops(self) -> frozenset[int]:
-        """Tokens that end a turn: what completions of this trajectory end with when nothing cut them off.
+        """Tokens that end a turn: the last tokens of completions that were not cut off.
 
-        Without a tokenizer only the most frequent one, because a completion may end anywhere at a stop string.
+        Without a tokenizer only the most frequent one, because stop strings can end a completion at any token.
         """
         ends = Counter(
             int(turn.completion_ids[-1])
@@ -108,20 +108,20 @@ class Difference:
 
     @cached_property
     def texts(self) -> tuple[str, str]:
-        """Both from a little before the completion that changed: the earlier sequence, and the prompt."""
+        """Texts of both sequences from shortly before the changed completion: (earlier, prompt)."""
         assert self.text is not None
         start = max(0, min(self.at, self.span.start) - _BEFORE)
         return self.text.decode(self.earlier[start:]), self.text.decode(self.prompt[start:])
 
     @cached_property
     def opening_texts(self) -> tuple[str, str]:
-        """Both from the very start: the earlier sequence up to its first completion, and the whole prompt."""
+        """Texts from the start: the earlier sequence up to its first completion, and the whole prompt."""
         assert self.text is not None
         return self.text.decode(self.earlier[: self.spans[0].start]), self.text.decode(self.prompt)
 
     @cached_property
     def changed_texts(self) -> tuple[str, str]:
-        """Both sides of the first change, with the tokens around it that are equal."""
+        """Texts of both sides of the first change, with equal tokens around it."""
         assert self.text is not None
         change, start = self.change, max(0, self.at - _AROUND)
         after = _AROUND if self.alignment.meets_again or len(self.alignment.changes) > 1 else 0
@@ -132,7 +132,7 @@ class Difference:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """How many leading characters two texts share."""
+    """Number of leading characters that two texts share."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

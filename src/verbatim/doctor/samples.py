@@ -1,4 +1,4 @@
-"""The samples that `interleaved` makes of a trajectory, and the turns that opened one beside another."""
+"""Finds the samples that `interleaved` builds from a trajectory, and the turns that opened further ones."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from verbatim.types import Turn
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """A turn that extends no open sample although there is one: a break."""
+    """A break: a turn that extends none of the open samples."""
 
     turn: int
-    """Its index."""
+    """Index of the turn."""
     against: tuple[int, ...]
-    """The turns of the sample that it is compared with, as that sample stood then."""
+    """Indices of the turns that the compared sample had then."""
     shared: int
-    """Ids that its prompt has in common with that sample from the start: the position of the break."""
+    """Leading ids that its prompt shares with that sample: the position of the break."""
     first_of_agent: bool
-    """Whether its agent had not spoken before."""
+    """Whether it is the first turn of its agent."""
     goes_on: bool
-    """Whether that sample goes on after this turn, so that its conversation was not replaced by this one."""
+    """Whether the compared sample continues after this turn, so that its conversation was not replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What a trajectory costs, and why."""
+    """Samples, breaks and costs of a trajectory."""
 
     samples: tuple[tuple[int, ...], ...]
-    """The turns of each sample, as indices, in order. A turn that sampled nothing is in none."""
+    """Indices of the turns of each sample, in order, without turns that sampled nothing."""
     openings: tuple[Opening, ...]
     """The breaks, in order."""
     row_tokens: int
-    """Tokens that are computed where each sample is a row of its own."""
+    """Tokens to compute with one row per sample."""
     tree_tokens: int
-    """Tokens that are computed where what samples have in common is computed once."""
+    """Tokens to compute with shared prefixes computed once."""
 
 
 def find_samples(turns: Sequence[Turn]) -> Samples:
-    """Take in turn after turn as training would.
+    """Find samples as training does.
 
     Example: turns `([1, 2], [3])` and `([1, 9], [4])`, written (prompt, completion), give the samples `[0]` and `[1]`
     and one opening, of turn 1 at position 1: rows compute 3 + 3 tokens, a tree 5.
@@ -83,10 +83,10 @@ def _compared(
     turn: Turn, closest: int, shared: int, turns: Sequence[Turn], samples: Sequence[Sequence[int]],
     latest: dict[str, int],
 ) -> tuple[int, int]:  # fmt: skip
-    """The sample that a turn is held against, and what they share.
+    """The sample to compare a turn with, and the number of shared ids.
 
-    What its agent said last, because that is what it would have extended; another one only where that is of the same
-    agent and shares more.
+    It is the latest sample of the turn's agent, which the turn should have extended, or another one of the same agent
+    that shares more.
     """
     own = latest.get(turn.agent)
     if own is None:

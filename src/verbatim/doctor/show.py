@@ -1,4 +1,4 @@
-"""A diagnosis for people: each break side by side, and a summary with the advice for each class once."""
+"""Prints diagnoses: each break side by side, and a summary with the advice for each class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_DESIGN_STYLE = "bold green"
 
 
 class ConsoleReport:
-    """Prints each break as it is found, and what it comes to at the end."""
+    """Prints each break as it is found, and a summary at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -28,18 +28,18 @@ class ConsoleReport:
         self._format = ""
 
     def begin(self, *, file: str, format_name: str, note: str, tokenizer: str | None, tokenizer_note: str) -> None:
-        """What is read, and with what."""
+        """Print the names of the file, its format and the tokenizer."""
         self._format = format_name
         head = f"{file}\nformat     {format_name}: {note}\ntokenizer  {tokenizer_note}\n"
         self._console.print(Text(head), soft_wrap=True)
 
     def add(self, diagnosis: Diagnosis) -> None:
-        """One break: what, why, what it cost, and the tokens."""
+        """Print one break: class, evidence, cost and tokens."""
         self._shown += 1
         _print_break(self._console, self._shown, diagnosis)
 
     def close(self, summary: Summary, problems: Problems) -> None:
-        """What could not be read, what the file holds, what its breaks cost, and what to do."""
+        """Print unreadable lines, sums, costs and advice."""
         _print_problems(self._console, problems)
         _print_summary(self._console, summary, self._shown, self._format)
 
@@ -144,7 +144,7 @@ def _ordered(summary: Summary) -> list[BreakClass]:
 
 
 def _plain(text: str) -> Text:
-    """What a log says, as text: it may hold anything."""
+    """Text of a log without markup and control characters."""
     return Text(printable(text, space=" "))
 
 

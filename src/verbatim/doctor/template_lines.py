@@ -1,8 +1,8 @@
-"""The line of a chat template that is behind a break, found by watching the template run.
+"""Finds the line of a chat template that causes a break, by tracing the template.
 
-Thinking is stripped where two renderings part: a dialogue as it is, and the same one up to the user's next message. The
-lines that only one of them runs stand below the condition that parted them; that condition is the line.
-For the other classes it is a line that runs and says what it does: writes arguments by `tojson`, or trims content.
+For stripped thinking it renders a dialogue, and the dialogue with the user's next message. Lines that only one of them
+runs follow the condition that differs; that condition is the line.
+For other classes it is an executed line that writes arguments by `tojson`, or trims content.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _CALL = {"role": "assistant", "content": "", "tool_calls": [
     {"id": "zqzqzqzqz", "type": "function", "function": {"name": "zq", "arguments": {"a": "b"}}}]}  # fmt: skip
 _SEES = {"role": "tool", "content": "zq", "tool_call_id": "zqzqzqzqz", "name": "zq"}
 _LATER = {"assistant": [_ASK], "tool": [{"role": "assistant", "content": _ANSWER}, _ASK]}
-"""How a dialogue goes on to the next word of the user."""
+"""Messages after a thought, up to the next message of the user, by role of the last message."""
 _THOUGHTFUL: Sequence[dict[str, Any]] = (
     {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT},
     {"role": "assistant", "content": _ANSWER, "thinking": _THOUGHT},
     {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"},
 )
-"""The ways in which templates are given a thought."""
+"""The forms in which templates accept thinking."""
 
 _ASKS = re.compile(r"\bif\b")
 _TRIMS = re.compile(r"\|\s*trim|\.l?r?strip\(")
@@ -42,10 +42,10 @@ _WRITES_TOOLS = re.compile(r"\btools?\b.*tojson|tojson.*\btools?\b|in tools\b")
 
 
 def template_lines(template: str) -> Callable[[BreakClass], TemplateLine | None]:
-    """Looks up the line behind a class; what a template does not do has none.
+    """A function that returns the line that causes a class, or None.
 
     Raises:
-        ModelError: the template is no Jinja, or does not come to an end.
+        ModelError: the template is not Jinja, or exceeds its time.
     """
     watched = _Watched(template)
 
@@ -58,14 +58,14 @@ def template_lines(template: str) -> Callable[[BreakClass], TemplateLine | None]
 
 
 class _Watched:
-    """A template whose lines are noted as they run."""
+    """A template whose executed lines are recorded."""
 
     def __init__(self, template: str) -> None:
         from verbatim.renderers.chat_template import ChatTemplate
 
         self.lines = template.split("\n")
         self._template = ChatTemplate(template, {})
-        # Only the Python lines that begin a line of the template: those between belong to no branch.
+        # Only Python lines that begin a line of the template; others belong to no branch.
         self._line_of = {python: line for line, python in self._template.program.debug_info}
 
     def responsible(self, kind: BreakClass) -> int | None:
@@ -97,7 +97,7 @@ class _Watched:
         earlier = self._run([_ASK, _THOUGHTFUL[-1], _ASK])
         if earlier is None or _THOUGHT in earlier[0]:
             return None
-        # It is stripped even from the last answer.
+        # Thinking is stripped even from the last answer.
         return self._line_that(lambda text: "</think>" in text, [_ASK, _THOUGHTFUL[-1], _ASK])
 
     def _line_that(self, says: Callable[[str], bool], messages: list[dict[str, Any]]) -> int | None:
@@ -105,7 +105,7 @@ class _Watched:
         return None if ran is None else next((n for n in sorted(ran[1]) if says(self.lines[n - 1])), None)
 
     def _run(self, messages: Sequence[dict[str, Any]]) -> tuple[str, set[int]] | None:
-        """The text, and the numbers of the lines that ran; None where the template refuses."""
+        """The text and the numbers of executed lines; None if the template refuses the messages."""
         ran: set[int] = set()
         of_template = self._template.program.root_render_func.__code__.co_filename
 

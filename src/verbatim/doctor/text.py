@@ -1,4 +1,4 @@
-"""The text of token ids, one by one and together, as a tokenizer gives it."""
+"""Decodes token ids, one by one and together, with a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from verbatim.errors import UsageError
 
 
 class TokenText:
-    """Reads ids with a Hugging Face tokenizer; nothing is skipped and nothing cleaned up."""
+    """Decodes ids with a Hugging Face tokenizer, without skipping or cleaning up."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.control: frozenset[int] = frozenset(tokenizer.added_tokens_decoder)
-        """Tokens that are written as one, whatever is around them: special ones and markup."""
+        """Control tokens, which are one token next to any text: special tokens and markup."""
         eos = tokenizer.eos_token_id
         self.stops: frozenset[int] = frozenset() if eos is None else frozenset([int(eos)])
-        """What ends a turn, as far as the tokenizer says it."""
+        """Ids that end a turn according to the tokenizer."""
         self._pieces: dict[int, str] = {}
 
     @property
     def name(self) -> str:
-        """The folder or id it was loaded by."""
+        """The folder or id that it was loaded from."""
         return str(self._tokenizer.name_or_path)
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja text, where there is a single one."""
+        """The Jinja text; None without a single template."""
         template = self._tokenizer.chat_template
         return template if isinstance(template, str) else None
 
@@ -39,8 +39,8 @@ class TokenText:
         return text
 
     def piece(self, token: int) -> str:
-        """One token, for people: spaces as `·`, anything unprintable escaped; bytes that are no text by the
-        vocabulary's own name."""
+        """The printable text of one token: spaces as `·`, control characters escaped, incomplete UTF-8 by its
+        name in the vocabulary."""
         if token not in self._pieces:
             text = self.decode([token])
             if "\ufffd" in text or not text:
@@ -49,10 +49,10 @@ class TokenText:
         return self._pieces[token]
 
     def refuse_unknown(self, largest_id: int) -> None:
-        """Stop where a log cannot be of this tokenizer.
+        """Refuse a log of another tokenizer.
 
         Raises:
-            UsageError: an id that it does not have.
+            UsageError: an id that is not in the vocabulary.
         """
         size = len(self._tokenizer)
         if largest_id >= size:
@@ -66,7 +66,7 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def printable(text: str, space: str = "·") -> str:
-    """Text on one line, with nothing in it that a terminal would obey."""
+    """Text on one line without control characters."""
     return "".join(
         space if c == " " else c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
         for c in text

@@ -1,4 +1,4 @@
-"""The two sequences of a break side by side, token by token, around the first difference."""
+"""Aligns the two sequences of a break around the first difference, token by token."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from verbatim.doctor.difference import Difference
 from verbatim.doctor.text import TokenText
 
 BEFORE = 3
-"""Equal tokens that are shown in front of the first difference, and after the first change."""
+"""Equal tokens shown before the first difference and after the first change."""
 SHOWN = 10
-"""Tokens that are shown of either side of the first change."""
+"""Most tokens shown of each side of the first change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,31 +20,31 @@ class Cell:
     """One token."""
 
     position: int
-    """Its place in its sequence."""
+    """Its index in its sequence."""
     token: int
     """Its id."""
     text: str | None
-    """As `TokenText.piece` gives it; None: there is no tokenizer."""
+    """Its text from `TokenText.piece`; None without a tokenizer."""
     control: bool
-    """Whether it is written as one token whatever is around it."""
+    """Whether it is a control token, independent of neighbouring text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What stands at one place on both sides."""
+    """The tokens of both sides in one row."""
 
     earlier: Cell | None
-    """Of what was recorded; None: nothing stands there."""
+    """Token of the recorded sequence; None = none."""
     now: Cell | None
-    """Of the prompt."""
+    """Token of the prompt; None = none."""
     differs: bool
     """Whether it is part of the first change."""
     left_out: tuple[int, int] = (0, 0)
-    """Tokens of either side that come after it and are not shown."""
+    """Numbers of tokens of each side after it that are not shown."""
 
 
 def side_by_side(d: Difference) -> tuple[Row, ...]:
-    """Equal tokens, the first change, equal tokens again if the two meet again."""
+    """Rows of equal tokens, of the first change, and of equal tokens after it, if any."""
     change, at = d.change, d.at
     opening = _pair(d, range(max(0, at - BEFORE), at), range(max(0, at - BEFORE), at), differs=False)
     now_end = change.now_end

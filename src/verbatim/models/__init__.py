@@ -1,1 +1,1 @@
-"""A Hugging Face folder or id to a model, its tokenizer and its chat template."""
+"""Loads models, tokenizers and chat templates from Hugging Face folders and ids."""

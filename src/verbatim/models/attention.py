@@ -1,8 +1,8 @@
-"""One seam for attention: every forward pass brings a plan that says who attends to whom.
+"""One interface for attention: every forward pass brings a plan that defines which tokens attend to which.
 
 Models are loaded with `attn_implementation="verbatim"` and called with `attention_plan=plan`. `transformers`
 then builds no mask of its own and each attention layer calls `plan.attend`. Packed rows, prefix trees and the
-sampler's key/value cache are plans; the model code stays the one of `transformers`.
+sampler's key/value cache are plans; the model code stays that of `transformers`.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from verbatim.types import Message
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 CONTROL_TOKENS = (END_OF_TEXT, "<|im_start|>", END_OF_TURN)
-"""Special: left out of text for people."""
+"""Special tokens, which are left out of displayed text."""
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""One token each, but not special: a parser must see them in decoded text."""
+"""One token each, but not special, because a parser must see them in decoded text."""
 
 # In order: a number; one newline; anything else. Merges run over whole lines, because the fixed text of a prompt and
 # of a call then costs a token or two per line instead of one per word. They never run over digits, so a number that
@@ -34,12 +34,12 @@ SPLIT = r"\p{N}+|[\r\n]|[^\p{N}\r\n]+"
 
 
 def chat_template() -> str:
-    """ChatML as Jinja, in the shape that the `qwen3` renderer writes."""
+    """ChatML as a Jinja template, equal to the output of the `qwen3` renderer."""
     return files("verbatim.models").joinpath("chatml.jinja").read_text(encoding="utf-8")
 
 
 def chat_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """A conversation as the chat template writes it, without a tokenizer: what `build_model` trains on."""
+    """Render a conversation with the chat template, without a tokenizer, as training text for `build_model`."""
     rendered, _ = render_jinja_template(
         [[dict(message) for message in messages]],
         tools=[dict(tool) for tool in tools] or None,
@@ -53,7 +53,7 @@ def build_model(folder: Path, build: BuildConfig, texts: Sequence[str], seed: in
     """Write a folder in Hugging Face format: the same arguments give the same bytes of weights and tokenizer.
 
     Raises:
-        ModelError: the folder already holds a model, the sizes do not fit each other, or there is no text.
+        ModelError: the folder already holds a model, the sizes are inconsistent, or there is no text.
     """
     if (folder / "config.json").exists():
         raise ModelError(f"{folder} already holds a model; load it with model.name = \"{folder}\", or remove it")

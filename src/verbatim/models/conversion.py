@@ -1,7 +1,7 @@
-"""From the tensors of a Hugging Face folder to those of the model, as `transformers` converts them.
+"""Converts the tensors of a Hugging Face folder to those of the model, as `transformers` does.
 
-`save_pretrained` writes the layout that the architecture was published in, which vLLM and others read: a
-mixture-of-experts layer is one tensor per expert there, and one fused tensor in the model.
+`save_pretrained` writes the published layout of the architecture, which vLLM and others read: there a
+mixture-of-experts layer has one tensor per expert, and in the model one fused tensor.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         saved: Tensors by their names in the folder, of any dtype.
 
     Returns:
-        The tensors by the model's names, and those names of the folder that the model does not have. Tensors that
-        need no conversion are passed on, not copied. Their shapes are not compared with the model's.
+        The tensors by the model's names, and names of the folder that are not in the model. Tensors that need no
+        conversion are not copied. Shapes are not compared with the model's.
 
     Raises:
-        ModelError: tensors that cannot be converted: one of them is missing, or has another shape than the others.
+        ModelError: tensors that cannot be converted: one is missing, or their shapes differ.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -76,7 +76,7 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
 
 
 def _refuse_gaps(name: str, keys: Iterable[str]) -> None:
-    """Experts are stacked in the order of their numbers; without this, expert 4 would take the place of a missing 3."""
+    """Refuse missing experts: they are stacked in numerical order, so expert 4 would silently become expert 3."""
     for numbers in zip(*([int(part) for part in key.split(".") if part.isdigit()] for key in keys), strict=False):
         found = sorted(set(numbers))
         if len(found) > 1 and found != list(range(len(found))):

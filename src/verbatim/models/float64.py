@@ -11,10 +11,10 @@ from verbatim.errors import ModelError
 
 
 def keep_float64(model: nn.Module) -> None:
-    """Make a float64 model compute its RMSNorms in float64, so that proofs to 1e-12 can hold.
+    """Make a float64 model compute its RMSNorms in float64, so that tests can compare to 1e-12.
 
     Raises:
-        ModelError: a norm that computes something else than `weight * x / sqrt(mean(x^2) + eps)`.
+        ModelError: a norm that does not compute `weight * x / sqrt(mean(x^2) + eps)`.
     """
     for name, module in model.named_modules():
         if not type(module).__name__.endswith("RMSNorm"):

@@ -1,4 +1,4 @@
-"""What a model's configuration says, without its weights."""
+"""Checks a model's configuration without its weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from verbatim.models.source import find_source
 
 
 def check_model_config(name: str | Path, *, context_length: int) -> None:
-    """Refuse a model that is no causal language model, or whose positions end too early.
+    """Refuse a model that is not a causal language model, or that has too few positions.
 
     Args:
         name: A folder or hub id in Hugging Face format.
         context_length: Most tokens of one sequence, `orchestrator.seq_len`.
 
     Raises:
-        ModelError: no such model, or one of these; says what was found.
+        ModelError: no such model, or an unsuitable one; says what was found.
     """
     source = find_source(name)
     with refusing(f"the config.json of model {str(name)!r} cannot be read"):

@@ -1,4 +1,4 @@
-"""From ids to hidden states to logits, so that vocabulary-sized logits exist only where they are asked for."""
+"""Splits a model into hidden states and logits, so that vocabulary-sized logits exist only where they are needed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from verbatim.models.refusal import refusing
 
 
 class CausalLM:
-    """A `transformers` causal language model, taken apart at its last hidden state.
+    """A `transformers` causal language model, split at its last hidden state.
 
-    Legend: U tokens of one flat forward pass, M positions that are asked about, D width, V vocabulary.
+    Legend: U tokens of one flat forward pass, M positions with logits, D width, V vocabulary.
 
     Raises:
-        ModelError: a model whose logits are not its output head of its last hidden state, named.
+        ModelError: a model whose logits are not its output head of its last hidden state; names it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -33,25 +33,25 @@ class CausalLM:
         elif getattr(self.config, "logit_scale", None):  # Cohere multiplies
             self.scale = self.config.logit_scale
         self.rows_alone = self.config._attn_implementation != ATTENTION
-        """Whether each row needs a forward pass of its own: something besides planned attention mixes its tokens."""
+        """Whether each row needs a forward pass of its own, because more than planned attention mixes its tokens."""
         self.longest_checked = 0
-        """Tokens of a sequence up to which `refuse_moving_positions` found its positions right."""
+        """Most tokens of a sequence whose positions `refuse_moving_positions` has accepted."""
         with refusing(f"{type(model).__name__} cannot be taken apart into its layers and its output head"):
             self._check_head()
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         device: torch.device = self.output.weight.device
         return device
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output head: ids are below this."""
+        """Rows of the output head; ids are below this."""
         return int(self.output.weight.shape[0])
 
     def hidden(self, input_ids_U: Tensor, position_ids_U: Tensor, plan: AttentionPlan) -> Tensor:
-        """Last hidden states, [U, D], after the final norm. Where `rows_alone`, a row begins at each position 0."""
+        """Last hidden states, [U, D], after the final norm. With `rows_alone`, a row begins at each position 0."""
         if not self.rows_alone:
             return self._forward(input_ids_U, position_ids=position_ids_U[None], attention_plan=plan)
         (starts,) = (position_ids_U == 0).nonzero(as_tuple=True)
@@ -64,7 +64,7 @@ class CausalLM:
         return hidden
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
-        """Logits as the model itself would give them, [M, V]."""
+        """The model's logits, [M, V]."""
         logits: Tensor = self.output(hidden_MD)
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -74,7 +74,7 @@ class CausalLM:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Some models do more after the last hidden state than the head: refuse what is not known to be the same."""
+        """Refuse models that compute more than the head after the last hidden state."""
         probe = torch.arange(4, device=self.device) % self.vocab_size
         plan = WholeSequencePlan()
         positions = torch.arange(4, device=self.device)

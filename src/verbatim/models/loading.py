@@ -30,10 +30,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 
 def resolve_device(device: str) -> torch.device:
-    """A device that tensors can be on here; "auto" takes CUDA where there is one.
+    """The torch device of a name; "auto" is CUDA if available, else the CPU.
 
     Raises:
-        ModelError: no such device, or none of it in this machine or this build of torch.
+        ModelError: no such device in this machine or this build of torch.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,7 +55,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def _check_cuda(device: str, index: int | None) -> None:
-    """Counts devices without starting CUDA, which takes seconds and memory."""
+    """Check the index without starting CUDA, which takes seconds and memory."""
     if torch.version.cuda is None and torch.version.hip is None:
         raise ModelError(f'device {device!r}, but torch {torch.__version__} is a build without CUDA; take "auto" or '
                          '"cpu", or install a build of torch for CUDA')  # fmt: skip
@@ -66,10 +66,10 @@ def _check_cuda(device: str, index: int | None) -> None:
 
 
 def check_weights(name: str | Path) -> None:
-    """Refuse a local folder that holds no weights, or torn files, without loading them.
+    """Refuse a local folder without weights, or with truncated files, without loading them.
 
     Raises:
-        ModelError: no such folder, no weights in it, or a file that is damaged or cut off.
+        ModelError: no such folder, no weights in it, or a damaged or truncated file.
     """
     source = Path(find_source(name))
     if source.is_dir() and not any(source.glob("*.safetensors")):
@@ -77,7 +77,7 @@ def check_weights(name: str | Path) -> None:
     for file in sorted(source.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
-                pass  # its table of contents was read, and held against its size
+                pass  # reads its header and compares it with its size
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
 
@@ -89,19 +89,19 @@ def load_model(
 
     Args:
         name: A folder or hub id in Hugging Face format.
-        dtype: Of its weights: float32, bfloat16 or float64.
-        device: Where they go; "auto" takes CUDA where there is one.
-        only_attention: Refuse a model that mixes tokens otherwise too. False: such a model keeps `transformers`' own
-            attention, and `CausalLM` computes each of its rows by itself.
+        dtype: Number format of its weights: float32, bfloat16 or float64.
+        device: Device of its weights; "auto" is CUDA if available, else the CPU.
+        only_attention: Refuse a model that mixes tokens by more than attention. False: such a model keeps its own
+            attention, and `CausalLM` computes each of its rows separately.
 
     Raises:
-        ModelError: no such folder or id, no causal language model, one that is refused, or weights that are not finite.
+        ModelError: no such folder or id, not a causal language model, an unsupported one, or weights not finite.
     """
     place = resolve_device(str(device))
     source = find_source(name)
     with refusing(f"model {str(name)!r}{_kind(source)} cannot be loaded as a causal language model"):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype])
-    refuse_not_finite(model.named_parameters(), f"model {str(name)!r}")  # no check below could tell them from others
+    refuse_not_finite(model.named_parameters(), f"model {str(name)!r}")  # the checks below would not notice
     model.eval()
     model = model.to(place)
     with refusing(f"{type(model).__name__} fails in its first forward pass"):
@@ -120,7 +120,7 @@ def load_model(
 
 
 def _kind(source: str) -> str:
-    """The architecture that a folder's config.json names, for a message."""
+    """The architecture in a folder's config.json, for a message."""
     try:
         config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -133,7 +133,7 @@ def load_tokenizer(name: str | Path) -> Any:
     """The model's fast tokenizer.
 
     Raises:
-        ModelError: none there, or a slow one, or one without a chat template.
+        ModelError: no tokenizer, a slow one, or one without a chat template.
     """
     source = find_source(name)
     with refusing(f"model {str(name)!r} has no tokenizer that can be loaded"):
@@ -160,7 +160,7 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a folder, by the model's names, all of which `replace_weights` can take. The model is not changed.
+    """The tensors of a folder, by the model's names, checked for `replace_weights`. The model is not changed.
 
     Raises:
         ModelError: tensors that are missing, unknown, of another shape, or with numbers that are not finite.
@@ -170,7 +170,7 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
         raise ModelError(f"{folder} holds no *.safetensors")
     incoming: dict[str, torch.Tensor] = {}
     for file in files:
-        if not file.is_file():  # a pipe would be waited for
+        if not file.is_file():  # reading a pipe would block
             raise ModelError(f"{file} is not a file; expected weights as safetensors")
         try:
             incoming.update(load_file(file))
@@ -193,7 +193,7 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy what `read_weights` gave into the model."""
+    """Copy the tensors of `read_weights` into the model."""
     own = _own_tensors(model)
     with torch.no_grad():
         for key, value in weights.items():
@@ -209,21 +209,21 @@ def _own_tensors(model: Any) -> dict[str, torch.Tensor]:
 def refuse_not_finite(
     tensors: Iterable[tuple[str, torch.Tensor]], where: str, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Refuse weights that every token would be NaN by.
+    """Refuse weights with NaN or infinite values.
 
     Args:
         tensors: Names and values.
-        where: They come from, for the message.
-        dtypes: They will be held in; as they are where this says nothing.
+        where: Their origin, for the message.
+        dtypes: The dtype in which each will be stored, by name; by default its own.
 
     Raises:
-        ModelError: a NaN, an infinity, or a number that the dtype does not hold; names the tensor.
+        ModelError: a NaN, an infinity, or a number outside the dtype's range; names the tensor.
     """
     for name, tensor in tensors:
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         value = tensor.detach()
-        extremes = torch.stack(torch.aminmax(value.float() if value.itemsize == 1 else value))  # NaN is in both
+        extremes = torch.stack(torch.aminmax(value.float() if value.itemsize == 1 else value))  # a NaN shows in both
         dtype = (dtypes or {}).get(name, extremes.dtype)
         if not bool(extremes.to(dtype).isfinite().all()):
             raise ModelError(f"{where}: the tensor {name} holds numbers that are not finite in {dtype}: the weights "
@@ -233,7 +233,7 @@ def refuse_not_finite(
 def _refuse_two_values_for_one_tensor(
     folder: Path, incoming: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
 ) -> None:
-    """A tied head has two names and one storage: of two different values the later would silently win."""
+    """Refuse two values for a tied tensor, which has two names and one storage: one would silently be lost."""
     first_name: dict[int, str] = {}
     for key, value in incoming.items():
         first = first_name.setdefault(own[key].data_ptr(), key)
@@ -243,7 +243,7 @@ def _refuse_two_values_for_one_tensor(
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a folder that `from_pretrained` loads (and that names no private attention implementation).
+    """Write a folder that `from_pretrained` loads.
 
     Raises:
         OSError: the system refused to write (disk full, no permission).

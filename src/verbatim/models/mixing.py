@@ -1,4 +1,4 @@
-"""Whether tokens of a model mix by attention alone: then a plan says who sees whom, and rows or branches stay apart."""
+"""Checks that only attention mixes a model's tokens, so that a plan can separate rows and branches."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from verbatim.models.own_attention import (
 from verbatim.models.rope import fixed_length
 
 ROW = 6
-"""Tokens of each of the two rows that are tried."""
+"""Tokens of each of the two rows of the test."""
 LEAK = 0.05
-"""A row that differs by more than this share of itself saw the other one; rounding is below, in bfloat16 too."""
+"""Relative difference above which a row depends on the other; rounding stays below, also in bfloat16."""
 
 
 def plan_attention(model: Any) -> str | None:
     """Make a model's attention follow an `AttentionPlan`.
 
     Returns:
-        None, or what else mixes its tokens: a plan cannot describe that, and the model keeps its own attention.
+        None, or what else mixes its tokens; the model then keeps its own attention.
 
     Raises:
-        ModelError: a token sees later ones, or the model cannot be checked against its own attention.
+        ModelError: a token depends on later ones, or the model cannot be compared with its own attention.
     """
     _refuse_unless_causal(model)
     config = model.config.get_text_config()
@@ -59,7 +59,7 @@ def plan_attention(model: Any) -> str | None:
 
 @torch.no_grad()
 def _refuse_unless_causal(model: Any) -> None:
-    """What a token is predicted from may not change with the tokens behind it: they are sampled later."""
+    """Refuse a model in which a prediction changes with later tokens."""
     config = model.config.get_text_config()
     ends = (getattr(config, "max_position_embeddings", None), fixed_length(config))
     length = min([8 * ROW, *(end for end in ends if end)])
@@ -77,7 +77,7 @@ def _refuse_unless_causal(model: Any) -> None:
 
 @torch.no_grad()
 def _another_model(model: Any) -> str | None:
-    """What tells the model under a plan from the model itself, on a tiny copy."""
+    """How a tiny copy under a plan differs from the copy itself; None = not at all."""
     try:
         pair = tiny_pair(model, planned=True)
         ids = probe_ids(pair)
@@ -99,7 +99,7 @@ def _another_model(model: Any) -> str | None:
 
 
 class _TwoRows(WholeSequencePlan):
-    """The first `ROW` tokens, and the others."""
+    """Two rows: the first `ROW` tokens, and the rest."""
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
@@ -114,7 +114,7 @@ class _TwoRows(WholeSequencePlan):
 
 @torch.no_grad()
 def _leak(model: Any) -> str | None:
-    """What tells a row behind another one from the same row alone: the proof of what a configuration says of itself."""
+    """How a row behind another one differs from the same row alone; None = not at all."""
     embedding = model.get_input_embeddings().weight
     row = torch.arange(ROW, device=embedding.device)
 

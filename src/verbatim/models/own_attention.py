@@ -1,8 +1,7 @@
-"""What a model computes with the attention that it brings, measured on a tiny copy: what every plan is held against.
+"""Computes a tiny copy of a model with its own attention, as the reference for every plan.
 
-A mask that a model makes itself can carry what no plan does: a window that its layers do not pass on, keys that are
-chosen by their content. Under a plan such a model runs without an error, as another model. So its logprobs and their
-gradient are compared with its own.
+A model's own mask can hold what no plan has: a window that its layers do not pass on, keys selected by their content.
+Under a plan such a model runs without an error but computes something else. So logprobs and gradients are compared.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from verbatim.models.tiny import WINDOW, NoTinyCopy, tiny_copy
 LENGTH = 3 * WINDOW
 """Tokens of a probe: several times the windows of a tiny copy."""
 TOLERANCE = 2e-3
-"""The largest difference that rounding in float32 explains: of logprobs, and of gradients relative to their norm."""
+"""Largest difference by float32 rounding: of logprobs, and of gradients relative to their norm."""
 CAUSAL = 2e-2
-"""The largest difference of log-probabilities, all of them, that passes of two lengths may have by rounding."""
+"""Largest difference by rounding of any log probability between passes of two lengths."""
 SMALL = 1e-2
-"""Parameters whose gradient is below this share of the largest one are measured against that share: some, like the
-bias of keys, have a gradient of 0 that is rounding alone."""
+"""Gradients below this share of the largest one are compared relative to that share: some, like the bias of keys, are
+rounding errors of 0."""
 FAULTS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError, AssertionError)
-"""What the code of a model raises where it is called as it does not expect."""
+"""Exceptions of a model's code when it is called in an unexpected way."""
 
 _MASKS = (
     "use_sliding_window", "sliding_window", "use_bidirectional_attention", "is_decoder", "keep_window_size",
     "attention_chunk_size", "window_size", "alibi", "index_topk", "attention_dropout", "attn_logit_softcapping",
 )  # fmt: skip
-"""Fields of a configuration that say something about who attends to whom, for messages."""
+"""Configuration fields about attention masks, for messages."""
 
 Gradient = Mapping[str, Tensor]
-"""By name of the parameter."""
+"""Gradients by name of the parameter."""
 
 
 class PlanFault(ModelError):
-    """An attention that no plan can take the place of, by what it said."""
+    """An attention that no plan can replace."""
 
     def __init__(self, error: Exception) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        said = isinstance(cause, NotImplementedError)  # of our own
+        said = isinstance(cause, NotImplementedError)  # raised by this package
         super().__init__(
             str(cause) if said else f"attention that no plan can take the place of ({describe(cause)})"
         )
@@ -61,7 +60,7 @@ class TinyPair:
     """Two tiny models with the same weights. Their gradients are empty, before and after."""
 
     own: Any
-    """With the attention that `transformers` gives it."""
+    """With the attention of `transformers`."""
     ours: CausalLM
     """As Verbatim runs the model."""
 
@@ -72,17 +71,17 @@ class TinyPair:
 
 
 def probe_ids(pair: TinyPair, length: int = LENGTH, *, seed: int = 0) -> Tensor:
-    """Random ids that the tiny models know: int64 [length]."""
+    """Random ids of the tiny vocabulary: int64 [length]."""
     return torch.randint(pair.ours.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 def weights_of(offsets: Tensor) -> Tensor:
-    """A weight for each target by its place in the sequence, so that no two errors cancel: float32."""
+    """A weight for each target by its offset in the sequence, so that errors do not cancel: float32."""
     return torch.cos(offsets.float())
 
 
 def gradient(model: Any, value: Callable[[], Tensor]) -> Gradient:
-    """The gradient of a value by the parameters of a model."""
+    """The gradient of a value with respect to a model's parameters."""
     try:
         value().backward()  # type: ignore[no-untyped-call]
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -91,7 +90,7 @@ def gradient(model: Any, value: Callable[[], Tensor]) -> Gradient:
 
 
 def largest_difference(found: Gradient, expected: Gradient) -> float:
-    """Over the parameters: norm of the difference over the norm; infinite where that is not a number."""
+    """Largest relative difference of a gradient: norm of the difference over the norm; NaN counts as infinite."""
     floor = SMALL * max((float(g.norm()) for g in expected.values()), default=0.0)
     worst = 0.0
     for name in found.keys() | expected.keys():
@@ -110,12 +109,12 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
     Pairs are kept by class and configuration, because a run loads one model several times.
 
     Args:
-        model: What is copied.
+        model: The model to copy.
         planned: Whether the second one's attention follows an `AttentionPlan`.
 
     Raises:
-        ModelError: no small copy can be made, or it cannot be called, or more than its head makes its logits.
-        PlanFault: that is so under a plan only.
+        ModelError: no small copy can be made or called, or its logits are not those of its head.
+        PlanFault: its logits are not those of its head under a plan only.
     """
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "torch_dtype", "_name_or_path")}
     key = (type(model), planned, json.dumps(config, sort_keys=True, default=str))
@@ -129,7 +128,7 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
         CausalLM(own)
         try:
             pair = TinyPair(own, CausalLM(ours))
-        except ModelError as error:  # with its own attention there was none
+        except ModelError as error:  # its own attention raised no error
             raise PlanFault(error) from error
     _pairs[key] = pair
     while len(_pairs) > _KEPT:
@@ -161,7 +160,7 @@ def _refuse_unless_it_works(own: Any) -> None:
 
 @torch.no_grad()
 def _refuse_unless_causal(own: Any) -> None:
-    """A selection of keys may look at all of them, as soon as there are more than a window holds."""
+    """Refuse a selection of keys that depends on later tokens once there are more than a window holds."""
     config, vocab_size = own.config.get_text_config(), own.get_input_embeddings().weight.shape[0]
     ends = (getattr(config, "max_position_embeddings", None), fixed_length(config))
     most = min([LENGTH, *(end for end in ends if end)])
@@ -174,7 +173,7 @@ def _refuse_unless_causal(own: Any) -> None:
 
 
 def raise_not_causal(model: Any) -> NoReturn:
-    """Refuse a model in which a token sees later ones.
+    """Refuse a model in which a token depends on later ones.
 
     Raises:
         ModelError: always.
@@ -193,7 +192,7 @@ def describe(error: Exception) -> str:
 
 
 def mask_settings(config: Any) -> str:
-    """What a configuration says of masks, to be named in a message: " (sliding_window = 4096)", or nothing."""
+    """Settings of masks in a configuration, for a message: " (sliding_window = 4096)", or ""."""
     config = config.get_text_config()
     found = [(name, getattr(config, name, None)) for name in _MASKS]
     said = ", ".join(f"{name} = {value}" for name, value in found if value or (name == "is_decoder" and value is False))

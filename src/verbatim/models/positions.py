@@ -1,8 +1,8 @@
-"""Position encodings that change with the longest sequence of a forward pass, refused where they would.
+"""Refuses position encodings that would change with the longest sequence of a forward pass.
 
-`dynamic` and `longrope` turn all positions by other angles as soon as one sequence of the pass is longer than the model
-was first trained for. The logprobs of a sample would depend on its neighbours, and those of a token on the tokens that
-are sampled after it. Up to that length such an encoding is as good as any other.
+`dynamic` and `longrope` change the angles of all positions as soon as one sequence of the pass is longer than the
+original training length. A sample's logprobs would then depend on its neighbours, and a token's on later tokens. Up to
+that length such an encoding is as good as any other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orc
     """Refuse sequences so long that they change the positions of shorter ones.
 
     Args:
-        model: Remembers the length that it was found right for.
+        model: Stores the longest length that was checked.
         length: Tokens of the longest sequence.
-        setting: What to lower, for the message.
+        setting: The setting to lower, for the message.
 
     Raises:
-        ModelError: at this length positions move.
+        ModelError: at this length positions change.
     """
     if length <= model.longest_checked:
         return
@@ -47,7 +47,7 @@ def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orc
 
 @torch.no_grad()
 def _moves(model: CausalLM, length: int) -> bool:
-    """Whether, in a tiny copy, tokens change where one that they do not see stands at the end of such a sequence."""
+    """Whether, in a tiny copy, tokens change when a token that they do not attend to has the last position."""
     pair = tiny_pair(model.model, planned=True)
     length = min(length, getattr(pair.ours.config, "max_position_embeddings", None) or length)
     if length <= WINDOW:

@@ -1,4 +1,4 @@
-"""What the code of an architecture raises, as a refusal that a person can read."""
+"""Converts exceptions of an architecture's code to readable errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from verbatim.machine_faults import is_out_of_memory
 def refusing(what: str) -> Iterator[None]:
     """Turn any exception of a block into a `ModelError` that begins with `what`.
 
-    Memory that ran out stays what it is: the model is not at fault.
+    Out-of-memory errors pass unchanged, because the model is not at fault.
 
     Raises:
-        ModelError: names the fault, by its type too unless it is one that `transformers` raises for people.
+        ModelError: holds the error's text, with its type unless it is an OSError or ValueError of `transformers`.
     """
     try:
         yield
     except VerbatimError:
         raise
-    except Exception as error:  # hundreds of architectures and file readers raise whatever they like
+    except Exception as error:  # hundreds of architectures and file readers raise anything
         if is_out_of_memory(error):
             raise
         said = str(error).strip() or "without a word"

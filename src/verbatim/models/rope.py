@@ -1,4 +1,4 @@
-"""What a configuration says of rotary positions that look at the longest sequence of a forward pass."""
+"""Finds rotary position encodings that depend on the longest sequence of a forward pass."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MOVING = ("dynamic", "longrope")
-"""Scalings that do."""
+"""Scalings that depend on it."""
 
 
 def fixed_length(config: Any) -> int | None:
-    """The longest sequence that a configuration's `dynamic` or `longrope` encodings leave as it is; None = they are
-    not in it."""
+    """Most tokens of a sequence that `dynamic` or `longrope` encodings of a configuration leave unchanged; None = there
+    are none."""
     lengths = []
     for parameters in _encodings(getattr(config, "rope_parameters", None)):
         kind = parameters.get("rope_type")
@@ -23,14 +23,14 @@ def fixed_length(config: Any) -> int | None:
 
 
 def rope_name(config: Any) -> str:
-    """The scaling that moves, to be named in a message: " ('longrope' rope)", or nothing."""
+    """The scaling that changes positions, for a message: " ('longrope' rope)", or ""."""
     names = {str(p.get("rope_type")) for p in _encodings(getattr(config, "rope_parameters", None))}
     found = sorted(names & set(MOVING))
     return f" ({found[0]!r} rope)" if found else ""
 
 
 def _encodings(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """One for all layers, or one for each kind of layer."""
+    """The encoding of all layers, or of each kind of layer."""
     if isinstance(parameters, Mapping):
         yield parameters
         for value in parameters.values():

@@ -1,4 +1,4 @@
-"""Whether the weights that a trainer saves are the weights that a sampler has after it loaded them."""
+"""Checks that a sampler which loads saved weights has the same weights as the trainer that saved them."""
 
 from __future__ import annotations
 

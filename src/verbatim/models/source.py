@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder here, the hub's cache on this machine, or the hub."""
+"""Finds a model's files: a local folder, the hub's cache, or the hub."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from verbatim.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-_TRIES = (5.0, 10.0)
-"""Seconds that the hub has to answer, try by try. What comes after the first answer is `transformers`' to wait for."""
+_TIMEOUTS = (5.0, 10.0)
+"""Seconds for the hub to answer, for each attempt. `transformers` has its own timeouts for downloads."""
 
 
 def find_source(name: str | Path) -> str:
-    """What `from_pretrained` is to load: an existing folder, or the id of a model that the hub has.
+    """The argument for `from_pretrained`: an existing folder, or the id of a model on the hub.
 
-    A model that is in the cache is used from there where the hub cannot be reached, or is not to be (HF_HUB_OFFLINE).
+    A cached model is used if the hub cannot be reached, or with HF_HUB_OFFLINE.
     The hub is asked once per process and model, for about 16 seconds at most.
 
     Raises:
-        ModelError: no such folder, or no such model on the hub, or neither hub nor cache has it for us.
+        ModelError: no such folder, or no access to such a model on the hub or in the cache.
     """
     name = str(name)
     folder = Path(name).expanduser()
@@ -53,7 +53,7 @@ def _on_hub(name: str) -> str:
         RepositoryNotFoundError,
     )
 
-    # The errors of whichever HTTP library the hub's client is built on.
+    # The errors of the HTTP library that the hub's client uses.
     network = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     taken = f"there is no folder {name!r} here, so it was taken for a hub id"
     hub = constants.ENDPOINT
@@ -63,7 +63,7 @@ def _on_hub(name: str) -> str:
     except HFValidationError as error:
         raise ModelError(f"{taken}, which it cannot be: {error}") from None
     reason = ""
-    for number, seconds in enumerate(_TRIES):
+    for number, seconds in enumerate(_TIMEOUTS):
         if number:
             time.sleep(1)
         try:
@@ -75,7 +75,7 @@ def _on_hub(name: str) -> str:
         except EntryNotFoundError:
             raise ModelError(f"{taken}; the model of that id on {hub} has no config.json") from None
         except HfHubHTTPError:
-            return name  # it is there, and busy
+            return name  # it exists; the hub is busy
         except OfflineModeIsEnabled:
             reason = f"HF_HUB_OFFLINE is set, so {hub} is not asked"
         except network as error:

@@ -1,7 +1,7 @@
 """A tiny copy of a model: its class and its configuration, random weights, few layers, narrow widths, short windows.
 
-What a class computes shows in a copy of a few thousand parameters as well as in the model itself, and faster: a window
-of 16 tokens is crossed by 40. The copy keeps every flag and every kind of layer; only sizes change.
+A copy of a few thousand parameters shows the behaviour of a class as well as the model itself, and faster: 40 tokens
+cross a window of 16. The copy keeps every flag and every kind of layer; only sizes change.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from verbatim.machine_faults import is_out_of_memory
 VOCAB = 96
 """Ids of a tiny copy are below this."""
 WINDOW = 16
-"""Tokens of a window, a chunk of attention or a selection of keys in a tiny copy, at most."""
+"""Most tokens of a window, a chunk of attention or a selection of keys in a tiny copy."""
 MAX_POSITIONS = 2048
-"""Rows of a learned table of positions, at most."""
+"""Most rows of a learned table of positions."""
 _MOST_PARAMETERS = 30_000_000
-"""A copy that is larger has a size that is not known here."""
+"""Most parameters of a copy; a larger one has a size field that is missing below."""
 
 _WIDTH, _HEADS, _HEAD, _INNER, _RANK, _EXPERTS = 64, 4, 16, 48, 16, 4
 
@@ -53,7 +53,7 @@ SIZES: Mapping[str, int] = {
     ), _HEAD),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim", "d_rel"), _HEAD // 2),
     "qk_head_dim": _HEAD,
-    "index_n_heads": 16,  # with a few, the scores of many keys are 0, and which of them are taken is left to chance
+    "index_n_heads": 16,  # with few heads many keys score 0, and their selection is random
     **dict.fromkeys((
         "kv_lora_rank", "q_lora_rank", "o_lora_rank", "laurel_rank", "hidden_size_per_layer_input", "hc_lowrank",
     ), _RANK),
@@ -86,28 +86,28 @@ SIZES: Mapping[str, int] = {
     "mamba_d_ssm": _WIDTH,
     **dict.fromkeys(("first_k_dense_replace", "max_window_layers"), 1),
 }  # fmt: skip
-"""What a field is cut to where it is larger; a per-layer list of them likewise, value by value."""
+"""Upper limits of configuration fields, also for each value of a per-layer list."""
 
 _KEY_HEADS = {
     "num_key_value_heads": "num_attention_heads", "num_kv_heads": "num_attention_heads",
     "num_global_key_value_heads": "num_attention_heads", "num_query_groups": "num_attention_heads",
     "swa_num_key_value_heads": "swa_num_attention_heads", "kv_n_heads": "n_heads",
 }  # fmt: skip
-"""Key/value heads, and the query heads that they stay equal to, a part of, or the only one of."""
+"""Fields of key/value heads, and the field of query heads whose ratio (equal, grouped, single) is kept."""
 
 _UNUSED = ("vision_config", "audio_config", "audio_encoder", "audio_encoder_config", "vq_config")
-"""Parts of a model that text does not pass through."""
+"""Parts of a model that text does not use."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
 
 class NoTinyCopy(ModelError):
-    """A model of which no small copy can be made that works."""
+    """No working small copy of a model can be made."""
 
 
 def tiny_copy(model: Any, *, seed: int = 0) -> Any:
     """A tiny model of a model's class and configuration, on the CPU, in float32 and eval mode, with its own attention.
 
-    Memory that ran out stays what it is: the model is not at fault.
+    Out-of-memory errors pass unchanged, because the model is not at fault.
 
     Raises:
         NoTinyCopy: a configuration that cannot be made small.
@@ -164,7 +164,7 @@ def _cut(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
     layers = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), 0)
     depth = min(depth, layers) if layers else depth
     out = {name: _cut_value(name, value, values, layers, depth) for name, value in values.items()}
-    if values.get("attention_hidden_size") and values.get("hidden_size"):  # RWKV's, and twice the width in Zamba
+    if values.get("attention_hidden_size") and values.get("hidden_size"):  # in RWKV, and twice the width in Zamba
         out["attention_hidden_size"] = _WIDTH * values["attention_hidden_size"] // values["hidden_size"]
         if values.get("attention_head_dim"):
             out["attention_head_dim"] = out["attention_hidden_size"] // _HEADS
@@ -205,7 +205,7 @@ def _cut_value(name: str, value: Any, values: Mapping[str, Any], layers: int, de
 
 
 def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Scalings as they are, but factors of single angles for as many as a narrow head has."""
+    """Keep scalings; cut factors of single angles to the number of angles of a narrow head."""
     out = copy.deepcopy(dict(parameters))
     partial = parameters.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     rotated = (values.get("qk_rope_head_dim") and SIZES["qk_rope_head_dim"]) or int(_HEAD * partial)
@@ -228,7 +228,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """The decoder layers: a list of modules as long as the text configuration says, or else the longest one."""
+    """The decoder layers: the module list with `num_hidden_layers` entries, or else the longest one."""
     decoder = model.get_decoder() or model.base_model
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList)]
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
@@ -237,8 +237,7 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """What tells two layers apart besides their weights: their modules, and how these are set. Numbers of experts and
-    heads do not: they are cut."""
+    """The kind of a layer: its modules and their settings, without weights and numbers of experts and heads."""
     found = {_settings(re.sub(r"\d+", "#", name), module) for name, module in layer.named_modules()}
     return tuple(sorted(found, key=str))
 
@@ -258,7 +257,7 @@ def _settings(name: str, module: nn.Module) -> tuple[object, ...]:
 
 @torch.no_grad()
 def _randomize(model: nn.Module) -> None:
-    """Weights so large that the context of a token matters."""
+    """Draw weights so large that a token's context matters."""
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.normal_(0, 0.15)

@@ -1,7 +1,7 @@
-"""The tests that tell the classes of breaks apart: each a pure function from a difference to what it found, or None.
+"""The tests for classes of breaks: each is a pure function from a difference to its evidence as text, or None.
 
-They are asked in a fixed order, the more specific first. What is explained is the first difference: from there on the
-prompt is computed anew, whatever follows.
+They run in a fixed order, the more specific first. They explain the first difference, because the prompt is computed
+again from there on.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ TESTS: Sequence[tuple[BreakClass, Test, bool]] = (
     (BreakClass.HISTORY_COMPACTED, history_compacted, True),
     (BreakClass.HISTORY_REWRITTEN, history_rewritten, False),
 )
-"""Class, test, and whether it reads text. `cannot_tell` stands where only text could tell more."""
+"""Class, test, and whether the test needs text. `cannot_tell` precedes tests that all need text."""
 
 
 def classify(difference: Difference) -> tuple[BreakClass, str]:
-    """The class of a break, and what was found, in words."""
+    """The class of a break, and the evidence as text."""
     for kind, test, needs_text in TESTS:
         if needs_text and difference.text is None:
             continue

@@ -1,4 +1,4 @@
-"""Breaks in which no history was changed: the prompt is of another conversation."""
+"""Breaks without changed history: the prompt belongs to another conversation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from verbatim.doctor.text import counted
 
 
 def another_conversation(d: Difference) -> str | None:
-    """A prompt that replaces no history: its agent has none, or the conversation it was compared with goes on."""
+    """A prompt that replaces no history: its agent has none, or the compared conversation continues."""
     agent, last = d.turns[d.opening.turn].agent, d.opening.against[-1]
     if d.opening.first_of_agent:
         return f"the first turn of agent {agent!r}; its prompt shares {counted(d.at, 'token')} with turn {last}"
@@ -17,9 +17,9 @@ def another_conversation(d: Difference) -> str | None:
 
 
 def another_system_message(d: Difference) -> str | None:
-    """Nothing of the earlier conversation is left, not even half of its system message."""
+    """Another system message, and no completion of the earlier conversation."""
     if len({turn.agent for turn in d.turns}) > 1:
-        return None  # the log says who speaks
+        return None  # the log names the agents
     earlier, now = d.opening_texts
     same = common_prefix(earlier, now)
     system, other = _system_message(d, earlier), _system_message(d, now)
@@ -31,7 +31,7 @@ def another_system_message(d: Difference) -> str | None:
 
 
 def _system_message(d: Difference, text: str) -> str | None:
-    """The text up to the first token that ends a message, if a system message stands there."""
+    """The text up to the first end of a message, if it is a system message; else None."""
     assert d.text is not None
     ends = [text.find(end) for end in (d.text.decode([stop]) for stop in d.stops) if end in text]
     first = text[: min(ends)] if ends else text

@@ -1,4 +1,4 @@
-"""Breaks where something ends or begins: a completion cut off, a prompt without its front, a stop token."""
+"""Breaks at ends and beginnings: truncated completions, truncated prompts, stop tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verbatim.doctor.text import counted
 
 
 def truncated(d: Difference) -> str | None:
-    """A completion that was cut off and whose end reads otherwise now, or a prompt without its beginning."""
+    """A truncated completion whose end differs in the prompt, or a prompt without its beginning."""
     change = d.change
     for span in d.spans:
         if span.cut_off and span.start <= d.at <= span.end and (change.end >= span.end or d.at == span.end):
@@ -25,7 +25,7 @@ def truncated(d: Difference) -> str | None:
 
 
 def stop_token(d: Difference) -> str | None:
-    """A turn that ends with another number of stop tokens, or with another one, than it was sampled with."""
+    """A turn that ends with another number of stop tokens, or another stop token, than sampled."""
     stops, earlier, prompt = d.stops, d.earlier, d.prompt
     start = d.at
     while start and earlier[start - 1] in stops:
@@ -47,12 +47,12 @@ def stop_token(d: Difference) -> str | None:
 
 
 def _run(ids: Sequence[int], start: int, members: frozenset[int]) -> int:
-    """How many ids from a place on are members."""
+    """Number of consecutive ids from a position on that are members."""
     return next((n for n, token in enumerate(ids[start:]) if token not in members), len(ids) - start)
 
 
 def _next_message(d: Difference, after: int, now: int) -> bool:
-    """Whether both go on with the same: what follows a stop token, not more of the same message."""
+    """Whether both continue with the same next message rather than with more of the same message."""
     rest, goes_on = d.earlier[after : after + 2], d.prompt[now : now + 2]
     if rest:
         return rest == goes_on

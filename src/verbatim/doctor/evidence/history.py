@@ -1,4 +1,4 @@
-"""Breaks that say something else: other tools, a shorter history, another one."""
+"""Breaks with other content: other tools, a shorter history, a changed history."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from verbatim.doctor.text import counted
 
 _SCHEMA = re.compile(r'\{\s*"(?:type|name|function|description|parameters|strict)"')
 _HEADER = 400
-"""Characters that may introduce the schemas: they come and go with them."""
+"""Most characters of an introduction to the schemas, which appears only with them."""
 
 
 def recorded_tools_changed(d: Difference) -> str | None:
-    """The requests themselves say that they were sent with other tools."""
+    """The logged requests have different tools."""
     if not d.tools or d.at >= d.spans[0].start:
         return None
     turn, last = d.opening.turn, d.opening.against[-1]
@@ -25,7 +25,7 @@ def recorded_tools_changed(d: Difference) -> str | None:
 
 
 def tools_changed(d: Difference) -> str | None:
-    """The first difference lies in the tool schemas of the prompt, or in what introduces them."""
+    """The first difference lies in the tool schemas of the prompt, or in their introduction."""
     if d.at >= d.spans[0].start:
         return None
     earlier, now = d.opening_texts
@@ -49,7 +49,7 @@ def tools_changed(d: Difference) -> str | None:
 
 
 def _schemas(text: str) -> list[tuple[int, int, Any]]:
-    """(start, end, schema) of every tool schema that stands in a text as JSON."""
+    """(start, end, schema) of every tool schema in a text."""
     found, end = [], 0
     for begins in _SCHEMA.finditer(text):
         if begins.start() < end:
@@ -62,7 +62,7 @@ def _schemas(text: str) -> list[tuple[int, int, Any]]:
 
 
 def _name(value: Any) -> str:
-    """The name of a tool schema; empty if a value is none. A call has arguments, a schema has not."""
+    """The name of a tool schema; empty for other values. Calls have arguments, schemas do not."""
     function = value.get("function", value)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" in function:
         return ""
@@ -78,14 +78,14 @@ def _differing(before: Sequence[Any], after: Sequence[Any]) -> str:
 
 
 def sampled_again(d: Difference) -> str | None:
-    """The prompt is a beginning of what was recorded: nothing was changed, and nothing else can be asked."""
+    """The prompt is a prefix of the recorded tokens, so nothing was changed."""
     if d.at < len(d.prompt):
         return None
     return f"nothing was changed: sampled again from a point inside the context of turn {d.opening.against[-1]}"
 
 
 def not_read_back(d: Difference) -> str | None:
-    """A part of an answer is gone where reading it leaves something out: a call that cannot be read, a stray tag."""
+    """A part of an answer that parsing dropped: a malformed call, or a stray tag."""
     change, span = d.change, d.span
     inside = span.start <= change.start and change.end <= span.end and d.alignment.meets_again
     if not inside or change.now_end > change.now_start or d.is_gone(span):
@@ -102,12 +102,12 @@ def not_read_back(d: Difference) -> str | None:
 
 
 def history_compacted(d: Difference) -> str | None:
-    """Much of the history is gone, and at most half as much stands in its place."""
+    """Much of the history is missing, replaced by at most half as many tokens."""
     changes = d.alignment.changes
     lost = sum(c.end - c.start for c in changes)
     put = sum(c.now_end - c.now_start for c in changes)
     if len(d.earlier) - changes[-1].end < RUN:
-        # What stands in the place of the rest may be all that follows: an end of turn alone is in every message.
+        # The rest of the prompt may replace it: an end of turn alone matches in every message.
         put += len(d.prompt) - changes[-1].now_end
     turns = [s.turn for s in d.spans if d.is_gone(s)]
     if put * 2 > lost or not (turns or lost * 4 >= len(d.earlier)):
@@ -117,7 +117,7 @@ def history_compacted(d: Difference) -> str | None:
 
 
 def history_rewritten(d: Difference) -> str:
-    """Whatever is none of the others."""
+    """Any other change."""
     where = "answer" if d.at >= d.span.start else "prompt"
     change = d.change
     gone, put = counted(change.end - change.start, "token"), change.now_end - change.now_start
@@ -129,5 +129,5 @@ def history_rewritten(d: Difference) -> str:
 
 
 def cannot_tell(d: Difference) -> str | None:
-    """Ids alone say where, not why."""
+    """Without a tokenizer only the position is known."""
     return f"{history_rewritten(d)}; a tokenizer would tell why" if d.text is None else None

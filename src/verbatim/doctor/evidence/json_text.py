@@ -17,7 +17,7 @@ _JSON = json.JSONDecoder()
 
 
 def same_json(a: Any, b: Any) -> bool:
-    """Whether two values are equal, text that holds a JSON object or list being that object or list."""
+    """Whether two values are equal; strings with a JSON object or list count as that value."""
     a, b = _unquoted(a), _unquoted(b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_json(value, b[key]) for key, value in a.items())

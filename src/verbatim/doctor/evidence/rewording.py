@@ -1,4 +1,4 @@
-"""Breaks that say the same in another way: a thought left out, other tokens, other JSON, other white space."""
+"""Breaks with the same content in another form: dropped thinking, other tokens, other JSON, other white space."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _THINKING = (
     ("◁think▷", "◁/think▷"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|channel>thought", "<channel|>"),
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"), ("<|channel|>analysis<|message|>", "<|end|>"),
 )  # fmt: skip
-"""What models write around their thinking."""
+"""Tags of models around their thinking."""
 _FOLLOWING = 8
-"""Characters after a thought, white space aside, that tell that the answer was kept."""
+"""Characters after thinking, without white space, that identify a kept answer."""
 
 
 def thinking_stripped(d: Difference) -> str | None:
-    """Thinking is gone, or emptied: one block or several in a row, closed, or open to the end of its turn. What
-    followed it is there, or nothing of its turn is there but the end."""
+    """Thinking is missing or emptied: one or several blocks, closed, or open to the end of the turn. The text after it
+    is present, or the whole turn but its end is missing."""
     assert d.text is not None
     earlier, now = d.texts
     same = common_prefix(earlier, now)
@@ -52,7 +52,7 @@ def thinking_stripped(d: Difference) -> str | None:
 
 
 def retokenised(d: Difference) -> str | None:
-    """The same text, from other ids."""
+    """The same text with other ids."""
     assert d.text is not None
     earlier, now = d.texts
     if not now.startswith(earlier) and (d.changed_texts[0] != d.changed_texts[1] or not d.alignment.meets_again):
@@ -69,7 +69,7 @@ def retokenised(d: Difference) -> str | None:
 
 
 def tool_arguments(d: Difference) -> str | None:
-    """JSON that a model wrote, parsed and written anew: equal values, another text."""
+    """JSON of the model, parsed and serialized again: equal values, another text."""
     if d.at < d.spans[0].start:
         return None
     earlier, now = d.texts
@@ -86,7 +86,7 @@ def tool_arguments(d: Difference) -> str | None:
 
 
 def whitespace(d: Difference) -> str | None:
-    """Equal but for spaces and line ends."""
+    """Equal except for white space."""
     earlier, now = d.changed_texts
     if earlier == now or _squeeze(earlier) != _squeeze(now):
         earlier, now = d.texts
@@ -102,7 +102,7 @@ def _squeeze(text: str) -> str:
 
 
 def _spaces_at(text: str, place: int) -> str:
-    """The white space around a place."""
+    """The white space around a position."""
     before = text[:place]
     start = len(before.rstrip())
     after = text[place:]
@@ -110,6 +110,6 @@ def _spaces_at(text: str, place: int) -> str:
 
 
 def _quote(text: str, length: int = 40) -> str:
-    """A text on one line, its middle left out if it is long."""
+    """A text on one line, with its middle left out if it is long."""
     line = " ".join(text.split())
     return f"“{line}”" if len(line) <= length else f"“{line[: length // 2]}…{line[-length // 2 :]}”"

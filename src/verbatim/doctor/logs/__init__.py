@@ -1,4 +1,4 @@
-"""Logs of trajectories, ours and others': which kind a file is, and its trajectories one at a time."""
+"""Reads logs of trajectories of Verbatim and other frameworks."""
 
 from verbatim.doctor.logs.base import Format, LogFile, LoggedTrajectory, Problems, Unreadable, recognise
 from verbatim.doctor.logs.verbatim import VerbatimFormat
@@ -7,7 +7,7 @@ from verbatim.doctor.logs.vllm import VllmFormat
 
 
 def known_formats() -> tuple[Format, ...]:
-    """The kinds of logs that can be read, in the order in which they are tried."""
+    """The supported formats, in the order of recognition."""
     return VerbatimFormat(), VerifiersFormat(), VllmFormat()
 
 

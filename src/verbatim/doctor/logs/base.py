@@ -1,4 +1,4 @@
-"""A log of any known format as trajectories: one at a time, and a line that cannot be read stops nothing."""
+"""Reads logs of any known format, one trajectory at a time; unreadable lines are skipped and reported."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from verbatim.errors import RecordError, UsageError
 from verbatim.types import Trajectory
 
 _KEPT = 50
-"""Unreadable lines that are remembered; the rest is counted."""
+"""Most unreadable lines kept; the rest is counted."""
 
 DAMAGED = (KeyError, TypeError, ValueError, AssertionError, AttributeError, IndexError)
-"""What reading a record of another shape ends in."""
+"""Exceptions from reading a record of another shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedTrajectory:
-    """A trajectory, and where it was found."""
+    """A trajectory and its line in the file."""
 
     trajectory: Trajectory
     """Its turns, as exact ids."""
     line: int
-    """The line it begins on."""
+    """Its first line, from 1."""
     tools: tuple[str, ...] = ()
-    """What tools each turn's request was sent with, as text; empty where the log does not say."""
+    """Tools of each turn's request as text; empty if the log has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,32 +35,32 @@ class Line:
     """One JSON object of a file."""
 
     number: int
-    """Counted from 1."""
+    """Line number, from 1."""
     record: Mapping[str, Any]
-    """What it holds."""
+    """The JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """A line that was left out."""
+    """A skipped line."""
 
     line: int
-    """Its number."""
+    """Line number, from 1."""
     why: str
-    """What was found there."""
+    """Why it was skipped."""
 
 
 @dataclass
 class Problems:
-    """The lines that were left out."""
+    """The skipped lines."""
 
     kept: list[Unreadable] = field(default_factory=list)
-    """The first of them, in the order they were met."""
+    """The first of them, in order."""
     count: int = 0
-    """All of them."""
+    """Number of all of them."""
 
     def add(self, line: int, why: str) -> None:
-        """Remember one."""
+        """Add one."""
         self.count += 1
         if len(self.kept) < _KEPT:
             self.kept.append(Unreadable(line=line, why=why))
@@ -70,29 +70,29 @@ class Format(Protocol):
     """One kind of log."""
 
     name: str
-    """What reports call it."""
+    """Its name in reports."""
     expected: str
-    """What its lines look like, for those whose lines look otherwise."""
+    """An example of its lines, for error messages."""
 
     def recognises(self, record: Mapping[str, Any]) -> bool:
-        """Whether a line is of this kind, by its keys."""
+        """Whether a line has this format, by its keys."""
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
-        """The trajectories; lines that are not whole go to `file.problems`."""
+        """The trajectories; damaged lines are added to `file.problems`."""
 
     def note(self) -> str:
-        """What a person should know of how the file was read."""
+        """A note for the report on how the file was read."""
 
 
 class LogFile:
-    """The lines of a file, read as often as a format needs; problems are noted the first time only."""
+    """The lines of a file, which a format may read several times; problems are recorded the first time only."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems = Problems()
 
     def lines(self, problems: Problems | None = None) -> Iterator[tuple[Line, int]]:
-        """Each JSON object with its place in bytes.
+        """Each JSON object with its offset in bytes.
 
         Raises:
             UsageError: no such file.
@@ -111,14 +111,14 @@ class LogFile:
                 place += len(raw)
 
     def at(self, places: Iterable[tuple[int, int]]) -> Iterator[Line]:
-        """The lines at given (number, place in bytes), which `lines` gave."""
+        """The lines at (number, offset in bytes), as given by `lines`."""
         with self.path.open("rb") as file:
             for number, place in places:
                 file.seek(place)
                 yield Line(number=number, record=json.loads(file.readline()))
 
     def damaged(self, line: int, error: Exception) -> None:
-        """Leave out what a format could not read."""
+        """Record a line that a format could not read."""
         reason = str(error) if isinstance(error, RecordError) else f"{type(error).__name__}: {error}"
         self.problems.add(line, reason)
 
@@ -137,15 +137,15 @@ def _parse(raw: bytes, number: int, problems: Problems) -> Mapping[str, Any] | N
 
 
 def other_format(record: Mapping[str, Any]) -> str:
-    """What is said of a line whose keys are not those of the file's format."""
+    """The report on a line whose keys do not belong to the file's format."""
     return f"not like the lines before it; its keys are {', '.join(map(repr, list(record)[:8])) or 'none'}"
 
 
 def recognise(file: LogFile, formats: Sequence[Format]) -> Format:
-    """The format of the first line that is of one.
+    """The format of the first line that has a known one.
 
     Raises:
-        UsageError: no line is; says what was found and what is expected.
+        UsageError: no line has; says what was found and what is expected.
     """
     first: Line | None = None
     problems = Problems()

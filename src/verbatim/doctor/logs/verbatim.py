@@ -1,4 +1,4 @@
-"""Our own trajectories, as a run logs them."""
+"""Reads trajectories in the log format of Verbatim."""
 
 from __future__ import annotations
 

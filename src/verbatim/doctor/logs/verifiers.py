@@ -52,7 +52,7 @@ def _turn(step: Mapping[str, Any], own: str | None) -> Turn:
     tokens = step["tokens"]
     cut_off = bool(step.get("is_truncated") or tokens.get("is_truncated"))
     name = step.get("trajectory_id")
-    # The steps of a sub-agent have another trajectory's name, or say what they are.
+    # Steps of a sub-agent have another trajectory's name, or are marked as such.
     agent = "main" if not _is_sub(step) and name in (None, own) else str(name or "sub")
     return Turn(
         prompt_ids=tokens["prompt_ids"], completion_ids=tokens["completion_ids"], agent=agent,

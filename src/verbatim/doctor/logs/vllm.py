@@ -1,4 +1,4 @@
-"""vLLM's answers as trajectories: any log that has the ids of each prompt and each completion.
+"""Reads vLLM's answers as trajectories: any log with the ids of each prompt and completion.
 
 With `"return_token_ids": true` the server adds them: `prompt_token_ids` to a chat completion and `token_ids` to each of
 its choices, both to the choice of a plain completion. A stream has the prompt's ids in its first chunk, and
@@ -20,8 +20,8 @@ from verbatim.types import StopReason, Trajectory, Turn
 CONVERSATION_KEYS = (
     "trajectory_id", "rollout_id", "conversation_id", "session_id", "episode_id", "thread_id", "request_id",
 )  # fmt: skip
-"""What says which answers belong together, in this order; looked for in the line, its request, its response, and the
-`metadata` of each. `request_id` only if it comes again: by itself it is another one for every request."""
+"""Keys that name the conversation of an answer, in this order; searched in the line, its request, its response, and the
+`metadata` of each. `request_id` counts only if values repeat, because it usually differs for every request."""
 
 _LISTS = ("responses", "turns", "steps", "calls", "generations", "conversation")
 _STOPS = {"length": StopReason.LENGTH, "abort": StopReason.CANCELLED}
@@ -29,7 +29,7 @@ _STOPS = {"length": StopReason.LENGTH, "abort": StopReason.CANCELLED}
 
 @dataclass
 class _Answer:
-    """One choice of one response, put together from its chunks."""
+    """One choice of one response, assembled from its chunks."""
 
     prompt: Sequence[int]
     agent: str
@@ -40,7 +40,7 @@ class _Answer:
 
 
 class VllmFormat:
-    """See the module."""
+    """Format of vLLM's answers; see the module."""
 
     name = "vllm"
     expected = '{"prompt_token_ids": [...], "choices": [{"token_ids": [...], "finish_reason": "stop"}]}'
@@ -62,7 +62,7 @@ class VllmFormat:
                         _take(response, request, line.record, line.number, answers, open_answers)
                 except DAMAGED as error:
                     file.damaged(line.number, error)
-            # Several choices are several answers to one prompt: trajectories of a group, not turns of one.
+            # Several choices answer one prompt: they are trajectories of a group, not turns of one.
             for choice, of_choice in sorted(answers.items()):
                 try:
                     yield _trajectory(f"{name}#{choice}" if len(answers) > 1 else name, of_choice)
@@ -78,7 +78,7 @@ class VllmFormat:
         return f"answers of vLLM; none names its conversation ({names}, ...), so the file is read as one trajectory"
 
     def _group(self, file: LogFile) -> dict[str, list[tuple[int, int]]]:
-        """Trajectory to the places of its lines. Only names and places are held, however long the file."""
+        """Offsets of the lines of each trajectory; only names and offsets are kept in memory."""
         found: list[tuple[int, int, dict[str, str]]] = []
         for line, place in file.lines():
             if not self.recognises(line.record):
@@ -115,7 +115,7 @@ def _listed(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _responses(record: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """(request, response) of everything in a line that is an answer."""
+    """(request, response) of every answer in a line."""
     listed = _listed(record)
     for item in [record] if listed is None else listed:
         if not isinstance(item, dict):
