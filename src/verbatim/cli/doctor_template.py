@@ -24,7 +24,7 @@ from verbatim.renderers.template import TemplateRenderer
 from verbatim.renderers.tool_support import USE_HERMES, ToolSupport
 
 _NEEDED = ("a tool's answer", "a user's message")
-"""What environments append."""
+"""Messages that environments append."""
 _LONGEST = 160
 """Characters of a line that are shown: some templates are one line."""
 _NEWLINE = re.compile(r"\r\n|\r|\n")

@@ -1,4 +1,4 @@
-"""What a command's exit status says; the table in docs/reliability.md has the meaning for each command."""
+"""Exit statuses of the commands; the table in docs/reliability.md has the meaning for each command."""
 
 FINISHED = 0
 """Done, all that was asked: a run took all its steps, or used up its examples, and learned something."""

@@ -16,7 +16,7 @@ from verbatim.texts import printable
 from verbatim.user_code import raise_ctrl_c
 
 _SIGNALS = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
-"""What ends a command, as people call it."""
+"""The signals that end a command, by the names for people."""
 
 
 def two_presses(

@@ -163,7 +163,7 @@ def split_overrides(arguments: Sequence[str], known: Container[str]) -> tuple[li
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As Python does, but what the error quotes is shown by the terminal, not obeyed."""
+    """Python's own traceback with control characters escaped, so that the terminal does not obey what it quotes."""
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
 
 

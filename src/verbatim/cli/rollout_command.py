@@ -31,7 +31,7 @@ from verbatim.types import StopReason, Trajectory
 LONGEST_LOSING_STREAK = 16
 """Failures in a row, or twice the concurrency if that is more, after which the server is taken for dead."""
 _SETTINGS = ("model", "max_turns", "temperature", "max_tokens", "seed", "tools")
-"""What results depend on: a file holds results of one kind."""
+"""The settings that results depend on: a file holds results of one setting."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from verbatim.trajectory_json import trajectory_to_json
 from verbatim.types import Trajectory
 
 _BEGINNING = '{"step": 0, "task": '
-"""Of a line. What is torn is cut off only if it begins so: a file of something else is left alone."""
+"""How a line begins. A torn last line is cut off only if it begins so: a file of something else is left alone."""
 
 
 class ResultFile:

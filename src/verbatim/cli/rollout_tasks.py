@@ -22,9 +22,9 @@ class Job:
     sample: int
     """Which of the task's trajectories."""
     digest: str
-    """Of the task's content."""
+    """Digest of the task's content."""
     conversation: Mapping[str, Any]
-    """What the rollout is given."""
+    """The conversation that the rollout is given."""
 
 
 def read_jobs(path: Path, samples: int) -> list[Job]:

@@ -151,7 +151,7 @@ def _make_sampler(args: argparse.Namespace) -> Any:
 
 
 def _positions(model: str) -> int:
-    """How many positions the model's configuration gives it; all that anybody asks for where it does not say.
+    """The positions that the model's configuration gives it, or the default context where it does not say.
 
     Whether the model can be loaded at all is for the engine to say.
     """

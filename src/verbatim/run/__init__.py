@@ -1,4 +1,4 @@
-"""What a run is made of: its preparation, its parts, the processes it runs in, its loop, and its log.
+"""The assembly of a run: preparation, parts, processes, event loop, log, result.
 
 The package has the name of its function: `verbatim.run("run.toml")` and `verbatim.run({"model": ..., ...})` run what
 `verbatim rl` runs, and return a `RunResult`.

@@ -35,7 +35,7 @@ def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRON
     they are not loaded. Only the hub is asked, for an id.
 
     Args:
-        config: The run's.
+        config: The run's configuration.
         environments_table: What ids of environments stand for.
 
     Returns:

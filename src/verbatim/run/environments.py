@@ -32,7 +32,7 @@ class Environments:
 
     @property
     def by_label(self) -> dict[str, Environment]:
-        """Those that are trained on."""
+        """The training environments by label."""
         return {label: environment for label, (_, environment) in self.train.items()}
 
 

@@ -25,7 +25,7 @@ class RunsLoop(Protocol):
     """Runs a coroutine on an event loop to its end."""
 
     def __call__(self, work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /) -> T:
-        """What the coroutine returns.
+        """Run the coroutine and return its result.
 
         Args:
             work: The coroutine.
@@ -35,7 +35,7 @@ class RunsLoop(Protocol):
 
 
 def run_in_program(work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /) -> T:
-    """What the coroutine returns, for a script, a test or a notebook.
+    """Run the coroutine in a script, a test or a notebook, and return its result.
 
     The first Ctrl-C calls `ask`, the second cancels the coroutine, the third raises KeyboardInterrupt where the code
     is. No handler of a signal is changed outside the main thread, or where the program has one of its own. Where an

@@ -38,13 +38,13 @@ class Outcome:
     """How a run ended that raised nothing."""
 
     folder: Path
-    """The run's."""
+    """The run folder."""
     finished: bool
     """Whether all steps were taken; False after Ctrl-C, or where the trainer was asked to end."""
     was_interrupted: bool
     """Whether Ctrl-C or SIGTERM was heard by this process."""
     summary: Mapping[str, Any]
-    """As in `summary.json`; empty where the run has not finished."""
+    """The figures of `summary.json`; empty where the run has not finished."""
 
 
 def execute(
@@ -62,8 +62,8 @@ def execute(
     """Run the configuration to its end.
 
     Args:
-        config: The run's.
-        name: The run's, where the configuration has none.
+        config: The run's configuration.
+        name: The run's name, where the configuration has none.
         resume: False for a new run; True for the latest of this name, or a run folder.
         console: Is told how the run goes on.
         run_loop: Runs its event loop, and handles Ctrl-C meanwhile.

@@ -1,4 +1,4 @@
-"""Where the log of a process goes: to people, and into a file beside the run."""
+"""Logging of a process: to the console, and into a file of the run folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class _Plain(logging.Formatter):
-    """What a record quotes is shown by a terminal, not obeyed."""
+    """Escapes control characters, so that a terminal shows what a record quotes and does not obey it."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -103,7 +103,7 @@ def log_to_file(path: Path) -> Iterator[None]:
 
 
 def last_lines(log: Path, count: int = 8) -> str:
-    """What the process that wrote this log last said at its end, as further lines of an error message."""
+    """The last lines of the process that wrote this log last, as further lines of an error message."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -115,7 +115,7 @@ def last_lines(log: Path, count: int = 8) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What is wrong, without what is quoted."""
+    """The first line of the error's description; further lines quote another log."""
     return describe(error).partition("\n")[0]
 
 

@@ -1,4 +1,4 @@
-"""What turns episodes into training: the dispatcher, the rules of a group, the loss, and the monitors."""
+"""The parts that turn episodes into training: dispatcher, group rules, loss, schedule, monitors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _what_filters_cannot_read(config: RunConfig) -> set[str]:
 
 
 def _filter_name(component: ComponentConfig, taken: Mapping[str, Any]) -> str:
-    """What metrics call a filter: a built-in by its type, a custom one by its function or class; numbered from the
+    """A filter's name in metrics: a built-in by its type, a custom one by its function or class; numbered from the
     second of one name on.
 
     Example: two filters "repetition" and one "my_filters.TooLong" are `repetition`, `repetition_2` and `TooLong`.
@@ -109,7 +109,7 @@ def _filter_name(component: ComponentConfig, taken: Mapping[str, Any]) -> str:
 def make_dispatcher(
     config: RunConfig, environments: Environments, setups: Mapping[str, RolloutSetup], ledger: Ledger
 ) -> Dispatcher:
-    """What keeps rollouts in flight."""
+    """The dispatcher, which keeps rollouts in flight."""
     orchestrator = config.orchestrator
     _warn_of_useful_flat_groups(config)
     for sentence in capped_settings(orchestrator):

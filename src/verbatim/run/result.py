@@ -1,4 +1,4 @@
-"""What a run that was started from Python came to."""
+"""The result of a run that was started from Python: folder, summary, metrics as columns, model."""
 
 from __future__ import annotations
 

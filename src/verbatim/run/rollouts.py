@@ -1,4 +1,4 @@
-"""What runs the episodes of a run: the sampler, the renderer, the limits, and the process they run in."""
+"""The parts that run episodes: sampler, renderer, limits, and the local or remote episode runner."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ async def open_runner(
     teacher: OpenAI | None = None,
     logs: Path | None = None,
 ) -> AsyncIterator[EpisodeRunner]:
-    """Who runs the episodes, for as long as the block lasts.
+    """Context manager for the episode runner.
 
     Args:
-        orchestrator: Says where they run.
+        orchestrator: Its `rollout` table says where episodes run.
         environments: By purpose ("train", "eval") and label.
-        sampler: Whose tokens.
-        renderer: Of its model.
-        teacher: Who speaks instead of the sampler in training.
+        sampler: The policy's sampler.
+        renderer: The renderer of the policy's model.
+        teacher: A chat server that writes the training episodes instead of the sampler.
         logs: The folder for what environments in processes of this machine print; None keeps nothing of it.
 
     Raises:
@@ -146,7 +146,7 @@ def make_sampler(
     """The configured rollout engine with the weights in `source`.
 
     Args:
-        config: The run's.
+        config: The run's configuration.
         source: A folder in Hugging Face format, or a hub id.
         policy_version: The version of these weights.
         num_threads: Threads for an engine that computes in this process, where its settings do not say; None = torch's

@@ -1,4 +1,4 @@
-"""What a run writes down and shows, and what it came to."""
+"""Everything a run logs: metrics, trajectories, the console, checkpoints, the summary."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class RunLog:
     """An `Observer` and a `Checkpointer`: the loop tells it what happens, it tells files and people.
 
     Args:
-        folder: The run's.
-        title: Of the learning curve.
+        folder: The run folder.
+        title: The learning curve's title.
         max_steps: Steps in all.
         first_step: Steps that an earlier process did; what that process logged beyond them is dropped. What is
             missing or damaged in its logs is told, and the run goes on without it.
         save_trajectories: Whether every training trajectory is written.
         console: Where each step is shown.
         monitors: Those that listen beside the console, the metrics log and the learning curve.
-        store: Of the checkpoints.
+        store: The checkpoints.
         environments: Those that are evaluated, by label.
         earlier_seconds: What earlier processes of this run took.
         started: `time.monotonic()` when this process began.
@@ -202,7 +202,7 @@ class RunLog:
                          self._num_incomplete)  # fmt: skip
 
     def summarize(self) -> dict[str, Any]:
-        """What the run came to, also written to `summary.json`."""
+        """The run's figures, also written to `summary.json`."""
         summary = summary_of(self._folder.metrics, self._best_constant)
         summary["seconds"] = round(self.seconds, 1)
         write_json(self._folder.summary, summary)

@@ -1,4 +1,4 @@
-"""What a run came to, in a few figures."""
+"""A run in a few figures: computed from the metrics log, printed as a table."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def serve_trainer(
     """Whether the process was asked to end.
 
     Args:
-        config: The run's, with its name.
-        folder: The run's.
+        config: The run's configuration, with its name.
+        folder: The run folder.
         console: Is told how the preparation goes on; of a trainer that was started by itself, each batch too.
         asked_to_end: Handles Ctrl-C and SIGTERM.
         session: The folder below the exchange where both processes meet; None where this process was started by itself.

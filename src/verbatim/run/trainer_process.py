@@ -1,4 +1,4 @@
-"""Where the trainer of a run is: in a process of its own, started here or elsewhere, or on a thread of this one."""
+"""The orchestrator's side of the trainer: on a thread, in a child process, or in a process started elsewhere."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _watch(exchange: Exchange, config: RunConfig, stall_timeout: float) -> PeerW
 def _wait_until_ready(
     exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
 ) -> TrainerReady:
-    """As long as it takes: a model may be trained for hours before the first step."""
+    """Wait without a limit: a warm start may take hours before the first step."""
     watch = _watch(exchange, config, math.inf)
     while (ready := exchange.read_ready()) is None:
         if (gone := ended()) is not None:

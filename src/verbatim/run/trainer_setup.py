@@ -23,9 +23,9 @@ def open_trainer(
     """A trainer that holds the newest checkpoint of the run, or the model the run begins with.
 
     Args:
-        config: The run's.
+        config: The run's configuration.
         environments: Asked only where a model has to be built or warm-started.
-        folder: The run's.
+        folder: The run folder.
         console: Is told how the preparation goes on.
         states: Where the trainer leaves its parts of checkpoints.
     """

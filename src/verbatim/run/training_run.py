@@ -35,11 +35,11 @@ class TrainingRun:
     """The orchestrator of one run, with the trainer that is started for it or found.
 
     Args:
-        config: The run's, with its name.
+        config: The run's configuration, with its name.
         environments: Those of the configuration.
         services: The monitors of the configuration, not yet started.
         monitors: Further listeners.
-        folder: The run's.
+        folder: The run folder.
         console: Is told how the run goes on.
         started: `time.monotonic()` when this process began.
     """
@@ -235,7 +235,7 @@ class TrainingRun:
 
 
 async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[Any, Any, bool]) -> bool:
-    """What the work returns, while the trainer hears of its progress.
+    """Run the work and return its result, while the trainer hears of its progress.
 
     Raises:
         BaseException: what the work raised, or what went wrong as its progress was told: a trainer that hears of none
