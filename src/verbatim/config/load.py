@@ -11,7 +11,6 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,23 +21,17 @@ from pydantic_core import ErrorDetails
 
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.components import ComponentTables, Problem, check_components
+from verbatim.config.explain import Places, explain, refuse, short, unknown_key
 from verbatim.config.fields import (
     annotation_at,
-    backend_tables_with,
     description_at,
-    nearest,
     section_at,
-    sections_with,
 )
 from verbatim.config.origins import KeyPath, line_numbers
 from verbatim.config.overrides import UNSET, Override, apply_override, parse_overrides, parse_value
 from verbatim.config.python_values import NotPlain, assign, assignments
 from verbatim.config.schema import RunConfig
-from verbatim.config.sections import BackendSection
 from verbatim.errors import ConfigError
-
-_KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
-
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -63,11 +56,11 @@ def load_config(
     path = Path(path)
     text = _read(path)
     document = _parse(text, path)
-    places = _Places(file=str(path), lines=line_numbers(text))
+    places = Places(file=str(path), lines=line_numbers(text))
     overridden = _apply(document, parse_overrides(overrides), places)
     for key, value in _assignments(settings, caller):
         assign(document, key, value)
-        places.set(key, Override(flag=f"{caller}({'.'.join(map(str, key))}={_short(value)})", text=None))
+        places.set(key, Override(flag=f"{caller}({'.'.join(map(str, key))}={short(value)})", text=None))
     return _checked(document, places, tables, overridden)
 
 
@@ -88,7 +81,7 @@ def make_config(
     document: dict[str, Any] = {}
     for key, value in [item for given in settings for item in _assignments(given, caller)]:
         assign(document, key, value)
-    return _checked(document, _Places(file=f"{caller}()", lines={}), tables)
+    return _checked(document, Places(file=f"{caller}()", lines={}), tables)
 
 
 def _assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath, Any]]:
@@ -99,17 +92,17 @@ def _assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath
 
 
 def _checked(
-    document: dict[str, Any], places: _Places, tables: ComponentTables | None,
+    document: dict[str, Any], places: Places, tables: ComponentTables | None,
     overridden: Sequence[tuple[KeyPath, Override]] = (),
 ) -> RunConfig:  # fmt: skip
     problems: list[Problem] = []
     if tables is not None:
         places.schema, problems = schema_with_backends(document, tables)
     _check_overrides(overridden, places)
-    _refuse([f"{places.of(p.path)}: {p.message}" for p in problems], places)
+    refuse([f"{places.of(p.path)}: {p.message}" for p in problems], places)
     config = _validate(document, places)
     if tables is not None:
-        _refuse([f"{places.of(p.path)}: {p.message}" for p in check_components(config, tables)], places)
+        refuse([f"{places.of(p.path)}: {p.message}" for p in check_components(config, tables)], places)
     return config
 
 
@@ -125,37 +118,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
-
-
-@dataclass
-class _Places:
-    """The origin of each key, with which every error message begins."""
-
-    file: str
-    lines: dict[KeyPath, int]
-    overrides: dict[KeyPath, Override] = field(default_factory=dict)
-    schema: type[RunConfig] = RunConfig
-    """What may stand where; with the tables of the backends, once they are known."""
-
-    def of(self, path: KeyPath) -> str:
-        """`file:line`, or the override as it was typed; and the overrides below, which may be what is wrong."""
-        below = [str(o) for p, o in self.overrides.items() if p[: len(path)] == path and len(p) > len(path)]
-        return self._origin(path) + (f" (with {', '.join(below)})" if below else "")
-
-    def _origin(self, path: KeyPath) -> str:
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.overrides:
-                return str(self.overrides[path[:length]])
-            if path[:length] in self.lines:
-                return f"{self.file}:{self.lines[path[:length]]}"
-        return self.file
-
-    def set(self, path: KeyPath, override: Override) -> None:
-        """An override hides what the file said at and below its key."""
-        for known in (self.lines, self.overrides):
-            for below in [p for p in known if p[: len(path)] == path]:
-                del known[below]
-        self.overrides[path] = override
 
 
 def _read(path: Path) -> str:
@@ -188,7 +150,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}:{line}:{column}: not valid TOML: {reason}{hint}") from None
 
 
-def _apply(document: dict[str, Any], overrides: Sequence[Override], places: _Places) -> list[tuple[KeyPath, Override]]:
+def _apply(document: dict[str, Any], overrides: Sequence[Override], places: Places) -> list[tuple[KeyPath, Override]]:
     """Set the overrides' keys; which key each of them is."""
     problems, applied = [], []
     for override in overrides:
@@ -199,11 +161,11 @@ def _apply(document: dict[str, Any], overrides: Sequence[Override], places: _Pla
             continue
         places.set(path, override)
         applied.append((path, override))
-    _refuse(problems, places)
+    refuse(problems, places)
     return applied
 
 
-def _check_overrides(overridden: Sequence[tuple[KeyPath, Override]], places: _Places) -> None:
+def _check_overrides(overridden: Sequence[tuple[KeyPath, Override]], places: Places) -> None:
     """Refuse a key without a value that is no boolean, and one that is unset although there is no such key."""
     problems = []
     for path, override in overridden:
@@ -212,8 +174,8 @@ def _check_overrides(overridden: Sequence[tuple[KeyPath, Override]], places: _Pl
         if override.text is None and annotation_at(places.schema, path) not in (bool, None):
             problems.append(f"{override.flag}: needs a value: {description_at(places.schema, path)}")
         if override.text == UNSET and not _may_be_unset(path, places.schema):
-            problems.append(f"{override}: {_unknown_key(path, places.schema)}")
-    _refuse(problems, places)
+            problems.append(f"{override}: {unknown_key(path, places.schema)}")
+    refuse(problems, places)
 
 
 def _may_be_unset(path: KeyPath, schema: type[RunConfig]) -> bool:
@@ -223,7 +185,7 @@ def _may_be_unset(path: KeyPath, schema: type[RunConfig]) -> bool:
     return free or isinstance(path[-1], int) or str(path[-1]) in section.model_fields  # type: ignore[union-attr]
 
 
-def _validate(document: dict[str, Any], places: _Places) -> RunConfig:
+def _validate(document: dict[str, Any], places: Places) -> RunConfig:
     try:
         return _from_document(document, places.schema)
     except ValidationError as error:
@@ -237,7 +199,7 @@ def _validate(document: dict[str, Any], places: _Places) -> RunConfig:
             return _from_document(document, places.schema)
         except ValidationError as error:
             errors = error.errors()
-    _refuse([_explain(e, places) for e in errors if not _follows_from_another(e)], places)
+    refuse([explain(e, places) for e in errors if not _follows_from_another(e)], places)
     raise AssertionError("a validation error without an error")
 
 
@@ -251,77 +213,7 @@ def _from_document(document: dict[str, Any], schema: type[RunConfig]) -> RunConf
     return schema.model_validate_json(json.dumps(document, default=str), strict=True)
 
 
-def _text_at(path: KeyPath, places: _Places) -> bool:
+def _text_at(path: KeyPath, places: Places) -> bool:
     return path in places.overrides and places.overrides[path].text is not None
 
 
-def _refuse(problems: list[str], places: _Places) -> None:
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
-    if problems:
-        raise ConfigError(f"{len(problems)} mistakes in {places.file}:\n  " + "\n  ".join(problems))
-
-
-def _explain(error: ErrorDetails, places: _Places) -> str:
-    """One mistake as a line: where, which key, what was found, what was expected, what to type."""
-    path: KeyPath = error["loc"]
-    where, name = places.of(path), ".".join(map(str, path))
-    found, message = error["input"], error["msg"]
-    match error["type"]:
-        case "extra_forbidden":
-            return f"{where}: {_unknown_key(path, places.schema)}"
-        case "missing":
-            about = description_at(places.schema, path)
-            return f"{where}: {name} is missing{f': {about[0].lower()}{about[1:]}' if about else ''}"
-        case "value_error":
-            return f"{where}: {f'{name}: ' if name else ''}{error['ctx']['error']}"
-        case "tuple_type":
-            expected = f"a list, or [[{name}]] tables" if section_at(places.schema, path) else "a list"
-        case "model_type" | "dict_type" if _near_a_key(path, places.schema):  # where other keys are tables: [monitor]
-            return f"{where}: {_unknown_key(path, places.schema)}"
-        case "model_type" | "dict_type":
-            expected = "a table" + _of_a_backend(path, places.schema)
-        case "too_short":
-            expected = "at least one element"
-        case _:
-            expected = message.removeprefix("Input should be ")
-    kind = _KINDS.get(type(found), type(found).__name__)
-    near = nearest(found, re.findall("'([^']*)'", expected)) if isinstance(found, str) else ""
-    return f"{where}: {name}: found {_short(found)} ({kind}), expected {expected}{near}"
-
-
-def _of_a_backend(path: KeyPath, schema: type[RunConfig]) -> str:
-    """Where a key of one backend belongs, for a schema that does not know the backends' tables."""
-    section = section_at(schema, path[:-1])
-    is_open = section is not None and issubclass(section, BackendSection) and path[-1] not in section.model_fields
-    return f"; a backend's own keys stand in its table, [{'.'.join(map(str, path[:-1]))}.NAME]" if is_open else ""
-
-
-def _near_a_key(path: KeyPath, schema: type[RunConfig]) -> bool:
-    section = section_at(schema, path[:-1])
-    key = str(path[-1])
-    return section is not None and key not in section.model_fields and bool(nearest(key, section.model_fields))
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _unknown_key(path: KeyPath, schema: type[RunConfig]) -> str:
-    key = str(path[-1])
-    section = section_at(schema, path[:-1])
-    table = f"[{'.'.join(str(part) for part in path[:-1] if isinstance(part, str))}]" if path[:-1] else "the top level"
-    name = ".".join(map(str, path))
-    if section is None:
-        return f"{name}: unknown key"
-    if moved := backend_tables_with(section, key):
-        prefix = ".".join(map(str, path[:-1]))
-        return f"{name} is now {' or '.join(f'{prefix}.{table}.{key}' for table in moved)}"
-    valid = list(section.model_fields)
-    hint = nearest(key, valid)
-    elsewhere = [] if hint else sections_with(schema, key)
-    if elsewhere:
-        hint = f"; it belongs to {' or '.join(f'[{place}]' if place else 'the top level' for place in elsewhere)}"
-    hint = hint if hint.endswith("?") else f"{hint}."
-    return f'{name}: unknown key "{key}" in {table}{hint} The keys of {table} are {", ".join(valid)}'

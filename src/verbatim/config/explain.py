@@ -1,0 +1,131 @@
+"""The errors of a configuration: where each key came from, what was found there, what was expected."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from verbatim.config.fields import (
+    backend_tables_with,
+    description_at,
+    nearest,
+    section_at,
+    sections_with,
+)
+from verbatim.config.origins import KeyPath
+from verbatim.config.overrides import Override
+from verbatim.config.schema import RunConfig
+from verbatim.config.sections import BackendSection
+from verbatim.errors import ConfigError
+
+_KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
+
+
+@dataclass
+class Places:
+    """The origin of each key, with which every error message begins."""
+
+    file: str
+    lines: dict[KeyPath, int]
+    overrides: dict[KeyPath, Override] = field(default_factory=dict)
+    schema: type[RunConfig] = RunConfig
+    """What may stand where; with the tables of the backends, once they are known."""
+
+    def of(self, path: KeyPath) -> str:
+        """`file:line`, or the override as it was typed; and the overrides below, which may be what is wrong."""
+        below = [str(o) for p, o in self.overrides.items() if p[: len(path)] == path and len(p) > len(path)]
+        return self._origin(path) + (f" (with {', '.join(below)})" if below else "")
+
+    def _origin(self, path: KeyPath) -> str:
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.overrides:
+                return str(self.overrides[path[:length]])
+            if path[:length] in self.lines:
+                return f"{self.file}:{self.lines[path[:length]]}"
+        return self.file
+
+    def set(self, path: KeyPath, override: Override) -> None:
+        """An override hides what the file said at and below its key."""
+        for known in (self.lines, self.overrides):
+            for below in [p for p in known if p[: len(path)] == path]:
+                del known[below]
+        self.overrides[path] = override
+
+
+def refuse(problems: list[str], places: Places) -> None:
+    """Raise one ConfigError with every problem, if there is any."""
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError(f"{len(problems)} mistakes in {places.file}:\n  " + "\n  ".join(problems))
+
+
+def explain(error: ErrorDetails, places: Places) -> str:
+    """One mistake as a line: where, which key, what was found, what was expected, what to type."""
+    path: KeyPath = error["loc"]
+    where, name = places.of(path), ".".join(map(str, path))
+    found, message = error["input"], error["msg"]
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{where}: {unknown_key(path, places.schema)}"
+        case "missing":
+            about = description_at(places.schema, path)
+            return f"{where}: {name} is missing{f': {about[0].lower()}{about[1:]}' if about else ''}"
+        case "value_error":
+            return f"{where}: {f'{name}: ' if name else ''}{error['ctx']['error']}"
+        case "tuple_type":
+            expected = f"a list, or [[{name}]] tables" if section_at(places.schema, path) else "a list"
+        case "model_type" | "dict_type" if _near_a_key(path, places.schema):  # where other keys are tables: [monitor]
+            return f"{where}: {unknown_key(path, places.schema)}"
+        case "model_type" | "dict_type":
+            expected = "a table" + _of_a_backend(path, places.schema)
+        case "too_short":
+            expected = "at least one element"
+        case _:
+            expected = message.removeprefix("Input should be ")
+    kind = _KINDS.get(type(found), type(found).__name__)
+    near = nearest(found, re.findall("'([^']*)'", expected)) if isinstance(found, str) else ""
+    return f"{where}: {name}: found {short(found)} ({kind}), expected {expected}{near}"
+
+
+def _of_a_backend(path: KeyPath, schema: type[RunConfig]) -> str:
+    """Where a key of one backend belongs, for a schema that does not know the backends' tables."""
+    section = section_at(schema, path[:-1])
+    is_open = section is not None and issubclass(section, BackendSection) and path[-1] not in section.model_fields
+    return f"; a backend's own keys stand in its table, [{'.'.join(map(str, path[:-1]))}.NAME]" if is_open else ""
+
+
+def _near_a_key(path: KeyPath, schema: type[RunConfig]) -> bool:
+    section = section_at(schema, path[:-1])
+    key = str(path[-1])
+    return section is not None and key not in section.model_fields and bool(nearest(key, section.model_fields))
+
+
+def short(value: Any) -> str:
+    """A value as JSON, cut."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def unknown_key(path: KeyPath, schema: type[RunConfig]) -> str:
+    """An unknown key: the nearest valid one, the table it belongs to, the keys of its own table."""
+    key = str(path[-1])
+    section = section_at(schema, path[:-1])
+    table = f"[{'.'.join(str(part) for part in path[:-1] if isinstance(part, str))}]" if path[:-1] else "the top level"
+    name = ".".join(map(str, path))
+    if section is None:
+        return f"{name}: unknown key"
+    if moved := backend_tables_with(section, key):
+        prefix = ".".join(map(str, path[:-1]))
+        return f"{name} is now {' or '.join(f'{prefix}.{table}.{key}' for table in moved)}"
+    valid = list(section.model_fields)
+    hint = nearest(key, valid)
+    elsewhere = [] if hint else sections_with(schema, key)
+    if elsewhere:
+        hint = f"; it belongs to {' or '.join(f'[{place}]' if place else 'the top level' for place in elsewhere)}"
+    hint = hint if hint.endswith("?") else f"{hint}."
+    return f'{name}: unknown key "{key}" in {table}{hint} The keys of {table} are {", ".join(valid)}'
