@@ -93,7 +93,7 @@ def run(place, capsys, request):
 def test_one_batch_in_which_every_rollout_failed(run):
     status, printed, folder = run("Fails", "--max-steps", "1")
     assert status == NOTHING_TRAINED == 3
-    assert "trained nothing: in 1 batch no token was trained." in printed
+    assert "trained nothing: in 1 step no token was trained." in printed
     assert re.search(r"of (\d+) sampled tokens: \1 error", printed)
     assert "8 of 8 train episodes failed: 8 x environment: score raised LookupError" in printed
     assert "trained model" not in printed and not (folder / "final").exists()
