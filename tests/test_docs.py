@@ -328,7 +328,8 @@ def components() -> list[tuple[str, object]]:
     tables = component_tables()
     return [
         *((name, loss.function) for name, loss in tables.losses.items()),
-        *((name, component) for table in (tables.advantages, tables.filters) for name, component in table.items()),
+        *((name, advantage.function) for name, advantage in tables.advantages.items()),
+        *tables.filters.items(),
     ]
 
 
