@@ -59,6 +59,14 @@ class MyMonitor:
         self.file.close()
 '''
 
+NO_SAMPLER = """
+from verbatim.config import BackendSettings
+
+
+def generate_only(inputs, settings: BackendSettings):
+    return type("Half", (), {"generate": print})()
+"""
+
 OWN = '''\
 [inference]
 backend = "mine.MySampler"
@@ -87,3 +95,14 @@ def test_a_backend_and_a_monitor_of_ones_own_work_from_toml(model: Path, tmp_pat
         noted = [json.loads(line) for line in (folder / "sampler.jsonl").read_text().splitlines()]
         assert noted == [{"opened": 5}, {"version": 1}, {"version": 2}]
         assert "[inference.MySampler]\nbatch = 5\n" in (folder / "run" / "config.toml").read_text()
+
+
+def test_a_backend_that_gives_no_sampler_is_refused_before_anything_is_sampled(model: Path, tmp_path: Path, capsys):
+    with workplace(tmp_path / "work", {"lots": LOTS, "half": NO_SAMPLER}) as folder:
+        text = TOML.replace("[inference.torch]\nmax_batch_size = 8\n", "").format(model=model)
+        (folder / "run.toml").write_text(text + 'import_path = "lots.Lots"\n')
+        assert main(["rl", "run.toml", "--run-dir", "run", "--inference.backend", "half.generate_only"]) == 2
+    assert (
+        "inference.backend = 'half.generate_only' gave a Half without update_weights, prompt_logprobs, close; expected "
+        "a verbatim.inference.Sampler"
+    ) in " ".join(capsys.readouterr().err.split())

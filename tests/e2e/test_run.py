@@ -36,6 +36,7 @@ from verbatim.cli.exit_status import NOTHING_TRAINED
 from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.run.tables import component_tables
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "guess_number.toml"
@@ -98,8 +99,9 @@ def test_the_run_folder_holds_what_the_documentation_lists(finished: Finished):
 
 
 def test_the_stored_configuration_is_the_one_that_was_run(finished: Finished):
-    asked = load_config(RECIPE, SMALL).model_copy(update={"name": "guess_number"})  # the file's own name
-    assert load_config(finished.folder / "config.toml") == asked
+    tables = component_tables()
+    asked = load_config(RECIPE, SMALL, tables).model_copy(update={"name": "guess_number"})  # the file's own name
+    assert load_config(finished.folder / "config.toml", tables=tables) == asked
 
 
 def test_metrics_have_one_line_per_step_and_evaluations_before_during_and_after(finished: Finished):

@@ -11,6 +11,7 @@ from typing import Any
 from verbatim.config import BackendSettings, find_backend, settings_for
 from verbatim.config.schema import EnvConfig, OrchestratorConfig, RendererConfig, RunConfig, SamplingConfig
 from verbatim.environments.base import Environment
+from verbatim.errors import ComponentError
 from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
@@ -140,6 +141,9 @@ def make_renderer(renderer: RendererConfig, tokenizer: Any) -> Renderer:
     return create_renderer(renderer.name, tokenizer, tools=renderer.tools)
 
 
+_SAMPLER_METHODS = ("generate", "update_weights", "prompt_logprobs", "close")
+
+
 def make_sampler(
     config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None
 ) -> Sampler:
@@ -151,6 +155,9 @@ def make_sampler(
         policy_version: The version of these weights.
         num_threads: Threads for an engine that computes in this process, where its settings do not say; None = torch's
             own setting.
+
+    Raises:
+        ComponentError: the backend gave something that is not a sampler.
     """
     inference = config.inference
     backend = find_backend(inference.backend, SAMPLERS, what=inference.what)
@@ -162,6 +169,10 @@ def make_sampler(
         on_weight_update=inference.on_weight_update,
     )
     sampler: Sampler = backend.function(inputs, settings_for(inference, inference.backend, backend))
+    missing = [name for name in _SAMPLER_METHODS if not callable(getattr(sampler, name, None))]
+    if missing:
+        raise ComponentError(f"inference.backend = {inference.backend!r} gave a {type(sampler).__name__} without "
+                             f"{', '.join(missing)}; expected a verbatim.inference.Sampler")  # fmt: skip
     return sampler
 
 
