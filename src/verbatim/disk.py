@@ -66,7 +66,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, temporary: Path | None = None) -> None:
-    """Replace a file whole: after a loss of power it holds the old content or the new one.
+    """Replace a file atomically: after a loss of power it holds the old content or the new one.
 
     Args:
         path: The file.

@@ -221,8 +221,8 @@ async def test_what_cannot_travel_fails_its_episode_and_no_worker():
     assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
     assert len(kept.turns) == 2
     assert [t.error for t in unplayed] == [
-        "environment: the example cannot travel to a worker: TypeError: cannot pickle '_thread.lock' object",
-        "environment: the example cannot travel to a worker: SystemExit: 3",
+        "environment: the example cannot be sent to a worker: TypeError: cannot pickle '_thread.lock' object",
+        "environment: the example cannot be sent to a worker: SystemExit: 3",
     ]
     assert [t.turns for t in unplayed] == [(), ()]
     same(good, await players.here("3"))
@@ -367,7 +367,7 @@ def test_environments_that_cannot_be_made_again_elsewhere_are_refused_by_name():
     assert plan("my_module.Mine", size=3)
     with pytest.raises(ComponentError, match=r"environment 'mine': __main__\.Mine is in the program itself, .* module"):
         plan("__main__.Mine")
-    with pytest.raises(ComponentError, match=r"environment 'mine': its argument client is a lock, which cannot travel"):
+    with pytest.raises(ComponentError, match=r"environment 'mine': its argument client is a lock, which cannot be"):
         plan("my_module.Mine", client=threading.Lock())
 
 

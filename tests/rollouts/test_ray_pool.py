@@ -184,7 +184,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_actor(local_ray):
         assert (pool.num_lost, [started.num_running for started in pool._workers]) == (0, [0])
     assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
     assert len(kept.turns) == 2
-    assert unplayed.error.startswith("environment: the example cannot travel to a worker: ")
+    assert unplayed.error.startswith("environment: the example cannot be sent to a worker: ")
     assert unplayed.turns == ()
     same(good, await players.here("3"))
 

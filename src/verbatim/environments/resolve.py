@@ -29,7 +29,7 @@ def create_environment(
         name: A bundled id ("guess_number", also "guess-number"), or an import path ("my_module.MyEnvironment") of a
             class or function that creates one; the current directory is importable.
         args: Its keyword arguments.
-        table: What ids stand for: import paths, classes or functions.
+        table: Import path, class or function of each id.
 
     Raises:
         ComponentError: it cannot be imported or called, or its result is not an environment.

@@ -82,7 +82,7 @@ class ConversationRollout(abc.ABC):
         actor's host.
 
         Raises:
-            UsageError: Ray is not installed, there is no such setting, or one of them cannot travel to an actor.
+            UsageError: Ray is not installed, there is no such setting, or one of them cannot be sent to an actor.
         """
         from verbatim.rollouts.ray.actor import start_rollout
 

@@ -15,7 +15,7 @@ from verbatim.environments.resolve import corpus
 from verbatim.errors import ComponentError, UsageError
 from verbatim.inference.chat.client import OpenAI
 from verbatim.models.source import find_source
-from verbatim.rollouts.workers.episodes import refuse_what_cannot_travel
+from verbatim.rollouts.workers.episodes import refuse_unpicklable
 from verbatim.run.conversations import Conversation, read_conversations
 from verbatim.run.environments import Environments, check_environments, check_tools, demonstrations, make_environments
 from verbatim.run.parts import make_loss, make_monitors, make_rules
@@ -83,7 +83,7 @@ def _check_runners(config: RunConfig, environments: Environments) -> None:
     for made in (environments.train, environments.eval):
         for label, (env, _) in made.items():
             if plays_elsewhere(config.orchestrator, env):
-                refuse_what_cannot_travel(label, env.id or str(env.import_path), env.args)
+                refuse_unpicklable(label, env.id or str(env.import_path), env.args)
 
 
 def _check_devices(config: RunConfig) -> None:

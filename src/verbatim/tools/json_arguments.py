@@ -1,4 +1,4 @@
-"""A call's arguments against a JSON schema that somebody else wrote."""
+"""Validates a call's arguments against an untrusted JSON schema, within a deadline."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def _as_tools(item: object) -> list[Tool]:
         return [item]
     if isinstance(item, ToolManager | McpTools):
         inside = ".values()" if isinstance(item, ToolManager) else ".tools"
-        raise ComponentError(f"a {type(item).__name__} holds tools and is none; give what it holds: "
+        raise ComponentError(f"a {type(item).__name__} holds tools but is not one; give the tools in it: "
                              f"ToolManager([*source{inside}])")  # fmt: skip
     if isinstance(item, Mapping):
         return [_described(item)]

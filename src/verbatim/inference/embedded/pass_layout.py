@@ -22,7 +22,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PassLayout:
-    """Where the tokens of a pass go. The tokens of one slot stand in order, without a gap."""
+    """Where the tokens of a pass go. The tokens of one slot are adjacent and in order."""
 
     rows: Rows
     """The row of each token: int64 [W]."""

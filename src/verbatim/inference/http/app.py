@@ -297,10 +297,10 @@ async def _disconnected(request: Request) -> None:
 
 def _refusal(status: int, message: str) -> Response:
     kind = "invalid_request_error" if status < 500 else "unavailable"
-    told = _json(status, {"error": {"message": message, "type": kind, "code": status}})
+    answer = _json(status, {"error": {"message": message, "type": kind, "code": status}})
     if status in (408, 411):  # without waiting for the rest of the body
-        told.headers["connection"] = "close"
-    return told
+        answer.headers["connection"] = "close"
+    return answer
 
 
 def _json(status: int, body: dict[str, Any]) -> Response:

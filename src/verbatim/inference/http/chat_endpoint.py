@@ -136,11 +136,11 @@ def answer_chat(
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     prompt_ids = asked.request.prompt_ids
     parsed = renderer.parse_response(completion.ids, prompt_ids, asked.tools)
-    told = protocol.completion_body(
+    body = protocol.completion_body(
         completion, request_id=request_id, model=model, seed=asked.request.seed, num_prompt_tokens=len(prompt_ids),
         policy_version=policy_version, logprobs="objects" if asked.logprobs else None,
     )  # fmt: skip
-    (sampled,) = told["choices"]
+    (sampled,) = body["choices"]
     finish = _FINISH[completion.stop_reason]
     choice: dict[str, Any] = {
         "index": 0,
@@ -152,7 +152,7 @@ def answer_chat(
         text = renderer.decode(np.array([entry.pop("token_id")], dtype=np.int32))
         entry.update(token=text, bytes=list(text.encode(errors="replace")))
     answer = {"id": request_id, "object": "chat.completion", "created": created, "model": model, "choices": [choice],
-              "usage": told["usage"], protocol.OURS: told[protocol.OURS]}  # fmt: skip
+              "usage": body["usage"], protocol.OURS: body[protocol.OURS]}  # fmt: skip
     if asked.token_ids:
         choice["token_ids"] = sampled["token_ids"]
         answer["prompt_token_ids"] = prompt_ids.tolist()

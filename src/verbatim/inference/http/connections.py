@@ -36,7 +36,7 @@ _HEAD_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**18
 of tiny chunks, which are parsed one by one."""
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-_SAY_AGAIN = 60.0
+_LOG_INTERVAL = 60.0
 """Seconds between two log lines about the same problem."""
 _FULL = (b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
          b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s")  # fmt: skip
@@ -197,7 +197,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._pause = _FIRST_PAUSE
         self._again: asyncio.TimerHandle | None = None
-        self._told = -_SAY_AGAIN
+        self._last_logged = -_LOG_INTERVAL
         self._queue: dict[socket.socket, None] = {}
         self._silent: set[socket.socket] = set()
         """Connections in the queue that have sent nothing so far."""
@@ -281,19 +281,19 @@ class Acceptor:
             with connection:
                 connection.setblocking(False)
                 connection.send(_FULL % (len(_FULL_BODY), _FULL_BODY))
-            self._say("all %d connections have a request under way; newcomers are answered with 503", self._table.most)
+            self._log("all %d connections have a request under way; newcomers are answered with 503", self._table.most)
 
     def _wait(self, error: OSError) -> None:
         """Accept again after a pause, because the system has no free descriptor; log it once a minute."""
-        self._say("no more connections can be accepted for now: %s", error.strerror)
+        self._log("no more connections can be accepted for now: %s", error.strerror)
         self._loop.remove_reader(self._listening.fileno())
         self._again = self._loop.call_later(self._pause, self._loop.add_reader, self._listening.fileno(), self._accept)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
-    def _say(self, text: str, *about: object) -> None:
+    def _log(self, text: str, *about: object) -> None:
         now = time.monotonic()
-        if now - self._told >= _SAY_AGAIN:
-            self._told = now
+        if now - self._last_logged >= _LOG_INTERVAL:
+            self._last_logged = now
             logger.warning(text, *about)
 
 

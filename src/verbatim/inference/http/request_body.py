@@ -90,7 +90,7 @@ def read_request(
     ids = read_ids(body.get("token_ids"), "token_ids", room)
     logprobs = given.get("logprobs")
     if logprobs not in (None, 0, 1):
-        raise UsageError(f"sampling_params.logprobs = {brief(logprobs)}; only those of the sampled tokens are told: 1")
+        raise UsageError(f"sampling_params.logprobs = {brief(logprobs)}; those of sampled tokens are returned: 1")
     ignores_ends = read_flag(given, "ignore_eos")
     if not end_ids and given.get("ignore_eos") is False:
         raise UsageError("sampling_params.ignore_eos = false, but this server knows no end-of-text id; give the ids "

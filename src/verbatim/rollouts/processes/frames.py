@@ -15,7 +15,7 @@ LARGEST = 2**30
 
 
 class Frames(asyncio.Protocol):
-    """One end of the socket. Messages arrive whole and in order.
+    """One end of the socket. Messages arrive complete and in order.
 
     Args:
         received: Called with the parts of each message.

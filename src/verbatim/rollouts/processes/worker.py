@@ -23,7 +23,7 @@ from verbatim.rollouts.processes.frames import Frames
 from verbatim.rollouts.runner import EpisodeTask
 from verbatim.rollouts.workers import worker
 from verbatim.rollouts.workers.counting_sampler import CountingSampler
-from verbatim.rollouts.workers.worker import CannotTravel, WorkerLost
+from verbatim.rollouts.workers.worker import CannotBeSent, WorkerLost
 from verbatim.rollouts.workers.worker_context import WorkerContext
 from verbatim.texts import error_text
 from verbatim.user_code import is_ctrl_c
@@ -120,7 +120,7 @@ class ProcessWorker:
 
         Raises:
             WorkerLost: the process has ended; says how.
-            CannotTravel: the example cannot be pickled or unpickled.
+            CannotBeSent: the example cannot be pickled or unpickled.
         """
         if self._why is not None:
             raise WorkerLost(self._why)
@@ -129,7 +129,7 @@ class ProcessWorker:
         except BaseException as error:
             if is_ctrl_c(error):
                 raise
-            raise CannotTravel(error_text(error, 500)) from error
+            raise CannotBeSent(error_text(error, 500)) from error
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._episodes_running[number] = answer
@@ -269,7 +269,7 @@ class ProcessWorker:
             answer.set_result(packed)
 
     def _unread(self, number: int, why: str) -> None:
-        self._raise(number, CannotTravel(why))
+        self._raise(number, CannotBeSent(why))
 
     def _broke(self, number: int, kind: str, message: str) -> None:
         """Handle an error outside the environment. Errors of this package are raised in the episode.

@@ -1,4 +1,4 @@
-"""A whole rollout engine as an actor of Ray's."""
+"""A rollout engine as a Ray actor."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _pack(ray: Any, name: str, value: Any) -> bytes:
         packed: bytes = ray.cloudpickle.dumps(renderer_spec(value) if name == "template" else value)
     except Exception as error:  # pickling raises anything
         mend = f"have the actor make it: {name}=lambda: ..." if name in _MADE_THERE else "change what it holds"
-        raise UsageError(f"{name}: a {kind} cannot travel to an actor ({type(error).__name__}: {error}); "
+        raise UsageError(f"{name}: a {kind} cannot be sent to an actor ({type(error).__name__}: {error}); "
                          f"{mend}") from error  # fmt: skip
     return packed
 

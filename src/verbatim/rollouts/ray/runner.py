@@ -21,7 +21,7 @@ from verbatim.rollouts.workers import worker
 from verbatim.rollouts.workers.counting_sampler import CountingSampler
 from verbatim.rollouts.workers.episodes import EpisodePlan, RemoteSetup, WorkerEpisodes, packed_plan
 from verbatim.rollouts.workers.pool import WorkerPool
-from verbatim.rollouts.workers.worker import CannotTravel, WorkerLost
+from verbatim.rollouts.workers.worker import CannotBeSent, WorkerLost
 from verbatim.rollouts.workers.worker_context import WorkerContext
 from verbatim.texts import error_text
 
@@ -146,12 +146,12 @@ class RayWorker:
 
         Raises:
             WorkerLost: the actor or its host is lost.
-            CannotTravel: the example cannot be pickled.
+            CannotBeSent: the example cannot be pickled.
         """
         try:
             answer = self.handle.run.remote(label, task)
         except Exception as error:  # pickling an example raises anything
-            raise CannotTravel(error_text(error, 500)) from error
+            raise CannotBeSent(error_text(error, 500)) from error
         try:
             packed: bytes = await answer
         except asyncio.CancelledError:

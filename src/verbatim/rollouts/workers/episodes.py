@@ -19,7 +19,7 @@ from verbatim.renderers.renderer_spec import RendererSpec, renderer_spec
 from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, LocalRunner, RolloutSetup
-from verbatim.rollouts.workers.worker import CannotTravel
+from verbatim.rollouts.workers.worker import CannotBeSent
 from verbatim.texts import error_text
 from verbatim.types import Trajectory
 from verbatim.user_code import is_ctrl_c
@@ -71,18 +71,18 @@ def packed_plan(
         UsageError: a renderer that cannot be pickled.
     """
     for setup in setups.values():
-        refuse_what_cannot_travel(setup.env, setup.name, setup.args, dumps)
+        refuse_unpicklable(setup.env, setup.name, setup.args, dumps)
     spec = renderer_spec(renderer)
     try:
         return dumps(EpisodePlan(setups=dict(setups), renderer=spec))
     except Exception as error:  # pickling raises anything
         raise UsageError(
-            f"a {type(renderer).__name__} cannot travel to a worker ({error_text(error)}); make it picklable, or run "
+            f"a {type(renderer).__name__} cannot be sent to a worker ({error_text(error)}); make it picklable, or run "
             'episodes here: orchestrator.rollout.backend = "local"'
         ) from error
 
 
-def refuse_what_cannot_travel(
+def refuse_unpicklable(
     label: str, name: str, args: Mapping[str, Any], dumps: Callable[[Any], bytes] = pickle.dumps
 ) -> None:
     """Check that each worker can create the environment from its name and arguments.
@@ -100,7 +100,7 @@ def refuse_what_cannot_travel(
             dumps(value)
         except Exception as error:
             raise ComponentError(
-                f"environment {label!r}: its argument {key} is a {type(value).__name__}, which cannot travel to a "
+                f"environment {label!r}: its argument {key} is a {type(value).__name__}, which cannot be sent to a "
                 f"worker process ({error_text(error)}); give what it is made from, and make it in the environment"
             ) from error
 
@@ -152,7 +152,7 @@ def pack(trajectory: Trajectory, late: RecordError | None) -> bytes:
     whole = _dumped(trajectory, late)
     if isinstance(whole, bytes):
         return whole
-    error = trajectory.error or f"environment: what it recorded cannot travel from its worker: {whole}"
+    error = trajectory.error or f"environment: what it recorded cannot be sent from its worker: {whole}"
     failed = trajectory.replace(error=error, info={})
     for less in (failed, failed.replace(messages=(), tools=())):
         rest = _dumped(less, late)
@@ -176,13 +176,13 @@ def unpack(packed: bytes) -> tuple[Trajectory, RecordError | None]:
     """Read the result of `pack`. The objects are copies that pin no memory of Ray's.
 
     Raises:
-        CannotTravel: an object of the environment cannot be unpickled.
+        CannotBeSent: an object of the environment cannot be unpickled.
     """
     try:
         trajectory, late = pickle.loads(packed)  # noqa: S301  (from our own child process)
     except BaseException as error:
         if is_ctrl_c(error):
             raise
-        raise CannotTravel(error_text(error, 500)) from error
+        raise CannotBeSent(error_text(error, 500)) from error
     assert isinstance(trajectory, Trajectory)
     return trajectory, late

@@ -16,7 +16,7 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.workers.counting_sampler import Attempt, CountingSampler
 from verbatim.rollouts.workers.episodes import unpack
-from verbatim.rollouts.workers.worker import CannotTravel, Worker, WorkerLost
+from verbatim.rollouts.workers.worker import CannotBeSent, Worker, WorkerLost
 from verbatim.texts import cut, error_text, printable
 from verbatim.types import StopReason, Trajectory
 
@@ -121,7 +121,8 @@ class WorkerPool:
                 return await self._run_on(await self._least_busy(), setup, task, recorder)
             except WorkerLost as lost:
                 why = str(lost)
-        return _unplayed(task, recorder, f"worker: {why} (the last of {MOST_ATTEMPTS} workers that were lost with it)")
+        error = f"worker: {why} (the last of {MOST_ATTEMPTS} workers that were lost with it)"
+        return _failed_record(task, recorder, error)
 
     async def _least_busy(self) -> _Started:
         while not self._workers:
@@ -161,8 +162,8 @@ class WorkerPool:
         try:
             async with asyncio.timeout(setup.limits.timeout + GRACE):
                 packed = await started.worker.run(setup.env, dataclasses.replace(task, session=current.session))
-        except CannotTravel as error:
-            return _unplayed(task, recorder, f"environment: the example cannot travel to a worker: {error}")
+        except CannotBeSent as error:
+            return _failed_record(task, recorder, f"environment: the example cannot be sent to a worker: {error}")
         except (WorkerLost, TimeoutError) as error:
             why = str(error) or f"it did not end an episode within {GRACE:g} s of its deadline"
             self._lose(started, why)
@@ -179,8 +180,8 @@ class WorkerPool:
         await current.give_up()  # a cancellation may still be on its way to the engine
         try:
             trajectory, late = unpack(packed)
-        except CannotTravel as error:
-            return _unplayed(task, recorder, f"environment: what it recorded cannot be read here: {error}")
+        except CannotBeSent as error:
+            return _failed_record(task, recorder, f"environment: what it recorded cannot be read here: {error}")
         return _received(trajectory, late, setup, current, recorder)
 
     # ---- workers come and go
@@ -268,7 +269,7 @@ def _received(
     return trajectory
 
 
-def _unplayed(task: EpisodeTask, recorder: Recorder, error: str) -> Trajectory:
+def _failed_record(task: EpisodeTask, recorder: Recorder, error: str) -> Trajectory:
     """The record of a failed episode: no turns, only the number of its tokens."""
     recorder.close()
     return Trajectory.of(

@@ -14,7 +14,7 @@ class WorkerLost(Exception):
     """The worker and its running episodes are lost; the message says how."""
 
 
-class CannotTravel(Exception):
+class CannotBeSent(Exception):
     """An example or a record holds values that cannot be pickled; the message says why."""
 
 
@@ -35,7 +35,7 @@ class Worker(Protocol):
 
         Raises:
             WorkerLost: the worker was lost.
-            CannotTravel: the example cannot be sent; the episode was not run.
+            CannotBeSent: the example cannot be sent; the episode was not run.
         """
 
     def kill(self) -> None:
