@@ -194,3 +194,16 @@ def test_the_light_packages_import_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", script, *LIGHT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+LONGEST_MODULE, LONGEST_FUNCTION = 450, 60
+"""Lines, docstrings included."""
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_and_functions_are_short(path: Path):
+    source = path.read_text(encoding="utf-8")
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lines = {f"{path.name}:{f.lineno}: {f.name}": (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions}
+    assert len(source.splitlines()) <= LONGEST_MODULE
+    assert [name for name, length in lines.items() if length > LONGEST_FUNCTION] == []

@@ -18,6 +18,7 @@ from verbatim.errors import UsageError
 from verbatim.losses import LOSSES
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
+from verbatim.renderers.base import Renderer
 from verbatim.rollouts import derive_seed, trajectory_from_messages
 from verbatim.run.conversations import Conversation, read_conversations
 from verbatim.run.environments import Environments, demonstrations
@@ -25,6 +26,7 @@ from verbatim.run.rollouts import make_renderer
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.warm_start import warm_start
 from verbatim.trajectories import build
+from verbatim.types import TrainingSample
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +73,7 @@ def _warm_start(
         return target
     tokenizer = load_tokenizer(source)
     renderer = make_renderer(config.orchestrator.renderer, tokenizer)
-    samples, left_out = [], 0
-    for number, (env, messages, tools) in enumerate(_conversations(config, settings, environments)):
-        trajectory = trajectory_from_messages(
-            renderer, messages, tools or None, trajectory_id=f"demonstration-{number}", env=env
-        )
-        built = build(trajectory, max_length=config.orchestrator.seq_len, needs_logprobs=False)
-        left_out += built.dropped.get("over_length", 0)
-        if built.samples:
-            samples.append(built.samples)
-    if left_out:
-        console.print(
-            f"warm start  {left_out} tokens of turns beyond seq_len = {config.orchestrator.seq_len} are left out",
-            style="yellow",
-        )
-    if not samples:
-        raise UsageError(f"warm_start: no conversation fits seq_len = {config.orchestrator.seq_len}; raise it")
+    samples = _warm_start_samples(config, settings, environments, renderer, console)
     trainer = Trainer(
         source,
         _warm_start_trainer(config.trainer, settings),
@@ -130,6 +117,29 @@ def _is_whole(folder: Path) -> bool:
     logger.warning("%s is damaged: %s; it is made again, and what was found is kept as %s", folder, damage,
                    keep_aside(folder))  # fmt: skip
     return False
+
+
+def _warm_start_samples(
+    config: RunConfig, settings: WarmStartConfig, environments: Environments, renderer: Renderer, console: Console
+) -> list[list[TrainingSample]]:
+    samples: list[list[TrainingSample]] = []
+    left_out = 0
+    for number, (env, messages, tools) in enumerate(_conversations(config, settings, environments)):
+        trajectory = trajectory_from_messages(
+            renderer, messages, tools or None, trajectory_id=f"demonstration-{number}", env=env
+        )
+        built = build(trajectory, max_length=config.orchestrator.seq_len, needs_logprobs=False)
+        left_out += built.dropped.get("over_length", 0)
+        if built.samples:
+            samples.append(built.samples)
+    if left_out:
+        console.print(
+            f"warm start  {left_out} tokens of turns beyond seq_len = {config.orchestrator.seq_len} are left out",
+            style="yellow",
+        )
+    if not samples:
+        raise UsageError(f"warm_start: no conversation fits seq_len = {config.orchestrator.seq_len}; raise it")
+    return samples
 
 
 def _warm_start_trainer(trainer: TrainerConfig, settings: WarmStartConfig) -> TrainerConfig:
