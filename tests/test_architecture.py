@@ -18,7 +18,7 @@ ROOT = Path(verbatim.__file__).parent
 
 ORDER = (
     ("errors", "machine_faults", "texts", "user_code"),
-    ("disk",),
+    ("disk", "imports"),
     ("token_tree", "plain_console"),
     ("records",),
     ("trajectories",),

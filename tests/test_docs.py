@@ -88,7 +88,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 def test_the_documentation_shows_how_to_write_each_kind_of_plug_in():
     assert set(MODULES) >= {
         "parcel_desk", "my_losses", "my_token_losses", "my_advantages", "my_turn_advantages", "my_filters",
-        "my_monitors", "my_backends", "my_packers",
+        "my_monitors", "my_backends", "my_packers", "my_strategies",
     }  # fmt: skip
 
 

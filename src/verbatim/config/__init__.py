@@ -1,10 +1,11 @@
 """TOML files and command-line overrides to frozen, typed configurations. Importing this imports no torch."""
 
 from verbatim.config.backends import Backend, find_backend, settings_for
-from verbatim.config.components import ComponentTables, import_object, resolve
+from verbatim.config.components import ComponentTables, resolve
 from verbatim.config.load import dump_config, load_config, make_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSettings
+from verbatim.imports import import_object
 
 __all__ = [
     "Backend", "BackendSettings", "ComponentTables", "RunConfig", "dump_config", "find_backend", "import_object",

@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from verbatim.config.components import ComponentTables, Problem, Table, import_object, unknown
+from verbatim.config.components import ComponentTables, Problem, Table, unknown
 from verbatim.config.inference import InferenceConfig
 from verbatim.config.knobs import evaluate
 from verbatim.config.orchestrator import OrchestratorConfig, RolloutConfig
 from verbatim.config.origins import KeyPath
 from verbatim.config.schema import RunConfig
-from verbatim.config.sections import BackendSection, BackendSettings, is_import_path, table_of
+from verbatim.config.sections import BackendSection, BackendSettings, table_of
 from verbatim.errors import ComponentError
+from verbatim.imports import import_object, is_import_path
 
 _Section = TypeVar("_Section", bound=BaseModel)
 

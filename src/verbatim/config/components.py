@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import inspect
-import os
-import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +17,8 @@ from verbatim.config.knobs import check_knobs, is_made_of_knobs
 from verbatim.config.known_names import known_elsewhere
 from verbatim.config.origins import KeyPath
 from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
-from verbatim.config.sections import is_import_path
 from verbatim.errors import ComponentError
-from verbatim.texts import error_text
-from verbatim.user_code import is_ctrl_c
+from verbatim.imports import import_object, is_import_path
 
 Table = Mapping[str, Any]
 """Name to component: a function, a class whose fields are its knobs, a record with a `function`, or the import path
@@ -98,60 +92,6 @@ def resolve(component: ComponentConfig, table: Table, *, what: str, where: str, 
     return functools.partial(target, **knobs)
 
 
-def import_object(import_path: str) -> Any:
-    """What `module.name` (or `module:name`) stands for; modules in the current directory are found too.
-
-    Raises:
-        ComponentError: no such module or name, or the module fails while it is imported.
-    """
-    module_name, _, attribute = import_path.replace(":", ".").rpartition(".")
-    if not module_name:
-        raise ComponentError(f"import_path {import_path!r} names a module only; expected module.name, for example "
-                             f"{import_path}.MyClass or {import_path}.my_function")  # fmt: skip
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
-        raise ComponentError(f"there is no module {error.name!r}; looked in the current directory, {here}, and in "
-                             f"the installed packages{_where_else(module_name, attribute)}") from error  # fmt: skip
-    except BaseException as error:  # a user's module may raise anything, all of it theirs to mend
-        if is_ctrl_c(error):
-            raise
-        raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        names = [name for name in vars(module) if not name.startswith("_")]
-        hint = nearest(attribute, names)
-        if attribute == "py":
-            hint = f"; an import_path has the name behind the module, without .py: {module_name}.MyClass"
-        raise ComponentError(f"{module_name} ({getattr(module, '__file__', 'built in')}) has no "
-                             f"{attribute!r}{hint}") from None  # fmt: skip
-
-
-def told(error: BaseException) -> str:
-    """What a user's code raised and where: `SyntaxError: invalid syntax (/tasks/mine.py:3: def f(:)`.
-
-    The frames of Python's own import machinery are passed over, since they say nothing about the mistake.
-    """
-    if isinstance(error, SyntaxError) and error.filename:
-        line = f": {error.text.strip()}" if error.text else ""
-        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}{line})"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    message = error_text(error)
-    return f"{message} ({frames[-1].filename}:{frames[-1].lineno})" if frames else message
-
-
-def _where_else(module_name: str, attribute: str) -> str:
-    if module_name.endswith(".py"):
-        return f"; write the module without .py: {module_name[:-3]}.{attribute}"
-    return f"; run the command in the folder that holds {module_name.split('.', maxsplit=1)[0]}, or install it"
-
-
 def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem]:
     """Everything that is wrong with the components a run names. Nothing is called; custom modules are imported."""
     found: list[Problem] = []
@@ -215,12 +155,12 @@ class _Use:
         )  # fmt: skip
 
     @classmethod
-    def of_name(cls, name: str, what: str, key: KeyPath, num_inputs: int, knobs: dict[str, Any]) -> _Use:
-        """A component that is one key, its name or import path."""
-        own = is_import_path(name) and what == "packer"
+    def of_name(cls, name: str, what: str, key: KeyPath, knobs: dict[str, Any]) -> _Use:
+        """A component that is one key, its name or import path; `knobs` are given by the code that calls it."""
+        own = is_import_path(name)
         return cls(
             path=key, what=what, name=None if own else name, import_path=name if own else None, knobs=knobs,
-            name_key=key, import_key=key, knobs_key=key, num_inputs=num_inputs,
+            name_key=key, import_key=key, knobs_key=key, num_inputs=1,
         )  # fmt: skip
 
     @classmethod
@@ -236,7 +176,7 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
     yield _Use.of(config.trainer.loss, "loss", ("trainer", "loss"), 1), tables.losses
     packing: KeyPath = ("trainer", "packing")
     given = {"micro_batch_tokens": 1, "keep_whole": False}  # what the trainer calls it with, beside the samples
-    yield _Use.of_name(config.trainer.packing, "packer", packing, 1, given), tables.packers
+    yield _Use.of_name(config.trainer.packing, "packer", packing, given), tables.packers
     yield _Use.of(orchestrator.advantage, "advantage", ("orchestrator", "advantage"), 1), tables.advantages
     for i, rule in enumerate(orchestrator.filters):
         yield _Use.of(rule, "filter", ("orchestrator", "filters", i), 1), tables.filters
@@ -256,7 +196,7 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
     for path, name in strategies:
         if name is not None:
             key = (*path, "trajectory_strategy")
-            yield _Use.of_name(name, "trajectory strategy", key, sys.maxsize, {}), tables.strategies
+            yield _Use.of_name(name, "trajectory strategy", key, {}), tables.strategies
 
 
 def _bind(use: _Use, table: Table) -> _Bound | list[Problem]:
@@ -316,8 +256,8 @@ def _own(what: str, name: str) -> str:
     if what == "environment":
         path = name if "." in name else "my_module.MyEnvironment"
         return f'; or import your own: import_path = "{path}" instead of id'
-    if what == "packer":
-        return '; or import your own: packing = "my_module.my_packer"'
+    if what in ("packer", "trajectory strategy"):
+        return '; or import your own: "my_module.name"'
     if what in ("loss", "advantage", "filter", "monitor"):
         return '; or import your own: type = "my_module.name"'
     return ""

@@ -122,8 +122,8 @@ class OrchestratorConfig(Section):
     trajectory_strategy: str = Field(
         default_factory=lambda data: FORMULATE_MODES.get(data["formulate_mode"], "interleaved")
     )
-    """How a trajectory becomes training samples: "interleaved" (turns that extend each other exactly share one) or
-    "branching" (one for each turn)."""
+    """How a trajectory becomes training samples: "interleaved" (turns that extend each other exactly share one),
+    "branching" (one for each turn), or the import path of a strategy of your own."""
     on_break: Literal["split", "error"] = "split"
     """Where a prompt does not extend its agent's history exactly: start another sample, or stop the run and say where.
     Breaks are nothing to "branching"."""

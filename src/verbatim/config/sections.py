@@ -6,6 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from verbatim.imports import is_import_path
+
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -58,11 +60,6 @@ class ComponentConfig(BaseModel):
     def custom_path(self) -> str | None:
         """The import path of a component of the user's own, in either spelling; None for a built-in."""
         return self.import_path or (self.type if is_import_path(self.type) else None)
-
-
-def is_import_path(name: str) -> bool:
-    """Whether a name is that of something to import, "my_module.MyMonitor" or "my_module:MyMonitor"."""
-    return "." in name or ":" in name
 
 
 def table_of(backend: str) -> str:

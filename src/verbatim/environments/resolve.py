@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from verbatim.config.components import import_object, told
 from verbatim.config.knobs import check_knobs
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.errors import ComponentError, UsageError
+from verbatim.imports import import_object, told
 from verbatim.texts import shown
 from verbatim.types import Example
 from verbatim.user_code import is_ctrl_c

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from verbatim.errors import ComponentError
+from verbatim.imports import import_object, is_import_path
 from verbatim.records.samples import TrainingSample
 from verbatim.records.turn import Turn
 from verbatim.trajectories.branching import branching
@@ -46,7 +48,7 @@ def build_samples(
 
     Args:
         trajectory: Its advantages are already assigned.
-        strategy: A name from `STRATEGIES`.
+        strategy: A name from `STRATEGIES`, or an import path.
         include_failed: Build also from a trajectory with an `error`, of the turns up to there.
 
     Raises:
@@ -81,7 +83,7 @@ def build(
 
     Args:
         trajectory: Its advantages are already assigned.
-        strategy: A name from `STRATEGIES`.
+        strategy: A name from `STRATEGIES`, or an import path.
         on_break: What a prompt that extends no sample does: "split" opens a new one, "error" stops.
         max_length: Most tokens of a sample. A turn that ends beyond it is dropped whole, as `over_length`, so that cuts
             fall on turn boundaries.
@@ -91,10 +93,10 @@ def build(
 
     Raises:
         ValueError: an unknown strategy.
+        ComponentError: a strategy of the user's own cannot be imported, or joins turns that do not extend each other.
         RunStopped: a break, with `on_break = "error"`; says where.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"trajectory strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
+    group = find_strategy(strategy)
     failed = trajectory.error is not None
     dropped: dict[str, int] = {}
     if failed and not include_failed:
@@ -108,14 +110,12 @@ def build(
             _add(dropped, "over_length" if too_long else "missing_logprobs", len(turn.completion_ids))
         if not too_long and len(turn.completion_ids):
             kept.append((index, turn))
-    runs = STRATEGIES[strategy]([turn for _, turn in kept])
-    assert sorted(place for run in runs for place in run) == [*range(len(kept))], f"{strategy} lost or repeated turns"
+    runs = group([turn for _, turn in kept])
+    _check_runs(strategy, runs, kept)
     if on_break == "error" and strategy != "branching":
         refuse_breaks(trajectory, kept, runs)
     samples: list[TrainingSample] = []
     for run in runs:
-        joined = [kept[place][1] for place in run]
-        assert all(turn.extends(before) for before, turn in pairwise(joined)), f"{strategy} joined turns across a break"
         trained = [kept[place] for place in run if kept[place][1].logprobs is not None or not needs_logprobs]
         if trained:
             samples.append(_sample(trajectory, trained, part=len(samples)))
@@ -125,6 +125,36 @@ def build(
         f"trajectory {trajectory.trajectory_id}: {sampled} sampled, {num_trained} trained, dropped {dropped}"
     )
     return BuiltSamples(samples=samples, dropped=dropped)
+
+
+def find_strategy(name: str) -> Strategy:
+    """The strategy of this name, or at this import path.
+
+    Raises:
+        ValueError: an unknown name.
+        ComponentError: it cannot be imported.
+    """
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    if not is_import_path(name):
+        raise ValueError(f"trajectory strategy {name!r}; expected one of {', '.join(STRATEGIES)}")
+    strategy: Strategy = import_object(name)
+    return strategy
+
+
+def _check_runs(strategy: str, runs: list[list[int]], kept: Sequence[tuple[int, Turn]]) -> None:
+    """Each turn once, and together only turns that extend each other: for a strategy of the user's own, their error."""
+    fault = None
+    if sorted(place for run in runs for place in run) != [*range(len(kept))]:
+        fault = "lost or repeated turns"
+    elif not all(kept[place][1].extends(kept[before][1]) for run in runs for before, place in pairwise(run)):
+        fault = "joined turns across a break"
+    assert fault is None or strategy not in STRATEGIES, f"{strategy} {fault}"
+    if fault is not None:
+        raise ComponentError(
+            f"trajectory strategy {strategy} {fault}; expected lists of places, each from 0 to {len(kept) - 1} in one "
+            "list, in which the prompt of each turn extends the turn before it"
+        )
 
 
 def _add(dropped: dict[str, int], reason: str, count: int) -> None:

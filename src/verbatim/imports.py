@@ -1,0 +1,74 @@
+"""Imports what a user names by an import path, with errors that say what to type."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from typing import Any
+
+from verbatim.errors import ComponentError
+from verbatim.texts import error_text
+from verbatim.user_code import is_ctrl_c
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name is that of something to import, "my_module.MyMonitor" or "my_module:MyMonitor"."""
+    return "." in name or ":" in name
+
+
+def import_object(import_path: str) -> Any:
+    """What `module.name` (or `module:name`) stands for; modules in the current directory are found too.
+
+    Raises:
+        ComponentError: no such module or name, or the module fails while it is imported.
+    """
+    module_name, _, attribute = import_path.replace(":", ".").rpartition(".")
+    if not module_name:
+        raise ComponentError(f"import_path {import_path!r} names a module only; expected module.name, for example "
+                             f"{import_path}.MyClass or {import_path}.my_function")  # fmt: skip
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
+        raise ComponentError(f"there is no module {error.name!r}; looked in the current directory, {here}, and in "
+                             f"the installed packages{_where_else(module_name, attribute)}") from error  # fmt: skip
+    except BaseException as error:  # a user's module may raise anything, all of it theirs to mend
+        if is_ctrl_c(error):
+            raise
+        raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        names = [name for name in vars(module) if not name.startswith("_")]
+        near = difflib.get_close_matches(attribute, names, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        if attribute == "py":
+            hint = f"; an import_path has the name behind the module, without .py: {module_name}.MyClass"
+        raise ComponentError(f"{module_name} ({getattr(module, '__file__', 'built in')}) has no "
+                             f"{attribute!r}{hint}") from None  # fmt: skip
+
+
+def told(error: BaseException) -> str:
+    """What a user's code raised and where: `SyntaxError: invalid syntax (/tasks/mine.py:3: def f(:)`.
+
+    The frames of Python's own import machinery are passed over, since they say nothing about the mistake.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        line = f": {error.text.strip()}" if error.text else ""
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}{line})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    message = error_text(error)
+    return f"{message} ({frames[-1].filename}:{frames[-1].lineno})" if frames else message
+
+
+def _where_else(module_name: str, attribute: str) -> str:
+    if module_name.endswith(".py"):
+        return f"; write the module without .py: {module_name[:-3]}.{attribute}"
+    return f"; run the command in the folder that holds {module_name.split('.', maxsplit=1)[0]}, or install it"
