@@ -291,7 +291,7 @@ def test_ctrl_c_ends_the_call_and_what_there_was_is_traced(tmp_path: Path, where
                     loop.close()
         assert time.perf_counter() - started < 4.0
     assert_all_is_kept(tmp_path)
-    assert [t.name for t in threading.enumerate() if t.name == "verbatim-rollout"] == []
+    assert [t.name for t in threading.enumerate() if t.name == "verbatim-loop"] == []
 
 
 # ---- the key

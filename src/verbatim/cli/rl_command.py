@@ -14,7 +14,7 @@ from verbatim.cli.interrupts import two_presses
 from verbatim.config import load_config
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
-from verbatim.run.event_loop import Ask
+from verbatim.rollouts.program_loop import Ask
 from verbatim.run.execute import execute
 from verbatim.run.logs import log_to_console
 from verbatim.run.tables import component_tables

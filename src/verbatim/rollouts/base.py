@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import copy
-import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from verbatim.errors import UsageError
-from verbatim.rollouts.main_loop import run_main
 from verbatim.types import TRAJECTORY_KEYS, Example, Message, RolloutIdentity, Trajectory
 
 Conversation: TypeAlias = Example | Trajectory | Mapping[str, Any]
@@ -156,38 +151,3 @@ def _checked_tools(tools: Any, where: str) -> tuple[dict[str, Any], ...]:
             raise UsageError(f'{where}.tools[{index}] is {tool!r:.80}; expected a schema, {{"type": "function", '
                              '"function": {"name": ...}}; what runs it goes into the tool manager')  # fmt: skip
     return tuple(copy.deepcopy(dict(tool)) for tool in tools)
-
-
-def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What a coroutine function returns, for callers that do not await.
-
-    Where an event loop is running already (a notebook), it runs on a thread of its own, and Ctrl-C cancels it there.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return run_main(work())
-    result: Future[T] = Future()
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
-
-    async def main() -> T:
-        running.append((asyncio.get_running_loop(), asyncio.current_task()))
-        return await work()
-
-    def on_thread() -> None:
-        try:
-            result.set_result(run_main(main()))
-        except BaseException as error:  # noqa: BLE001  carried to the caller
-            result.set_exception(error)
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(on_thread,), name="verbatim-rollout")
-    thread.start()
-    try:
-        return result.result()
-    except KeyboardInterrupt:
-        for loop, task in running:
-            assert task is not None
-            with contextlib.suppress(RuntimeError):  # the loop ended meanwhile
-                loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        raise

@@ -17,11 +17,12 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 from verbatim.environments.base import Episode
 from verbatim.errors import UsageError
 from verbatim.inference.base import SamplingParams
-from verbatim.rollouts.base import Conversation, Opening, read_openings, run_to_end
+from verbatim.rollouts.base import Conversation, Opening, read_openings
 from verbatim.rollouts.episode import EpisodeRun
 from verbatim.rollouts.group import run_together
 from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
 from verbatim.rollouts.offered import Managers, offered_tools
+from verbatim.rollouts.program_loop import run_in_program
 from verbatim.rollouts.progress import progress_bar
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.tools import ToolManager
@@ -124,7 +125,7 @@ class ConversationRollout(abc.ABC):
             finally:
                 await settings._hang_up()
 
-        return run_to_end(all_of_them)
+        return run_in_program(all_of_them())
 
     async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
         """The same, awaited."""

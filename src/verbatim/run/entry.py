@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.config import load_config, make_config
@@ -15,13 +15,15 @@ from verbatim.config.schema import RunConfig
 from verbatim.errors import ComponentError, ConfigError, NothingTrained, RunStopped
 from verbatim.monitors.base import Monitor
 from verbatim.plain_console import PlainConsole
-from verbatim.run.event_loop import run_in_program
+from verbatim.rollouts.program_loop import Ask, run_in_program
 from verbatim.run.execute import execute
 from verbatim.run.given_environments import environment_tables, keep_here, makers
 from verbatim.run.logs import log_for_a_while
 from verbatim.run.result import RunResult, read_result
 from verbatim.run.tables import component_tables
 from verbatim.texts import shown
+
+T = TypeVar("T")
 
 Config = str | Path | Mapping[str, Any] | RunConfig
 """The TOML file of a run, or its tables."""
@@ -130,7 +132,7 @@ def _run(
         try:
             outcome = execute(
                 loaded, name=_name(config, loaded), resume=resume if isinstance(resume, bool) else Path(resume),
-                console=console, run_loop=run_in_program, how_to_go_on=how_to_go_on, environments=table,
+                console=console, run_loop=_run_loop, how_to_go_on=how_to_go_on, environments=table,
                 monitors=monitors,
             )  # fmt: skip
         except SystemExit as error:
@@ -180,3 +182,7 @@ def _check_monitors(monitors: Sequence[Monitor], caller: str) -> None:
                 "metrics, distributions), on_eval(step, env, metrics) and close(); a subclass of "
                 "verbatim.monitors.Monitor inherits those that it does not write"
             )
+
+
+def _run_loop(work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /) -> T:
+    return run_in_program(work, ask)

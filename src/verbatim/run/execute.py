@@ -26,11 +26,10 @@ from verbatim.errors import NothingTrained, UsageError
 from verbatim.machine_faults import is_machine_fault
 from verbatim.monitors.base import Monitor
 from verbatim.run.check import check_run
-from verbatim.run.event_loop import RunsLoop
 from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
 from verbatim.run.summary import print_summary
-from verbatim.run.training_run import TrainingRun
+from verbatim.run.training_run import RunsLoop, TrainingRun
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

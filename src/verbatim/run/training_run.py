@@ -7,7 +7,7 @@ import shutil
 import tomllib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rich.console import Console
 
@@ -20,8 +20,8 @@ from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
 from verbatim.rollouts import EpisodeTally, RolloutSetup
+from verbatim.rollouts.program_loop import Ask
 from verbatim.run.environments import Environments
-from verbatim.run.event_loop import RunsLoop
 from verbatim.run.parts import make_dispatcher, make_logprob_teacher, make_rules, make_schedule
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
 from verbatim.run.run_log import RunLog
@@ -29,6 +29,22 @@ from verbatim.trajectories import Ledger
 
 if TYPE_CHECKING:
     from verbatim.run.trainer_process import TrainerSide
+
+
+T = TypeVar("T")
+
+
+class RunsLoop(Protocol):
+    """Runs a coroutine on an event loop to its end."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /) -> T:
+        """Run the coroutine and return its result.
+
+        Args:
+            work: The coroutine.
+            ask: For the first Ctrl-C.
+            how_to_go_on: What to print where the process ends at once.
+        """
 
 
 class TrainingRun:

@@ -1,4 +1,4 @@
-"""The event loop of a run that a program started: on this thread, or beside the loop that runs here already."""
+"""The event loop of a call that blocks: on this thread, or on its own where a loop is running here already."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from verbatim.rollouts.main_loop import run_main
 from verbatim.user_code import raise_ctrl_c
@@ -18,23 +18,10 @@ from verbatim.user_code import raise_ctrl_c
 T = TypeVar("T")
 
 Ask = Callable[[asyncio.AbstractEventLoop], bool]
-"""Asks the run on this loop to end after its step; False where it has not begun one. Called on any thread."""
+"""Asks the work on this loop to end soon; False where it cannot. Called on any thread."""
 
 
-class RunsLoop(Protocol):
-    """Runs a coroutine on an event loop to its end."""
-
-    def __call__(self, work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /) -> T:
-        """Run the coroutine and return its result.
-
-        Args:
-            work: The coroutine.
-            ask: For the first Ctrl-C.
-            how_to_go_on: What to print where the process ends at once.
-        """
-
-
-def run_in_program(work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /) -> T:
+def run_in_program(work: Coroutine[Any, Any, T], ask: Ask = lambda loop: False) -> T:
     """Run the coroutine in a script, a test or a notebook, and return its result.
 
     The first Ctrl-C calls `ask`, the second cancels the coroutine, the third raises KeyboardInterrupt where the code
@@ -125,7 +112,7 @@ def _on_own_thread(work: Coroutine[Any, Any, T], presses: _Presses) -> T:
             result.set_exception(error)
 
     context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(main,), name="verbatim-run", daemon=True)
+    thread = threading.Thread(target=context.run, args=(main,), name="verbatim-loop", daemon=True)
     thread.start()
     heard = told = 0
     with _ctrl_c_raises():
