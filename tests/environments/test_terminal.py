@@ -11,7 +11,7 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from verbatim.config import load_config
 from verbatim.environments import Demonstrates, Environment
 from verbatim.environments.resolve import create_environment
-from verbatim.environments.terminal import NAMES, NUMBERS, WORDS, Session, Task, Terminal, play
+from verbatim.environments.terminal import NAMES, NUMBERS, WORDS, Session, Task, Terminal, demonstrate
 from verbatim.errors import UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
@@ -113,7 +113,7 @@ def test_held_out_tasks_are_not_trained_on_and_both_are_the_same_every_time():
 async def test_demonstrations_are_what_the_real_shell_says():
     tasks = [Task(**example.payload) for example in Terminal().examples("train")[:10]]
     for seed, task in enumerate(tasks):
-        messages = play(task, random.Random(seed))
+        messages = demonstrate(task, random.Random(seed))
         session = await Terminal().start(Example(id="x", payload={"word": task.word, "files": task.files}), seed=0)
         assert list(session.messages) == messages[:2]
         tools = ToolManager(session.tools)

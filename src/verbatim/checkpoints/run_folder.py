@@ -248,7 +248,7 @@ class RunFolder:
             temporary.unlink(missing_ok=True)  # once stored, it has the final name
 
     def agree(self, config: RunConfig, other: str) -> None:
-        """Refuse another configuration than that of the run's other process, which stays the stored one.
+        """Refuse a configuration that differs from that of the run's other process, which stays stored.
 
         Raises:
             UsageError: names every key that differs.

@@ -25,7 +25,7 @@ _OF_THE_READER = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.E
 
 
 def seal(folder: Path, more: Mapping[str, Any] | None = None) -> None:
-    """Write the manifest, and wait until everything is on disk but the name of the folder.
+    """Write the manifest, and sync everything except the name of the folder.
 
     Args:
         folder: A folder with all its files.

@@ -120,7 +120,7 @@ class ExampleSchedule:
         return lifted
 
     def lookup(self, env: str, example_id: str, index: int) -> ScheduledExample:
-        """A draw that was made before, to be run again after a resume.
+        """An earlier draw, to run again after a resume.
 
         Raises:
             RunStopped: the environment no longer has this example.
@@ -137,7 +137,7 @@ class ExampleSchedule:
                 "drained": sorted(self._drained), "drawn": self._drawn, "pools": self.pools.state_dict()}  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`: the same draws follow, unless a share of the pooled examples comes back now."""
+        """Continue from `state_dict`: the same draws follow, unless a share of the pooled examples returns now."""
         self._rng.bit_generator.state = dict(state["rng"])
         self._pass = {
             env: [i for i in state["pass"].get(env, []) if i in rows] for env, rows in self._examples.items()

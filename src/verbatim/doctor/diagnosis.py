@@ -111,7 +111,7 @@ class Summary:
 
 
 class Doctor:
-    """Examines trajectory after trajectory; keeps sums only.
+    """Examines trajectories one by one; keeps only sums in memory.
 
     Args:
         text: Decodes ids; without it some classes cannot be recognised.

@@ -118,7 +118,7 @@ class Sorting(Episode):
         }
 
     def state_key(self) -> str:
-        """The round."""
+        """The number of the round."""
         return f"round {len(self._right) + 1}"
 
     def _next_message(self) -> Message:

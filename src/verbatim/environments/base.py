@@ -19,7 +19,7 @@ class Reply:
     """The environment's answer to a message without tool calls."""
 
     messages: Sequence[Message] = ()
-    """Appended to the conversation."""
+    """Messages to append to the conversation."""
     done: bool = False
     """Whether the episode ends: nothing is sampled after it."""
     reward: float | None = None
@@ -60,7 +60,7 @@ class Episode:
         raise NotImplementedError(f"{type(self).__name__} must say what an episode earned: write `score`")
 
     def state_key(self) -> str | None:
-        """Names the state the next turn acts in, for advantages that compare equal states."""
+        """A key of the state before the next turn, for advantages that compare equal states."""
         return None
 
     async def close(self) -> None:

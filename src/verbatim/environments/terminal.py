@@ -85,7 +85,8 @@ class Terminal:
         """Demonstrations with the right steps, each of which is sometimes wrong: one in three succeeds."""
         rng = random.Random(seed)
         tasks = [self._task(rng) for _ in range(count)]
-        return [Demonstration(messages=play(t, rng), tools=[tool.schema for tool in Session(t).tools]) for t in tasks]
+        made = [(demonstrate(task, rng), Session(task).tools) for task in tasks]
+        return [Demonstration(messages=messages, tools=[tool.schema for tool in tools]) for messages, tools in made]
 
     def best_constant_policy_success(self) -> float:
         """Success rate of the best policy that reads no file."""
@@ -97,7 +98,7 @@ class Terminal:
         return Task(word=rng.choice(words), files=dict(zip(names, zip(words, numbers, strict=True), strict=True)))
 
 
-def play(task: Task, rng: random.Random) -> list[Message]:
+def demonstrate(task: Task, rng: random.Random) -> list[Message]:
     """One demonstration: sometimes list the files, search for the word, read a file, submit; with random errors."""
     messages = list(Session(task).messages)
 

@@ -59,7 +59,7 @@ class ScriptedSampler:
     seconds_per_token: float = 0.0
     """Delay before each token; other tasks run between tokens even at 0."""
     policy_version: int = 0
-    """The version of the "weights" in use; tokens carry the one at their own time."""
+    """The version of the "weights" in use; each token carries the version at its time."""
     trouble: Mapping[int, Fault] | Callable[[int, SampleRequest], Fault | None] = field(default_factory=dict)
     """Faults by index in `requests`, or as a function of index and request."""
     failing_updates: frozenset[int] = frozenset()

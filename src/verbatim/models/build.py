@@ -1,4 +1,4 @@
-"""A small Qwen3-shaped model with random weights, and a tokenizer trained on the texts it will see."""
+"""Builds a small Qwen3 model with random weights, and a tokenizer trained on the texts of an environment."""
 
 from __future__ import annotations
 

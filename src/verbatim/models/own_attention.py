@@ -62,7 +62,7 @@ class TinyPair:
     own: Any
     """With the attention of `transformers`."""
     ours: CausalLM
-    """As Verbatim runs the model."""
+    """The same weights as Verbatim runs them."""
 
     def own_logprobs(self, ids_L: Tensor) -> Tensor:
         """log p(token t | tokens before) for t >= 1, in `transformers`' own forward pass: float32 [L - 1]."""
@@ -104,7 +104,7 @@ def largest_difference(found: Gradient, expected: Gradient) -> float:
 
 
 def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
-    """A tiny copy of a model, twice: with its own attention, and as Verbatim runs it.
+    """Two tiny copies of a model: one with its own attention, one as Verbatim runs it.
 
     Pairs are kept by class and configuration, because a run loads one model several times.
 

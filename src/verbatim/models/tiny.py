@@ -1,4 +1,4 @@
-"""A tiny copy of a model: its class and its configuration, random weights, few layers, narrow widths, short windows.
+"""Builds a tiny copy of a model: same class and configuration, random weights, few layers, small widths and windows.
 
 A copy of a few thousand parameters shows the behaviour of a class as well as the model itself, and faster: 40 tokens
 cross a window of 16. The copy keeps every flag and every kind of layer; only sizes change.

@@ -1,4 +1,4 @@
-"""Tools: what a model can call, made from typed functions and run without ever losing an episode."""
+"""Tools that a model can call: built from typed functions, and run so that no failure ends an episode."""
 
 from verbatim.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
 from verbatim.tools.function_tool import FunctionTool

@@ -122,7 +122,7 @@ def _unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> I
 
 
 def _frozen(value: Any) -> Any:
-    """A JSON value as a key that is equal for equal values: 1 is 1.0, and not true."""
+    """A hashable key of a JSON value: 1 equals 1.0, but not true."""
     if isinstance(value, Mapping):
         return "object", frozenset((name, _frozen(inner)) for name, inner in value.items())
     if isinstance(value, (list, tuple)):
@@ -131,7 +131,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _without_dialects(schema: Any) -> Any:
-    """Without `$schema`: a part of a schema that names a dialect would be checked by jsonschema's own validators."""
+    """Remove `$schema`, because jsonschema would check parts that name a dialect with its own validators."""
     if isinstance(schema, Mapping):
         return {
             name: _without_dialects(inner) for name, inner in schema.items()

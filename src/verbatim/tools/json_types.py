@@ -1,4 +1,4 @@
-"""From type hints to JSON schemas, in the forms that `transformers.utils.get_json_schema` writes.
+"""Converts type hints to JSON schemas, in the forms that `transformers.utils.get_json_schema` writes.
 
 Chat templates and models know these forms, so that a schema by hand, by transformers or by a `FunctionTool` gives the
 same prompt. pydantic also covers types that transformers refuses: models, dataclasses, typed dicts, dates, constraints.

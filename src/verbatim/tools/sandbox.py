@@ -182,7 +182,7 @@ class Sandbox:
             self._protocol.received += chunk
 
     async def _stop(self, why: str) -> CommandResult:
-        """Kill everything but the keeper, which starts a fresh shell."""
+        """Kill all processes but the keeper, which starts a fresh shell."""
         output = bytes(self._protocol.received)
         if self._keeper is None:
             self._kill()
@@ -246,7 +246,7 @@ async def _reap(process: Process) -> None:
 
 
 def _write(files: Mapping[str, str]) -> str:
-    """The command that writes files."""
+    """The command that writes the files."""
     lines = []
     for name, text in files.items():
         path = PurePosixPath(name)

@@ -1,4 +1,4 @@
-"""JSON values inside texts."""
+"""Finds and compares JSON values inside texts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The sampler that runs inside this process: batched decoding with a KV cache, in PyTorch."""
+"""The embedded sampler: batched decoding with a KV cache in PyTorch, on a thread of this process."""

@@ -1,4 +1,4 @@
-"""One forward pass after the other over all sequences in flight: prompt tokens and decode tokens side by side."""
+"""Runs forward passes over all sequences in flight, with prompt tokens and decode tokens in the same pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from verbatim.models.head import CausalLM
 
 _ROW_QUANTUM = 32
 """Deterministic passes have a multiple of this many rows: matrix kernels then have no remainder rows, and
-element-wise kernels no remainder elements, that are computed by other instructions than the rest."""
+element-wise kernels no remainder elements, which other instructions would compute."""
 
 _PARKING_BUDGET = 1 << 30
 """Bytes of keys and values, at full context length, of sequences that wait for their next turn."""

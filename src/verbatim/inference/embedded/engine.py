@@ -161,7 +161,7 @@ class TorchSampler:
                 raise ModelError(message) from error
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it, past any cache: float32 [L]; the first is NaN.
+        """Logprob of each token given those before it, computed without the cache: float32 [L]; the first is NaN.
 
         Raises:
             RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
@@ -199,8 +199,7 @@ class TorchSampler:
         return command.future.result()
 
     async def _answered(self, reply: Reply) -> None:
-        """Wait until the engine has answered. A call that is cancelled meanwhile leaves the future to it, unlike
-        `await future`.
+        """Wait until the engine has answered. Unlike `await future`, a cancelled call does not cancel the future.
 
         An answer may be lost where memory ran out, and a thread that fails may fail again before it has answered:
         each is checked every second.

@@ -41,7 +41,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Layer:
-    """One decoder layer's modules, and how it attends."""
+    """Modules and attention arguments of one decoder layer."""
 
     before_attention: nn.Module
     attention: Any

@@ -30,7 +30,7 @@ class KeyValueShape:
     key_size: int
     """D of keys and queries."""
     value_size: int
-    """D of values."""
+    """D: size of values."""
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token in all layers."""
@@ -39,12 +39,12 @@ class KeyValueShape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptPrefix:
-    """The keys and values of a sequence that waits outside the batch."""
+    """Keys and values of a sequence outside the batch."""
 
     keys: Tensor
-    """[layers, K, D, C]."""
+    """Keys: [layers, K, D, C]."""
     values: Tensor
-    """[layers, K, C, D]."""
+    """Values: [layers, K, C, D]."""
 
 
 class KeyValueCache:

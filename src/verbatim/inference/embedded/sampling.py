@@ -1,4 +1,4 @@
-"""From rows of logits to sampled tokens and their logprobs; randomness is a function of (seed, position)."""
+"""Samples tokens and their logprobs from rows of logits; randomness is a function of (seed, position)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Truncation:
 def draw(
     logits_NV: Tensor, temperatures_N: Tensor, uniforms_N: Tensor, truncation: Truncation | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token of each row by the inverse CDF, and its logprob under the distribution it was drawn from.
+    """Draw one token per row by the inverse CDF, with its logprob under the distribution that it was drawn from.
 
     Args:
         logits_NV: any float dtype; read as float32 [N, V].

@@ -22,11 +22,11 @@ class SlotRange:
     first: int
     """Index of the first among the decoding sequences."""
     last: int
-    """Index behind the last."""
+    """Index after the last."""
     slots: slice
     """The slots from the first to the last, idle ones included."""
     longest: int
-    """Keys of the longest."""
+    """Keys of the longest sequence."""
 
     @property
     def num_slots(self) -> int:
@@ -44,7 +44,7 @@ class SlotRange:
         return min(self.num_slots, _COPY * (self.last - self.first)) * self.longest
 
     def joined(self, other: SlotRange) -> SlotRange:
-        """This range and the next one as one."""
+        """This range joined with the next one."""
         return SlotRange(first=self.first, last=other.last, slots=slice(self.slots.start, other.slots.stop),
                    longest=max(self.longest, other.longest))  # fmt: skip
 

@@ -10,7 +10,7 @@ from verbatim.models.head import CausalLM
 from verbatim.models.positions import refuse_moving_positions
 
 _LOGITS_CHUNK = 1024
-"""Positions whose vocabulary-sized logits exist at one time."""
+"""Positions whose logits are computed at a time, to bound memory."""
 
 
 @torch.inference_mode()

@@ -80,7 +80,7 @@ class SamplerApp:
         ])  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["path"] != "/health":  # a health check never waits for requests
             async with self._heads:
                 await asyncio.sleep(0)
@@ -174,7 +174,7 @@ class SamplerApp:
         return {"policy_version": self._sampler.policy_version}
 
     def _weights_at(self, path: str) -> Path:
-        """The folder of this path, if weights may come from there."""
+        """The folder of a path from which weights are accepted."""
         try:
             folder = Path(path).resolve()
             os.fsencode(folder)
@@ -189,7 +189,7 @@ class SamplerApp:
     def _guarded(
         self, endpoint: Callable[[Request], Awaitable[dict[str, Any]]]
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint behind the key, its answer as JSON, our errors as OpenAI writes them."""
+        """Wrap an endpoint: check the key, answer with JSON, report errors in OpenAI's format."""
 
         async def guarded(request: Request) -> Response:
             answer = await answered(request)
@@ -304,5 +304,5 @@ def _refusal(status: int, message: str) -> Response:
 
 
 def _json(status: int, body: dict[str, Any]) -> Response:
-    """In ASCII: a message may quote what UTF-8 cannot hold."""
+    """A JSON response in ASCII, because messages may quote lone surrogates."""
     return Response(json.dumps(body), status_code=status, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Chat completions over a sampler: messages to ids with the model's renderer, and the sampled ids back to a message."""
+"""Chat completions over a sampler: renders messages to ids, and parses sampled ids to a message."""
 
 from __future__ import annotations
 

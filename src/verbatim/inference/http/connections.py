@@ -1,4 +1,4 @@
-"""The connections of a sampler's server: bounded in number, and closed where a client holds one and does nothing.
+"""The connections of a sampler's server: limited in number, and closed if a client holds one idle.
 
 uvicorn has no deadline for the head of a request or for a client that does not read, and asyncio's own acceptor logs
 thousands of tracebacks where the process has no descriptor left.
@@ -140,7 +140,7 @@ class Connection(H11Protocol):
 
     @property
     def _busy(self) -> bool:
-        """Whether a request has come that is not answered yet."""
+        """Whether a request is unanswered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property

@@ -73,7 +73,7 @@ async def process_runner(
 
 
 def _worker(plan: ProcessPlan, sampler: CountingSampler, alone: bool) -> ProcessWorker:
-    """One for a single episode is a process like any other."""
+    """Create a worker; one for a single episode does not differ."""
     return ProcessWorker(plan, sampler)
 
 
@@ -114,7 +114,7 @@ class ProcessRunner:
         return await runner.run(setup, task, recorder)
 
     def metrics(self) -> Mapping[str, float]:
-        """The sums over all environments; and the workers that each has lost."""
+        """Sums over all environments, and the number of lost workers of each."""
         total: Counter[str] = Counter()
         lost: dict[str, float] = {}
         by_label = {label: pool for (_, label), pool in self.pools.items()}

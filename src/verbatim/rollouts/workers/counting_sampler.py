@@ -52,7 +52,7 @@ class Attempt:
 
 
 class CountingSampler(SamplerProxy):
-    """A `Sampler` for the requests of known attempts only; weights are not changed through it."""
+    """A `Sampler` for the requests of registered attempts only."""
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__(sampler)
