@@ -397,6 +397,15 @@ async def test_a_key_that_a_server_quotes_is_in_no_message_and_follows_no_redire
     assert [KEY in head for head in (*first.heads, *other.heads)] == [True, True, True, False]
 
 
+@pytest.mark.parametrize("cut", [270, 285, 292])
+async def test_a_quote_that_ends_in_the_middle_of_the_key_does_not_show_its_beginning(cut: int):
+    for body, status in (("-" * cut + KEY, 403), ("-" * (cut - 100) + KEY, 200)):
+        async with serving(always(http(body, status))) as server, asking(server, api_key=KEY, max_retries=0) as asked:
+            with pytest.raises(SamplerFault, match=r"--\[key\]") as caught:
+                await asked.ask("POST", "/", b"{}", read_json)
+        assert KEY[:8] not in str(caught.value)
+
+
 async def test_the_account_of_the_environment_is_named_to_a_chat_server(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_ORG_ID", "org-1")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "project-1")

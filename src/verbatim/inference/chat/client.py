@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.chat.answer import BadAnswer, ChatAnswer, read_answer
-from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, status_failure
+from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, check_address, status_failure
 
 _ACCOUNT = {"OPENAI_ORG_ID": "OpenAI-Organization", "OPENAI_PROJECT_ID": "OpenAI-Project"}
 """Environment variable: header. Who pays, where a key belongs to several; OpenAI's own client reads them too."""
@@ -45,13 +44,7 @@ class OpenAI:
     requests that sample from just that: temperature 1, nothing cut off."""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"base_url {self.base_url.rpartition('@')[2]!r}; expected an address such as "
-                             '"http://localhost:8000/v1"')  # fmt: skip
-        if "@" in parts.netloc or parts.query:
-            raise UsageError(f"base_url of {parts.hostname} holds a password or a query, which would be written down; "
-                             f"give the key as api_key, or in the environment variable {self.api_key_env}")  # fmt: skip
+        check_address(self.base_url, "base_url")
         if self.max_retries < 0 or self.request_timeout <= 0:
             raise UsageError(f"max_retries = {self.max_retries}, request_timeout = {self.request_timeout}; expected "
                              "at least 0 retries and a time above 0")  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
-import io
 import itertools
 import json
 import logging
@@ -49,8 +48,6 @@ _MAX_CONNECTIONS = 1024
 """Attempts under way at a time; more wait their turn, outside of their deadline."""
 _IDLE = 30.0
 """Seconds that an idle connection is kept: shorter than our server keeps it, so that it is never found closed."""
-_LARGE_BODY = 2**20
-"""Bytes; aiohttp wants larger bodies as a file, which it sends in pieces."""
 _SHORTEST_SECRET = 8
 """Characters. Shorter keys ("EMPTY", "none") hide nothing, and would be found inside ordinary words."""
 
@@ -119,10 +116,7 @@ class HttpClient:
         remote_api: bool = False, headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = weakref.WeakKeyDictionary()
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
-            raise UsageError(f"url {url.rpartition('@')[2]!r}; expected a plain address such as "
-                             '"http://127.0.0.1:8000" (a key is given as api_key)')  # fmt: skip
+        check_address(url, "url")
         _check_installed()
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **(headers or {})}
@@ -213,21 +207,14 @@ class HttpClient:
 
         state = self._of_this_loop()
         async with state.places:
-            data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
+            request = state.session.request(method, self.url + path, data=body, allow_redirects=self._remote_api)
             try:
-                async with (
-                    asyncio.timeout(self._request_timeout),
-                    state.session.request(
-                        method, self.url + path, data=data, allow_redirects=self._remote_api, proxy=self._proxy
-                    ) as response,
-                ):
+                async with asyncio.timeout(self._request_timeout), request as response:
                     return Answer(path, response.status, await _read_body(response), response.headers)
-            except aiohttp.ConnectionTimeoutError:
-                raise AttemptFailed("connection", f"Connection error (no connection within {CONNECT:g} s)") from None
+            except aiohttp.ClientError as error:  # no connection within CONNECT, too
+                raise AttemptFailed("connection", f"Connection error ({type(error).__name__}: {error})") from None
             except TimeoutError:
                 raise AttemptFailed("timeout", f"no answer within {self._request_timeout:g} s") from None
-            except (aiohttp.ClientError, OSError) as error:
-                raise AttemptFailed("connection", f"Connection error ({type(error).__name__}: {error})") from None
 
     def _of_this_loop(self) -> _LoopState:
         """Connections live in one event loop each."""
@@ -253,15 +240,31 @@ class HttpClient:
                 limit=0, keepalive_timeout=_IDLE, ssl=_remote_certificates() if self._remote_api else True
             ),
             headers=self._headers,
+            proxy=self._proxy,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
         )
 
     def _hide(self, text: str) -> str:
-        """Servers quote the key that they refuse."""
+        """Servers quote the key that they refuse; a quote may end in the middle of it."""
         for secret in self._secrets:
-            text = text.replace(secret, "[key]")
+            for end in range(len(secret), _SHORTEST_SECRET - 1, -1):
+                text = text.replace(secret[:end], "[key]")
         return text
+
+
+def check_address(url: str, name: str) -> None:
+    """Refuse what is no plain http(s) address; `name` is the setting's.
+
+    Raises:
+        UsageError: says what was found, without a password.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f'{name} {url.rpartition("@")[2]!r}; expected an address such as "http://localhost:8000"')
+    if "@" in parts.netloc or parts.query:
+        raise UsageError(f"{name} of {parts.hostname} holds a password or a query, which would be written down; give "
+                         "the key as api_key, or in an environment variable")  # fmt: skip
 
 
 def _check_installed() -> None:
@@ -296,10 +299,8 @@ def decode(answer: Answer) -> Any:
     """
     import orjson
 
-    try:
+    with contextlib.suppress(ValueError):  # Python's reader takes more: half a surrogate pair, NaN, huge integers
         return orjson.loads(answer.body)
-    except ValueError:  # Python's reader takes more: half a surrogate pair, NaN, integers beyond every float
-        pass
     try:
         return json.loads(answer.text)
     except RecursionError:
@@ -343,17 +344,11 @@ def pause(attempt: int, retry_after: float, jitter: random.Random) -> float:
 
 
 def _retry_after(header: str | None) -> float:
-    """Seconds, or a date."""
-    if not header:
-        return 0.0
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
-    except ValueError:
-        return 0.0  # neither: the usual pause
+    """Seconds, or a date; neither is the usual pause."""
+    for read in (float, lambda date: email.utils.parsedate_to_datetime(date).timestamp() - time.time()):
+        with contextlib.suppress(ValueError):
+            return max(0.0, read(header or ""))
+    return 0.0
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> bytes:
@@ -369,12 +364,9 @@ async def _read_body(response: aiohttp.ClientResponse) -> bytes:
 
 def _proxy_of_environment(url: str) -> str | None:
     """HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, unless NO_PROXY names the host."""
-    parts = urlsplit(url)
-    if urllib.request.proxy_bypass(parts.netloc):
-        return None
-    proxies = urllib.request.getproxies()
+    parts, proxies = urlsplit(url), urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
-    if proxy is None:
+    if not proxy or urllib.request.proxy_bypass(parts.netloc):
         return None
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     if urlsplit(proxy).scheme not in ("http", "https"):

@@ -20,15 +20,7 @@ import numpy as np
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import Completion, SampleRequest, SamplingParams, nothing_sampled
 from verbatim.inference.http import protocol
-from verbatim.inference.http.client import (
-    CONNECT,
-    Answer,
-    HttpClient,
-    HungUp,
-    decode,
-    encode,
-    read_json,
-)
+from verbatim.inference.http.client import CONNECT, Answer, HttpClient, HungUp, decode, encode, read_json
 from verbatim.inference.validation import check_temperature
 from verbatim.types import Float32, Int32
 
@@ -86,12 +78,8 @@ class HttpSampler:
         request_timeout: float = 3600.0,
         max_retries: int = 5,
     ) -> None:
-        self._client = HttpClient(
-            url.rstrip("/").removesuffix("/v1"),
-            api_key=api_key,
-            request_timeout=request_timeout,
-            max_retries=max_retries,
-        )
+        root = url.rstrip("/").removesuffix("/v1")
+        self._client = HttpClient(root, api_key=api_key, request_timeout=request_timeout, max_retries=max_retries)
         self._told: dict[str, Any] = {"model": model, "context_length": context_length, "vocab_size": vocab_size,
                                       "policy_version": policy_version}  # fmt: skip
         self._processed_logprobs = processed_logprobs
@@ -234,7 +222,7 @@ class HttpSampler:
 
     async def _ask_what_it_is(self) -> _Facts:
         """What was told, and where nothing was, what the server says."""
-        said = await self._client.ask("GET", protocol.SAMPLER, None, _read_if_there)
+        said = await self._client.ask("GET", protocol.SAMPLER, None, lambda a: None if a.status == 404 else _read(a))
         if said is None:
             said = _read_cards(await self._client.ask("GET", "/v1/models", None, _read), self._told["model"])
         if not isinstance(said, dict):
@@ -272,10 +260,6 @@ def _read(answer: Answer, if_missing: str = "") -> Any:
         if ours is not None:
             raise ours
     return read_json(answer, f" ({if_missing})" if if_missing and answer.status == 404 else "")
-
-
-def _read_if_there(answer: Answer) -> Any:
-    return None if answer.status == 404 else _read(answer)
 
 
 def _read_cards(answer: object, model: str | None) -> dict[str, Any]:
