@@ -14,7 +14,8 @@ the 99th percentile. `cpu_rate` counts requests per second of the client's own p
 processor time that the loop took beyond the wait, which other work on the machine changes little. Also: milliseconds to
 write 32,768 ids by json / orjson, and to read 4,096 logprobs.
 
-The clients take turns within one run; the figures are medians over the rounds, ratios of medians over `httpx_json`.
+The clients take turns within one run; rates are medians over the rounds, lags are of all rounds together, ratios are of
+medians over `httpx_json`.
 Prints one JSON line. python benchmarks/http_client.py
 """
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -178,8 +180,14 @@ CLIENTS: dict[str, Callable[[str], contextlib.AbstractAsyncContextManager[Genera
 # ---- one round
 
 
-async def measure(client: str, url: str, prompts: list[Any], requests: int) -> dict[str, float]:
-    """Requests per second and the lag's 99th percentile in milliseconds, of the clock and of the processor."""
+Lags = list[tuple[float, float]]
+"""Seconds of the clock and of the processor that the loop took beyond the wait."""
+
+
+async def measure(client: str, url: str, prompts: list[Any], requests: int, lags: Lags) -> dict[str, float]:
+    """Requests per second, of the clock and of the processor."""
+    gc.collect()
+    gc.freeze()  # what the client before left is not looked through again
     async with CLIENTS[client](url) as generate:
         left = iter(range(requests))
 
@@ -188,22 +196,30 @@ async def measure(client: str, url: str, prompts: list[Any], requests: int) -> d
                 await generate(prompts[number % len(prompts)])
 
         await asyncio.gather(*(generate(prompts[0]) for _ in range(UNDER_WAY)))  # the connections
-        lags: list[tuple[float, float]] = []
         looking = asyncio.create_task(look_at_the_clock(lags))
         began, cpu = time.perf_counter(), time.process_time()
         await asyncio.gather(*(keep_asking() for _ in range(UNDER_WAY)))
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         looking.cancel()
-    waited, worked = (1e3 * sorted(lag)[int(0.99 * len(lags))] for lag in zip(*lags, strict=True))
-    return {"rate": requests / seconds, "cpu_rate": requests / cpu, "lag_p99_ms": waited, "cpu_lag_p99_ms": worked}
+    return {"rate": requests / seconds, "cpu_rate": requests / cpu}
 
 
-async def look_at_the_clock(lags: list[tuple[float, float]]) -> None:
+async def look_at_the_clock(lags: Lags) -> None:
     while True:
         began, cpu = time.perf_counter(), time.process_time()
         await asyncio.sleep(EVERY)
         worked = max(0.0, time.process_time() - cpu - EVERY)
         lags.append((time.perf_counter() - began - EVERY, worked))
+
+
+def figures(results: list[dict[str, float]], base: list[dict[str, float]], lags: Lags) -> dict[str, float]:
+    made = {}
+    for name, ratio in (("rate", "ratio"), ("cpu_rate", "cpu_ratio")):
+        median, other = (statistics.median(result[name] for result in each) for each in (results, base))
+        made |= {name: round(median, 1), ratio: round(median / other, 2)}
+    for name, seconds in zip(("lag_p99_ms", "cpu_lag_p99_ms"), zip(*lags, strict=True), strict=True):
+        made[name] = round(1e3 * sorted(seconds)[int(0.99 * len(seconds))], 1)
+    return made
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
@@ -240,15 +256,11 @@ def main() -> None:
     for load, (length, requests) in LOADS.items():
         prompts = [rng.integers(0, VOCAB, length, dtype=np.int32) for _ in range(16)]
         runs: dict[str, list[dict[str, float]]] = {client: [] for client in CLIENTS}
+        lags: dict[str, Lags] = {client: [] for client in CLIENTS}
         for _ in range(rounds):
             for client, results in runs.items():
-                results.append(asyncio.run(measure(client, url, prompts, requests)))
-        medians = {client: {name: round(statistics.median(result[name] for result in results), 1)
-                            for name in results[0]} for client, results in runs.items()}  # fmt: skip
-        base = medians["httpx_json"]
-        found[load] = {client: {**figures, "ratio": round(figures["rate"] / base["rate"], 2),
-                                "cpu_ratio": round(figures["cpu_rate"] / base["cpu_rate"], 2)}
-                       for client, figures in medians.items()}  # fmt: skip
+                results.append(asyncio.run(measure(client, url, prompts, requests, lags[client])))
+        found[load] = {client: figures(results, runs["httpx_json"], lags[client]) for client, results in runs.items()}
     server.terminate()
     print(json.dumps(found))
 

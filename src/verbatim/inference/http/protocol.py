@@ -239,6 +239,10 @@ def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
 def read_plain(values: object, count: int) -> Float32:
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"expected {count} logprobs, found {brief(values)}")
+    if set(map(type, values)) == {float}:
+        found = np.array(values)
+        if (np.abs(found) <= _LARGEST).all():
+            return found.astype(np.float32)
     return np.array([_finite(value, "a logprob") for value in values], dtype=np.float32)
 
 
