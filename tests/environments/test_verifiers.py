@@ -282,7 +282,7 @@ def test_a_trace_that_holds_what_was_served_is_accepted():
 
     check_served([traced(USER, SAID)], [TURN])
     check_served([traced(USER, SAID), traced(USER, SAID)], [TURN, TURN])
-    untrained = dataclasses.replace(TURN, prompt_ids=[1, 2, 3], logprobs=None)
+    untrained = dataclasses.replace(TURN, logprobs=None)
     check_served([traced(USER, SAID)], [untrained])  # a judge's, who is context only
 
 
