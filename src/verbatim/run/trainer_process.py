@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
@@ -11,9 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -198,3 +200,31 @@ def _how(status: int) -> str:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"
+
+
+async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[Any, Any, bool]) -> bool:
+    """Run the work and return its result, while the trainer hears of its progress.
+
+    Raises:
+        BaseException: what the work raised, or what went wrong as its progress was told: a trainer that hears of none
+            would take this process for stuck.
+    """
+    working, telling = asyncio.create_task(work), asyncio.create_task(_tell_progress(side, orchestrator))
+    try:
+        await asyncio.wait({working, telling}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            telling.result()
+        return working.result()
+    finally:
+        for task in (working, telling):
+            task.cancel()
+        await asyncio.gather(working, telling, return_exceptions=True)
+
+
+async def _tell_progress(side: TrainerSide, orchestrator: Any) -> None:
+    """Tell the trainer that the event loop turns, and hear from it whether the run was asked to end."""
+    while True:
+        side.progress(f"at work, after {orchestrator.step} steps")
+        if side.wants_to_stop():
+            orchestrator.request_stop()
+        await asyncio.sleep(0.5)

@@ -30,7 +30,6 @@ from verbatim.trajectories import Ledger
 if TYPE_CHECKING:
     from verbatim.run.trainer_process import TrainerSide
 
-
 T = TypeVar("T")
 
 
@@ -202,6 +201,7 @@ class TrainingRun:
     ) -> bool:  # fmt: skip
         from verbatim.orchestrator.loop import Orchestrator
         from verbatim.orchestrator.nothing_trained import why_nothing_was_trained
+        from verbatim.run.trainer_process import while_telling
 
         config, ready, ledger = self._config, side.ready, Ledger()
         teacher = make_logprob_teacher(config)
@@ -248,31 +248,3 @@ class TrainingRun:
         sync_tree(partial)
         shutil.rmtree(final, ignore_errors=True)
         rename(partial, final)
-
-
-async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[Any, Any, bool]) -> bool:
-    """Run the work and return its result, while the trainer hears of its progress.
-
-    Raises:
-        BaseException: what the work raised, or what went wrong as its progress was told: a trainer that hears of none
-            would take this process for stuck.
-    """
-    working, telling = asyncio.create_task(work), asyncio.create_task(_tell_progress(side, orchestrator))
-    try:
-        await asyncio.wait({working, telling}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            telling.result()
-        return working.result()
-    finally:
-        for task in (working, telling):
-            task.cancel()
-        await asyncio.gather(working, telling, return_exceptions=True)
-
-
-async def _tell_progress(side: TrainerSide, orchestrator: Any) -> None:
-    """Tell the trainer that the event loop turns, and hear from it whether the run was asked to end."""
-    while True:
-        side.progress(f"at work, after {orchestrator.step} steps")
-        if side.wants_to_stop():
-            orchestrator.request_stop()
-        await asyncio.sleep(0.5)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.loop_runs import nothing_left_behind
-from verbatim.run.training_run import while_telling
+from verbatim.run.trainer_process import while_telling
 
 
 class Told:
