@@ -1,4 +1,4 @@
-"""Everything Verbatim raises on purpose, in one hierarchy.
+"""Defines the exceptions that Verbatim raises, in one hierarchy.
 
 ```
 VerbatimError

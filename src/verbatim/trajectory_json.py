@@ -1,4 +1,4 @@
-"""Trajectories as JSON values and back, exact to the last bit of every logprob.
+"""Writes trajectories as JSON values and reads them back, exact to the last bit of every logprob.
 
 A prompt is written as it is stored: how many ids it shares with the context (prompt and completion) of an earlier
 turn, and the new ones. A trajectory of L tokens and T turns so takes O(L), not O(T L).

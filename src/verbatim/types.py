@@ -1,4 +1,4 @@
-"""The records that travel down the line, from an example to a micro-batch, under the names that everything imports."""
+"""The records passed between stages, from example to micro-batch; import them from here."""
 
 from verbatim.records.fields import Bool, Float32
 from verbatim.records.identity import RolloutIdentity

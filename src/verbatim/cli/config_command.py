@@ -1,4 +1,4 @@
-"""`verbatim config FILE [overrides]`: the resolved configuration as TOML, once everything that it names was tried."""
+"""`verbatim config FILE [overrides]`: tries everything that a file names, and prints the resolved configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verbatim doctor FILE.jsonl`: each place where a prompt does not extend what was sampled, why, and what it cost.
+"""`verbatim doctor FILE.jsonl`: finds where prompts do not extend what was sampled, why, and what it cost.
 
 With `--template` instead of a file: what a chat template lets a renderer promise.
 """

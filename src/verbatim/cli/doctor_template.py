@@ -1,4 +1,4 @@
-"""`verbatim doctor --template MODEL_OR_FILE`: where the prompts of a chat template can be continued exactly, found by
+"""`verbatim doctor --template MODEL_OR_FILE`: finds where the prompts of a chat template can be continued exactly, by
 playing probe dialogues, and what it writes of tools."""
 
 from __future__ import annotations

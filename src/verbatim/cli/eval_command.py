@@ -1,4 +1,4 @@
-"""`verbatim eval FILE`: measure a model on the environments of a configuration."""
+"""`verbatim eval FILE`: measures a model on the environments of a configuration."""
 
 from __future__ import annotations
 

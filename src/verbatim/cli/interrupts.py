@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a command runs: the first asks it to end, the second ends the process at once."""
+"""Handles Ctrl-C and SIGTERM while a command runs: the first asks it to end, the second ends the process at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of the process, which a thread that a grader or a tool left behind does not hold up."""
+"""Ends the process even where a grader or a tool left a thread behind."""
 
 from __future__ import annotations
 

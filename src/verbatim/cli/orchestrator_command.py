@@ -1,4 +1,4 @@
-"""`verbatim orchestrator FILE --run-dir FOLDER`: rollouts and batches of a run whose trainer is started by itself."""
+"""`verbatim orchestrator FILE --run-dir FOLDER`: runs the rollouts of a run whose trainer is started separately."""
 
 from __future__ import annotations
 

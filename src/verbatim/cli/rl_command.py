@@ -1,4 +1,4 @@
-"""`verbatim rl FILE`: train a model by reinforcement learning."""
+"""`verbatim rl FILE`: trains a model by reinforcement learning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verbatim rollout TASKS.jsonl`: conversations with tools over a chat-completions server, one result for each task.
+"""`verbatim rollout TASKS.jsonl`: plays conversations with tools over a chat-completions server, one result per task.
 
 Results are appended as they finish. Typed again, the command does what has no result yet; what failed is done again.
 """

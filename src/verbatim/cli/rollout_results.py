@@ -1,4 +1,4 @@
-"""The results of `verbatim rollout`: one line for each task and sample, whatever the process that wrote it died of.
+"""Writes and reads the results of `verbatim rollout`: one whole line per task and sample, also after a crash.
 
 A line is `{"step": 0, "task": "7", "sample": 0, "digest": ..., "settings": {...}, "trajectory": {...}}`, so that
 whatever reads the trajectories of a run reads these.

@@ -1,4 +1,4 @@
-"""The lines of a task file as jobs, each with a name that is the same whenever the file is read."""
+"""Reads a task file as jobs, each with a name that is the same whenever the file is read."""
 
 from __future__ import annotations
 

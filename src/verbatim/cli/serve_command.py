@@ -1,4 +1,4 @@
-"""`verbatim serve MODEL`: a model behind HTTP, for rollouts, evaluation and data collection by whoever can reach it."""
+"""`verbatim serve MODEL`: serves a model over HTTP, for rollouts, evaluation and data collection."""
 
 from __future__ import annotations
 

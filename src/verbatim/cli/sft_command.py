@@ -1,4 +1,4 @@
-"""`verbatim sft FILE`: only the supervised part of a run, the [warm_start] table."""
+"""`verbatim sft FILE`: runs only the supervised part of a run, the [warm_start] table."""
 
 from __future__ import annotations
 

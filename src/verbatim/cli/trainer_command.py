@@ -1,4 +1,4 @@
-"""`verbatim trainer FILE --run-dir FOLDER`: the trainer of a run, in a process of its own."""
+"""`verbatim trainer FILE --run-dir FOLDER`: runs the trainer of a run in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TOML files and command-line overrides to frozen, typed configurations. Importing this imports no torch."""
+"""Loads TOML files and command-line overrides as frozen, typed configurations. Importing this imports no torch."""
 
 from verbatim.config.backends import Backend, find_backend, settings_for
 from verbatim.config.components import ComponentTables, resolve

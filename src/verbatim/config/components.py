@@ -1,4 +1,4 @@
-"""From a component's name and knobs in the file to the thing itself, its knobs checked against its signature.
+"""Resolves a component from its name and knobs in the file; checks the knobs against its signature.
 
 The tables come from the caller: this package sees none of the components, and imports no torch by itself.
 """

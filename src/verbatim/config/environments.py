@@ -1,4 +1,4 @@
-"""[[orchestrator.train.env]], [orchestrator.eval] and what an environment may set for itself."""
+"""[[orchestrator.train.env]], [orchestrator.eval]: the environments, and the settings that each may override."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors of a configuration: where each key came from, what was found there, what was expected."""
+"""Explains the errors of a configuration: where each key came from, what was found there, what was expected."""
 
 from __future__ import annotations
 

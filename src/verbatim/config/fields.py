@@ -1,4 +1,4 @@
-"""Look-ups in the schema, for error messages: which keys a table has, their types, the nearest name."""
+"""Looks up the schema for error messages: the keys of a table, their types, the nearest name."""
 
 from __future__ import annotations
 

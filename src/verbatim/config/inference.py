@@ -1,4 +1,4 @@
-"""[inference]: what all backends share. What is one backend's own stands in [inference.NAME]."""
+"""[inference]: the keys that all backends share. Keys of one backend are in [inference.NAME]."""
 
 from __future__ import annotations
 

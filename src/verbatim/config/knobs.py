@@ -1,4 +1,4 @@
-"""The keyword parameters of a function as keys of a TOML table: names, types, defaults."""
+"""Reads the keyword parameters of a function as keys of a TOML table: names, types, defaults."""
 
 from __future__ import annotations
 

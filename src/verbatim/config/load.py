@@ -1,4 +1,4 @@
-"""A TOML file and command-line overrides to one frozen `RunConfig`, or one error that lists every mistake.
+"""Loads a TOML file and command-line overrides as one frozen `RunConfig`, or raises one error with every mistake.
 
 Relative paths in the file (`model.name`, `run_dir`, data files) are relative to the current directory, as on the
 command line, not to the file.

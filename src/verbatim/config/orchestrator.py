@@ -1,4 +1,4 @@
-"""[orchestrator]: rollouts, scoring, and what becomes a batch."""
+"""[orchestrator]: rollouts, scoring and batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each key of a TOML text stands: the standard parser gives values without their lines."""
+"""Finds the line of each key of a TOML text: the standard parser gives values without their lines."""
 
 from __future__ import annotations
 

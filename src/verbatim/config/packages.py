@@ -1,4 +1,4 @@
-"""Whether an optional package is there."""
+"""Finds out whether an optional package is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings written in Python, as the values that a TOML file gives."""
+"""Converts settings written in Python to the values that a TOML file gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of a run's TOML file, as frozen typed records. Sections keep the names of the processes.
+"""Defines every key of a run's TOML file, as frozen typed records. Sections have the names of the processes.
 
 Here is the whole file, and what has to fit between its tables; each table's own module has the rest.
 """

@@ -1,4 +1,4 @@
-"""What every table of a run's file is made of: types of numbers, and the shapes of a section and of a plug-in."""
+"""Defines what the tables of a run's file share: types of numbers, and the base classes of sections and plug-ins."""
 
 from __future__ import annotations
 

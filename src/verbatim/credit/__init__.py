@@ -1,4 +1,4 @@
-"""Group to advantages: pure functions of one group's rollouts."""
+"""Computes advantages: pure functions of one group's rollouts."""
 
 from verbatim.credit.base import Advantage, AdvantageFunction, AdvantageInputs, AdvantageOutputs, assign_advantages
 from verbatim.credit.chunk_returns import chunk_returns_advantage

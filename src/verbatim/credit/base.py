@@ -1,4 +1,4 @@
-"""What an advantage function sees and returns, and how its answer reaches the trajectories."""
+"""Defines an advantage function's inputs and outputs, and writes its advantages to the trajectories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means and deviations of a few rewards, exact where exactness decides what is trained."""
+"""Computes means and deviations of a few rewards, exactly where that decides what is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a filter is, and how several of them decide about one trajectory."""
+"""Defines a filter, and applies several of them to one trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `gibberish` filter: what the policy itself found very unlikely."""
+"""The `gibberish` filter: flags trajectories whose tokens the policy itself found very unlikely."""
 
 from __future__ import annotations
 

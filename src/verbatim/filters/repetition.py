@@ -1,4 +1,4 @@
-"""The `repetition` filter: the same few tokens over and over inside a turn."""
+"""The `repetition` filter: flags trajectories that repeat the same few tokens inside a turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `zero_advantage` filter: nothing to learn, so no tokens are spent."""
+"""The `zero_advantage` filter: flags trajectories whose advantages are all 0."""
 
 from __future__ import annotations
 

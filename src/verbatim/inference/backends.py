@@ -1,4 +1,4 @@
-"""Inference backends by name, and what each is started with."""
+"""Lists the inference backends by name, and defines the inputs that each is started with."""
 
 from __future__ import annotations
 

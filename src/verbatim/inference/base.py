@@ -1,4 +1,4 @@
-"""The `Sampler` protocol of rollout engines: exact ids in, exact ids, logprobs and policy versions out."""
+"""Defines the `Sampler` protocol of rollout engines: exact ids in, exact ids, logprobs and policy versions out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documented address of the chat-completions client's settings."""
+"""Re-exports the chat-completions client's settings under their documented import path."""
 
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.inference.http.client import pause

@@ -1,4 +1,4 @@
-"""A sampler whose completions come from a script: for tests of its callers, without a model."""
+"""Samples completions from a script: for tests of callers, without a model."""
 
 from __future__ import annotations
 

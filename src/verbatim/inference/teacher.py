@@ -1,4 +1,4 @@
-"""A teacher: what another model gives for exact ids, from a server or from a model of one's own."""
+"""Computes the logprobs that a second model gives to exact ids: on a server, or loaded in this process."""
 
 from __future__ import annotations
 

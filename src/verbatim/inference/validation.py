@@ -1,4 +1,4 @@
-"""Checks of requests before sampling: prompts, stop ids, temperatures, policy versions."""
+"""Checks requests before sampling: prompts, stop ids, temperatures, policy versions."""
 
 from __future__ import annotations
 

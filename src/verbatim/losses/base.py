@@ -1,4 +1,4 @@
-"""What a loss sees and returns: one trajectory's logprobs, advantages and mask."""
+"""Defines a loss: its inputs (one trajectory's logprobs, advantages, mask), its outputs, its level and knobs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Loss:
 
 
 def refuse_bad_knobs(function: Callable[..., LossOutputs], **knobs: Hashable) -> None:
-    """Hold a loss' arguments to the types in its signature, which also check what stands in a file.
+    """Check a loss's knobs against the types in its signature, as the keys of a file are checked.
 
     Raises:
         ComponentError: a knob outside its range.

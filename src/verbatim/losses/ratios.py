@@ -1,4 +1,4 @@
-"""What losses share: their trained tokens, importance ratios that never overflow into NaN, and means of segments."""
+"""Computes what losses share: trained tokens, importance ratios that never overflow into NaN, means of segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss returned, checked; and a user's loss called once on a few tokens before a run begins."""
+"""Checks what a loss returns, and calls a user's loss once on a few tokens before a run begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of a run: the console, metrics and trajectories as JSONL, the learning curve, and services."""
+"""Reports a run: on the console, as JSONL of metrics and trajectories, as a learning curve, and to services."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The monitor protocol, names of the metrics that every run reports, and several monitors as one."""
+"""Defines the monitor protocol and the names of the common metrics; combines several monitors into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run as it happens: one line per step, aligned, and a progress bar below where there is a terminal."""
+"""Prints one aligned line per step, and a progress bar below where there is a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON lines that survive a killed writer, and know how long they are."""
+"""Writes JSON lines so that a killed writer leaves only whole ones; tracks the length of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning curve of a run as one PNG, drawn from its metrics log."""
+"""Draws the learning curve of a run as one PNG, from its metrics log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines: one line per step and one per evaluation."""
+"""Writes metrics as JSON lines: one line per step and one per evaluation."""
 
 from __future__ import annotations
 

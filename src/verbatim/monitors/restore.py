@@ -1,4 +1,4 @@
-"""A log goes back to what it was at a checkpoint. What is damaged or missing is told, and no byte of it is lost."""
+"""Restores a log to its state at a checkpoint. Damaged or missing parts are reported; a damaged log is kept aside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trajectories as JSON lines and back: `{"step": 7, "trajectory": {...}}`, as `trajectory_json` writes them."""
+"""Writes and reads trajectories as JSON lines: `{"step": 7, "trajectory": {...}}`, as `trajectory_json` writes them."""
 
 from __future__ import annotations
 

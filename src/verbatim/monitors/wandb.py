@@ -1,4 +1,4 @@
-"""Weights & Biases: configuration, metrics by step, and histograms, recorded on a thread that the run never waits for.
+"""Logs configuration, metrics and histograms to Weights & Biases, on a thread that the run never waits for.
 
 ```
 on_step, on_eval -> a queue of at most 1000 records -> thread: wandb.init, run.log ..., run.finish

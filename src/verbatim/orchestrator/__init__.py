@@ -1,1 +1,1 @@
-"""The loop that owns time: rollouts, batches, weights, evaluation, checkpoints."""
+"""The training loop: rollouts, batches, weights, evaluation, checkpoints."""

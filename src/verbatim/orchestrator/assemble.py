@@ -1,4 +1,4 @@
-"""Groups to a batch: credit, filters, strategy. Every sampled token ends in a sample or under a reason."""
+"""Builds batches from groups: credit, filters, samples. Every sampled token is in a sample or counted as dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop is given: how long it runs, who is told of its steps, and where checkpoints go."""
+"""Defines the run's schedule, and the protocols of the loop's observers and checkpointer."""
 
 from __future__ import annotations
 

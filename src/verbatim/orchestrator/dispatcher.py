@@ -87,7 +87,7 @@ class Dispatcher:
         self._ledger = ledger
         self._group_size = group_size
         self._groups_per_batch = groups_per_batch
-        self._max_async_level = min(max_async_level, max_off_policy_steps)  # what is born too old is never trained
+        self._max_async_level = min(max_async_level, max_off_policy_steps)  # older ones are never trained
         self._max_off_policy_steps = max_off_policy_steps
         self._max_running = max(1, round(oversampling_factor * groups_per_batch))
         self._groups_per_place = oversampling_factor if online_difficulty_filtering else 1.0

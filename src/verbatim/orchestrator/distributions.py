@@ -1,4 +1,4 @@
-"""One value for each rollout of a batch, those that are filtered out included: what histograms are drawn of."""
+"""Lists one value per rollout of a batch for histograms; rollouts that are filtered out are included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good the policy is now: the same episodes, with their own seeds, every time."""
+"""Evaluates the policy: the same episodes, with the same seeds, every time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run, step by step: batch, train, weights, metrics, evaluation, checkpoint.
+"""Runs the training loop step by step: batch, train, weights, metrics, evaluation, checkpoint.
 
 A step is one batch trained and published. Two tasks overlap, the producer (producer.py) and the consumer (here):
 
@@ -10,7 +10,7 @@ producer   groups = await dispatcher.next_batch()      rollouts that finished
 
 consumer   report = await report                       one step, a new policy version
            ledger                                      its tokens end
-           await weight_sync.publish(report)           the new version samples from here on,
+           await weight_sync.load(report)              the new version samples from here on,
                                                        if the canary finds that it is the trainer's
            ledger.check(pending)                       sampled = trained + dropped + pending
 ```
@@ -184,7 +184,7 @@ class Orchestrator:
         self._settle(submitted, report)
         state = self.state_dict() if report.state is not None else None
         try:
-            seconds = await self._publish(report)
+            seconds = await self._load_weights(report)
             self._dispatcher.advance(self.step)
         except (VerbatimError, OSError):
             await self._record(submitted, report, {}, lag)
@@ -198,12 +198,12 @@ class Orchestrator:
             await self._checkpointer.save(report.version, self._trainer, state, report.state)
             self._saved = report.version
 
-    async def _publish(self, report: StepReport) -> float:
+    async def _load_weights(self, report: StepReport) -> float:
         """The new version samples from here on. Returns the seconds that it took."""
         began = time.perf_counter()
         async with self._producer.handover:
             try:
-                await self._weight_sync.publish(report)
+                await self._weight_sync.load(report)
             except BaseException:
                 self._stopping.set()  # before anything else is handed over
                 raise

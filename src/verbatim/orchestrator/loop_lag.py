@@ -1,4 +1,4 @@
-"""How late the event loop runs what is due, and which code blocks it when it is very late."""
+"""Measures how late the event loop runs what is due, and finds the code that blocks it when it is very late."""
 
 from __future__ import annotations
 

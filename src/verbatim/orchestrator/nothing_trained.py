@@ -1,4 +1,4 @@
-"""Why a run that came to its end has trained nothing, in words, and what to do about it."""
+"""Explains why a finished run has trained nothing, and what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finished groups become batches, and batches go to the trainer."""
+"""Builds batches from finished groups and hands them to the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The staleness rule: which batches new rollouts may start for, and which finished rollouts are too old to train."""
+"""The staleness rule: decides which batches new rollouts may start for, and which rollouts are too old to train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of a step: what its rollouts, its training and the engine were like; told to the observer."""
+"""Collects the metrics of a step (rollouts, training, engine) and passes them to the observer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's weights go into the sampler, which has to prove that it holds them."""
+"""Loads new weights into the sampler and checks them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class WeightSync:
         if self._probes is not None:
             await self._check(self._probes, before=None)
 
-    async def publish(self, report: StepReport) -> None:
-        """The version of this report samples from here on.
+    async def load(self, report: StepReport) -> None:
+        """Load the published version of this report; the sampler samples with it from here on.
 
         Raises:
             RunStopped: the sampler's logprobs of the probes are not the trainer's.

@@ -1,4 +1,4 @@
-"""Training samples to micro-batches: which samples share a forward pass, and nothing else."""
+"""Packs training samples into micro-batches: decides which samples share a forward pass, and nothing else."""
 
 from collections.abc import Callable, Sequence
 

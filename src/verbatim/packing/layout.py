@@ -1,4 +1,4 @@
-"""What every packer lays out: samples with their place in the trajectory, and the targets that they bring."""
+"""Helpers of the packers: samples with their place in the trajectory, and the targets that they bring."""
 
 from __future__ import annotations
 

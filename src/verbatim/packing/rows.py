@@ -1,4 +1,4 @@
-"""Lay training samples out as rows of micro-batches, first-fit-decreasing."""
+"""Lays training samples out as rows of micro-batches, first-fit-decreasing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lay training samples out as prefix trees: what several samples have in common is computed once."""
+"""Lays training samples out as prefix trees: a prefix that several samples share is computed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the records share: the types of their arrays, numbers that are checked, and how a frozen record is filled."""
+"""Helpers of the records: array types, checks of numbers, and a way to fill a frozen record."""
 
 from __future__ import annotations
 

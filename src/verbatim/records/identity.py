@@ -1,4 +1,4 @@
-"""Which rollout a record belongs to."""
+"""Identifies the rollout that a record belongs to."""
 
 from __future__ import annotations
 

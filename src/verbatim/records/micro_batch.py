@@ -1,4 +1,4 @@
-"""What one forward pass computes and predicts."""
+"""Defines the micro-batch: the tokens of one forward pass and the targets that it predicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer is given of a trajectory: tokens with what is trained marked."""
+"""Defines the training sample: token ids, and a mask of the tokens that are trained."""
 
 from __future__ import annotations
 

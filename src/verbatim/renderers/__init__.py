@@ -1,4 +1,4 @@
-"""Messages to ids and back: model families, any chat template, and how the right one is found."""
+"""Renders messages to ids and parses ids to messages; finds the renderer that fits a model."""
 
 from __future__ import annotations
 

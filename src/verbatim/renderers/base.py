@@ -1,4 +1,4 @@
-"""Messages to ids and back: the one place where text and tokens meet."""
+"""Defines the renderer protocol: messages to ids and back, the one place where text and tokens meet."""
 
 from __future__ import annotations
 

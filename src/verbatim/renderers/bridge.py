@@ -1,4 +1,4 @@
-"""The next prompt of any chat template: the ids of the last turn as they are, and the ids of what is new.
+"""Builds the next prompt of any chat template: the ids of the last turn unchanged, then the ids of what is new.
 
 Let P be the ids of a prompt that was rendered from messages H, C the ids that were sampled after it, A the message
 that C reads as, and N the messages to append. The bridge is P + C + B. It is *right* if the template, given H + A + N,

@@ -1,5 +1,5 @@
-"""Probe dialogues: which messages a chat template lets be appended to a sampled turn, in which situations, and where it
-rewrites what was there.
+"""Probes a chat template with dialogues: which messages it lets be appended to a sampled turn, in which situations, and
+where it rewrites what was there.
 
 Each probe is a conversation, a turn as the template itself writes it, and the messages to append. The renderer bridges
 it or refuses, as it would in a run. Where it refuses, the texts before and after are compared, to find the turn and the

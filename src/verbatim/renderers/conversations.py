@@ -1,4 +1,4 @@
-"""What the prompts that are still in use were rendered from, so that they can be continued.
+"""Remembers the messages that prompts in use were rendered from, so that they can be continued.
 
 A bridge is given ids, and needs the messages behind them and the text that the template wrote for those. Both are kept
 under the ids of the prompt for as long as the array that holds these ids is alive: each open thread of an episode holds

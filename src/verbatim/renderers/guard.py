@@ -1,4 +1,4 @@
-"""Text from users, tools and data can never become a control token, whatever template or renderer it passes through.
+"""Keeps text from users, tools and data from becoming a control token, whatever template or renderer it passes.
 
 Two halves that know nothing of each other's context, so that any renderer may cut and join text between them:
 

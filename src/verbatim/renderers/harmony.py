@@ -1,4 +1,4 @@
-"""gpt-oss: OpenAI's harmony format, rendered by the chat template with the local tokenizer (nothing is downloaded)."""
+"""Renders gpt-oss: OpenAI's harmony format, by the chat template with the local tokenizer (nothing is downloaded)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools in the Hermes format, written as plain messages, so that a chat template without tools can carry them.
+"""Writes tools in the Hermes format as plain messages, so that a chat template without tools can carry them.
 
 The messages are wrapped before the template sees them, behind the guard, so that the tags are ours and the text inside
 them is not:

@@ -1,4 +1,4 @@
-"""The model families of the PyPI package `renderers`, behind our protocol: guarded, and exact."""
+"""Adapts the model families of the PyPI package `renderers` to our protocol: guarded, and exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a renderer is sent to another process: as its name and its tokenizer, from which it is made again there."""
+"""Sends a renderer to another process: as its name and its tokenizer, from which it is made again there."""
 
 from __future__ import annotations
 

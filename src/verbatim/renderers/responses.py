@@ -1,4 +1,4 @@
-"""Records of sampled tool calls: every attempt is kept, and only well-formed ones count as calls."""
+"""Records sampled tool calls: every attempt is kept, and only well-formed ones count as calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer for a chat template without its model: bytes, and the special tokens that the template writes."""
+"""Builds a tokenizer for a chat template without its model: bytes, and the special tokens that the template writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any model with a chat template, rendered through it, and continued wherever the template keeps what it wrote."""
+"""Renders any model through its chat template, and bridges wherever the template keeps what it wrote."""
 
 from __future__ import annotations
 

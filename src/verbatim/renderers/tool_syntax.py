@@ -1,4 +1,4 @@
-"""The syntaxes of tool calls, and how calls are read. A model's syntax is never guessed from its output.
+"""Defines the syntaxes of tool calls and parses calls. A model's syntax is never guessed from its output.
 
 `derived_syntax` finds it in the chat template. Four forms are known, which cover Hermes, Mistral and Llama JSON,
 DeepSeek, the XML of Qwen, GLM and others, and LFM:

@@ -1,4 +1,4 @@
-"""Rollouts: one asyncio task for each episode, the turn written once."""
+"""Runs episodes: one asyncio task for each."""
 
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.api_multi_turn import APIMultiTurnRollout

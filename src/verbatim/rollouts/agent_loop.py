@@ -1,4 +1,4 @@
-"""Turns of exact ids: messages to prompt ids, ids to a completion, a completion to a message."""
+"""Runs turns in exact ids: messages to prompt ids, prompt ids to a completion, completion to a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The multi-turn rollout engine over a chat-completions server."""
+"""Runs multi-turn rollouts over a chat-completions server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout backends by name: the processes in which episodes run, each with its own settings."""
+"""Lists the rollout backends by name: the processes in which episodes run, each with its own settings."""
 
 from __future__ import annotations
 

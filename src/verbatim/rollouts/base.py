@@ -1,4 +1,4 @@
-"""What every rollout engine looks like from outside: conversations in, as many trajectories out, in the same order."""
+"""Defines the interface of rollout engines: conversations in, as many trajectories out, in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns over a chat-completions server, which speaks text: a teacher's, and those of `APIMultiTurnRollout`."""
+"""Runs turns over a chat-completions server, which answers with text: for teachers and `APIMultiTurnRollout`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout engine as a function, whichever loop takes the turns: conversations in, trajectories out."""
+"""Runs conversations with any episode loop: conversations in, trajectories out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded conversations as trajectories, so that supervised training takes the same road as rollouts."""
+"""Converts recorded conversations to trajectories, so that supervised training uses the code path of rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The usual control flow of an episode: the model speaks, tools answer its calls, the environment everything else."""
+"""Runs the usual control flow of an episode: the model speaks, tools answer its calls, the environment the rest."""
 
 from __future__ import annotations
 

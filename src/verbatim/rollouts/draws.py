@@ -1,4 +1,4 @@
-"""The requests of one episode to the sampler: every token is counted, whatever becomes of its completion."""
+"""Sends the requests of one episode to the sampler and counts every token, whatever becomes of its completion."""
 
 from __future__ import annotations
 

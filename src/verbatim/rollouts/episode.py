@@ -1,4 +1,4 @@
-"""One episode from example to trajectory: whatever goes wrong stays on the trajectory."""
+"""Runs one episode from example to trajectory; a failure is recorded on the trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollouts of one example: episodes side by side, scored alone and then, where asked for, together."""
+"""Runs the episodes of one example concurrently; scores each alone and then, where asked for, together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One turn of an episode, written once: limits, history, tool calls and record. An engine only answers the prompt."""
+"""Runs one turn: limits, history, tool calls, record. Subclasses produce the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The multi-turn rollout engine over a sampler: conversations in, trajectories with exact ids out."""
+"""Runs multi-turn rollouts over a sampler: conversations in, trajectories with exact ids out."""
 
 from __future__ import annotations
 

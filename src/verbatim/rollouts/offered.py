@@ -1,4 +1,4 @@
-"""Which tools each conversation of a call is offered, and what runs them."""
+"""Decides which tools each conversation of a call is offered, and what runs them."""
 
 from __future__ import annotations
 

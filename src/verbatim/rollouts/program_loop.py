@@ -1,4 +1,4 @@
-"""The event loop of a call that blocks: on this thread, or on its own where a loop is running here already."""
+"""Runs the event loop of a blocking call: on this thread, or on a new one where a loop is already running here."""
 
 from __future__ import annotations
 

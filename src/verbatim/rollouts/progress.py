@@ -1,4 +1,4 @@
-"""A bar on standard error for rollouts that people wait for."""
+"""Shows a progress bar on standard error for rollouts that people wait for."""
 
 from __future__ import annotations
 

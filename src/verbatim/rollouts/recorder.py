@@ -1,4 +1,4 @@
-"""What an episode has recorded so far: turns as exact ids, shared by the agents that speak in it."""
+"""Records the turns of an episode as exact ids; all agents of the episode share it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Recorder:
             self._on_dropped({"error": num_tokens})
 
     def lose(self, num_tokens: int) -> None:
-        """So many of the counted tokens went down with the process that they were sampled for."""
+        """Book tokens as lost because the process that they were sampled for ended."""
         assert 0 <= num_tokens <= self.num_sampled_tokens
         self.num_sampled_tokens -= num_tokens
         if self._on_dropped is not None:

@@ -1,4 +1,4 @@
-"""The rewards that a tool or an environment gives, as finite numbers."""
+"""Checks that the rewards of tools and environments are finite numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs an episode: what all episodes of one environment share, what one episode is, and the local runner."""
+"""Defines episode tasks, the settings that the episodes of one environment share, and the local runner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from verbatim.types import Example, RolloutIdentity, Trajectory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodeTask:
-    """One episode, in values that can travel."""
+    """One episode, as picklable values."""
 
     purpose: str
     """"train" or "eval"."""

@@ -1,4 +1,4 @@
-"""Seeds as a pure function of what they are for, so that a resumed run draws what it would have drawn."""
+"""Derives seeds as a pure function of their purpose, so that a resumed run draws what it would have drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher's turns in the ids of the student that imitates them."""
+"""Converts a teacher's turns to the ids of the student that imitates them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""User code on a task of its own: told to end when its time is over, and left behind where it does not."""
+"""Runs user code in a task of its own: cancelled at its deadline, and abandoned where it goes on."""
 
 from __future__ import annotations
 

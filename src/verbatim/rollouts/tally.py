@@ -1,4 +1,4 @@
-"""How the episodes of a run ended: counted by kind, and the first failure of each kind said at once."""
+"""Counts how the episodes of a run ended, and logs the first failure of each kind at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file for each finished trajectory, whole or not there at all, under a name that nothing else has.
+"""Writes one file for each finished trajectory, atomically, under a unique name.
 
 A trace is one line of JSON, as in a run's log, so that `verbatim doctor TRACE` reads it:
 

@@ -1,4 +1,4 @@
-"""The assembly of a run: preparation, parts, processes, event loop, log, result.
+"""Assembles and runs a training run: preparation, parts, processes, event loop, log, result.
 
 The package has the name of its function: `verbatim.run("run.toml")` and `verbatim.run({"model": ..., ...})` run what
 `verbatim rl` runs, and return a `RunResult`.

@@ -1,5 +1,5 @@
-"""What can be known of a run before weights are loaded: `verbatim config` looks at it, and so does every command that
-trains, before it makes a folder."""
+"""Checks a run before weights are loaded: for `verbatim config`, and for every command that trains, before it creates a
+folder."""
 
 from __future__ import annotations
 

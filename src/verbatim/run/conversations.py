@@ -1,4 +1,4 @@
-"""A file of conversations to imitate: what `warm_start.data` names."""
+"""Reads a file of conversations to imitate, which `warm_start.data` names."""
 
 from __future__ import annotations
 

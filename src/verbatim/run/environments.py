@@ -1,4 +1,4 @@
-"""The environments of a run: made once, and checked before anything else is started."""
+"""Creates the environments of a run once, and checks them before anything else is started."""
 
 from __future__ import annotations
 

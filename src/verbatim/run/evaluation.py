@@ -1,4 +1,4 @@
-"""A model measured on the environments of a configuration."""
+"""Evaluates a model on the environments of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A configuration to a run that has ended: checked, given a folder and a log, trained, summed up.
+"""Executes a configuration from start to end: checks, run folder, log, training, summary.
 
 ```
 config -> check_run -> environments            refused before there is a folder

@@ -1,4 +1,4 @@
-"""Environments that a program gives as objects: named by import path where that is possible, else kept in this process.
+"""Names environments that are given as objects: by import path where possible, else they stay in this process.
 
 The configuration of a run is a file. A class that can be imported stands there by its import path, and everything works
 as if it had been typed. An object that exists only in this process (an instance, or a class of a notebook) stands there

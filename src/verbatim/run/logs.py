@@ -1,4 +1,4 @@
-"""Logging of a process: to the console, and into a file of the run folder."""
+"""Sets up the logging of a process: to the console, and into a file of the run folder."""
 
 from __future__ import annotations
 

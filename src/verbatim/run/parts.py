@@ -1,4 +1,4 @@
-"""The parts that turn episodes into training: dispatcher, group rules, loss, schedule, monitors."""
+"""Builds the parts that turn episodes into training: dispatcher, group rules, loss, schedule, monitors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
 
 
 def _what_filters_cannot_read(config: RunConfig) -> set[str]:
-    """With a teacher rollouts teach whatever they earned, and the texts that are imitated have no logprobs."""
+    """What filters would read and this run lacks: advantages with a teacher, logprobs where its texts are imitated."""
     unknown = {"advantages"} if config.follows_a_teacher else set()
     return unknown | {"logprobs"} if config.orchestrator.training_mode == "sft" else unknown
 

@@ -1,4 +1,4 @@
-"""The model a run starts from: built or found, then warm-started."""
+"""Prepares the model that a run starts from: built or found, then warm-started."""
 
 from __future__ import annotations
 

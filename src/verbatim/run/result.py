@@ -1,4 +1,4 @@
-"""The result of a run that was started from Python: folder, summary, metrics as columns, model."""
+"""Gives the result of a run that was started from Python: folder, summary, metrics as columns, model."""
 
 from __future__ import annotations
 

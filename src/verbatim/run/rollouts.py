@@ -1,4 +1,4 @@
-"""The parts that run episodes: sampler, renderer, limits, and the local or remote episode runner."""
+"""Builds the parts that run episodes: sampler, renderer, limits, and the local or remote episode runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a run logs: metrics, trajectories, the console, checkpoints, the summary."""
+"""Writes everything a run logs: metrics, trajectories, the console, checkpoints, the summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in a few figures: computed from the metrics log, printed as a table."""
+"""Summarises a run in a few figures, computed from the metrics log and printed as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer of a run, in a process of its own: one orchestrator is served until it says that the run is over."""
+"""Runs the trainer in a process of its own: serves one orchestrator until it ends the run."""
 
 from __future__ import annotations
 

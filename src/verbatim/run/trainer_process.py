@@ -1,4 +1,4 @@
-"""The orchestrator's side of the trainer: on a thread, in a child process, or in a process started elsewhere."""
+"""Starts or finds the trainer for the orchestrator: on a thread, in a child process, or started elsewhere."""
 
 from __future__ import annotations
 

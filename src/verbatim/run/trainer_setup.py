@@ -1,4 +1,4 @@
-"""The trainer's side of a run: the model it begins with, and what it needs to train it."""
+"""Builds the trainer's side of a run: the model that it begins with, and what it needs to train it."""
 
 from __future__ import annotations
 

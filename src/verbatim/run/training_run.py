@@ -1,4 +1,4 @@
-"""One run from the trainer's readiness to the final model: the parts are put together, and the loop is run."""
+"""Assembles and runs one training run, after the trainer is ready."""
 
 from __future__ import annotations
 

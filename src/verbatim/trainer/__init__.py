@@ -1,1 +1,1 @@
-"""Training samples to optimizer steps: forward, loss, backward, update, and what a run needs to go on."""
+"""Trains on samples: forward, loss, backward, update; saves what a run needs to resume."""

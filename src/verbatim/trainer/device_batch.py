@@ -1,4 +1,4 @@
-"""A micro-batch as tensors on the trainer's device, and the loss inputs cut out of it."""
+"""Moves a micro-batch to the trainer's device, and cuts the inputs of losses out of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of matrices by oneDNN on AMD processors, where the BLAS that torch calls leaves half of the machine unused.
+"""Multiplies matrices by oneDNN on AMD processors, where the BLAS that torch calls uses half of the machine.
 
 torch multiplies float32 matrices by MKL, which keeps to 256-bit instructions on any processor but Intel's. oneDNN,
 which torch ships as well, uses 512 bits: 2.2 times the rate on a core with AVX-512, forward and backward.

@@ -1,4 +1,4 @@
-"""The trainer in the orchestrator's own process, on a thread of its own: for debugging, where a breakpoint works."""
+"""Runs the trainer on a thread of the orchestrator's process: for debugging, where a breakpoint works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logprobs of the targets, so that vocabulary-sized logits exist for one chunk of targets at a time."""
+"""Computes logprobs of the targets; vocabulary-sized logits exist for one chunk of targets at a time."""
 
 from __future__ import annotations
 

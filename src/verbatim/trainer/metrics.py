@@ -1,4 +1,4 @@
-"""Add up what losses report, and read it back once per batch."""
+"""Sums the metrics that losses report, and reads them back once per batch."""
 
 from __future__ import annotations
 

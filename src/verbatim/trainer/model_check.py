@@ -1,4 +1,4 @@
-"""Before a model is trained: does a tiny copy of it have the logprobs and the gradient of its own attention here?"""
+"""Checks a model before training: a tiny copy must have the logprobs and the gradient of the model's own attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW over a model's parameters, and its state as safetensors."""
+"""Builds AdamW over a model's parameters; saves and loads its state as safetensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning-rate schedule, counted in optimizer steps."""
+"""Computes the learning rate of each optimizer step."""
 
 from __future__ import annotations
 

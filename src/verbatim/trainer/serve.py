@@ -1,4 +1,4 @@
-"""The trainer process: execute one message after the other until told to end."""
+"""Runs the trainer's process: executes one message after the other until it is told to end."""
 
 from __future__ import annotations
 

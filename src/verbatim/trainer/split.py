@@ -1,4 +1,4 @@
-"""Cut a batch into the disjoint parts of several optimizer steps, never cutting a trajectory."""
+"""Splits a batch into the disjoint parts of several optimizer steps, never cutting a trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of one optimizer step: forward, loss and backward over its micro-batches."""
+"""Computes the gradient of one optimizer step: forward, loss and backward over its micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer: batches of training samples in, optimizer steps done, weights and state on disk."""
+"""Trains on batches of samples in optimizer steps; saves weights and state."""
 
 from __future__ import annotations
 

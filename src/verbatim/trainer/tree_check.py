@@ -1,4 +1,4 @@
-"""Before a process trains on its first trees: do a few samples have the same gradient as a tree and as rows here?"""
+"""Checks trees before the first are trained: a few samples must have the same gradient as a tree and as rows."""
 
 from __future__ import annotations
 

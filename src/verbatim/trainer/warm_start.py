@@ -1,4 +1,4 @@
-"""Supervised optimizer steps on recorded conversations, before reinforcement learning."""
+"""Trains on recorded conversations before reinforcement learning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer does on request: train a batch and publish the weights, write its state, answer the probes."""
+"""Executes requests to the trainer: train a batch and publish weights, save state, compute the probes' logprobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trajectory to training samples: pure functions over records; no torch, no asyncio."""
+"""Builds training samples from trajectories: pure functions over records; no torch, no asyncio."""
 
 from verbatim.trajectories.age import age, first_version
 from verbatim.trajectories.ledger import Ledger

@@ -1,4 +1,4 @@
-"""How old a trajectory is when a batch takes it: counted from the weights that sampled its first token."""
+"""Computes the age of a trajectory in a batch: steps since the weights that sampled its first token."""
 
 from __future__ import annotations
 

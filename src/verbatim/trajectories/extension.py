@@ -1,4 +1,4 @@
-"""Which open sample a prompt extends exactly, or where it first differs."""
+"""Finds the open sample that a prompt extends exactly, or where the prompt first differs."""
 
 from __future__ import annotations
 

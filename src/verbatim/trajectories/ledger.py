@@ -1,4 +1,4 @@
-"""The conservation law: every sampled token is trained once, pending, or dropped for one counted reason."""
+"""Token accounting: every sampled token is trained, pending or dropped for one counted reason."""
 
 from __future__ import annotations
 

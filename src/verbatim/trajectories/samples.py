@@ -1,4 +1,4 @@
-"""A trajectory as training samples, and what of it is not trained and why."""
+"""Builds training samples; counts the tokens left out, by reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trajectory, which is also the mapping of plain values that rollouts document."""
+"""Defines the trajectory, which is also a read-only mapping of plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How batches reach the trainer, and weights the sampler."""
+"""Moves batches to the trainer and weights to the sampler, through files."""
 
 from verbatim.transport.base import StepReport, TrainerLink, TrainerReady
 from verbatim.transport.weights import WeightFolders

@@ -1,4 +1,4 @@
-"""The trainer as the orchestrator sees it, wherever it runs."""
+"""Defines the orchestrator's link to a trainer, wherever the trainer runs."""
 
 from __future__ import annotations
 

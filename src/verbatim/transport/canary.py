@@ -1,4 +1,4 @@
-"""The weight-sync canary: does the sampler hold the weights that the trainer published?
+"""Compares the sampler's logprobs of a few probes with the trainer's: does the sampler hold the published weights?
 
 With each version the trainer publishes its own logprobs of a few fixed sequences. The sampler must find the same
 ones, past any prefix cache, before it samples with that version.

@@ -1,4 +1,4 @@
-"""The folder through which orchestrator and trainer talk: heartbeats, messages one way, answers the other."""
+"""Exchanges heartbeats, messages and answers between orchestrator and trainer through a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files between processes: a reader sees all of a file or no file."""
+"""Writes files for other processes: a reader sees all of a file or no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heartbeats between processes, by counting, independent of wall clocks.
+"""Sends and checks heartbeats between processes, by counting, independent of wall clocks.
 
 Each side counts up in a file of its own. The other side measures, on its own monotonic clock, for how long a count has
 stood still; so it does not matter whether clocks agree, or jump.

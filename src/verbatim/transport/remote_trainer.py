@@ -1,4 +1,4 @@
-"""A trainer in another process, reached through an exchange folder."""
+"""Talks to a trainer in another process through an exchange folder."""
 
 from __future__ import annotations
 

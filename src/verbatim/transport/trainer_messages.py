@@ -1,4 +1,4 @@
-"""Messages to the trainer and its answers, as numbered files.
+"""Writes and reads messages to the trainer and its answers, as numbered files.
 
 ```
 exchange/{session}/
@@ -36,7 +36,7 @@ from verbatim.types import TrainingSample
 
 _ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
 _STREAM = "_logprobs"
-"""Ends the name of a logprob stream's tensor, which begins with the stream's name: "teacher_logprobs"."""
+"""Suffix of a logprob stream's tensor name: the stream "teacher" is the tensor "teacher_logprobs"."""
 _NAMES = ("trajectory_id", "group_id", "env", "part")
 
 

@@ -1,4 +1,4 @@
-"""Published weights: one folder for each policy version, complete or absent."""
+"""Publishes weights as one folder for each policy version, complete or absent. The sampler loads them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Chat completions: requests and answers as pure functions, and the client that samples with them."""
+"""Chat completions: pure functions for requests and answers, and the client that samples with them."""

@@ -1,4 +1,4 @@
-"""A chat-completions answer, read once: what was said, what was called, and the exact ids where a server gives them."""
+"""Parses a chat-completions answer: its text, its tool calls, and the exact ids where a server gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat completions of an OpenAI-compatible server: the settings, and requests that are retried and counted."""
+"""Requests chat completions of an OpenAI-compatible server, with retries and counts; defines the server's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat-completions request: a conversation, and how to sample its next message, as JSON that any server takes."""
+"""Builds a chat-completions request: a conversation and sampling settings, as JSON that any server takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The endpoints of a sampler's server: read a request, sample while the client stays connected, answer."""
+"""Handles the endpoints of a sampler's server: reads a request, samples while the client is connected, answers."""
 
 from __future__ import annotations
 

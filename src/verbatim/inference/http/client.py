@@ -1,4 +1,4 @@
-"""The HTTP client of samplers, chat servers and teachers: bytes out, an answer in, retried where that may help.
+"""Sends HTTP requests to samplers, chat servers and teachers, and retries where that may help.
 
 Each attempt has a deadline. A failure that may pass (a lost connection, a deadline, 429, 5xx, a broken answer) is
 retried after a growing pause, or when the server's `Retry-After` says so; any other is final.

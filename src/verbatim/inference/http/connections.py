@@ -1,4 +1,4 @@
-"""The connections of a sampler's server: limited in number, and closed if a client holds one idle.
+"""Limits the connections of a sampler's server, and closes those that a client holds idle.
 
 uvicorn has no deadline for the head of a request or for a client that does not read, and asyncio's own acceptor logs
 thousands of tracebacks where the process has no descriptor left.

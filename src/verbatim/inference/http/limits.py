@@ -1,4 +1,4 @@
-"""Limits of one client of a sampler's server: connections, seconds and bytes."""
+"""Defines the limits of one client of a sampler's server: connections, seconds and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a request and its completion are written as JSON: vLLM's token endpoint, and beside it what it has no place for.
+"""Writes and reads requests and completions as JSON: vLLM's token endpoint, with extensions for the rest.
 
 A float32 stands in JSON as the shortest decimal of the double that it equals, so logprobs come back bit for bit.
 """

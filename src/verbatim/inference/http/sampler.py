@@ -1,4 +1,4 @@
-"""A sampler behind HTTP, used like any other: ids, logprobs and versions are those that the engine gave, bit for bit.
+"""Samples over HTTP: ids, logprobs and versions are the engine's, bit for bit.
 
 A request that failed on its way is retried (`http.client`). That is harmless: nothing was kept of the attempt that
 failed. Over our own server randomness is a function of seed and position, so the same request gives the same tokens.

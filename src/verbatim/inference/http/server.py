@@ -1,4 +1,4 @@
-"""An HTTP server for a sampler, as a context manager: token ids in, token ids out.
+"""Serves a sampler over HTTP, as a context manager: token ids in, token ids out.
 
 It runs in the caller's event loop, beside other users of the sampler there.
 """

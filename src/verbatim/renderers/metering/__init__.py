@@ -1,4 +1,4 @@
-"""A chat template is a program from elsewhere: it renders within a budget of steps, characters and time, or not at all.
+"""Runs chat templates, which are untrusted programs, within a budget of steps, characters and time.
 
 `meter` holds the budget, `environment` is the sandbox that counts, and `program` a template compiled for it.
 """

@@ -1,4 +1,4 @@
-"""The sandbox that chat templates run in: that of `transformers`, with everything counted that can take long or grow.
+"""Sandboxes chat templates: the sandbox of `transformers`, with everything counted that can take long or grow.
 
 A template holds values of JSON's types only, so that what it can call is known by name: anything else is refused.
 """

@@ -1,4 +1,4 @@
-"""The filters and tests of a template, counted; and those that a compiled template is given to count by."""
+"""Counts the filters and tests of a template; defines those that compiled templates count with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts with placeholders, whose widths can be of any size."""
+"""Counts the text that a template makes by formatting, where a placeholder can ask for any width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rendering may spend: steps, characters that it makes, and processor time."""
+"""Limits what one rendering may spend: steps, characters that it makes, and processor time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods of JSON's types that a template may call, each counted before it makes something big."""
+"""Counts the methods of JSON's types that a template may call, before they make something big."""
 
 from __future__ import annotations
 

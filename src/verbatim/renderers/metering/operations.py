@@ -1,4 +1,4 @@
-"""Operators of a template, counted before they make something big."""
+"""Counts the operators of a template before they make something big."""
 
 from __future__ import annotations
 

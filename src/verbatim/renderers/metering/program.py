@@ -1,4 +1,4 @@
-"""A chat template, compiled so that it counts what it does."""
+"""Compiles a chat template so that it counts what it does."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Episodes in child processes of this machine."""
+"""Runs episodes in child processes of this machine."""

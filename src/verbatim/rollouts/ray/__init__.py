@@ -1,1 +1,1 @@
-"""Episodes on the actors of a Ray cluster."""
+"""Runs episodes on the actors of a Ray cluster."""

@@ -1,4 +1,4 @@
-"""A rollout engine as a Ray actor."""
+"""Runs a rollout engine as a Ray actor."""
 
 from __future__ import annotations
 

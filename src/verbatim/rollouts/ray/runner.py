@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: actors, on any number of hosts, that reach the sampler over HTTP."""
+"""Runs episodes on a Ray cluster: actors on any number of hosts, which reach the sampler over HTTP."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Environments of the package `verifiers`: its tasks, programs and rewards, our sampler and our records."""
+"""Runs environments of the package `verifiers`: its tasks, programs and rewards, our sampler and records."""

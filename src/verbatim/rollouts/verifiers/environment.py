@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers` as ours: their tasks, programs and rewards, our sampler and our records."""
+"""Adapts environments of the package `verifiers`: their tasks, programs and rewards, our sampler and records."""
 
 from __future__ import annotations
 

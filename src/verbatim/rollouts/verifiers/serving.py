@@ -1,4 +1,4 @@
-"""What verifiers' episodes need while they run: our sampler behind HTTP, and verifiers' own servers in front of it.
+"""Serves verifiers' episodes while they run: our sampler behind HTTP, and verifiers' own servers in front of it.
 
 verifiers -> its train client -> our /inference/v1/generate -> the episode that the request's session names, which
 samples and records the turn. So a trajectory holds what was served, with the version of every token.

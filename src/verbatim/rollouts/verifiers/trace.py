@@ -1,4 +1,4 @@
-"""What verifiers recorded against what our sampler served: each sampled token in both, in one context, or an error.
+"""Checks verifiers' record against what our sampler served: each sampled token in both, in the same context.
 
 verifiers keeps a rollout as a graph of messages, each with the ids that it adds. The ids on the way to a sampled
 message are its prompt; the ids of its own that are masked as sampled are the completion.

@@ -1,1 +1,1 @@
-"""Episodes in other processes: the worker pool, serialization and token counts."""
+"""Runs episodes in other processes: the worker pool, serialization and token counts."""

@@ -1,1 +1,1 @@
-"""Attention over packed samples: rows, prefix trees, and trees by flex attention."""
+"""Computes attention over packed samples: rows, prefix trees, and trees by flex attention."""

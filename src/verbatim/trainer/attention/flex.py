@@ -1,4 +1,4 @@
-"""Attention of prefix trees by FlexAttention: one kernel that skips what no query of a block sees. For CUDA."""
+"""Computes attention of prefix trees by FlexAttention, on CUDA: one kernel that skips what no query of a block sees."""
 
 from __future__ import annotations
 

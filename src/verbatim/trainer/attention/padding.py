@@ -1,4 +1,4 @@
-"""Tokens laid out in padded grids and back, with gradients that are gathers and copies."""
+"""Lays tokens out in padded grids and back, with gradients that are gathers and copies."""
 
 from __future__ import annotations
 

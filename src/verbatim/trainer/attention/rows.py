@@ -1,4 +1,4 @@
-"""Attention of packed rows: each row by itself, rows of like length together, never a mask over the micro-batch."""
+"""Computes attention of packed rows: each row by itself, rows of like length together, without a full mask."""
 
 from __future__ import annotations
 

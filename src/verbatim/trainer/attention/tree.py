@@ -1,4 +1,4 @@
-"""Attention of prefix trees: each token sees its ancestors and itself, block of queries by block of queries."""
+"""Computes attention of prefix trees by blocks of queries: each token sees its ancestors and itself."""
 
 from __future__ import annotations
 

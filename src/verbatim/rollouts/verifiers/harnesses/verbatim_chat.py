@@ -1,4 +1,4 @@
-"""verifiers' chat loop inside our own process: verifiers' `null` harness first installs a program from the network.
+"""Runs verifiers' chat loop in our own process; verifiers' `null` harness first installs a program from the network.
 
 The model speaks, its calls of the task's MCP tools are run, it speaks again, until it calls none. Every request goes
 through verifiers' interception server, as any harness's does.
