@@ -38,21 +38,32 @@ WRONG = {
 def test_a_result_that_cannot_be_minimised_is_refused(what, level):
     function, message = WRONG[what]
     with pytest.raises(ComponentError, match=message):
-        try_loss(Loss(function, level=level), has_teacher=False)
+        try_loss(Loss(function, level=level), streams=())
 
 
 def test_a_loss_that_needs_a_teacher_is_told_that_there_is_none():
     def distil(inputs):
         return LossOutputs(loss=-(inputs.teacher_logprobs * inputs.trainer_logprobs).sum())
 
-    with pytest.raises(ComponentError, match=r"without a teacher \(teacher_logprobs = None\), raised TypeError"):
-        try_loss(Loss(distil, level="sequence"), has_teacher=False)
-    try_loss(Loss(distil, level="sequence"), has_teacher=True)
+    with pytest.raises(ComponentError, match=r"without a teacher \(teacher_logprobs = None\).*raised TypeError"):
+        try_loss(Loss(distil, level="sequence"), streams=())
+    try_loss(Loss(distil, level="sequence"), streams=("teacher",))
+
+
+def test_a_loss_may_read_every_logprob_stream_of_the_run_and_is_refused_where_it_reads_another():
+    def toward_a_reference(inputs):
+        ratio = inputs.trainer_logprobs - inputs.logprob_streams["reference"]
+        return LossOutputs(loss=ratio[inputs.loss_mask].sum())
+
+    loss = Loss(toward_a_reference, level="sequence")
+    try_loss(loss, streams=("reference", "teacher"))
+    with pytest.raises(ComponentError, match=r"logprob_streams \['teacher'\], raised KeyError: 'reference'"):
+        try_loss(loss, streams=("teacher",))
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_of_ours_passes(name):
-    try_loss(LOSSES[name], has_teacher=True)
+    try_loss(LOSSES[name], streams=("teacher",))
 
 
 NO_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory")
@@ -64,7 +75,7 @@ def test_memory_that_runs_out_is_not_the_losss_fault(error, monkeypatch):
         raise error
 
     with pytest.raises(type(error)):
-        try_loss(Loss(full, level="token"), has_teacher=True)
+        try_loss(Loss(full, level="token"), streams=("teacher",))
     monkeypatch.setattr(torch, "as_tensor", full)
     with pytest.raises(type(error)):
         as_scalar("entropy", torch.tensor(1.0))

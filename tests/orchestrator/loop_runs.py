@@ -175,7 +175,7 @@ class Notes:
 def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=None, filters=None, evaluate=False,
          token_seconds=0.0, interval=100, max_off_policy_steps=8, launch_bound=8, oversampling=1.0, sampler=None,
          probes=None, max_length=100, strategy="interleaved", on_break="split", online_filtering=False,
-         pool_rules=None, teacher=None, limits=None, params=None,
+         pool_rules=None, logprob_models=None, limits=None, params=None,
          ):  # fmt: skip
     environment = environment or Coins()
     sampler = sampler or ScriptedSampler(
@@ -208,7 +208,7 @@ def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=No
         schedule=schedule, sampler=sampler, trainer=trainer or FakeTrainer(tmp_path), dispatcher=dispatcher,
         ledger=ledger,
         rules={"coins": rules}, environments={"coins": environment}, observer=notes, checkpointer=notes,
-        probes=probes, teacher=teacher,
+        probes=probes, logprob_models=logprob_models or {},
     )  # fmt: skip
     orchestrator.ledger_for_tests = ledger
     orchestrator.pools_for_tests = dispatcher._schedule.pools

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from verbatim.errors import ComponentError
 from verbatim.losses.base import Loss, LossInputs
 from verbatim.machine_faults import is_out_of_memory
+from verbatim.records.fields import TEACHER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,12 +70,12 @@ def as_scalar(name: str, value: Any) -> Tensor:
     return tensor.reshape(())
 
 
-def try_loss(loss: Loss, *, has_teacher: bool) -> None:
+def try_loss(loss: Loss, *, streams: Collection[str]) -> None:
     """Call a loss once as the trainer would, on six tokens of two turns, and take its gradient.
 
     Args:
         loss: With its knobs.
-        has_teacher: Whether the run has teacher logprobs.
+        streams: Names of the logprob streams that the run has: "teacher".
 
     Raises:
         ComponentError: it raised, or returned something that cannot be minimised; says what.
@@ -88,10 +90,10 @@ def try_loss(loss: Loss, *, has_teacher: bool) -> None:
     inputs = LossInputs(
         trainer_logprobs=leaf * inside,
         inference_logprobs=-1.125 * inside,
-        teacher_logprobs=-0.75 * inside if has_teacher else None,
         advantages=torch.tensor([0.0, 0.5, 0.5, 0.0, -0.5, -0.5]) * inside,
         loss_mask=mask,
         chunk_ids=torch.where(mask, torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor(-1)),
+        logprob_streams={name: -0.75 * inside for name in streams},
     )
     try:
         outputs = loss(inputs)
@@ -101,9 +103,9 @@ def try_loss(loss: Loss, *, has_teacher: bool) -> None:
         if is_out_of_memory(error):
             raise
         raise ComponentError(
-            f"the loss {loss.name}, tried on a trajectory of {PROBE_TOKENS} tokens"
-            f"{'' if has_teacher else ' without a teacher (teacher_logprobs = None)'}, raised "
-            f"{type(error).__name__}: {error}"
+            f"the loss {loss.name}, tried on a trajectory of {PROBE_TOKENS} tokens "
+            f"{'' if TEACHER in streams else 'without a teacher (teacher_logprobs = None) '}and with "
+            f"logprob_streams {sorted(streams)}, raised {type(error).__name__}: {error}"
         ) from error
     total, metrics = checked_outputs(outputs, loss.name)
     for name, value in metrics.items():

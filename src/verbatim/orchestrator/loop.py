@@ -5,7 +5,7 @@ A step is one batch trained and published. Two tasks overlap, the producer (prod
 ```
 producer   groups = await dispatcher.next_batch()      rollouts that finished
            batch  = assemble_group(...) for each       credit -> filters -> samples
-           batch  = await add_teacher_logprobs(batch)  with a teacher: its logprobs
+           batch  = await add_logprob_streams(batch)   with a teacher: its logprobs
            report = trainer.train(samples)             handed over, not waited for
 
 consumer   report = await report                       one step, a new policy version
@@ -26,6 +26,7 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from verbatim.environments.base import Environment
@@ -64,7 +65,7 @@ class Orchestrator:
         observer: Observer,
         checkpointer: Checkpointer,
         probes: Probes | None = None,
-        teacher: Teacher | None = None,
+        logprob_models: Mapping[str, Teacher] = MappingProxyType({}),
         tally: EpisodeTally | None = None,
     ) -> None:
         self._schedule = schedule
@@ -76,8 +77,8 @@ class Orchestrator:
         self._checkpointer = checkpointer
         self._stopping = asyncio.Event()
         self._producer = Producer(
-            schedule=schedule, dispatcher=dispatcher, trainer=trainer, rules=rules, teacher=teacher,
-            tally=tally or EpisodeTally(), stopping=self._stopping,
+            schedule=schedule, dispatcher=dispatcher, trainer=trainer, rules=rules,
+            logprob_models=logprob_models, tally=tally or EpisodeTally(), stopping=self._stopping,
         )  # fmt: skip
         self._weight_sync = WeightSync(sampler, probes, schedule.canary_tolerance)
         self._metrics = StepMetrics(

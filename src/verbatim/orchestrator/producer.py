@@ -16,7 +16,7 @@ from verbatim.inference.teacher import Teacher
 from verbatim.orchestrator.assemble import AssembledGroup, GroupRules, assemble_group
 from verbatim.orchestrator.base import RunSchedule
 from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.teacher import add_teacher_logprobs
+from verbatim.orchestrator.logprob_streams import add_logprob_streams
 from verbatim.rollouts import EpisodeTally
 from verbatim.transport import StepReport, TrainerLink
 from verbatim.types import Group
@@ -48,20 +48,20 @@ class Producer:
         dispatcher: Gives the groups.
         trainer: Takes the batches.
         rules: How groups become samples, by environment.
-        teacher: Scores the samples; None = no teacher.
+        logprob_models: Score the samples, by the name of their logprob stream.
         tally: Is told of episodes that credit finds unusable.
         stopping: Ends it before the next batch is handed over.
     """
 
     def __init__(
         self, *, schedule: RunSchedule, dispatcher: Dispatcher, trainer: TrainerLink, rules: Mapping[str, GroupRules],
-        teacher: Teacher | None, tally: EpisodeTally, stopping: asyncio.Event,
+        logprob_models: Mapping[str, Teacher], tally: EpisodeTally, stopping: asyncio.Event,
     ) -> None:  # fmt: skip
         self._schedule = schedule
         self._dispatcher = dispatcher
         self._trainer = trainer
         self._rules = rules
-        self._teacher = teacher
+        self._logprob_models = logprob_models
         self._tally = tally
         self._stopping = stopping
         self._warned_of_turn_rewards: set[str] = set()
@@ -82,8 +82,8 @@ class Producer:
                 return
             waited = time.perf_counter() - began
             batch = await asyncio.to_thread(self._assemble, groups, number)
-            if self._teacher is not None:
-                batch = await add_teacher_logprobs(batch, self._teacher)
+            if self._logprob_models:
+                batch = await add_logprob_streams(batch, self._logprob_models)
             samples = [sample for group in batch for sample in group.samples]
             due = (number + 1) % self._schedule.checkpoint_interval == 0 and number + 1 < self._schedule.max_steps
             async with self.handover:

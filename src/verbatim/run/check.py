@@ -18,7 +18,7 @@ from verbatim.models.source import find_source
 from verbatim.rollouts.workers.episodes import refuse_unpicklable
 from verbatim.run.conversations import Conversation, read_conversations
 from verbatim.run.environments import Environments, check_environments, check_tools, demonstrations, make_environments
-from verbatim.run.parts import make_loss, make_monitors, make_rules
+from verbatim.run.parts import logprob_models, make_loss, make_monitors, make_rules
 from verbatim.run.rollouts import inference_settings, make_renderer, plays_elsewhere, rollout_settings
 from verbatim.run.tables import component_tables
 
@@ -72,7 +72,7 @@ def _check_loss(config: RunConfig) -> None:
     from verbatim.losses.results import try_loss
 
     try:
-        try_loss(make_loss(config), has_teacher=config.orchestrator.teacher is not None)
+        try_loss(make_loss(config), streams=logprob_models(config))
     except ComponentError as error:
         raise ComponentError(f"trainer.loss: {error}") from error
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verbatim.config import resolve
-from verbatim.config.schema import ComponentConfig, RunConfig
+from verbatim.config.schema import ComponentConfig, RunConfig, TeacherConfig
 from verbatim.curriculum import ExampleSchedule, PoolRules
 from verbatim.environments.resolve import examples_of
 from verbatim.errors import ComponentError
@@ -16,6 +16,7 @@ from verbatim.monitors.base import OpenMonitor
 from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.staleness import capped_settings
+from verbatim.records.fields import TEACHER
 from verbatim.rollouts import RolloutSetup, derive_seed
 from verbatim.run.environments import Environments
 from verbatim.run.rollouts import inference_settings
@@ -179,14 +180,19 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
     )
 
 
-def make_logprob_teacher(config: RunConfig) -> Teacher | None:
-    """The second model that scores the sampled tokens, where the configuration has one."""
+def logprob_models(config: RunConfig) -> dict[str, TeacherConfig]:
+    """The models that score the sampled tokens, by the name of the logprob stream that a loss reads."""
     orchestrator = config.orchestrator
     if orchestrator.teacher is None or orchestrator.training_mode == "sft":
-        return None
+        return {}
+    return {TEACHER: orchestrator.teacher}
+
+
+def make_logprob_models(config: RunConfig) -> dict[str, Teacher]:
+    """Load the models of `logprob_models`, or connect to their servers."""
     from verbatim.inference.teacher import make_teacher
 
-    return make_teacher(orchestrator.teacher)
+    return {name: make_teacher(model) for name, model in logprob_models(config).items()}
 
 
 def make_loss(config: RunConfig) -> Any:

@@ -22,7 +22,7 @@ from verbatim.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
 from verbatim.rollouts import EpisodeTally, RolloutSetup
 from verbatim.rollouts.program_loop import Ask
 from verbatim.run.environments import Environments
-from verbatim.run.parts import make_dispatcher, make_logprob_teacher, make_rules, make_schedule
+from verbatim.run.parts import make_dispatcher, make_logprob_models, make_rules, make_schedule
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
 from verbatim.run.run_log import RunLog
 from verbatim.trajectories import Ledger
@@ -144,7 +144,7 @@ class TrainingRun:
             started=self._started,
         )
         try:
-            return await self._train(side, state, log), log
+            return await self._connect_chat_teacher(side, state, log), log
         finally:
             log.close()
 
@@ -152,17 +152,17 @@ class TrainingRun:
         config = redacted(tomllib.loads(dump_config(self._config)))
         return RunInfo(name=str(self._config.name), folder=self._folder.path, config=config, first_step=first_step)
 
-    async def _train(self, side: TrainerSide, state: dict[str, Any], log: RunLog) -> bool:
+    async def _connect_chat_teacher(self, side: TrainerSide, state: dict[str, Any], log: RunLog) -> bool:
         teacher = self._config.orchestrator.teacher
         if teacher is None or self._config.orchestrator.training_mode != "sft":
-            return await self._train_with(side, state, log, speaker=None)
+            return await self._open_rollouts(side, state, log, chat_teacher=None)
         assert teacher.base_url is not None  # the configuration sees to it
         api = OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)
-        async with api.connect() as speaker:
-            return await self._train_with(side, state, log, speaker=speaker)
+        async with api.connect() as chat_teacher:
+            return await self._open_rollouts(side, state, log, chat_teacher=chat_teacher)
 
-    async def _train_with(
-        self, side: TrainerSide, state: dict[str, Any], log: RunLog, *, speaker: Connection | None
+    async def _open_rollouts(
+        self, side: TrainerSide, state: dict[str, Any], log: RunLog, *, chat_teacher: Connection | None
     ) -> bool:
         from verbatim.models.loading import load_tokenizer
         from verbatim.run.trainer_setup import threads_of
@@ -173,7 +173,7 @@ class TrainingRun:
             config, ready.weights, policy_version=ready.version, num_threads=threads_of(config, None)
         )  # fmt: skip
         made = {"train": self._environments.train, "eval": self._environments.eval}
-        api = speaker.api if speaker is not None else None
+        api = chat_teacher.api if chat_teacher is not None else None
         try:
             logs = self._folder.path / "logs" / "environments"
             async with open_runner(config.orchestrator, made, sampler, renderer, api, logs) as runner:
@@ -181,13 +181,13 @@ class TrainingRun:
                 tallies = {purpose: EpisodeTally(purpose) for purpose in made}
                 setups, eval_setups = (
                     make_setups(
-                        config.orchestrator, made[purpose], sampler, renderer, slots, teacher, runner, tallies[purpose],
+                        config.orchestrator, made[purpose], sampler, renderer, slots, writer, runner, tallies[purpose],
                         run_id=self._folder.path.name,
                     )
-                    for purpose, teacher in (("train", speaker), ("eval", None))
+                    for purpose, writer in (("train", chat_teacher), ("eval", None))
                 )
                 try:
-                    return await self._train_on(side, state, log, sampler, setups, eval_setups, tallies["train"])
+                    return await self._build_and_run(side, state, log, sampler, setups, eval_setups, tallies["train"])
                 finally:
                     for tally in tallies.values():
                         tally.log_summary()
@@ -195,7 +195,7 @@ class TrainingRun:
             await sampler.close()
             await side.link.close()
 
-    async def _train_on(
+    async def _build_and_run(
         self, side: TrainerSide, state: dict[str, Any], log: RunLog, sampler: Sampler,
         setups: Mapping[str, RolloutSetup], eval_setups: Mapping[str, RolloutSetup], tally: EpisodeTally,
     ) -> bool:  # fmt: skip
@@ -204,7 +204,7 @@ class TrainingRun:
         from verbatim.run.trainer_process import while_telling
 
         config, ready, ledger = self._config, side.ready, Ledger()
-        teacher = make_logprob_teacher(config)
+        logprob_models = make_logprob_models(config)
         orchestrator = Orchestrator(
             schedule=make_schedule(config, eval_setups),
             sampler=sampler,
@@ -216,7 +216,7 @@ class TrainingRun:
             observer=log,
             checkpointer=log,
             probes=ready.probes,
-            teacher=teacher,
+            logprob_models=logprob_models,
             tally=tally,
         )
         if state:
@@ -237,8 +237,8 @@ class TrainingRun:
             self._stop = orchestrator.request_stop
             return await while_telling(side, orchestrator, train())
         finally:
-            if teacher is not None:
-                await teacher.close()
+            for model in logprob_models.values():
+                await model.close()
 
     def _keep_final(self, weights: Path) -> None:
         """The last version as a folder that `from_pretrained` loads."""

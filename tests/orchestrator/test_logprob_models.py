@@ -6,21 +6,21 @@ import pytest
 from orchestrator.loop_runs import Coins, FakeTrainer, make
 from verbatim.errors import RunStopped
 from verbatim.orchestrator.assemble import AssembledGroup
-from verbatim.orchestrator.teacher import add_teacher_logprobs
+from verbatim.orchestrator.logprob_streams import add_logprob_streams
 from verbatim.types import Group, TrainingSample
 
 
 class Counting:
-    """Gives token i of value v the logprob -v / temperature - i."""
+    """Gives token i of value v the logprob -v / temperature - i - shift."""
 
-    def __init__(self, fails=False):
-        self.fails, self.asked = fails, []
+    def __init__(self, fails=False, shift=0):
+        self.fails, self.shift, self.asked = fails, shift, []
 
     async def logprobs(self, token_ids, temperature):
         if self.fails:
             raise RunStopped("the teacher is away")
         self.asked.append((token_ids.tolist(), temperature))
-        scored = -token_ids / temperature - np.arange(len(token_ids))
+        scored = -token_ids / temperature - np.arange(len(token_ids)) - self.shift
         scored[0] = np.nan
         return scored.astype(np.float32)
 
@@ -42,7 +42,7 @@ async def test_each_trained_token_is_scored_at_its_own_temperature_and_no_other(
     group = AssembledGroup(group=Group(group_id="g", example_id="x", env="e", trajectories=()), samples=(one,),
                            dropped={}, verdicts=(), reasons=())  # fmt: skip
     teacher = Counting()
-    (scored,) = await add_teacher_logprobs([group], teacher)
+    (scored,) = await add_logprob_streams([group], {"teacher": teacher})
     np.testing.assert_array_equal(
         scored.samples[0].teacher_logprobs, np.float32([np.nan, -6 / 0.5 - 1, np.nan, -8 / 2 - 3])
     )
@@ -50,18 +50,23 @@ async def test_each_trained_token_is_scored_at_its_own_temperature_and_no_other(
 
 
 @pytest.mark.parametrize("level", [0, 1])
-async def test_the_trainer_is_given_the_teachers_logprobs_of_every_batch(tmp_path, level):
-    trainer, teacher = FakeTrainer(tmp_path), Counting()
-    orchestrator, _, _ = make(tmp_path, level=level, steps=3, trainer=trainer, teacher=teacher)
+async def test_the_trainer_is_given_the_logprobs_of_each_model_for_every_batch(tmp_path, level):
+    trainer = FakeTrainer(tmp_path)
+    models = {"teacher": Counting(), "reference": Counting(shift=1)}
+    orchestrator, _, _ = make(tmp_path, level=level, steps=3, trainer=trainer, logprob_models=models)
     assert await orchestrator.run()
+    assert len(trainer.batches) == 3
     for samples in trainer.batches:
         for one in samples:
-            expected = -one.token_ids - np.arange(len(one))
-            np.testing.assert_array_equal(one.teacher_logprobs[one.loss_mask], expected[one.loss_mask])
+            expected = (-one.token_ids - np.arange(len(one)))[one.loss_mask]
+            assert one.logprob_streams.keys() == {"teacher", "reference"}
+            np.testing.assert_array_equal(one.teacher_logprobs[one.loss_mask], expected)
+            np.testing.assert_array_equal(one.logprob_streams["reference"][one.loss_mask], expected - 1)
 
 
 async def test_a_teacher_that_fails_stops_the_run_with_what_was_trained_settled(tmp_path):
-    orchestrator, notes, _ = make(tmp_path, steps=3, environment=Coins(), teacher=Counting(fails=True))
+    models = {"teacher": Counting(fails=True)}
+    orchestrator, notes, _ = make(tmp_path, steps=3, environment=Coins(), logprob_models=models)
     with pytest.raises(RunStopped, match="the teacher is away"):
         await orchestrator.run()
     assert notes.steps == []

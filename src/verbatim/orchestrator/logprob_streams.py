@@ -1,0 +1,48 @@
+"""Adds the logprobs that other models give to the sampled tokens, before a batch goes to the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from verbatim.inference.teacher import Teacher
+from verbatim.orchestrator.assemble import AssembledGroup
+from verbatim.types import Float32, TrainingSample
+
+MOST_REQUESTS = 32
+"""Samples that one model is asked about at one time."""
+
+
+async def add_logprob_streams(batch: Sequence[AssembledGroup], models: Mapping[str, Teacher]) -> list[AssembledGroup]:
+    """The batch with one logprob stream per model on its samples: the trained tokens, each at its own temperature.
+
+    Args:
+        batch: Its samples are scored.
+        models: By the name of their stream ("teacher").
+
+    Raises:
+        RunStopped: a model failed for good.
+    """
+    slots = {name: asyncio.Semaphore(MOST_REQUESTS) for name in models}
+
+    async def stream(sample: TrainingSample, name: str) -> Float32:
+        scored = np.full(len(sample), np.nan, dtype=np.float32)
+        for temperature in np.unique(sample.temperatures[sample.loss_mask]).tolist():
+            here = sample.loss_mask & (sample.temperatures == np.float32(temperature))
+            async with slots[name]:
+                scored[here] = (await models[name].logprobs(sample.token_ids, temperature))[here]
+        return scored
+
+    async def with_streams(sample: TrainingSample) -> TrainingSample:
+        found = await asyncio.gather(*(stream(sample, name) for name in models))
+        streams = dict(zip(models, found, strict=True))
+        return dataclasses.replace(sample, logprob_streams={**sample.logprob_streams, **streams})
+
+    async def scored(group: AssembledGroup) -> AssembledGroup:
+        samples = await asyncio.gather(*map(with_streams, group.samples))
+        return dataclasses.replace(group, samples=tuple(samples))
+
+    return list(await asyncio.gather(*map(scored, batch)))
