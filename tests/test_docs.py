@@ -346,3 +346,10 @@ def test_the_length_penalties_are_documented_with_their_slopes():
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     for kind, slope in SLOPES.items():
         assert re.search(rf'^\| `"{kind}"` \|.*`slope = {slope:g}` \|$', page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["overview", "trajectories", "dependencies"])
+def test_every_module_that_a_page_names_exists(page: str):
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    assert len(named) > 5
+    assert [name for name in named if not any((base / name).is_file() for base in (ROOT / "src/verbatim", ROOT))] == []

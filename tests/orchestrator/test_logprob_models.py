@@ -1,4 +1,4 @@
-"""With a teacher every trained token reaches the trainer with what the teacher gives it, at its own temperature."""
+"""Every trained token reaches the trainer with the logprob of each model that scores it, at its own temperature."""
 
 import numpy as np
 import pytest
