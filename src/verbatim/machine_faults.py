@@ -1,4 +1,4 @@
-"""Faults of the machine: a full or failing disk, too many open files, no memory; not errors of the user's input."""
+"""Recognises faults of the machine (full or failing disk, too many open files, no memory), not of a user's input."""
 
 from __future__ import annotations
 

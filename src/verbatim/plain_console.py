@@ -1,4 +1,4 @@
-"""A rich console that shows all text literally: no markup, no emoji codes, no terminal sequences."""
+"""Builds a rich console that shows all text literally: no markup, no emoji codes, no terminal sequences."""
 
 from __future__ import annotations
 

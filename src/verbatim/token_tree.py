@@ -1,4 +1,4 @@
-"""The token sequences of one trajectory, each distinct (prefix, token) stored and compared once."""
+"""Stores the token sequences of one trajectory; each distinct (prefix, token) is stored and compared once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders and checkpoints, from which a run resumes as if it had never stopped."""
+"""Stores run folders and checkpoints, from which a run resumes as if it had never stopped."""
 
 from verbatim.checkpoints.json_files import read_json, write_json
 from verbatim.checkpoints.loop_state import read_loop_state, write_loop_state

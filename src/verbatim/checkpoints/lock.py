@@ -1,4 +1,4 @@
-"""Locks for one process of each role per folder; the system releases them when the process ends."""
+"""Locks a folder for one process of each role; the system releases the lock when the process ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The orchestrator's part of a checkpoint: one JSON file, and a line for each example in a difficulty pool.
+"""Reads and writes the orchestrator's part of a checkpoint: a JSON file, and a line per example in a difficulty pool.
 
 ```
 orchestrator.json      step, ledger, schedule with the state of its random numbers, groups in flight

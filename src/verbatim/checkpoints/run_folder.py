@@ -1,4 +1,4 @@
-"""The folder of one run: its path, its files, its lock and its stored configuration.
+"""Manages the folder of one run: its path, its files, its lock and its stored configuration.
 
 ```
 runs/guess_number/latest -> 20260131-142501

@@ -1,4 +1,4 @@
-"""Online difficulty filtering: groups with equal rewards have no gradient and are left out of batches."""
+"""Filters groups online by difficulty: equal rewards have no gradient, so such groups are left out of batches."""
 
 from __future__ import annotations
 

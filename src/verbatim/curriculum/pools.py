@@ -1,4 +1,4 @@
-"""Difficulty pools: examples that are always or never solved are pooled and no longer sampled."""
+"""Keeps difficulty pools: examples that are always or never solved are pooled and no longer sampled."""
 
 from __future__ import annotations
 

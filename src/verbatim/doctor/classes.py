@@ -1,4 +1,4 @@
-"""The classes of breaks, with titles and advice."""
+"""Defines the classes of breaks, with titles and advice."""
 
 from __future__ import annotations
 

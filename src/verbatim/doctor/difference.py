@@ -1,4 +1,4 @@
-"""The data of one break: the recorded sequence, the prompt that should begin with it, and their texts."""
+"""Holds the data of one break: the recorded sequence, the prompt that should begin with it, and their texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks: examples, tools and rewards, in messages only."""
+"""Environments: examples, tools and rewards, in messages only."""
 
 from verbatim.environments.base import (
     Agent,

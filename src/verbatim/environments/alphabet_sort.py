@@ -1,4 +1,4 @@
-"""Sort names that come in several user turns: each reply has to hold all names so far, in order."""
+"""The task `alphabet_sort`: names come in several user turns; each reply has to hold all names so far, in order."""
 
 from __future__ import annotations
 

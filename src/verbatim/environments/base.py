@@ -1,4 +1,4 @@
-"""Protocols of environments: tasks, tools and rewards, in messages only, never in token ids."""
+"""Defines the protocols of environments: tasks, tools and rewards, in messages only, never in token ids."""
 
 from __future__ import annotations
 

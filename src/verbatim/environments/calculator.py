@@ -1,4 +1,4 @@
-"""Evaluate an arithmetic expression with tools, within one user turn."""
+"""The task `calculator`: evaluate an arithmetic expression with tools, within one user turn."""
 
 from __future__ import annotations
 

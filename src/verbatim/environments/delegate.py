@@ -1,4 +1,4 @@
-"""A main agent asks a sub-agent, which alone sees the notes, for an answer: two contexts."""
+"""The task `delegate`: a main agent asks a sub-agent, which alone sees the notes: two contexts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find a secret number by guessing: the smallest task that needs the tool's replies."""
+"""The task `guess_number`: find a secret number by guessing: the smallest task that needs the tool's replies."""
 
 from __future__ import annotations
 

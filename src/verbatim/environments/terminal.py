@@ -1,4 +1,4 @@
-"""Small tasks in a real shell: find the file that holds a word, read the number in it, submit that."""
+"""The task `terminal`, in a real shell: find the file that holds a word, read the number in it, submit that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One interface for attention: every forward pass brings a plan that defines which tokens attend to which.
+"""Routes attention through one interface: each forward pass has a plan that defines which tokens attend to which.
 
 Models are loaded with `attn_implementation="verbatim"` and called with `attention_plan=plan`. `transformers`
 then builds no mask of its own and each attention layer calls `plan.attend`. Packed rows, prefix trees and the

@@ -1,4 +1,4 @@
-"""Norms that stay in float64: `transformers` computes every RMSNorm in float32, for every dtype of the model."""
+"""Keeps norms in float64: `transformers` computes every RMSNorm in float32, for every dtype of the model."""
 
 from __future__ import annotations
 

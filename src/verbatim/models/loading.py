@@ -1,4 +1,4 @@
-"""Load, refresh and save causal language models in Hugging Face format."""
+"""Loads, refreshes and saves causal language models in Hugging Face format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `Tool` protocol: its schema for the model, and one call."""
+"""Defines the `Tool` protocol: its schema for the model, and one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""jsonschema's validators with a deadline: a pattern, a reference or a long list in a schema cannot hang a run."""
+"""Runs jsonschema's validators with a deadline: a pattern, a reference or a long list in a schema cannot hang a run."""
 
 from __future__ import annotations
 

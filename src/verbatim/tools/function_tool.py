@@ -1,4 +1,4 @@
-"""A tool from a typed Python function: the signature gives the schema, the docstring the descriptions."""
+"""Builds a tool from a typed Python function: the signature gives the schema, the docstring the descriptions."""
 
 from __future__ import annotations
 

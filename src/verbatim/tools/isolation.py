@@ -1,4 +1,4 @@
-"""Isolation of scripts: by bubblewrap or by plain user namespaces (tested once), or none."""
+"""Isolates scripts: by bubblewrap, by plain user namespaces (tested once), or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tools of an MCP server: one session for the episodes of all event loops."""
+"""Offers the tools of an MCP server: one session for the episodes of all event loops."""
 
 from __future__ import annotations
 

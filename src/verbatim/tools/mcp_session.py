@@ -1,4 +1,4 @@
-"""One MCP server's session on one event loop: reconnects after a loss, and never sends a call twice."""
+"""Keeps one MCP server's session on one event loop: reconnects after a loss, and never sends a call twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bash shell for a model's commands: in a temporary directory, without network, with resource limits."""
+"""Runs a model's commands in a bash shell: in a temporary directory, without network, with resource limits."""
 
 from __future__ import annotations
 

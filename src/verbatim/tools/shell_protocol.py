@@ -1,4 +1,4 @@
-"""Protocol of a sandbox's shell: commands on one pipe, output on another, split by marks with a random token."""
+"""Talks to a sandbox's shell: commands on one pipe, output on another, split by marks with a random token."""
 
 from __future__ import annotations
 

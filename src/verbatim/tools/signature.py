@@ -1,4 +1,4 @@
-"""A function's signature as a tool: its parameters, their JSON schema, and the validation of a call."""
+"""Reads a function's signature as a tool's: its parameters, their JSON schema, and the validation of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests for classes of breaks: each is a pure function from a difference to its evidence as text, or None.
+"""Tests for classes of breaks: each is a pure function from a difference to its evidence as text, or None.
 
 They run in a fixed order, the more specific first. They explain the first difference, because the prompt is computed
 again from there on.

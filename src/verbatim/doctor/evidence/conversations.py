@@ -1,4 +1,4 @@
-"""Breaks without changed history: the prompt belongs to another conversation."""
+"""Finds breaks without changed history: the prompt belongs to another conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Breaks at ends and beginnings: truncated completions, truncated prompts, stop tokens."""
+"""Finds breaks at ends and beginnings: truncated completions, truncated prompts, stop tokens."""
 
 from __future__ import annotations
 

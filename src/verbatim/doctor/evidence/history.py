@@ -1,4 +1,4 @@
-"""Breaks with other content: other tools, a shorter history, a changed history."""
+"""Finds breaks with other content: other tools, a shorter history, a changed history."""
 
 from __future__ import annotations
 

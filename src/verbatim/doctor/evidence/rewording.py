@@ -1,4 +1,4 @@
-"""Breaks with the same content in another form: dropped thinking, other tokens, other JSON, other white space."""
+"""Finds breaks with the same content in another form: dropped thinking, other tokens, JSON or white space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts of verifiers 0.1.8 and later: `trajectory` is a list of steps, each with the ids of one request."""
+"""Reads rollouts of verifiers 0.1.8 and later: `trajectory` is a list of steps, each with one request's ids."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The embedded sampler: batched decoding with a KV cache in PyTorch, on a thread of this process."""
+"""Samples in this process: batched decoding with a KV cache in PyTorch, on a thread."""

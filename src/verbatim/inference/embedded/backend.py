@@ -1,4 +1,4 @@
-"""The embedded engine as an inference backend: how it is started from its settings. Importing this loads no torch."""
+"""Starts the embedded engine from its settings, as an inference backend. Importing this loads no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded sampler, as event loops see it: requests go to the engine's thread, answers come back."""
+"""Connects event loops to the engine's thread: sends requests there and returns the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's thread: it admits requests as slots free up, decodes them together and answers their callers."""
+"""Runs the engine's thread: admits requests as slots free up, decodes them together and answers their callers."""
 
 from __future__ import annotations
 

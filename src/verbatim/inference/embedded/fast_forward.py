@@ -1,4 +1,4 @@
-"""The forward pass of the common decoder layer as plain tensor operations, for the model classes known to compute it.
+"""Computes the common decoder layer with plain tensor operations, for the model classes known to compute the same.
 
 A small model spends more time in the code around its layers than in them. This module computes
 

@@ -1,4 +1,4 @@
-"""Keys and values of every sequence, and the attention plan that reads and writes them.
+"""Stores keys and values of every sequence; its attention plan reads and writes them.
 
 Legend: T rows of one flat forward pass, H query heads, K key/value heads, G = H / K, D head size, S slots,
 C keys, B sequences of a group, Q queries of each.

@@ -1,4 +1,4 @@
-"""Messages between event loops and the engine's thread: requests, commands, cancellations and their answers."""
+"""Defines messages between event loops and the engine's thread: requests, commands, cancellations, answers."""
 
 from __future__ import annotations
 

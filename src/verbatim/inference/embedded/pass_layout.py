@@ -1,4 +1,4 @@
-"""How the tokens of one forward pass lie in its rows, and the groups of them that attend together."""
+"""Lays the tokens of one forward pass out in rows, and groups those that attend together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of all slots as arrays with one row per slot, so that a decode step takes a few numpy calls."""
+"""Keeps the state of all slots as arrays with one row per slot, so that a decode step takes a few numpy calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logprobs of a given sequence in one forward pass, without a cache."""
+"""Computes the logprobs of a given sequence in one forward pass, without a cache."""
 
 from __future__ import annotations
 
