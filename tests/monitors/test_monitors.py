@@ -70,3 +70,15 @@ def test_metrics_are_one_line_per_step_and_per_evaluation(tmp_path: Path):
         {"step": 0, "kind": "eval", "time": 1000.5, "env": "env", "metrics": {"success": 0.25}},
         {"step": 1, "kind": "train", "time": 1002.0, "metrics": {"reward/mean": 0.5}},
     ]
+
+
+def test_a_monitor_with_an_async_method_is_reported_not_left_unawaited(caplog, recwarn):
+    class Unawaited(Monitor):
+        async def on_step(self, step, metrics, distributions):
+            raise AssertionError("never awaited")
+
+    monitors = Monitors([Unawaited()])
+    monitors.on_step(1, {})
+    assert monitors.num_failures == 1
+    assert "Unawaited.on_step is async and has not run" in caplog.text
+    assert not recwarn.list

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,10 @@ def figures(run: Path) -> list[dict[str, float]]:
     return [
         {name: value for name, value in line["metrics"].items() if not times.search(name)} for line in train_lines(run)
     ]
+
+
+HOLDS_ITSELF: dict[str, object] = {}
+HOLDS_ITSELF["optim"] = HOLDS_ITSELF
 
 
 class Heard(Monitor):
@@ -239,6 +244,9 @@ def test_an_object_cannot_go_to_another_process(place, model, settings, expected
         ({"environment": "lots.Lots", "orchestrator": {"train": {}}}, "give one of them"),
         ({"environment": "lots.Lots", "callbacks": []}, r"monitors=\[my_monitor\]"),
         ({"environment": "lots.Lots", "trainer": {"loss": {"type": print}}}, r'trainer.loss.type: found .*"type": "my'),
+        ({"environment": "lots.Lots", "resume": 3}, r"resume: found 3 \(int\), expected True .* or a run folder"),
+        ({"environment": "lots.Lots", "name": "a\udc80"}, "name: found .*UTF-8"),
+        ({"environment": "lots.Lots", "trainer": HOLDS_ITSELF}, "holds itself"),
         ({"environment": "lots.Lots", "batch_size": 8}, r'batch_size: unknown key "batch_size".*\[orchestrator\]'),
     ],
 )
@@ -251,6 +259,68 @@ def test_what_train_cannot_use_is_refused_with_what_to_type(place, model, argume
 def test_what_is_no_monitor_is_refused(place, monitor):
     with pytest.raises(ComponentError, match=r"monitors\[0\] is .*; expected an object with on_step"):
         verbatim.run("run.toml", monitors=[monitor])
+
+
+class Unawaited(Monitor):
+    async def on_step(self, step, metrics, distributions):
+        raise AssertionError("never awaited")
+
+
+@pytest.mark.parametrize(
+    ("monitors", "expected"),
+    [
+        (None, "monitors: found None .* expected a list"),
+        (Heard(), r"expected a list: monitors=\[my_monitor\]"),
+        ([Unawaited()], r"monitors\[0\] is .* with an async method; expected plain functions"),
+    ],
+)
+def test_monitors_that_would_hear_nothing_are_refused(place, monitors, expected):
+    with pytest.raises(ComponentError, match=expected):
+        verbatim.run("run.toml", monitors=monitors)
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("environments", "expected"),
+    [
+        ([print], r"environments: found .* \{\"words\": Words\(\)\}"),
+        ({3: print}, r"environments: found \{3: "),
+        ({"lotz": print}, r"no \[\[orchestrator.train.env\]\] .* has id = 'lotz'"),
+    ],
+)
+def test_environments_that_would_not_be_played_are_refused(place, environments, expected):
+    with pytest.raises(ConfigError, match=expected):
+        verbatim.run("run.toml", environments=environments)
+    assert not (place / "runs").exists()
+
+
+def test_arguments_for_an_instance_are_refused_by_its_name(place, model):
+    lots = import_object("lots.Lots")()
+    with pytest.raises(ConfigError, match=r'unknown knob "delay". The knobs of environment Lots, an instance: it has'):
+        verbatim.train(model=model, environment={"id": lots, "args": {"delay": 0.1}}, **SETTINGS)
+
+
+def test_a_second_run_at_the_same_time_is_refused_and_the_first_goes_on(place):
+    class Starts(Monitor):
+        refusals = 0
+
+        def on_step(self, step, metrics, distributions):
+            def second():
+                try:
+                    verbatim.run("run.toml", quiet=True)
+                except UsageError as error:
+                    assert "another run is at work in this process" in str(error)
+                    self.refusals += 1
+
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join()
+
+    starts = Starts()
+    assert verbatim.run("run.toml", monitors=[starts], quiet=True).metrics["step"].tolist() == [1, 2]
+    assert starts.refusals == 2
+    assert verbatim.run("run.toml", max_steps=1, quiet=True).summary["steps"] == 1
+    assert len([*(place / "runs" / "run").glob("2*")]) == 2
 
 
 # ---- the same mistakes

@@ -89,6 +89,8 @@ def _assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath
         return list(assignments(settings))
     except NotPlain as error:
         raise ConfigError(f"{caller}(): {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{caller}(): a table or a list holds itself, or is nested too deeply") from None
 
 
 def _checked(

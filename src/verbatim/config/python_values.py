@@ -64,6 +64,11 @@ def _plain(value: Any, path: KeyPath) -> Any:
         value = value.model_dump(exclude_unset=True)
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise NotPlain(f"{_dotted(path)}: found {shown(value, 80)}, expected text that UTF-8 can write") from None
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, os.PathLike):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ class Monitor(Protocol):
 
     def close(self) -> None:
         """The run is over."""
+
+
+METHODS = ("on_step", "on_eval", "close")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +120,11 @@ class Monitors:
         for monitor in self.monitors:
             self._guard(monitor, monitor.close)
 
-    def _guard(self, monitor: Monitor, call: Callable[[], None]) -> None:
+    def _guard(self, monitor: Monitor, call: Callable[[], object]) -> None:
         try:
-            call()
+            if inspect.iscoroutine(answer := call()):
+                answer.close()
+                raise TypeError(f"{answer.__qualname__} is async and has not run; expected a plain function: def")
         except Exception as error:  # a full disk or a plotting library must not cost hours of training
             self.num_failures += 1
             told = is_machine_fault(error)

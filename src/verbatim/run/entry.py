@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import logging
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.config import load_config, make_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import ComponentError, ConfigError, NothingTrained, RunStopped
-from verbatim.monitors.base import Monitor
+from verbatim.errors import ComponentError, ConfigError, NothingTrained, RunStopped, UsageError
+from verbatim.monitors.base import METHODS, Monitor
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.program_loop import Ask, run_in_program
 from verbatim.run.execute import execute
@@ -27,6 +30,9 @@ T = TypeVar("T")
 
 Config = str | Path | Mapping[str, Any] | RunConfig
 """The TOML file of a run, or its tables."""
+
+_ONE_RUN = threading.Lock()
+"""Held while a run lasts: default dtypes and devices, random states and log handlers belong to the whole process."""
 
 
 def run(
@@ -53,13 +59,14 @@ def run(
 
     Raises:
         ConfigError: a mistake in the configuration, with the message that the command has for the file.
-        UsageError: a model, environment, component, or run folder that cannot be used.
+        UsageError: a model, environment, component, or run folder that cannot be used; or another run is at work in
+            this process.
         NothingTrained: the run came to its end and learned from no token.
         RunStopped: the run cannot go on, or its trainer's process was asked to end it.
         KeyboardInterrupt: Ctrl-C. As any exception after the first step, it says how to continue the run.
     """
-    return _run("verbatim.run", config, settings, resume=resume, environments=environments or {}, monitors=monitors,
-                quiet=quiet)  # fmt: skip
+    return _run("verbatim.run", config, settings, resume=resume, environments={} if environments is None else
+                environments, monitors=monitors, quiet=quiet)  # fmt: skip
 
 
 def train(
@@ -115,10 +122,11 @@ def _run(
 ) -> RunResult:  # fmt: skip
     if "callbacks" in settings:
         raise ConfigError(f"{caller}(): callbacks are called monitors here: monitors=[my_monitor]")
+    _check_arguments(resume, environments, caller)
     _check_monitors(monitors, caller)
     console = PlainConsole(quiet=quiet)
     shown_log = PlainConsole(stderr=True) if quiet else console
-    with log_for_a_while(shown_log, logging.WARNING if quiet else logging.INFO):
+    with _only_run(caller), log_for_a_while(shown_log, logging.WARNING if quiet else logging.INFO):
         table = makers(environments)
         loaded = keep_here(_load(caller, config, settings, table), environments, f"{caller}()")
         folder: list[Path] = []
@@ -173,15 +181,41 @@ def _name(config: Config, loaded: RunConfig) -> str:
     return Path(config).stem if isinstance(config, str | os.PathLike) else loaded.orchestrator.train.env[0].label
 
 
+@contextlib.contextmanager
+def _only_run(caller: str) -> Iterator[None]:
+    if not _ONE_RUN.acquire(blocking=False):
+        raise UsageError(f"{caller}(): another run is at work in this process; start this one after it, or in a "
+                         "process of its own (multiprocessing, another script, `verbatim rl`)")  # fmt: skip
+    try:
+        yield
+    finally:
+        _ONE_RUN.release()
+
+
+def _check_arguments(resume: object, environments: object, caller: str) -> None:
+    if not isinstance(resume, bool | str | os.PathLike):
+        raise ConfigError(f"{caller}(): resume: found {shown(resume, 80)} ({type(resume).__name__}), expected True for "
+                          "the latest run of this name, or a run folder")  # fmt: skip
+    if not isinstance(environments, Mapping) or not all(isinstance(name, str) and name for name in environments):
+        raise ConfigError(f"{caller}(): environments: found {shown(environments, 80)}, expected ids and what they "
+                          'stand for: {"words": Words()}')  # fmt: skip
+
+
 def _check_monitors(monitors: Sequence[Monitor], caller: str) -> None:
+    if not isinstance(monitors, list | tuple):
+        raise ComponentError(f"{caller}(): monitors: found {shown(monitors, 80)} ({type(monitors).__name__}), "
+                             "expected a list: monitors=[my_monitor]")  # fmt: skip
     for number, monitor in enumerate(monitors):
-        missing = [name for name in ("on_step", "on_eval", "close") if not callable(getattr(monitor, name, None))]
+        missing = [name for name in METHODS if not callable(getattr(monitor, name, None))]
         if missing or isinstance(monitor, type):
             raise ComponentError(
                 f"{caller}(): monitors[{number}] is {shown(monitor, 80)}; expected an object with on_step(step, "
                 "metrics, distributions), on_eval(step, env, metrics) and close(); a subclass of "
                 "verbatim.monitors.Monitor inherits those that it does not write"
             )
+        if any(inspect.iscoroutinefunction(getattr(monitor, name)) for name in METHODS):
+            raise ComponentError(f"{caller}(): monitors[{number}] is {shown(monitor, 80)}, with an async "
+                                 "method; expected plain functions: def on_step(self, ...)")  # fmt: skip
 
 
 def _run_loop(work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /) -> T:

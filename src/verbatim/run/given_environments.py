@@ -87,6 +87,7 @@ def _giving(environment: Any) -> Callable[[], Any]:
     def give() -> Any:
         return environment
 
+    give.__qualname__ = f"{type(environment).__name__}, an instance"  # in the message that refuses args
     return give
 
 
@@ -94,7 +95,8 @@ def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunC
     """The configuration with its trainer in this process, as environments of this process need it.
 
     Raises:
-        ConfigError: the configuration says that the trainer, or such an environment, is in another process.
+        ConfigError: the configuration names no environment that was given, or says that it or the trainer is in
+            another process.
     """
     names = {name.replace("-", "_") for name in objects}
     orchestrator = config.orchestrator
@@ -105,6 +107,9 @@ def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunC
         for env in envs
         if env.id is not None and env.id.replace("-", "_") in names
     ]
+    if unused := names - {env.id.replace("-", "_") for _, env in used if env.id is not None}:
+        raise ConfigError(f"{where}: environments: no [[orchestrator.train.env]] and no [[orchestrator.eval.env]] has "
+                          f"id = {shown(min(unused), 80)}; leave it out, or name it there")  # fmt: skip
     if not used:
         return config
     for place, env in used:
