@@ -140,7 +140,7 @@ def _with_tables(section: type[_Section], tables: _Tables) -> type[_Section]:
     for name, settings in tables.by_name:
         description = settings.__doc__
         if name == tables.in_use:
-            fields[name] = (settings, Field(default_factory=settings, description=description))
+            fields[name] = (settings, Field(default_factory=dict, validate_default=True, description=description))
         else:
             fields[name] = (settings | None, Field(default=None, description=description))
     return create_model(section.__name__, __base__=Closed, __doc__=section.__doc__, **fields)
@@ -151,6 +151,6 @@ def _with(section: type[_Section], **sections: type[BaseModel]) -> type[_Section
     fields: dict[str, Any] = {}
     for name, inner in sections.items():
         old = section.model_fields[name]
-        default: Any = {} if old.is_required() else {"default_factory": inner}
+        default: Any = {} if old.is_required() else {"default_factory": dict, "validate_default": True}
         fields[name] = (inner, Field(description=old.description, **default))
     return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)

@@ -14,6 +14,7 @@ from verbatim.errors import ComponentError
 from verbatim.imports import import_object, is_import_path
 from verbatim.records.samples import TrainingSample
 from verbatim.records.turn import Turn
+from verbatim.texts import shown
 from verbatim.trajectories.branching import branching
 from verbatim.trajectories.breaks import refuse_breaks
 from verbatim.trajectories.interleaved import interleaved
@@ -145,7 +146,9 @@ def find_strategy(name: str) -> Strategy:
 def _check_runs(strategy: str, runs: list[list[int]], kept: Sequence[tuple[int, Turn]]) -> None:
     """Each turn once, and together only turns that extend each other: for a strategy of the user's own, their error."""
     fault = None
-    if sorted(place for run in runs for place in run) != [*range(len(kept))]:
+    if not _is_lists(runs):
+        fault = f"gave {shown(runs, 80)}"
+    elif sorted(place for run in runs for place in run) != [*range(len(kept))]:
         fault = "lost or repeated turns"
     elif not all(kept[place][1].extends(kept[before][1]) for run in runs for before, place in pairwise(run)):
         fault = "joined turns across a break"
@@ -155,6 +158,12 @@ def _check_runs(strategy: str, runs: list[list[int]], kept: Sequence[tuple[int, 
             f"trajectory strategy {strategy} {fault}; expected lists of places, each from 0 to {len(kept) - 1} in one "
             "list, in which the prompt of each turn extends the turn before it"
         )
+
+
+def _is_lists(runs: object) -> bool:
+    return isinstance(runs, list | tuple) and all(
+        isinstance(run, list | tuple) and all(isinstance(place, int) for place in run) for run in runs
+    )
 
 
 def _add(dropped: dict[str, int], reason: str, count: int) -> None:
