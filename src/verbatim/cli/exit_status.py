@@ -1,4 +1,4 @@
-"""Exit statuses of the commands; the table in docs/reliability.md has the meaning for each command."""
+"""Defines the exit statuses of the commands; the table in docs/reliability.md has the meaning for each command."""
 
 FINISHED = 0
 """Done, all that was asked: a run took all its steps, or used up its examples, and learned something."""

@@ -1,4 +1,4 @@
-"""The shell of the command `verbatim`: picks a command, splits its options from overrides, explains errors.
+"""Runs the command `verbatim`: picks a command, splits its options from overrides, explains errors.
 
 A command is a module with `add_arguments(parser)` and `run(args) -> exit status`; it is imported only when it is the
 one that was typed. `args.overrides` holds the configuration overrides, `["--orchestrator.batch-size", "64", ...]`.

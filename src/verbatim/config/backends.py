@@ -1,4 +1,4 @@
-"""Backends: the name or import path in a section's `backend`, and the settings that are one backend's own.
+"""Finds backends by the name or import path in a section's `backend`, and the class of their settings.
 
 A backend is a function, or a class, called as `backend(inputs, settings)`; the annotation of `settings` says what the
 keys of its table are, `[inference.torch]` for example. Importing the module that holds it loads nothing heavy.

@@ -1,4 +1,4 @@
-"""Length penalties: the reward that advantages see, less for what was long, or more for what was short and right."""
+"""Applies length penalties: advantages see less reward for long rollouts, or more for short correct ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout engines: exact ids in, exact ids, logprobs and policy versions out."""
+"""Samples completions: exact ids in, exact ids, logprobs and policy versions out."""
 
 from verbatim.inference.backends import SAMPLERS, BackendInputs
 from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams

@@ -1,4 +1,4 @@
-"""A conversation's parts in OpenAI's chat format, tool calls, and the examples that conversations start from."""
+"""Defines messages in OpenAI's chat format, tool calls, and the examples that conversations start from."""
 
 from __future__ import annotations
 

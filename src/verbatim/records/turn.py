@@ -1,4 +1,4 @@
-"""One model request and its response, as exact ids."""
+"""Defines a turn: one model request and its response, as exact ids."""
 
 from __future__ import annotations
 

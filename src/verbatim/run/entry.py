@@ -1,4 +1,4 @@
-"""`verbatim.run` and `verbatim.train`: what `verbatim rl` runs, from a script, a notebook or a test."""
+"""Defines `verbatim.run` and `verbatim.train`, which run what `verbatim rl` runs: for scripts, notebooks and tests."""
 
 from __future__ import annotations
 

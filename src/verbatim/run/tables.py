@@ -1,4 +1,4 @@
-"""The built-in components that the names in a configuration are looked up in."""
+"""Collects the tables of built-in components, in which the names of a configuration are looked up."""
 
 from __future__ import annotations
 

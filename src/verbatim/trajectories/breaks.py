@@ -1,4 +1,4 @@
-"""The error for a trajectory that breaks in a run with `on_break = "error"`."""
+"""Raises the error for a trajectory that breaks in a run with `on_break = "error"`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trajectories of one example, which advantages are computed over."""
+"""Defines a group: the trajectories of one example, over which advantages are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of one episode: every turn as exact ids, the conversation, and what it earned."""
+"""Defines the record of one episode: every turn as exact ids, the conversation, and what it earned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat completions over a sampler: renders messages to ids, and parses sampled ids to a message."""
+"""Serves chat completions over a sampler: renders messages to ids, and parses sampled ids to a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program of a worker process, which talks to the run over a socket."""
+"""Runs in a worker process, and talks to the run over a socket."""
 
 from __future__ import annotations
 

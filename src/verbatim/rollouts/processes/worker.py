@@ -1,4 +1,4 @@
-"""A worker in a child process of this machine: starts it, talks to it over a socket, monitors and ends it."""
+"""Starts a worker in a child process of this machine, talks to it over a socket, monitors and ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampler for episodes in other processes: counts every drawn token for the attempt that requested it.
+"""Samples for episodes in other processes, and counts every drawn token for the attempt that requested it.
 
 So the number of tokens lost with a worker is exact.
 """

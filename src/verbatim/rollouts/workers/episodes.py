@@ -1,4 +1,4 @@
-"""The worker's side: creates environments from their names and runs episodes in them."""
+"""Creates environments from their names and runs episodes in them, inside a worker."""
 
 from __future__ import annotations
 

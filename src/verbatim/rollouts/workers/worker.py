@@ -1,4 +1,4 @@
-"""The `Worker` protocol: one process, on this or another machine, that runs episodes."""
+"""Defines the `Worker` protocol: one process, on this or another machine, that runs episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's working directory and search path, which workers adopt."""
+"""Gives workers the driver's working directory and search path."""
 
 from __future__ import annotations
 
