@@ -431,3 +431,36 @@ async def test_certificates_are_checked(remote: bool, monkeypatch: pytest.Monkey
     await asked.close()
     (context,) = made
     assert context is True or (context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname)
+
+
+@pytest.mark.parametrize(
+    "url", [None, 3, b"http://h", "http://h:99999", "http://h:abc", "http://h:0", "http://[::1", "http://h h", "http://h\n",
+            " http://h"],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [lambda url: HttpSampler(url), lambda url: OpenAI(model="m", base_url=url)])
+def test_what_no_connection_can_be_made_to_is_refused_at_once(make, url):
+    with pytest.raises(UsageError, match=r"url.* expected an address such as"):
+        make(url)
+
+
+def test_a_fragment_is_not_written_down():
+    with pytest.raises(UsageError, match="url of h holds") as caught:
+        HttpSampler("http://h/#key=secret-key")
+    assert "secret-key" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_retries": 1.5}, {"max_retries": "3"}, {"max_retries": -1}, {"request_timeout": math.nan},
+               {"request_timeout": None}, {"request_timeout": 0}],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [HttpSampler, lambda url, **limits: OpenAI(model="m", base_url=url, **limits)])
+def test_limits_with_which_no_request_could_be_made_are_refused_at_once(make, limits):
+    with pytest.raises(UsageError, match="expected at least 0 retries and a time above 0"):
+        make("http://h", **limits)
+
+
+@pytest.mark.parametrize("key", ["sk-secret-key\n", "sk-secret key", "sk-secret-kéy", b"sk-secret-key"])
+def test_a_key_that_no_header_can_hold_is_refused_without_being_quoted(key):
+    with pytest.raises(UsageError, match=r"the API key holds .*\.strip\(\)") as caught:
+        HttpSampler("http://h", api_key=key)
+    assert "secret" not in str(caught.value)

@@ -10,9 +10,16 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.errors import SamplerFault
 from verbatim.inference.chat.answer import BadAnswer, ChatAnswer, read_answer
-from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, check_address, status_failure
+from verbatim.inference.http.client import (
+    Answer,
+    AttemptFailed,
+    HttpClient,
+    check_address,
+    check_limits,
+    status_failure,
+)
 
 _ACCOUNT = {"OPENAI_ORG_ID": "OpenAI-Organization", "OPENAI_PROJECT_ID": "OpenAI-Project"}
 """Environment variable: header. Who pays, where a key belongs to several; OpenAI's own client reads them too."""
@@ -23,7 +30,7 @@ class OpenAI:
     """Which model of which server, and how patiently it is asked. Does not connect by itself.
 
     Raises:
-        UsageError: a `base_url` that is no plain http(s) address.
+        UsageError: a `base_url` that is no plain http(s) address, or limits with which no request could be made.
     """
 
     model: str
@@ -45,9 +52,7 @@ class OpenAI:
 
     def __post_init__(self) -> None:
         check_address(self.base_url, "base_url")
-        if self.max_retries < 0 or self.request_timeout <= 0:
-            raise UsageError(f"max_retries = {self.max_retries}, request_timeout = {self.request_timeout}; expected "
-                             "at least 0 retries and a time above 0")  # fmt: skip
+        check_limits(self.request_timeout, self.max_retries)
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[Connection]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from verbatim.errors import SamplerFault, UsageError
+from verbatim.texts import shown
 
 if TYPE_CHECKING:
     import aiohttp
@@ -108,7 +109,8 @@ class HttpClient:
         headers: Sent with every request.
 
     Raises:
-        UsageError: no plain http(s) address, a proxy that is no HTTP proxy, or the extra `api` is not installed.
+        UsageError: no plain http(s) address, limits or a key that cannot be used,
+            a proxy that is no HTTP proxy, or the extra `api` is not installed.
     """
 
     def __init__(
@@ -117,6 +119,8 @@ class HttpClient:
     ) -> None:  # fmt: skip
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = weakref.WeakKeyDictionary()
         check_address(url, "url")
+        check_limits(request_timeout, max_retries)
+        _check_key(api_key)
         _check_installed()
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **(headers or {})}
@@ -253,18 +257,44 @@ class HttpClient:
         return text
 
 
-def check_address(url: str, name: str) -> None:
+def check_address(url: object, name: str) -> None:
     """Refuse what is no plain http(s) address; `name` is the setting's.
 
     Raises:
         UsageError: says what was found, without a password.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f'{name} {url.rpartition("@")[2]!r}; expected an address such as "http://localhost:8000"')
-    if "@" in parts.netloc or parts.query:
+    example = 'expected an address such as "http://localhost:8000"'
+    if not isinstance(url, str):
+        raise UsageError(f"{name}: found {shown(url, 80)} ({type(url).__name__}), {example}")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, half a bracket
+        is_address = False
+    if not is_address or any(c.isspace() or not c.isprintable() for c in url):
+        raise UsageError(f"{name} {url.rpartition('@')[2]!r}; {example}")
+    if "@" in parts.netloc or parts.query or parts.fragment:
         raise UsageError(f"{name} of {parts.hostname} holds a password or a query, which would be written down; give "
                          "the key as api_key, or in an environment variable")  # fmt: skip
+
+
+def check_limits(request_timeout: object, max_retries: object) -> None:
+    """Refuse limits with which no request could be made.
+
+    Raises:
+        UsageError: says what was found.
+    """
+    is_count = isinstance(max_retries, int) and max_retries >= 0
+    if not is_count or not isinstance(request_timeout, int | float) or not request_timeout > 0:
+        raise UsageError(f"max_retries = {max_retries!r}, request_timeout = {request_timeout!r}; expected at least 0 "
+                         "retries and a time above 0, in seconds")  # fmt: skip
+
+
+def _check_key(key: object) -> None:
+    """Refuse a key that no header can hold, without quoting it."""
+    if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable() and " " not in key):
+        raise UsageError("the API key holds a line break, a space or a letter that a header cannot hold, or is no "
+                         "text; a key that was read from a file needs .strip()")  # fmt: skip
 
 
 def _check_installed() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import Completion, SampleRequest, SamplingParams, nothing_sampled
 from verbatim.inference.http import protocol
-from verbatim.inference.http.client import CONNECT, Answer, HttpClient, HungUp, decode, encode, read_json
+from verbatim.inference.http.client import CONNECT, Answer, HttpClient, HungUp, check_address, decode, encode, read_json
 from verbatim.inference.validation import check_temperature
 from verbatim.types import Float32, Int32
 
@@ -78,6 +78,7 @@ class HttpSampler:
         request_timeout: float = 3600.0,
         max_retries: int = 5,
     ) -> None:
+        check_address(url, "url")
         root = url.rstrip("/").removesuffix("/v1")
         self._client = HttpClient(root, api_key=api_key, request_timeout=request_timeout, max_retries=max_retries)
         self._told: dict[str, Any] = {"model": model, "context_length": context_length, "vocab_size": vocab_size,
