@@ -20,7 +20,7 @@ import verbatim
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
 from verbatim.cli.main import main
 from verbatim.config import import_object, load_config, make_config
-from verbatim.errors import ComponentError, ConfigError, NothingTrained, UsageError
+from verbatim.errors import CheckpointError, ComponentError, ConfigError, NothingTrained, UsageError
 from verbatim.monitors import Monitor
 from verbatim.run.result import MetricColumns
 from verbatim.run.tables import component_tables
@@ -165,6 +165,15 @@ def test_resume_goes_on_where_the_run_ended(place):
     assert heard.steps == [1, 2, 3]
     assert weights(result.model_path) == weights(whole.model_path)
     assert result.metrics["loss"].tolist() == whole.metrics["loss"].tolist()
+
+
+def test_a_resume_that_is_refused_leaves_the_runs_configuration_as_it_was(place):
+    result = verbatim.run("run.toml", quiet=True)
+    stored = (result.folder / "config.toml").read_bytes()
+    with pytest.raises(CheckpointError, match="has done 2 steps, and max_steps = 1; expected at least 2"):
+        result.resume(max_steps=1)
+    assert (result.folder / "config.toml").read_bytes() == stored
+    assert result.resume().metrics["step"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("inside_a_loop", [False, True])

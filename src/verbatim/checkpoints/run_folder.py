@@ -100,7 +100,7 @@ class RunFolder:
         Raises:
             UsageError: no such run, it is in use, it cannot be written to, or its stored configuration is damaged and
                 no checkpoint has a copy.
-            CheckpointError: the configuration names another model.
+            CheckpointError: the configuration names another model, or fewer steps than are done.
         """
         path = folder or config.run_dir or root / name / LATEST
         if not holds_run(path):
@@ -292,6 +292,11 @@ class RunFolder:
         if of_model := [change for change in changes if change.startswith("model.")]:
             raise CheckpointError(f"the run in {self.path} trained another model ({'; '.join(of_model)}); restore "
                                   "[model], or start a new run without --resume")  # fmt: skip
+        done = max((int(path.name.removeprefix("step_")) for path in self.checkpoints.glob("step_" + "[0-9]" * 6)),
+                   default=0)  # fmt: skip
+        if done > config.max_steps:
+            raise CheckpointError(f"the run in {self.path} has done {done} steps, and max_steps = {config.max_steps}; "
+                                  f"expected at least {done}, or a new run")  # fmt: skip
         for change in changes:
             logger.warning("the configuration changed since this run started: %s", change)
 
