@@ -72,3 +72,10 @@ def _where_else(module_name: str, attribute: str) -> str:
     if module_name.endswith(".py"):
         return f"; write the module without .py: {module_name[:-3]}.{attribute}"
     return f"; run the command in the folder that holds {module_name.split('.', maxsplit=1)[0]}, or install it"
+
+
+def child_environment() -> dict[str, str]:
+    """Environment variables for a Python process that imports what this one can: `PYTHONPATH` keeps its entries,
+    and those of `sys.path` follow."""
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, [*own, *sys.path])))}

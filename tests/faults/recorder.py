@@ -10,6 +10,7 @@ starts tells of its own moments through a socket, and waits until the folder was
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -141,8 +142,9 @@ class Recorder:
     def _read(self, node: Node, now: os.stat_result, path: str) -> None:
         version = (now.st_size, now.st_mtime_ns)
         if self._seen.get(node) != version:
-            self._seen[node] = version
-            self.ops.append(("data", node, Path(path).read_bytes()))
+            with contextlib.suppress(FileNotFoundError):  # moved meanwhile by another process: the next look reads it
+                self.ops.append(("data", node, Path(path).read_bytes()))
+                self._seen[node] = version
 
 
 # ---- a process that the command starts

@@ -116,7 +116,7 @@ def test_an_engine_of_this_process_is_refused_with_what_to_do(local_ray, model):
     from verbatim.inference.embedded.engine import TorchSampler
 
     engine = TorchSampler(model, config=TorchSettings(), context_length=200)
-    with pytest.raises(UsageError, match=r"TorchSampler lives in this process.*serve_sampler.*HttpSampler\("):
+    with pytest.raises(UsageError, match=r"TorchSampler cannot be sent.*lives in this process.*HttpSampler\("):
         MultiTurnRollout.remote(**settings(sampler=engine))
 
 

@@ -23,6 +23,7 @@ from verbatim.checkpoints import TRAINER, RunFolder
 from verbatim.checkpoints.lock import is_locked
 from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped, UsageError
+from verbatim.imports import child_environment
 from verbatim.run.environments import Environments
 from verbatim.run.logs import last_lines
 from verbatim.run.trainer_setup import open_trainer, threads_of
@@ -80,7 +81,7 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
             [sys.executable, "-m", "verbatim.cli", "trainer", str(folder.path / "config.toml"), "--resume",
              str(folder.path), "--session", session, "--parent", str(os.getpid())],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if console.quiet else None, stderr=errors,
-            start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True, env=child_environment(),
         )  # fmt: skip
 
     def ended() -> str | None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verbatim.errors import UsageError, VerbatimError
+from verbatim.imports import child_environment
 from verbatim.inference.base import Completion
 from verbatim.inference.http.chat_endpoint import ChatRequest, answer_chat, read_chat
 from verbatim.inference.http.limits import ServerLimits
@@ -226,7 +227,7 @@ def _settle(task: _Task, outcome: Any) -> None:
 async def _start(spec: bytes) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "verbatim.inference.http.chat_desk", stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=asyncio.subprocess.PIPE, env=child_environment(),
     )  # fmt: skip
     try:
         async with asyncio.timeout(START_SECONDS):

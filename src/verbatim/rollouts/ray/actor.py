@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,23 +33,19 @@ def start_rollout(kind: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
 
 def _pack(ray: Any, name: str, value: Any) -> bytes:
     kind = type(value).__name__
-    if name == "sampler" and _has_thread(value):
-        raise UsageError(
-            f"{name}: a {kind} lives in this process, with its model and its thread, and cannot move to an actor. "
-            "Serve it (`async with serve_sampler(sampler) as server`) and give HttpSampler(server.url); or have the "
-            f"actor make one of its own: {name}=lambda: {kind}(...)"
-        )
     try:
         packed: bytes = ray.cloudpickle.dumps(renderer_spec(value) if name == "template" else value)
     except Exception as error:  # pickling raises anything
+        what = f"{name}: a {kind} cannot be sent to an actor ({type(error).__name__}: {error})"
+        if name == "sampler":
+            raise UsageError(
+                f"{what}: it lives in this process. Serve it (`async with serve_sampler(sampler) as server`) and give "
+                f"HttpSampler(server.url); or have the actor make one of its own: {name}=lambda: {kind}(...)"
+            ) from error
         mend = f"have the actor make it: {name}=lambda: ..." if name in _MADE_THERE else "change what it holds"
-        raise UsageError(f"{name}: a {kind} cannot be sent to an actor ({type(error).__name__}: {error}); "
-                         f"{mend}") from error  # fmt: skip
+        raise UsageError(f"{what}; {mend}") from error
     return packed
 
-
-def _has_thread(value: object) -> bool:
-    return any(isinstance(part, threading.Thread) for part in getattr(value, "__dict__", {}).values())
 
 
 _MADE_THERE = {"sampler": "generate", "template": "render_ids"}
