@@ -148,9 +148,10 @@ def test_metrics_are_columns(place):
     assert result.evals["lots.Lots"]["episodes"].tolist() == [5.0, 5.0]
 
 
+@pytest.mark.extras  # pandas comes with `data`
 def test_a_data_frame_needs_pandas_and_says_so(monkeypatch):
     columns = MetricColumns([(1, {"loss": 0.5}), (2, {"loss": "Infinity", "lr": 0.1})])
-    frame = pytest.importorskip("pandas") and columns.to_pandas()
+    frame = columns.to_pandas()
     assert frame.loc[2, "loss"] == np.inf
     assert (frame.index.name, list(frame.columns)) == ("step", ["loss", "lr"])
     monkeypatch.setitem(sys.modules, "pandas", None)
