@@ -413,7 +413,7 @@ def test_the_command_that_a_stopped_run_prints_continues_the_same_run(place: Pat
     assert len(train_lines(place / "typed")) < 5
     assert main(again) == 0
     assert [line["step"] for line in train_lines(place / "typed")] == [1, 2, 3, 4, 5]
-    assert "stopping: what it came to" in capsys.readouterr().out
+    assert "stopping: results" in capsys.readouterr().out
     assert (place / "typed" / "config.toml").read_text() == before
     assert_ledger_adds_up(place / "typed")
 

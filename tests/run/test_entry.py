@@ -135,7 +135,7 @@ def test_the_trainers_process_imports_what_this_one_can(place, model, monkeypatc
     assert capfd.readouterr().out == ""
 
 
-# ---- what it came to
+# ---- results
 
 
 def test_metrics_are_columns(place):

@@ -47,7 +47,7 @@ class Diagnosis:
     rows: tuple[Row, ...]
     """The two sequences around the position, side by side."""
     template_line: TemplateLine | None
-    """The responsible line of the chat template; None if there is none."""
+    """The responsible line of the chat template, or None."""
     repeated: int
     """Tokens of history that rows compute again because of the break."""
     repeated_in_tree: int

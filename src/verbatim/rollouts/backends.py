@@ -29,9 +29,9 @@ class RunnerInputs:
     setups: Mapping[tuple[str, str], RemoteSetup]
     """By purpose ("train", "eval") and label: the environments whose episodes run elsewhere."""
     sampler: Sampler
-    """Whose tokens."""
+    """Samples the tokens of every episode."""
     renderer: Renderer
-    """Of its model."""
+    """Chat format of the sampler's model."""
     workers: int
     """orchestrator.rollout.workers."""
     logs: Path | None = None

@@ -66,7 +66,7 @@ def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
 
 
 def _import_path(given: Any) -> str | None:
-    """The path by which any process can import a class or function; None if there is none."""
+    """The path by which any process can import a class or function, or None."""
     module, name = getattr(given, "__module__", "__main__"), getattr(given, "__qualname__", "")
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not given:
         return None

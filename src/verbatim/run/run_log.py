@@ -210,7 +210,7 @@ class RunLog:
 
 
 def _mark(value: Any) -> LogMark | None:
-    """The mark in a manifest; None if there is none."""
+    """The mark in a manifest, or None."""
     names = [field.name for field in dataclasses.fields(LogMark)]
     if not isinstance(value, dict) or not all(type(value.get(name)) is int for name in names):
         return None

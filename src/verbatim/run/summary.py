@@ -74,7 +74,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def print_summary(summary: Mapping[str, Any], title: str, folder: RunFolder, console: Console) -> None:
     """The figures as a table, and where the model and the rest of them are."""
-    table = Table(show_header=False, title=f"{title}: what it came to", title_justify="left")
+    table = Table(show_header=False, title=f"{title}: results", title_justify="left")
     for key, value in summary.items():
         if not isinstance(value, dict):
             table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))

@@ -85,7 +85,7 @@ class TrainingRun:
         self.was_interrupted = False
         """Whether this process was asked to end the run after a step."""
         self.summary: dict[str, Any] = {}
-        """After a run that took all its steps: what it came to, as in `summary.json`."""
+        """After a run that took all its steps: its results, as in `summary.json`."""
         self.nothing_trained: str | None = None
         """After a run that came to its end and learned nothing: why."""
         checkpoint = config.checkpoint

@@ -60,7 +60,7 @@ def find_mismatch(
     Args:
         published: The trainer's logprobs.
         found: The sampler's logprobs, for the same sequences: float32 [L - 1] each.
-        before: The trainer's logprobs of the version before; None = there is none.
+        before: The trainer's logprobs of the version before, or None at the start.
         tolerance: Largest mean absolute difference.
 
     Example: published [-1.0, -2.0], found [-1.0, -2.5]: a mean difference of 0.25.

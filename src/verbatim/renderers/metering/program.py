@@ -15,7 +15,7 @@ from verbatim.renderers.metering.filters import COMPARED, JOINED, KEY, ROUNDS, S
 
 @lru_cache(maxsize=64)
 def compiled(source: str) -> Template:
-    """The program of a template; `chat_template.compile_template` names the model where there is none.
+    """The program of a template, counted. `chat_template.compile_template` adds the model's name to its errors.
 
     Before each loop all its rounds are counted, each by the size of the loop's body; a macro and a block by theirs when
     they begin. What else can take long or grow goes through the filters of `filters` and the environment's operators.
