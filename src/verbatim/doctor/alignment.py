@@ -12,16 +12,13 @@ RUN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A range of the earlier sequence and its replacement; either may be empty."""
+    """Positions `start` to `end` of the earlier sequence, and `now_start` to `now_end` of the later one, which took
+    their place; either range may be empty."""
 
     start: int
-    """First position in the earlier sequence."""
     end: int
-    """One after the last."""
     now_start: int
-    """First position in the later sequence."""
     now_end: int
-    """One after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)

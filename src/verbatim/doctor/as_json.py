@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verbatim.doctor.classes import advice
 from verbatim.doctor.diagnosis import Diagnosis, Summary
 from verbatim.doctor.logs import Problems
 from verbatim.doctor.windows import Cell
 
 
 class JsonReport:
-    """Writes `{"file": ..., "format": ..., "breaks": [...], "unreadable": ..., "summary": ...}`."""
+    """Writes `{"file": ..., "format": ..., "breaks": [...], "unreadable": ..., "summary": ...}`, with the keys that
+    docs/doctor.md lists."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
@@ -28,43 +29,34 @@ class JsonReport:
 
     def add(self, diagnosis: Diagnosis) -> None:
         """Write one break."""
-        self._write(self._separator + json.dumps(break_to_json(diagnosis, self._format)))
+        d = diagnosis
+        line = d.template_line
+        found = {
+            "class": d.kind.value,
+            "by_design": d.kind.by_design,
+            "trajectory": d.trajectory,
+            "line": d.line,
+            "turn": d.turn,
+            "agent": d.agent,
+            "position": d.position,
+            "found": d.found,
+            "recorded": _window(d.against, [row.earlier for row in d.rows]),
+            "sent": _window(d.turn, [row.now for row in d.rows]),
+            "template_line": None if line is None else dataclasses.asdict(line),
+            "cost": {"tokens_again": d.repeated, "tokens_again_in_tree": d.repeated_in_tree, "share": d.share},
+            "advice": d.kind.advice(self._format),
+        }
+        self._write(self._separator + json.dumps(found))
         self._separator = ",\n"
 
     def close(self, summary: Summary, problems: Problems) -> None:
         """Write unreadable lines and the summary."""
-        unreadable = {
-            "count": problems.count,
-            "lines": [{"line": problem.line, "why": problem.why} for problem in problems.kept],
-        }
-        self._write(f'],\n"unreadable": {json.dumps(unreadable)},\n')
-        self._write(f'"summary": {json.dumps(summary_to_json(summary))}}}\n')
+        lines = [problem._asdict() for problem in problems.kept]
+        self._write(f'],\n"unreadable": {json.dumps({"count": problems.count, "lines": lines})},\n')
+        self._write(f'"summary": {json.dumps(_summary(summary))}}}\n')
 
 
-def break_to_json(diagnosis: Diagnosis, format_name: str) -> dict[str, Any]:
-    """The keys that docs/doctor.md lists."""
-    d = diagnosis
-    return {
-        "class": d.kind.value,
-        "by_design": d.kind.by_design,
-        "trajectory": d.trajectory,
-        "line": d.line,
-        "turn": d.turn,
-        "agent": d.agent,
-        "position": d.position,
-        "found": d.found,
-        "recorded": _window(d.against, [row.earlier for row in d.rows]),
-        "sent": _window(d.turn, [row.now for row in d.rows]),
-        "template_line": None
-        if d.template_line is None
-        else {"number": d.template_line.number, "text": d.template_line.text},
-        "cost": {"tokens_again": d.repeated, "tokens_again_in_tree": d.repeated_in_tree, "share": d.share},
-        "advice": advice(d.kind, format_name),
-    }
-
-
-def summary_to_json(summary: Summary) -> dict[str, Any]:
-    """The keys that docs/doctor.md lists."""
+def _summary(summary: Summary) -> dict[str, Any]:
     return {
         "trajectories": summary.trajectories,
         "turns": summary.turns,

@@ -14,14 +14,12 @@ from verbatim.doctor.text import TokenText
 from verbatim.doctor.windows import Row, side_by_side
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TemplateLine:
-    """A line of a chat template."""
+    """A line of a chat template, by its number, from 1."""
 
     number: int
-    """Line number, from 1."""
     text: str
-    """Its text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +54,13 @@ class Diagnosis:
     """`repeated` as a share of the tokens that rows compute for the trajectory."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Sums:
-    """Breaks of one class."""
+    """Breaks of one class: how many, and the sums of `Diagnosis.repeated` and `Diagnosis.repeated_in_tree`."""
 
     breaks: int = 0
-    """Number of breaks."""
     repeated: int = 0
-    """Sum of `Diagnosis.repeated`."""
     repeated_in_tree: int = 0
-    """Sum of `Diagnosis.repeated_in_tree`."""
 
 
 @dataclass(kw_only=True)
@@ -73,9 +68,7 @@ class Summary:
     """Sums over a file."""
 
     trajectories: int = 0
-    """Number of trajectories read."""
     turns: int = 0
-    """Number of their turns."""
     samples: int = 0
     """Training samples that `interleaved` builds from them."""
     row_tokens: int = 0
@@ -83,7 +76,6 @@ class Summary:
     tree_tokens: int = 0
     """Tokens to compute with shared prefixes computed once."""
     classes: dict[BreakClass, Sums] = field(default_factory=dict)
-    """Sums of each class."""
 
     @property
     def checked(self) -> bool:
@@ -146,22 +138,18 @@ class Doctor:
         diagnoses = []
         for opening in found.openings:
             difference = Difference(turns, opening, self._text, logged.tools)
-            diagnosis = self._diagnose(logged, difference, found.row_tokens)
+            kind, why = classify(difference)
+            # A new conversation has no history; only its shared prefix is computed twice.
+            repeated = difference.at if kind.by_design else difference.alignment.history_end
+            diagnosis = Diagnosis(
+                trajectory=logged.trajectory.trajectory_id, line=logged.line, turn=opening.turn,
+                agent=turns[opening.turn].agent, against=opening.against[-1], position=difference.at, kind=kind,
+                found=why, rows=side_by_side(difference), template_line=self._template_line(kind), repeated=repeated,
+                repeated_in_tree=repeated - difference.at, share=repeated / found.row_tokens,
+            )  # fmt: skip
             diagnoses.append(diagnosis)
-            sums = summary.classes.setdefault(diagnosis.kind, Sums())
+            sums = summary.classes.setdefault(kind, Sums())
             sums.breaks += 1
             sums.repeated += diagnosis.repeated
             sums.repeated_in_tree += diagnosis.repeated_in_tree
         return diagnoses
-
-    def _diagnose(self, logged: LoggedTrajectory, difference: Difference, row_tokens: int) -> Diagnosis:
-        kind, found = classify(difference)
-        # A new conversation has no history; only its shared prefix is computed twice.
-        repeated = difference.at if kind.by_design else difference.alignment.history_end
-        opening = difference.opening
-        return Diagnosis(
-            trajectory=logged.trajectory.trajectory_id, line=logged.line, turn=opening.turn,
-            agent=difference.turns[opening.turn].agent, against=opening.against[-1], position=difference.at, kind=kind,
-            found=found, rows=side_by_side(difference), template_line=self._template_line(kind), repeated=repeated,
-            repeated_in_tree=repeated - difference.at, share=repeated / row_tokens,
-        )  # fmt: skip

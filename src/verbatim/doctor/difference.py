@@ -20,14 +20,11 @@ _AROUND = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A completion inside the earlier sequence."""
+    """The completion of a turn: positions `start` to `end` of the earlier sequence."""
 
     turn: int
-    """Index of its turn."""
     start: int
-    """Position of its first token: the length of its prompt."""
     end: int
-    """Position after its last token."""
     cut_off: bool
     """Whether it ended at a limit of tokens or time."""
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from verbatim.token_tree import Segment, TokenPath
 from verbatim.trajectories.extension import OpenSamples
 from verbatim.types import Turn
 
@@ -22,7 +21,7 @@ class Opening:
     """Leading ids that its prompt shares with that sample: the position of the break."""
     first_of_agent: bool
     """Whether it is the first turn of its agent."""
-    goes_on: bool
+    goes_on: bool = False
     """Whether the compared sample continues after this turn, so that its conversation was not replaced."""
 
 
@@ -61,22 +60,18 @@ def find_samples(turns: Sequence[Turn]) -> Samples:
         else:
             if found.closest is not None:
                 other, shared = _compared(turn, found.closest, found.shared, turns, samples, latest)
-                first = turn.agent not in latest
-                drafts.append((Opening(turn=index, against=tuple(samples[other]), shared=shared, first_of_agent=first,
-                                       goes_on=False), other))  # fmt: skip
+                opening = Opening(turn=index, against=tuple(samples[other]), shared=shared,
+                                  first_of_agent=turn.agent not in latest)  # fmt: skip
+                drafts.append((opening, other))
             number = opened.open(turn.path)
             samples.append([index])
         latest[turn.agent] = number
-    ends = [turns[sample[-1]].path for sample in samples]
     return Samples(
         samples=tuple(map(tuple, samples)),
-        openings=tuple(
-            Opening(turn=o.turn, against=o.against, shared=o.shared, first_of_agent=o.first_of_agent,
-                    goes_on=len(samples[other]) > len(o.against)) for o, other in drafts
-        ),
-        row_tokens=sum(path.length for path in ends),
-        tree_tokens=_distinct_tokens(ends),
-    )  # fmt: skip
+        openings=tuple(replace(o, goes_on=len(samples[other]) > len(o.against)) for o, other in drafts),
+        row_tokens=sum(turns[sample[-1]].path.length for sample in samples),
+        tree_tokens=opened.num_tokens,
+    )
 
 
 def _compared(
@@ -95,13 +90,3 @@ def _compared(
     if with_own < shared and turns[samples[closest][-1]].agent == turn.agent:
         return closest, shared
     return own, with_own
-
-
-def _distinct_tokens(paths: Iterable[TokenPath]) -> int:
-    reach: dict[Segment, int] = {}
-    for path in paths:
-        segment, length = path.segment, path.length
-        while segment is not None and reach.get(segment, 0) < length:
-            reach[segment] = length
-            length, segment = segment.start, segment.parent
-    return sum(length - segment.start for segment, length in reach.items())

@@ -8,13 +8,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from verbatim.doctor.classes import CLASSES, BreakClass, advice
+from verbatim.doctor.classes import BreakClass
 from verbatim.doctor.diagnosis import Diagnosis, Summary
 from verbatim.doctor.logs import Problems
 from verbatim.doctor.text import counted, printable
-from verbatim.doctor.windows import Cell, Row
+from verbatim.doctor.windows import Cell
 
-_INDENT = (0, 0, 0, 2)
 _CLASS_STYLE = "bold red"
 _BY_DESIGN_STYLE = "bold green"
 
@@ -36,30 +35,48 @@ class ConsoleReport:
     def add(self, diagnosis: Diagnosis) -> None:
         """Print one break: class, evidence, cost and tokens."""
         self._shown += 1
-        _print_break(self._console, self._shown, diagnosis)
+        d, console = diagnosis, self._console
+        agent = "" if d.agent == "main" else f" ({d.agent})"
+        where = f"line {d.line}, trajectory {d.trajectory!r}, turn {d.turn}{agent}, token {d.position:,}"
+        facts: list[Text | Table] = [_plain(where), _plain(d.found)]
+        if d.template_line is not None:
+            line = Text.assemble((f"template line {d.template_line.number}  ", "bold"), _plain(d.template_line.text))
+            line.truncate(max(40, 2 * console.width - 20), overflow="ellipsis")
+            facts.append(line)
+        facts.append(Text(f"computed again: {counted(d.repeated, 'token')}, {d.share:.1%} of the trajectory as rows; "
+                          f"{d.repeated_in_tree:,} in a prefix tree"))  # fmt: skip
+        facts.append(_side_by_side(d, console.width - 2))
+        console.print(Text.assemble((f"break {self._shown}  ", "bold"), _heading(d.kind)))
+        for fact in facts:
+            console.print(Padding(fact, (0, 0, 0, 2), expand=False))
+        console.print()
 
     def close(self, summary: Summary, problems: Problems) -> None:
         """Print unreadable lines, sums, costs and advice."""
-        _print_problems(self._console, problems)
-        _print_summary(self._console, summary, self._shown, self._format)
-
-
-def _print_break(console: Console, number: int, diagnosis: Diagnosis) -> None:
-    d = diagnosis
-    title = Text.assemble((f"break {number}  ", "bold"), (CLASSES[d.kind].title, _style(d.kind)))
-    where = f"line {d.line}, trajectory {d.trajectory!r}, turn {d.turn}{_of(d.agent)}, token {d.position:,}"
-    facts = [_plain(where), _plain(d.found)]
-    if d.template_line is not None:
-        line = Text.assemble((f"template line {d.template_line.number}  ", "bold"), _plain(d.template_line.text))
-        line.truncate(max(40, 2 * console.width - 20), overflow="ellipsis")
-        facts.append(line)
-    facts.append(Text(f"computed again: {counted(d.repeated, 'token')}, {d.share:.1%} of the trajectory as rows; "
-                      f"{d.repeated_in_tree:,} in a prefix tree"))  # fmt: skip
-    console.print(title)
-    for fact in facts:
-        console.print(Padding(fact, _INDENT, expand=False))
-    console.print(Padding(_side_by_side(d, console.width - 2), _INDENT, expand=False))
-    console.print()
+        console = self._console
+        for number, why in problems.kept:
+            console.print(Text.assemble((f"line {number}: ", "bold yellow"), _plain(why)), soft_wrap=True)
+        if problems.count > len(problems.kept):
+            console.print(f"... and {problems.count - len(problems.kept):,} more lines that cannot be read")
+        trajectories = counted(summary.trajectories, "trajectory", "trajectories")
+        if not summary.checked:
+            console.print(f"nothing was checked: in {trajectories} there is no turn with the token ids of a prompt and "
+                          "a completion; log them (docs/doctor.md)", style=_CLASS_STYLE)  # fmt: skip
+            return
+        if summary.breaks > self._shown:
+            hidden = counted(summary.breaks - self._shown, "more break")
+            console.print(f"{hidden} in the figures below; --limit N shows more\n")
+        if summary.classes:
+            console.print(_by_class(summary))
+        by_design = f", {summary.by_design:,} of them by design" if summary.by_design else ""
+        console.print(
+            f"{trajectories}, {counted(summary.turns, 'turn')}, {counted(summary.samples, 'training sample')}\n"
+            f"{counted(summary.breaks, 'break')}{by_design}\n"
+            f"{counted(summary.row_tokens, 'token')} to compute as rows, {summary.tree_tokens:,} in a prefix tree\n"
+            f"{summary.repeated:,} of them again because of breaks ({summary.share(summary.repeated):.1%})"
+        )
+        for kind in _ordered(summary):
+            console.print(Text.assemble("\n", _heading(kind), ": ", kind.advice(self._format)))
 
 
 def _side_by_side(diagnosis: Diagnosis, width: int) -> Table:
@@ -78,51 +95,19 @@ def _side_by_side(diagnosis: Diagnosis, width: int) -> Table:
     for row in d.rows:
         mark = Text("▶" if first else "│", style=_CLASS_STYLE) if row.differs else Text(" ")
         first = first and not row.differs
-        table.add_row(mark, *_cells(row.earlier, row), *_cells(row.now, row))
+        table.add_row(mark, *_cells(row.earlier, row.differs), *_cells(row.now, row.differs))
         if any(row.left_out):
-            table.add_row(Text("┆", style=_CLASS_STYLE), *_left_out(row.left_out[0]), *_left_out(row.left_out[1]))
+            more = [Text(f"… {count:,} more" if count else "", style="dim italic") for count in row.left_out]
+            table.add_row(Text("┆", style=_CLASS_STYLE), "", "", more[0], "", "", more[1])
     return table
 
 
-def _cells(cell: Cell | None, row: Row) -> tuple[Text, Text, Text]:
+def _cells(cell: Cell | None, differs: bool) -> tuple[Text, Text, Text]:
     if cell is None:
         return Text(""), Text(""), Text("")
-    style = "bold" if row.differs else "dim"
+    style = "bold" if differs else "dim"
     text = Text(cell.text if cell.text is not None else "", style=f"{style} cyan" if cell.control else style)
     return Text(str(cell.position)), Text(str(cell.token), style=style), text
-
-
-def _left_out(count: int) -> tuple[Text, Text, Text]:
-    return Text(""), Text(""), Text(f"… {count:,} more" if count else "", style="dim italic")
-
-
-def _print_problems(console: Console, problems: Problems) -> None:
-    for problem in problems.kept:
-        console.print(Text.assemble((f"line {problem.line}: ", "bold yellow"), _plain(problem.why)), soft_wrap=True)
-    if problems.count > len(problems.kept):
-        console.print(f"... and {problems.count - len(problems.kept):,} more lines that cannot be read")
-
-
-def _print_summary(console: Console, summary: Summary, shown: int, format_name: str) -> None:
-    if not summary.checked:
-        read = counted(summary.trajectories, "trajectory", "trajectories")
-        console.print(f"nothing was checked: in {read} there is no turn with the token ids of a prompt and a "
-                      "completion; log them (docs/doctor.md)", style=_CLASS_STYLE)  # fmt: skip
-        return
-    if summary.breaks > shown:
-        console.print(f"{counted(summary.breaks - shown, 'more break')} in the figures below; --limit N shows more\n")
-    if summary.classes:
-        console.print(_by_class(summary))
-    by_design = f", {summary.by_design:,} of them by design" if summary.by_design else ""
-    console.print(
-        f"{counted(summary.trajectories, 'trajectory', 'trajectories')}, {counted(summary.turns, 'turn')}, "
-        f"{counted(summary.samples, 'training sample')}\n"
-        f"{counted(summary.breaks, 'break')}{by_design}\n"
-        f"{counted(summary.row_tokens, 'token')} to compute as rows, {summary.tree_tokens:,} in a prefix tree\n"
-        f"{summary.repeated:,} of them again because of breaks ({summary.share(summary.repeated):.1%})"
-    )
-    for kind in _ordered(summary):
-        console.print(Text.assemble("\n", (CLASSES[kind].title, _style(kind)), ": ", advice(kind, format_name)))
 
 
 def _by_class(summary: Summary) -> Table:
@@ -132,10 +117,9 @@ def _by_class(summary: Summary) -> Table:
         table.add_column(heading, justify="right")
     for kind in _ordered(summary):
         sums = summary.classes[kind]
-        table.add_row(
-            Text(CLASSES[kind].title, style=_style(kind)), f"{sums.breaks:,}", f"{sums.repeated:,}",
-            f"{summary.share(sums.repeated):.1%}", f"{sums.repeated_in_tree:,}",
-        )  # fmt: skip
+        share = f"{summary.share(sums.repeated):.1%}"
+        table.add_row(Text(*_heading(kind)), f"{sums.breaks:,}", f"{sums.repeated:,}", share,
+                      f"{sums.repeated_in_tree:,}")  # fmt: skip
     return table
 
 
@@ -148,9 +132,6 @@ def _plain(text: str) -> Text:
     return Text(printable(text, space=" "))
 
 
-def _style(kind: BreakClass) -> str:
-    return _BY_DESIGN_STYLE if kind.by_design else _CLASS_STYLE
-
-
-def _of(agent: str) -> str:
-    return "" if agent == "main" else f" ({agent})"
+def _heading(kind: BreakClass) -> tuple[str, str]:
+    """A class in words, with its style."""
+    return kind.heading, _BY_DESIGN_STYLE if kind.by_design else _CLASS_STYLE

@@ -19,8 +19,6 @@ from verbatim.doctor.diagnosis import TemplateLine
 from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
 
 _THOUGHT, _ANSWER = "zq thought", "zq answer"
-
-
 _ASK = {"role": "user", "content": "zq ask"}
 _TOOL = {"type": "function", "function": {"name": "zq", "description": "zq", "parameters": {
     "type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}}  # fmt: skip
@@ -47,14 +45,7 @@ def template_lines(template: str) -> Callable[[BreakClass], TemplateLine | None]
     Raises:
         ModelError: the template is not Jinja, or exceeds its time.
     """
-    watched = _Watched(template)
-
-    @cache
-    def line(kind: BreakClass) -> TemplateLine | None:
-        number = watched.responsible(kind)
-        return None if number is None else TemplateLine(number=number, text=watched.lines[number - 1].strip())
-
-    return line
+    return cache(_Watched(template).line)
 
 
 class _Watched:
@@ -68,8 +59,11 @@ class _Watched:
         # Only Python lines that begin a line of the template; others belong to no branch.
         self._line_of = {python: line for line, python in self._template.program.debug_info}
 
-    def responsible(self, kind: BreakClass) -> int | None:
-        """The number of the line, or None."""
+    def line(self, kind: BreakClass) -> TemplateLine | None:
+        number = self._responsible(kind)
+        return None if number is None else TemplateLine(number, self.lines[number - 1].strip())
+
+    def _responsible(self, kind: BreakClass) -> int | None:
         match kind:
             case BreakClass.THINKING_STRIPPED:
                 return self._where_thinking_goes()

@@ -17,12 +17,10 @@ SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One token."""
+    """One token: its index in its sequence, and its id."""
 
     position: int
-    """Its index in its sequence."""
     token: int
-    """Its id."""
     text: str | None
     """Its text from `TokenText.piece`; None without a tokenizer."""
     control: bool
@@ -31,12 +29,10 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The tokens of both sides in one row."""
+    """A token of the recorded sequence beside one of the prompt; either side may have none."""
 
     earlier: Cell | None
-    """Token of the recorded sequence; None = none."""
     now: Cell | None
-    """Token of the prompt; None = none."""
     differs: bool
     """Whether it is part of the first change."""
     left_out: tuple[int, int] = (0, 0)

@@ -61,6 +61,11 @@ class OpenSamples:
             length, segment = segment.start, segment.parent
         return Extension(sample=None, shared=shared, closest=closest)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples, with shared prefixes counted once."""
+        return sum(length - segment.start for segment, (length, _) in self._reach.items())
+
     def open(self, path: TokenPath) -> int:
         """A sample of its own; its number."""
         number = self._count

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 
 from verbatim.doctor.classes import BreakClass
 from verbatim.doctor.difference import Difference
-from verbatim.doctor.evidence.conversations import another_conversation, another_system_message
 from verbatim.doctor.evidence.endings import stop_token, truncated
 from verbatim.doctor.evidence.history import (
+    another_conversation,
+    another_system_message,
     cannot_tell,
     history_compacted,
     history_rewritten,

@@ -1,4 +1,4 @@
-"""Finds breaks with other content: other tools, a shorter history, a changed history."""
+"""Finds breaks with other content: another conversation, other tools, a shorter history, a changed history."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def tools_changed(d: Difference) -> str | None:
         moved = [start for start, _, _ in was] != [start for start, _, _ in is_now]
         return "the same tools, at another place" if moved else "the same tools, written anew"
     if sorted(map(_name, before)) == sorted(map(_name, after)):
-        same_set = all(schema in after for schema in before)
-        return "the same tools in another order" if same_set else f"another schema of {_differing(before, after)}"
+        other = ", ".join(_name(schema) for schema in before if schema not in after)
+        return f"another schema of {other}" if other else "the same tools in another order"
     gone = [n for n in map(_name, before) if n not in map(_name, after)]
     come = [n for n in map(_name, after) if n not in map(_name, before)]
     changes = (("tools gone", gone), ("tools added", come))
@@ -71,10 +71,6 @@ def _name(value: Any) -> str:
 
 def _turns(turns: Sequence[int]) -> str:
     return f"turn{'s' if len(turns) > 1 else ''} {', '.join(map(str, turns))}"
-
-
-def _differing(before: Sequence[Any], after: Sequence[Any]) -> str:
-    return ", ".join(_name(schema) for schema in before if schema not in after)
 
 
 def sampled_again(d: Difference) -> str | None:
@@ -131,3 +127,35 @@ def history_rewritten(d: Difference) -> str:
 def cannot_tell(d: Difference) -> str | None:
     """Without a tokenizer only the position is known."""
     return f"{history_rewritten(d)}; a tokenizer would tell why" if d.text is None else None
+
+
+def another_conversation(d: Difference) -> str | None:
+    """A prompt that replaces no history: its agent has none, or the compared conversation continues."""
+    agent, last = d.turns[d.opening.turn].agent, d.opening.against[-1]
+    if d.opening.first_of_agent:
+        return f"the first turn of agent {agent!r}; its prompt shares {counted(d.at, 'token')} with turn {last}"
+    if d.opening.goes_on and d.at < len(d.prompt):
+        return f"another conversation: the one of turn {last} goes on after it"
+    return None
+
+
+def another_system_message(d: Difference) -> str | None:
+    """Another system message, and no completion of the earlier conversation."""
+    if len({turn.agent for turn in d.turns}) > 1:
+        return None  # the log names the agents
+    earlier, now = d.opening_texts
+    same = common_prefix(earlier, now)
+    system, other = _system_message(d, earlier), _system_message(d, now)
+    if system is None or other is None or not all(map(d.is_gone, d.spans)):
+        return None
+    if same * 2 >= min(len(system), len(other)):
+        return None
+    return "another system message, and nothing that was said before: a conversation of its own"
+
+
+def _system_message(d: Difference, text: str) -> str | None:
+    """The text up to the first end of a message, if it is a system message; else None."""
+    assert d.text is not None
+    ends = [text.find(end) for end in (d.text.decode([stop]) for stop in d.stops) if end in text]
+    first = text[: min(ends)] if ends else text
+    return first if "system" in first[:40] else None

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from verbatim.errors import RecordError, UsageError
 from verbatim.types import Trajectory
@@ -30,24 +30,20 @@ class LoggedTrajectory:
     """Tools of each turn's request as text; empty if the log has none."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Line:
-    """One JSON object of a file."""
+    """One JSON object of a file, with its number, from 1, and its offset in bytes."""
 
     number: int
-    """Line number, from 1."""
+    offset: int
     record: Mapping[str, Any]
-    """The JSON object."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unreadable:
-    """A skipped line."""
+class Unreadable(NamedTuple):
+    """A skipped line, by its number, from 1."""
 
     line: int
-    """Line number, from 1."""
     why: str
-    """Why it was skipped."""
 
 
 @dataclass
@@ -63,7 +59,7 @@ class Problems:
         """Add one."""
         self.count += 1
         if len(self.kept) < _KEPT:
-            self.kept.append(Unreadable(line=line, why=why))
+            self.kept.append(Unreadable(line, why))
 
 
 class Format(Protocol):
@@ -74,7 +70,7 @@ class Format(Protocol):
     expected: str
     """An example of its lines, for error messages."""
 
-    def recognises(self, record: Mapping[str, Any]) -> bool:
+    def recognises(self, record: Mapping[str, Any], /) -> bool:
         """Whether a line has this format, by its keys."""
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
@@ -91,8 +87,8 @@ class LogFile:
         self.path = path
         self.problems = Problems()
 
-    def lines(self, problems: Problems | None = None) -> Iterator[tuple[Line, int]]:
-        """Each JSON object with its offset in bytes.
+    def lines(self, problems: Problems) -> Iterator[Line]:
+        """Each JSON object.
 
         Raises:
             UsageError: no such file.
@@ -101,21 +97,28 @@ class LogFile:
             inside = self.path / "trajectories.jsonl"
             hint = f"; it is a folder: type {inside}" if inside.is_file() else ""
             raise UsageError(f"there is no log {self.path}{hint}")
-        problems = self.problems if problems is None else problems
         with self.path.open("rb") as file:
-            place = 0
+            offset = 0
             for number, raw in enumerate(file, start=1):
                 record = _parse(raw, number, problems) if raw.strip() else None
                 if record is not None:
-                    yield Line(number=number, record=record), place
-                place += len(raw)
+                    yield Line(number, offset, record)
+                offset += len(raw)
+
+    def lines_of(self, known: Format) -> Iterator[Line]:
+        """The lines of this format; any other one is a problem."""
+        for line in self.lines(self.problems):
+            if known.recognises(line.record):
+                yield line
+            else:
+                self.problems.add(line.number, f"not like the lines before it; its keys are {_keys(line, 8)}")
 
     def at(self, places: Iterable[tuple[int, int]]) -> Iterator[Line]:
         """The lines at (number, offset in bytes), as given by `lines`."""
         with self.path.open("rb") as file:
-            for number, place in places:
-                file.seek(place)
-                yield Line(number=number, record=json.loads(file.readline()))
+            for number, offset in places:
+                file.seek(offset)
+                yield Line(number, offset, json.loads(file.readline()))
 
     def damaged(self, line: int, error: Exception) -> None:
         """Record a line that a format could not read."""
@@ -136,9 +139,8 @@ def _parse(raw: bytes, number: int, problems: Problems) -> Mapping[str, Any] | N
     return record
 
 
-def other_format(record: Mapping[str, Any]) -> str:
-    """The report on a line whose keys do not belong to the file's format."""
-    return f"not like the lines before it; its keys are {', '.join(map(repr, list(record)[:8])) or 'none'}"
+def _keys(line: Line, most: int) -> str:
+    return ", ".join(map(repr, list(line.record)[:most])) or "none"
 
 
 def recognise(file: LogFile, formats: Sequence[Format]) -> Format:
@@ -149,17 +151,16 @@ def recognise(file: LogFile, formats: Sequence[Format]) -> Format:
     """
     first: Line | None = None
     problems = Problems()
-    for line, _ in file.lines(problems):
+    for line in file.lines(problems):
         found = next((known for known in formats if known.recognises(line.record)), None)
         if found is not None:
             return found
         first = first or line
     expected = "\n".join(f"  {known.name}: {known.expected}" for known in formats)
     if first is not None:
-        keys = ", ".join(map(repr, list(first.record)[:12])) or "none"
-        was = f"line {first.number} is an object whose keys are {keys}"
+        was = f"line {first.number} is an object whose keys are {_keys(first, 12)}"
     elif problems.kept:
-        was = f"line {problems.kept[0].line}: {problems.kept[0].why}"
+        was = "line {}: {}".format(*problems.kept[0])
     else:
         was = "it is empty"
     raise UsageError(f"{file.path} is no log of trajectories: {was}. Expected JSON lines with token ids, one of\n"

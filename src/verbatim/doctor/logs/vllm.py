@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.doctor.logs.base import DAMAGED, LogFile, LoggedTrajectory, other_format
+from verbatim.doctor.logs.base import DAMAGED, LogFile, LoggedTrajectory
 from verbatim.token_tree import as_ids
 from verbatim.types import StopReason, Trajectory, Turn
 
@@ -80,17 +80,14 @@ class VllmFormat:
     def _group(self, file: LogFile) -> dict[str, list[tuple[int, int]]]:
         """Offsets of the lines of each trajectory; only names and offsets are kept in memory."""
         found: list[tuple[int, int, dict[str, str]]] = []
-        for line, place in file.lines():
-            if not self.recognises(line.record):
-                file.problems.add(line.number, other_format(line.record))
-                continue
+        for line in file.lines_of(self):
             self._conversations |= _listed(line.record) is not None
-            found.append((line.number, place, _names(line.record)))
+            found.append((line.number, line.offset, _names(line.record)))
         self._key = next((key for key in CONVERSATION_KEYS if _tells(key, [names for *_, names in found])), None)
         groups: dict[str, list[tuple[int, int]]] = {}
-        for number, place, names in found:
+        for number, offset, names in found:
             own = f"line {number}" if self._conversations else ""
-            groups.setdefault(names.get(self._key or "", own), []).append((number, place))
+            groups.setdefault(names.get(self._key or "", own), []).append((number, offset))
         return groups
 
 
@@ -120,10 +117,8 @@ def _responses(record: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], M
     for item in [record] if listed is None else listed:
         if not isinstance(item, dict):
             continue
-        response = item.get("response") if isinstance(item.get("response"), dict) else item
-        request = item.get("request") if isinstance(item.get("request"), dict) else item
-        assert isinstance(response, dict)
-        assert isinstance(request, dict)
+        response = item["response"] if isinstance(item.get("response"), dict) else item
+        request = item["request"] if isinstance(item.get("request"), dict) else item
         choices = response.get("choices", response.get("outputs"))
         if isinstance(choices, list) or {"prompt_token_ids", "token_ids"} <= response.keys():
             yield request, response

@@ -1,0 +1,91 @@
+"""Reads logs with a trajectory in each line: Verbatim's own, and rollouts of verifiers 0.1.8 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.doctor.logs.base import DAMAGED, LogFile, LoggedTrajectory
+from verbatim.trajectory_json import trajectory_from_json
+from verbatim.types import StopReason, Trajectory, Turn
+
+
+@dataclass(kw_only=True)
+class LineFormat:
+    """A format whose lines are read one by one."""
+
+    name: str
+    expected: str
+    about: str
+    recognises: Callable[[Mapping[str, Any]], bool]
+    trajectory: Callable[[Mapping[str, Any], int], Trajectory]
+    """Reads the record of a line, given the line's number."""
+
+    def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
+        for line in file.lines_of(self):
+            try:
+                yield LoggedTrajectory(trajectory=self.trajectory(line.record, line.number), line=line.number)
+            except DAMAGED as error:
+                file.damaged(line.number, error)
+
+    def note(self) -> str:
+        return self.about
+
+
+def _is_ours(record: Mapping[str, Any]) -> bool:
+    trajectory = record.get("trajectory")
+    return isinstance(trajectory, dict) and "turns" in trajectory
+
+
+VERBATIM = LineFormat(
+    name="verbatim",
+    expected='{"step": 7, "trajectory": {"turns": [{"prompt": ..., "completion_ids": [...]}, ...], ...}}',
+    about="trajectories of a run of Verbatim",
+    recognises=_is_ours,
+    trajectory=lambda record, line: trajectory_from_json(record["trajectory"]),
+)
+"""`trajectories.jsonl` of a run, or what `verbatim eval --out` wrote."""
+
+
+def _is_verifiers(record: Mapping[str, Any]) -> bool:
+    steps = record.get("trajectory")
+    return isinstance(steps, list) and all(isinstance(step, dict) and "tokens" in step for step in steps)
+
+
+def _rollout(record: Mapping[str, Any], line: int) -> Trajectory:
+    """`trajectory` is a list of steps, each with one request's ids."""
+    steps = record["trajectory"]
+    with_ids = [step for step in steps if step["tokens"] is not None]
+    if steps and not with_ids:
+        raise ValueError("no step has tokens: the engine was not asked for ids, or they were not kept")
+    own = record.get("trajectory_id") or next((s.get("trajectory_id") for s in with_ids if not _is_sub(s)), None)
+    turns = tuple(_turn(step, own) for step in with_ids)
+    return Trajectory(
+        example_id=str(record.get("example_id", "")), trajectory_id=str(own or f"line {line}"), turns=turns
+    )
+
+
+def _turn(step: Mapping[str, Any], own: str | None) -> Turn:
+    tokens = step["tokens"]
+    cut_off = bool(step.get("is_truncated") or tokens.get("is_truncated"))
+    name = step.get("trajectory_id")
+    # Steps of a sub-agent have another trajectory's name, or are marked as such.
+    agent = "main" if not _is_sub(step) and name in (None, own) else str(name or "sub")
+    return Turn(
+        prompt_ids=tokens["prompt_ids"], completion_ids=tokens["completion_ids"], agent=agent,
+        stop_reason=StopReason.LENGTH if cut_off else StopReason.STOP,
+    )  # fmt: skip
+
+
+def _is_sub(step: Mapping[str, Any]) -> bool:
+    return bool((step.get("extras") or {}).get("is_sub_llm_call"))
+
+
+VERIFIERS = LineFormat(
+    name="verifiers",
+    expected='{"trajectory": [{"tokens": {"prompt_ids": [...], "completion_ids": [...], ...}, ...}, ...], ...}',
+    about="rollouts of verifiers; steps without tokens are left out",
+    recognises=_is_verifiers,
+    trajectory=_rollout,
+)
