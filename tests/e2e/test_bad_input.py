@@ -62,7 +62,7 @@ class Faulty:
         return Once(seed, self.fault if fails else None)
 '''
 
-# Its tool raises at every other call; every call is counted.
+# Its tool raises at every other call; every call is counted. Rewards follow the seed, so that every group trains.
 BROKEN_TOOL = '''
 from verbatim.environments.guess_number import Game, GuessNumber
 from verbatim.tools import FunctionTool
@@ -71,9 +71,10 @@ calls = raised = 0
 
 
 class BrokenGame(Game):
-    def __init__(self, rules, secret):
+    def __init__(self, rules, secret, seed):
         super().__init__(rules, secret)
         self.tools = (FunctionTool(self.guess, description="", inline=True),)
+        self.seed = seed
 
     def guess(self, number: int):
         global calls, raised
@@ -83,10 +84,13 @@ class BrokenGame(Game):
             raise RuntimeError("the dice fell off the table")
         return super().guess(number)
 
+    async def score(self, trajectory):
+        return float(self.seed % 2)
+
 
 class BrokenTool(GuessNumber):
     async def start(self, example, seed):
-        return BrokenGame(self, int(example.payload["secret"]))
+        return BrokenGame(self, int(example.payload["secret"]), seed)
 '''
 
 # After `after` episodes no file may grow beyond `limit` bytes: a disk that fills up while a run is under way.
