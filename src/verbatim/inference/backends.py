@@ -24,10 +24,13 @@ class BackendInputs:
     """The backend's share of this machine's cores, for one that computes here; None = all of them."""
     on_weight_update: OnWeightUpdate = "recompute"
     """What happens to the key/value cache of sequences in flight when new weights arrive."""
+    logs: Path | None = None
+    """A folder for what the backend's processes print; None keeps nothing of it."""
 
 
 SAMPLERS: Mapping[str, str | Callable[[BackendInputs, Any], Any]] = {
     "torch": "verbatim.inference.embedded.backend:torch_backend",
 }
-"""`backend(inputs: BackendInputs, settings) -> Sampler` by name, or where each lives. The annotation of `settings`, a
-subclass of `BackendSettings`, has the keys of [inference.NAME]. Importing a backend's module loads nothing heavy."""
+"""`backend(inputs: BackendInputs, settings) -> Sampler` by name, or where each lives; `async def` where starting takes
+time. The annotation of `settings`, a subclass of `BackendSettings`, has the keys of [inference.NAME]. Importing a
+backend's module loads nothing heavy."""

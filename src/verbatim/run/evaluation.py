@@ -31,7 +31,7 @@ async def evaluate_model(config: RunConfig, model: str, out: Path | None) -> dic
     renderer = make_renderer(orchestrator.renderer, load_tokenizer(model))
     check_tools(config, environments, renderer)
     log = TrajectoryLog(out) if out is not None else None
-    sampler = make_sampler(config, model)
+    sampler = await make_sampler(config, model)
     slots = asyncio.Semaphore(orchestrator.max_concurrent)
     made = environments.eval or environments.train
     results: dict[str, dict[str, Any]] = {}

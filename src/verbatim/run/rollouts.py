@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,10 @@ def make_renderer(renderer: RendererConfig, tokenizer: Any) -> Renderer:
 _SAMPLER_METHODS = ("generate", "update_weights", "prompt_logprobs", "close")
 
 
-def make_sampler(
-    config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None
-) -> Sampler:
+async def make_sampler(
+    config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None,
+    logs: Path | None = None,
+) -> Sampler:  # fmt: skip
     """The configured rollout engine with the weights in `source`.
 
     Args:
@@ -155,6 +157,7 @@ def make_sampler(
         policy_version: The version of these weights.
         num_threads: Threads for an engine that computes in this process, where its settings do not say; None = torch's
             own setting.
+        logs: The folder for what an engine in other processes prints.
 
     Raises:
         ComponentError: the backend gave something that is not a sampler.
@@ -167,8 +170,10 @@ def make_sampler(
         policy_version=policy_version,
         num_threads=num_threads,
         on_weight_update=inference.on_weight_update,
+        logs=logs,
     )
-    sampler: Sampler = backend.function(inputs, settings_for(inference, inference.backend, backend))
+    made = backend.function(inputs, settings_for(inference, inference.backend, backend))
+    sampler: Sampler = await made if inspect.isawaitable(made) else made
     missing = [name for name in _SAMPLER_METHODS if not callable(getattr(sampler, name, None))]
     if missing:
         raise ComponentError(f"inference.backend = {inference.backend!r} gave a {type(sampler).__name__} without "

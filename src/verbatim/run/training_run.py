@@ -169,8 +169,9 @@ class TrainingRun:
 
         config, ready = self._config, side.ready
         renderer = make_renderer(config.orchestrator.renderer, load_tokenizer(ready.weights))
-        sampler = make_sampler(
-            config, ready.weights, policy_version=ready.version, num_threads=threads_of(config, None)
+        sampler = await make_sampler(
+            config, ready.weights, policy_version=ready.version, num_threads=threads_of(config, None),
+            logs=self._folder.path / "logs" / "inference",
         )  # fmt: skip
         made = {"train": self._environments.train, "eval": self._environments.eval}
         api = chat_teacher.api if chat_teacher is not None else None

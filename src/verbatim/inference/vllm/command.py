@@ -1,0 +1,103 @@
+"""The command line and the environment of a vLLM server that samples exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from verbatim.inference.vllm.settings import VllmSettings
+
+PLUGIN = Path(__file__).with_name("plugin")
+"""A folder for PYTHONPATH: vLLM finds our weight-transfer engine there; nothing is installed into its environment."""
+TRANSFER_ENGINES: Mapping[str, str] = {"auto": "verbatim_files", "files": "verbatim_files", "nccl": "nccl"}
+"""`weight_transfer` to the name of the engine in vLLM."""
+WORKER_EXTENSION = "verbatim_vllm.WeightReport"
+MODEL_NAME = "policy"
+"""What the model is called in requests, whatever folder its weights are from."""
+
+_OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+
+EXACT_OPTIONS: Sequence[str] = (
+    "--enable-scale-out",  # the endpoint for token ids
+    "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
+    "--generation-config", "vllm",  # the model's own sampling defaults stay off
+    "--enable-prefix-caching",
+    "--enable-chunked-prefill",
+)  # fmt: skip
+"""What exactness needs; `control` checks the same of servers that exist."""
+
+
+def server_command(
+    settings: VllmSettings, *, model: str | Path, port: int, context_length: int, host: str = "127.0.0.1"
+) -> list[str]:
+    """The command of one server.
+
+    Args:
+        settings: Its table.
+        model: A folder in Hugging Face format, or a hub id: the weights to begin with.
+        port: Where it listens.
+        context_length: Most tokens of prompt and completion together, where the settings do not say.
+        host: Where it listens.
+    """
+    transfer = json.dumps({"backend": TRANSFER_ENGINES[settings.weight_transfer]})
+    options = [
+        "--model", str(model), "--served-model-name", MODEL_NAME, "--host", host, "--port", str(port),
+        "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len or context_length),
+        "--tensor-parallel-size", str(settings.tensor_parallel_size), *EXACT_OPTIONS,
+        "--weight-transfer-config", transfer, "--worker-extension-cls", WORKER_EXTENSION,
+        "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    if settings.gpu_memory_utilization is not None:
+        options += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+    return [python_of(settings), "-m", "vllm.entrypoints.openai.api_server", *options, *settings.args]
+
+
+def python_of(settings: VllmSettings) -> str:
+    """The interpreter, as an absolute path where it is one of a folder."""
+    return shutil.which(os.path.expanduser(settings.python)) or settings.python
+
+
+def server_environment(
+    settings: VllmSettings, replica: int, *, is_local_model: bool, num_threads: int | None = None
+) -> dict[str, str]:
+    """The environment of one server: ours without what belongs to our Python, and what vLLM needs.
+
+    Args:
+        settings: Its table.
+        replica: The replica's index, which decides its devices.
+        is_local_model: Whether the model is a folder: then the hub is not asked for anything.
+        num_threads: For a server that computes on this machine's processors; None = all of them.
+    """
+    ours = {name: value for name, value in os.environ.items() if name not in _OF_OUR_PYTHON}
+    devices = _devices(settings, replica, ours.get("CUDA_VISIBLE_DEVICES"))
+    return {
+        **ours,
+        "PYTHONPATH": str(PLUGIN),
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes of weight updates
+        "VLLM_NO_USAGE_STATS": "1",
+        **({"HF_HUB_OFFLINE": "1"} if is_local_model else {}),
+        **({"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}),
+        # A vLLM for CPUs would bind its threads to all cores.
+        **({"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if num_threads else {}),
+        **settings.env,
+    }
+
+
+def _devices(settings: VllmSettings, replica: int, visible: str | None) -> str | None:
+    """The replica's devices. With one replica and no list it sees what this process sees.
+
+    >>> _devices(VllmSettings(replicas=2, tensor_parallel_size=2), 1, "4,5,6,7")
+    '6,7'
+    """
+    if settings.devices:
+        return settings.devices[replica]
+    if settings.replicas == 1:
+        return visible
+    known = visible.split(",") if visible else None
+    mine = range(replica * settings.tensor_parallel_size, (replica + 1) * settings.tensor_parallel_size)
+    if known is None:
+        return ",".join(map(str, mine))
+    return ",".join(known[device] for device in mine if device < len(known))

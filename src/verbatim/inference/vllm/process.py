@@ -1,0 +1,144 @@
+"""A vLLM server that this process starts, watches and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from verbatim.errors import SamplerFault
+from verbatim.inference.http.client import Answer, HttpClient
+from verbatim.inference.vllm import keeper
+from verbatim.texts import printable
+
+logger = logging.getLogger(__name__)
+
+_ASK_EVERY = 0.5
+_ANSWER = 5.0
+"""Seconds for one answer to "are you there?"."""
+_QUOTED = 12
+"""Last lines of its log in a message."""
+_SAY_EVERY = 60.0
+"""Seconds between two lines that say that a server is still being waited for."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return int(found.getsockname()[1])
+
+
+class ServerProcess:
+    """One server and everything that it starts; all of it ends with this process, whatever ends this process.
+
+    Args:
+        name: For messages: "replica 0".
+        command: Its command line.
+        environment: Its environment variables, all of them.
+        port: Where it listens, on loopback.
+        log: The file for what it prints; appended to.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, port: int, log: Path
+    ) -> None:
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self._command, self._environment, self._log = command, environment, log
+        self._keeper: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the keeper, whose child the server is; None before the start."""
+        return None if self._keeper is None else self._keeper.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server is not running."""
+        return self._keeper is None or self._keeper.returncode is not None
+
+    async def start(self, deadline: float) -> None:
+        """Start it, and wait until it answers.
+
+        Args:
+            deadline: Seconds until it must answer.
+
+        Raises:
+            SamplerFault: it ended, or does not answer; quotes the end of its log.
+        """
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        with self._log.open("ab") as log:
+            self._keeper = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", keeper.__file__, *self._command,
+                stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=dict(self._environment),
+            )  # fmt: skip
+        try:
+            await self._until_it_answers(began, deadline)
+        except BaseException:
+            await self.stop()
+            raise
+        seconds = time.monotonic() - began
+        logger.info("%s answers at %s after %.0f s; its log: %s", self.name, self.url, seconds, self._log)
+
+    async def _until_it_answers(self, began: float, deadline: float) -> None:
+        client = HttpClient(self.url, request_timeout=_ANSWER, max_retries=0)
+        said = began
+        try:
+            while True:
+                if self.has_ended:
+                    how = self.how_it_ended()
+                    raise SamplerFault(f"{self.name} ended before it answered ({how}). {self.end_of_log()}")
+                with contextlib.suppress(SamplerFault):
+                    if await client.ask("GET", "/health", None, _is_healthy):
+                        return
+                now = time.monotonic()
+                if now - began > deadline:
+                    raise SamplerFault(f"{self.name} does not answer at {self.url} after {deadline:g} s "
+                                       f"(inference.vllm.start_timeout). {self.end_of_log()}")  # fmt: skip
+                if now - said > _SAY_EVERY:
+                    said = now
+                    logger.info("waiting for %s since %.0f s; its log: %s", self.name, now - began, self._log)
+                await asyncio.sleep(_ASK_EVERY)
+        finally:
+            await client.close()
+
+    def how_it_ended(self) -> str:
+        """Its exit status, for a message."""
+        if self._keeper is None:
+            return "it was not started"
+        status = self._keeper.returncode
+        return f"signal {status - 128}" if status is not None and status > 128 else f"status {status}"
+
+    def end_of_log(self) -> str:
+        """The last lines of its log that say something, for a message."""
+        try:
+            lines = self._log.read_bytes()[-8192:].decode("utf-8", "replace").splitlines()
+        except OSError as error:
+            return f"Its log {self._log} cannot be read: {error}"
+        last = [f"  {printable(line)}" for line in lines if line.strip()][-_QUOTED:]
+        return "\n".join([f"The end of {self._log}:", *last])
+
+    async def stop(self) -> None:
+        """End it and everything that it started, frozen or not."""
+        if self._keeper is None or self._keeper.returncode is not None:
+            return
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        try:
+            await asyncio.wait_for(self._keeper.wait(), 2 * keeper.PATIENCE + 5)
+        except TimeoutError:  # the keeper itself is frozen
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._keeper.pid, 9)
+            await self._keeper.wait()
+
+
+def _is_healthy(answer: Answer) -> bool:
+    return answer.status == 200

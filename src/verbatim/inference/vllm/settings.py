@@ -1,0 +1,120 @@
+"""[inference.vllm]: the settings of vLLM's servers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from verbatim.config import BackendSettings
+from verbatim.config.packages import is_installed
+from verbatim.config.sections import PositiveFloat, PositiveInt
+from verbatim.errors import UsageError
+
+_ASK_PYTHON = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('vllm') else 3)"
+_NO_VLLM = 3
+
+
+class VllmSettings(BackendSettings):
+    """vLLM servers, which the run starts (`replicas`) or finds (`urls`)."""
+
+    replicas: PositiveInt = 1
+    """Servers that the run starts, supervises and ends."""
+    urls: tuple[str, ...] = ()
+    """Roots of servers that exist, "http://127.0.0.1:8000"; the run then starts none. Each must be able to read the run
+    folder's weights at the same path."""
+    python: str = "python"
+    """The Python of the environment that has vLLM: vLLM pins a torch of its own. `verbatim inference --install DIR`
+    makes one; then this is "DIR/bin/python"."""
+    tensor_parallel_size: PositiveInt = 1
+    """Devices that share one replica's weights."""
+    max_model_len: PositiveInt | None = None
+    """Most tokens of prompt and completion together; by default orchestrator.seq_len."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of weights and activations. On a GPU usually "bfloat16"."""
+    gpu_memory_utilization: PositiveFloat | None = None
+    """Share of a device's memory that a replica takes, at most 1; by default vLLM's own."""
+    devices: tuple[str, ...] = ()
+    """CUDA devices of each replica, "0" or "0,1"; by default each replica has the next `tensor_parallel_size` devices,
+    from 0 on, where there are any."""
+    args: tuple[str, ...] = ()
+    """Further options of the server, passed on: ["--enforce-eager"]."""
+    env: Mapping[str, str] = MappingProxyType({})
+    """Further environment variables of the server: {VLLM_CPU_KVCACHE_SPACE = "1"}."""
+    weight_transfer: Literal["auto", "files", "nccl"] = "auto"
+    """How new weights reach a server: "files" reads the published folder; "nccl" sends them from device to device.
+    "auto" is "files"."""
+    api_key_env: str | None = None
+    """The environment variable with the key of the servers in `urls`."""
+    start_timeout: PositiveFloat = 900.0
+    """Seconds until a server that was started must answer."""
+    update_timeout: PositiveFloat = 300.0
+    """Seconds for each phase of a weight update."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.urls:
+            theirs = {"replicas", "devices", "args", "env", "python", "tensor_parallel_size", "gpu_memory_utilization"}
+            given = sorted(theirs & self.model_fields_set)
+            if given:
+                raise ValueError(f"{', '.join(given)}: for servers that the run starts, found beside urls, servers "
+                                 "that exist; give the keys to those servers when you start them")  # fmt: skip
+            repeated = sorted({url for url in self.urls if self.urls.count(url) > 1})
+            if repeated:
+                raise ValueError(f"urls: {', '.join(repeated)} stands there twice")
+        elif self.api_key_env is not None:
+            raise ValueError("api_key_env: for the servers in urls; servers that the run starts listen on loopback")
+        if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
+            raise ValueError(f"gpu_memory_utilization: found {self.gpu_memory_utilization}, expected at most 1")
+        if self.devices and len(self.devices) != self.replicas:
+            raise ValueError(f"devices: found {len(self.devices)} entries, expected one for each of the "
+                             f"{self.replicas} replicas")  # fmt: skip
+        if self.devices and any(len(entry.split(",")) != self.tensor_parallel_size for entry in self.devices):
+            raise ValueError(f"devices: expected {self.tensor_parallel_size} in each entry (tensor_parallel_size), "
+                             f"found {list(self.devices)}")  # fmt: skip
+        return self
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """What it computes in; float16 has more digits than bfloat16 and fewer than float32."""
+        return "float32" if self.dtype == "float32" else "bfloat16"
+
+    @property
+    def api_key(self) -> str | None:
+        """The key of the servers in `urls`; None without `api_key_env`."""
+        return None if self.api_key_env is None else os.environ.get(self.api_key_env)
+
+    def check(self) -> None:
+        """Refuse a Python without vLLM, a variable without a key, and addresses that are none."""
+        if not is_installed("aiohttp"):
+            raise UsageError("urls: the HTTP client needs the package aiohttp: pip install 'verbatim-rl[serve]'")
+        from verbatim.inference.http.client import check_address
+
+        for url in self.urls:
+            try:
+                check_address(url, "url")
+            except UsageError as error:
+                raise UsageError(f"urls: {error}") from error
+        if self.api_key_env is not None and not self.api_key:
+            raise UsageError(f"api_key_env: the environment variable {self.api_key_env} is empty; put the key into it")
+        if not self.urls:
+            self._check_python()
+
+    def _check_python(self) -> None:
+        make = "`verbatim inference --install DIR` makes an environment with vLLM; then python = \"DIR/bin/python\""
+        path = shutil.which(os.path.expanduser(self.python))
+        if path is None:
+            raise UsageError(f'python: there is no program "{self.python}". {make}')
+        try:
+            answer = subprocess.run([path, "-c", _ASK_PYTHON], capture_output=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UsageError(f'python: "{self.python}" cannot be run ({error}). {make}') from error
+        if answer.returncode == _NO_VLLM:
+            raise UsageError(f'python: the environment of "{self.python}" has no vLLM. {make}')
+        if answer.returncode != 0:
+            raise UsageError(f'python: "{self.python}" is no Python: it ended with status {answer.returncode}. {make}')

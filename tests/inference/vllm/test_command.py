@@ -1,0 +1,106 @@
+"""The command line of a vLLM server, and what is refused before one is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from verbatim.errors import UsageError
+from verbatim.inference.vllm.command import PLUGIN, server_command, server_environment
+from verbatim.inference.vllm.settings import VllmSettings
+
+
+def options(settings: VllmSettings, **values) -> list[str]:
+    return server_command(settings, model="some/folder", port=8123, context_length=256, **values)
+
+
+def test_the_command_has_all_that_exactness_needs():
+    command = options(VllmSettings(python=sys.executable, args=("--enforce-eager",)))
+    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[-1] == "--enforce-eager"
+    for pair in (
+        ["--model", "some/folder"], ["--port", "8123"], ["--host", "127.0.0.1"], ["--max-model-len", "256"],
+        ["--dtype", "float32"], ["--logprobs-mode", "processed_logprobs"], ["--generation-config", "vllm"],
+        ["--tensor-parallel-size", "1"],
+    ):  # fmt: skip
+        at = command.index(pair[0])
+        assert command[at : at + 2] == pair
+    assert {"--enable-scale-out", "--enable-prefix-caching", "--enable-chunked-prefill"} <= set(command)
+    transfer = command[command.index("--weight-transfer-config") + 1]
+    assert json.loads(transfer) == {"backend": "verbatim_files"}
+    assert "--gpu-memory-utilization" not in command
+
+
+def test_keys_of_the_table_reach_the_command():
+    settings = VllmSettings(max_model_len=512, gpu_memory_utilization=0.5, weight_transfer="nccl", dtype="bfloat16")
+    command = options(settings)
+    assert command[command.index("--max-model-len") + 1] == "512"
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.5"
+    assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "nccl"}
+    assert settings.precision == "bfloat16"
+
+
+def test_the_environment_is_ours_without_our_python(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    monkeypatch.setenv("VIRTUAL_ENV", "/ours")
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = server_environment(VllmSettings(env={"VLLM_CPU_KVCACHE_SPACE": "1"}), 0, is_local_model=True, num_threads=1)
+    assert found["PYTHONPATH"] == str(PLUGIN)
+    assert "VIRTUAL_ENV" not in found and "CUDA_VISIBLE_DEVICES" not in found
+    assert found["HOME"] == "/home/me"
+    assert (found["VLLM_CPU_KVCACHE_SPACE"], found["VLLM_SERVER_DEV_MODE"], found["HF_HUB_OFFLINE"]) == ("1", "1", "1")
+    assert (found["OMP_NUM_THREADS"], found["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "nobind")
+    assert "HF_HUB_OFFLINE" not in server_environment(VllmSettings(), 0, is_local_model=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "visible", "expected"),
+    [
+        ({"replicas": 2}, None, ["0", "1"]),
+        ({"replicas": 2, "tensor_parallel_size": 2}, "4,5,6,7", ["4,5", "6,7"]),
+        ({"replicas": 2, "devices": ("3", "1")}, "0,1,2,3", ["3", "1"]),
+        ({"replicas": 1, "tensor_parallel_size": 2}, "2,3", ["2,3"]),
+    ],
+)
+def test_replicas_have_devices_of_their_own(monkeypatch, settings, visible, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    made = VllmSettings(**settings)
+    found = [server_environment(made, i, is_local_model=True)["CUDA_VISIBLE_DEVICES"] for i in range(made.replicas)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"urls": ("http://a:1",), "replicas": 2}, "replicas: for servers that the run starts, found beside urls"),
+        ({"urls": ("http://a:1", "http://a:1")}, "http://a:1 stands there twice"),
+        ({"api_key_env": "KEY"}, "api_key_env: for the servers in urls"),
+        ({"gpu_memory_utilization": 1.5}, "found 1.5, expected at most 1"),
+        ({"replicas": 2, "devices": ("0",)}, "found 1 entries, expected one for each of the 2 replicas"),
+        ({"devices": ("0",), "tensor_parallel_size": 2}, "expected 2 in each entry"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(settings, reason):
+    with pytest.raises(ValidationError, match=reason):
+        VllmSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"python": "/no/such/python"}, 'python: there is no program "/no/such/python".*--install DIR'),
+        ({"python": sys.executable}, "has no vLLM.*--install DIR"),
+        ({"python": "false"}, 'python: "false" is no Python: it ended with status 1'),
+        ({"urls": ("localhost:8000",)}, "urls: url 'localhost:8000'; expected an address"),
+        ({"urls": ("http://a:1",), "api_key_env": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is empty"),
+    ],
+)
+def test_what_cannot_work_on_this_machine_is_refused(settings, reason):
+    with pytest.raises(UsageError, match=reason):
+        VllmSettings(**settings).check()

@@ -1,0 +1,124 @@
+"""A server that a run starts ends with the run, with all that it started, whatever state either of them is in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verbatim.errors import SamplerFault
+from verbatim.inference.vllm.process import ServerProcess, free_port
+
+# A server with a worker of its own session, which writes down both process ids.
+SERVER = """
+import http.server, os, subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(sys.argv[2], "w").write(f"{os.getpid()} {worker.pid}")
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def server(tmp_path: Path, code: str = SERVER) -> ServerProcess:
+    port = free_port()
+    command = [sys.executable, "-c", code, str(port), str(tmp_path / "pids")]
+    return ServerProcess("replica 0", command, dict(os.environ), port=port, log=tmp_path / "logs" / "replica_0.log")
+
+
+def pids(tmp_path: Path) -> list[int]:
+    return [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def all_end(found: list[int], within: float = 20.0) -> bool:
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        if not any(map(is_running, found)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+async def test_a_server_ends_with_all_that_it_started(tmp_path):
+    process = server(tmp_path)
+    await process.start(30)
+    found = pids(tmp_path)
+    assert all(map(is_running, found)) and not process.has_ended
+    await process.stop()
+    assert process.has_ended and not any(map(is_running, found))
+    await process.stop()  # again changes nothing
+
+
+async def test_what_a_killed_server_leaves_behind_is_killed(tmp_path):
+    process = server(tmp_path)
+    await process.start(30)
+    main, worker = pids(tmp_path)
+    os.kill(main, signal.SIGKILL)
+    assert await asyncio.to_thread(all_end, [main, worker])
+    await asyncio.sleep(0.3)
+    assert process.has_ended and process.how_it_ended() == "signal 9"
+
+
+async def test_a_frozen_server_is_ended(tmp_path, monkeypatch):
+    process = server(tmp_path)
+    await process.start(30)
+    found = pids(tmp_path)
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    await process.stop()
+    assert not any(map(is_running, found))
+    assert time.monotonic() - began < 30
+
+
+async def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_path):
+    process = server(tmp_path, "import sys; print('no module named vllm\\x1b[2J'); sys.exit(3)")
+    with pytest.raises(SamplerFault, match=r"(?s)ended before it answered \(status 3\).*no module named vllm") as e:
+        await process.start(30)
+    assert "\x1b" not in str(e.value)
+
+
+async def test_a_server_that_never_answers_is_ended_at_the_deadline(tmp_path):
+    process = server(tmp_path, "import time; print('loading'); time.sleep(600)")
+    with pytest.raises(SamplerFault, match=r"(?s)does not answer at http://127.0.0.1:\d+ after 1 s.*loading"):
+        await process.start(1)
+    assert process.has_ended
+
+
+def test_a_killed_run_leaves_no_server_behind(tmp_path):
+    run = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_server_process import server
+
+async def main():
+    await server(Path({str(tmp_path)!r})).start(30)
+    print("up", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"up\n"
+        found = pids(tmp_path)
+        child.kill()
+    assert all_end(found)
