@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from verbatim.config import BackendSettings
 from verbatim.config.packages import is_installed
@@ -44,7 +42,7 @@ class VllmSettings(BackendSettings):
     from 0 on, where there are any."""
     args: tuple[str, ...] = ()
     """Further options of the server, passed on: ["--enforce-eager"]."""
-    env: Mapping[str, str] = MappingProxyType({})
+    env: dict[str, str] = Field(default={})
     """Further environment variables of the server: {VLLM_CPU_KVCACHE_SPACE = "1"}."""
     weight_transfer: Literal["auto", "files", "nccl"] = "auto"
     """How new weights reach a server: "files" reads the published folder; "nccl" sends them from device to device.
