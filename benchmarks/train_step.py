@@ -38,7 +38,7 @@ from verbatim.models.loading import load_tokenizer
 from verbatim.renderers import create_renderer
 from verbatim.rollouts import trajectory_from_messages
 from verbatim.trainer.linear import use_onednn
-from verbatim.trainer.logprobs import backward_logprobs
+from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.optim import build_optimizer
 from verbatim.trainer.trainer import Trainer
 from verbatim.trajectories import build
@@ -260,9 +260,9 @@ def print_peak_memory() -> None:
     model: Any = head
 
     def run(count: int) -> None:
-        backward_logprobs(model, hidden[:count] * 1, ids[:count], torch.ones(count),
-                          lambda at, found: -torch.ones_like(found.logprobs_M),
-                          chunk=TrainerConfig().logprob_chunk)  # fmt: skip
+        TargetLogprobs(model, TrainerConfig().logprob_chunk).backward(
+            hidden[:count] * 1, ids[:count], torch.ones(count), lambda at, found: -torch.ones_like(found.logprobs_M)
+        )
 
     run(8)  # libraries load and threads start
     before = resident_bytes("VmRSS")

@@ -111,7 +111,7 @@ def test_memory_that_runs_out_while_trees_are_tried_does_not_change_how_the_run_
     def full(*args: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
 
-    monkeypatch.setattr(model_check.DeviceBatch, "of", full)
+    monkeypatch.setattr(model_check, "DeviceBatch", full)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         model_check.packing_for(model, "auto")
 

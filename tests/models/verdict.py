@@ -200,7 +200,7 @@ def packed_gradient(
         named = [_renamed(sample, i) for i, sample in enumerate(batch)]
         rows: list[list[tuple[int, Tensor]]] = [[] for _ in batch]
         for micro_batch in PACKERS[packing](named, micro_batch_tokens=10_000, keep_whole=False):
-            on_device = DeviceBatch.of(micro_batch, torch.device("cpu"))
+            on_device = DeviceBatch(micro_batch, torch.device("cpu"))
             logits = lm.logits(on_device.hidden(lm))
             logprobs = logits.log_softmax(-1).gather(1, on_device.target_ids_M[:, None])[:, 0]
             total = total + (logprobs * torch.cos(on_device.offsets_M.to(logprobs.dtype))).sum()

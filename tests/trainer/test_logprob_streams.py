@@ -26,7 +26,7 @@ def sample(teacher, trajectory_id, **streams):
 def test_a_reference_model_s_logprobs_reach_the_loss_beside_the_teacher_s():
     samples = [sample([0, -2, -3], "a", reference=[0, -4, -5]), sample([0, -6, -7], "b", reference=[0, -8, -9])]
     (batch,) = pack_rows(samples, micro_batch_tokens=6, keep_whole=False)
-    inputs = DeviceBatch.of(batch, torch.device("cpu")).inputs(torch.zeros(4), slice(None))
+    inputs = DeviceBatch(batch, torch.device("cpu")).inputs(torch.zeros(4), slice(None))
     assert inputs.teacher_logprobs.tolist() == inputs.logprob_streams["teacher"].tolist() == [-2, -3, -6, -7]
     assert inputs.logprob_streams["reference"].tolist() == [-4, -5, -8, -9]
     whole = whole_trajectory([inputs], torch.tensor([1, 2, 4, 5]), 6)

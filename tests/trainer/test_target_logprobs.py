@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from verbatim.trainer.logprobs import backward_logprobs, target_logprobs
+from verbatim.trainer.logprobs import TargetLogprobs
 
 
 class Head:
@@ -36,8 +36,8 @@ def reference(head, hidden, ids, temperatures):
 def test_two_tokens_by_hand():
     # Logits [ln 3, 0] at T = 1: p = 3/4; at T = 1/2 they double: p = 9/10.
     head = Head(torch.tensor([[math.log(3.0)], [0.0]], dtype=torch.float64))
-    found = target_logprobs(head, torch.ones(2, 1, dtype=torch.float64), torch.tensor([0, 0]),
-                            torch.tensor([1.0, 0.5]), chunk=8)  # fmt: skip
+    found = TargetLogprobs(head, 8).forward(torch.ones(2, 1, dtype=torch.float64), torch.tensor([0, 0]),
+                                           torch.tensor([1.0, 0.5]))  # fmt: skip
     assert found.logprobs_M.exp().tolist() == pytest.approx([0.75, 0.9], abs=1e-12)
     # -(3/4 ln 3/4 + 1/4 ln 1/4) and -(0.9 ln 0.9 + 0.1 ln 0.1)
     assert found.entropy_M.tolist() == pytest.approx([0.5623351446188083, 0.3250829733914482], abs=1e-12)
@@ -47,7 +47,7 @@ def test_two_tokens_by_hand():
 def test_chunks_agree_with_one_log_softmax(problem, chunk):
     head, hidden, ids, temperatures = problem
     logprobs, entropy = reference(head, hidden, ids, temperatures)
-    found = target_logprobs(head, hidden, ids, temperatures, chunk=chunk)
+    found = TargetLogprobs(head, chunk).forward(hidden, ids, temperatures)
     torch.testing.assert_close(found.logprobs_M, logprobs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.entropy_M, entropy, rtol=1e-12, atol=1e-12)
     assert not found.logprobs_M.requires_grad
@@ -65,7 +65,7 @@ def test_gradients_agree_with_one_log_softmax(problem, chunk):
         seen.append((at.start, at.stop))
         return found.logprobs_M.exp()
 
-    backward_logprobs(head, hidden * 1, ids, temperatures, gradient, chunk=chunk)
+    TargetLogprobs(head, chunk).backward(hidden * 1, ids, temperatures, gradient)
     torch.testing.assert_close(hidden.grad, expected[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(head.weight.grad, expected[1], rtol=1e-12, atol=1e-12)
     assert seen == [(i, min(i + chunk, 10)) for i in range(0, 10, chunk)]
@@ -74,7 +74,7 @@ def test_gradients_agree_with_one_log_softmax(problem, chunk):
 
 def test_huge_logits_do_not_overflow():
     head = Head(torch.tensor([[3e4], [-3e4]]))
-    found = target_logprobs(head, torch.ones(1, 1), torch.tensor([0]), torch.tensor([0.01]), chunk=1)
+    found = TargetLogprobs(head, 1).forward(torch.ones(1, 1), torch.tensor([0]), torch.tensor([0.01]))
     assert found.logprobs_M.tolist() == [0.0]
     assert found.entropy_M.tolist() == [0.0]
 
@@ -82,7 +82,7 @@ def test_huge_logits_do_not_overflow():
 def test_bfloat16_logits_are_summed_in_float32():
     # 1000 equal logits: 1/1000 each. A bfloat16 sum would stall at 256.
     head = Head(torch.ones(1000, 1, dtype=torch.bfloat16))
-    found = target_logprobs(head, torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([3]), torch.ones(1), chunk=1)
+    found = TargetLogprobs(head, 1).forward(torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([3]), torch.ones(1))
     assert found.logprobs_M.dtype == torch.float32
     assert found.logprobs_M.item() == pytest.approx(-math.log(1000), abs=1e-5)
 
@@ -93,9 +93,9 @@ def test_peak_memory_is_a_quarter_of_the_full_logits_at_the_default_chunk():
     head = Head(0.02 * torch.randn(vocab, width))
     head.weight.grad = torch.zeros_like(head.weight)
     hidden = torch.randn(targets, width, requires_grad=True)
-    peak = peak_bytes(lambda: backward_logprobs(
-        head, hidden * 1, torch.randint(0, vocab, (targets,)), torch.ones(targets),
-        lambda at, found: -torch.ones_like(found.logprobs_M), chunk=chunk))  # fmt: skip
+    peak = peak_bytes(lambda: TargetLogprobs(head, chunk).backward(
+        hidden * 1, torch.randint(0, vocab, (targets,)), torch.ones(targets),
+        lambda at, found: -torch.ones_like(found.logprobs_M)))  # fmt: skip
     assert peak <= 0.25 * targets * vocab * 4
 
 

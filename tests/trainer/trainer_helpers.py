@@ -1,6 +1,5 @@
 """Tiny models and batches for the trainer's tests."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from unittest import mock
@@ -15,6 +14,7 @@ from verbatim.models.float64 import keep_float64
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
 from verbatim.packing import PACKERS
+from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.step import GradientPass
 from verbatim.trainer.trainer import checkpoint_layers
@@ -102,8 +102,8 @@ def gradients(folder, samples, *, loss=LOSSES["default"], micro_batch_tokens=10_
     pack = PACKERS[packing]
     model = loaded(folder, dtype, checkpointing)
     metrics = MetricSums()
-    step = GradientPass(model=model, loss=loss, denominator=denominator or num_trained(samples), chunk=chunk,
-                        autocast=nullcontext, metrics=metrics)  # fmt: skip
+    step = GradientPass(lm=TargetLogprobs(model, chunk), loss=loss, denominator=denominator or num_trained(samples),
+                        metrics=metrics)  # fmt: skip
     keep_whole = loss.level != "token"
     batches = [[s] for s in samples] if singly else [samples]
     packed = [m for b in batches for m in pack(b, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole)]

@@ -20,16 +20,19 @@ class AttentionPlan(Protocol):
     """Legend: B batch, H query heads, K key/value heads, T tokens, D head size of queries and keys, E of values."""
 
     def attend(
-        self,
-        layer_index: int,
-        query_BHTD: Tensor,
-        key_BKTD: Tensor,
-        value_BKTD: Tensor,
-        *,
-        scale: float,
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
         sliding_window: int | None,
-    ) -> Tensor:
-        """The attention output, [B, T, H, E]."""
+    ) -> Tensor:  # fmt: skip
+        """The attention output, [B, T, H, E].
+
+        Args:
+            layer_index: For plans that keep something of each layer.
+            query_BHTD: [B, H, T, D].
+            key_BKTD: [B, K, T, D].
+            value_BKTD: [B, K, T, E].
+            scale: Multiplies the scores.
+            sliding_window: Tokens, or ancestors in a tree, that a query sees, itself included; None = all before it.
+        """
 
 
 class WholeSequencePlan:
@@ -53,18 +56,10 @@ class WholeSequencePlan:
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    *,
-    attention_plan: AttentionPlan,
-    **unsupported: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, *,
+    attention_plan: AttentionPlan, **unsupported: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     for name in ("softcap", "s_aux"):
         if unsupported.get(name) is not None:
             raise NotImplementedError(f"attention with {name}, which plans do not have")

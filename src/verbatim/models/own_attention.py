@@ -80,27 +80,31 @@ def weights_of(offsets: Tensor) -> Tensor:
     return torch.cos(offsets.float())
 
 
-def gradient(model: Any, value: Callable[[], Tensor]) -> Gradient:
-    """The gradient of a value with respect to a model's parameters."""
+def gradient(model: Any, backward: Callable[[], None]) -> Gradient:
+    """The gradient that a backward pass adds to a model's parameters, which have none before and after."""
     try:
-        value().backward()  # type: ignore[no-untyped-call]
+        backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     finally:
         model.zero_grad(set_to_none=True)
 
 
-def largest_difference(found: Gradient, expected: Gradient) -> float:
-    """Largest relative difference of a gradient: norm of the difference over the norm; NaN counts as infinite."""
+def differences(found: Gradient, expected: Gradient) -> dict[str, float]:
+    """Relative differences by parameter: norm of the difference over the norm; NaN counts as infinite."""
     floor = SMALL * max((float(g.norm()) for g in expected.values()), default=0.0)
-    worst = 0.0
+    relative = {}
     for name in found.keys() | expected.keys():
         a, b = found.get(name), expected.get(name)
         difference = a if b is None else b if a is None else a - b
         assert difference is not None
         norm = 0.0 if b is None else float(b.norm())
-        relative = difference.norm() / max(norm, floor, 1e-30)
-        worst = max(worst, float(relative.nan_to_num(nan=torch.inf)))
-    return worst
+        relative[name] = float((difference.norm() / max(norm, floor, 1e-30)).nan_to_num(nan=torch.inf))
+    return relative
+
+
+def largest_difference(found: Gradient, expected: Gradient) -> float:
+    """The largest of `differences`."""
+    return max(differences(found, expected).values(), default=0.0)
 
 
 def tiny_pair(model: Any, *, planned: bool) -> TinyPair:

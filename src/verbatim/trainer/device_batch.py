@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,43 +19,17 @@ from verbatim.trainer.linear import ROW_MULTIPLE
 from verbatim.types import Int32, MicroBatch
 
 
-@dataclass(frozen=True, kw_only=True)
 class DeviceBatch:
-    """Legend: U tokens, padding included, M targets."""
+    """A micro-batch on a device: ids, positions and offsets as int64, logprobs, advantages and temperatures as float32.
 
-    input_ids_U: Tensor
-    """int64."""
-    position_ids_U: Tensor
-    """int64."""
-    plan: AttentionPlan
-    """Which tokens each token attends to."""
-    source_positions_M: Tensor
-    """int64."""
-    target_ids_M: Tensor
-    """int64."""
-    temperatures_M: Tensor
-    """float32."""
-    inference_logprobs_M: Tensor
-    """float32; NaN = missing."""
-    advantages_M: Tensor
-    """float32."""
-    chunk_ids_M: Tensor
-    """int64."""
-    logprob_streams_M: Mapping[str, Tensor]
-    """Logprobs of other models, by the model's role: float32 each."""
-    offsets_M: Tensor
-    """int64."""
-    host: MicroBatch
-    """The micro-batch that it was made from."""
+    Legend: U tokens, padding included, M targets.
 
-    @classmethod
-    def of(cls, micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
-        """Move a micro-batch to a device.
+    Rows of padding make the tokens a multiple of what products on a CPU, and trees on CUDA, like best. Nothing is
+    predicted from them and no other row sees them, so their gradient is 0. They are no longer than the other rows,
+    because some position encodings look at the longest one.
+    """
 
-        Rows of padding make the tokens a multiple of what products on a CPU, and trees on CUDA, like best. Nothing is
-        predicted from them and no other row sees them, so their gradient is 0. They are no longer than the other rows,
-        because some position encodings look at the longest one.
-        """
+    def __init__(self, micro_batch: MicroBatch, device: torch.device) -> None:
         targets = micro_batch.targets
         multiple = {"cpu": ROW_MULTIPLE, "cuda": 1 if micro_batch.is_rows else FLEX_BLOCK}.get(device.type, 1)
         num_padding = -micro_batch.num_tokens % multiple
@@ -64,12 +37,6 @@ class DeviceBatch:
         padding = np.arange(num_padding, dtype=np.int32) % longest
         paddings = [min(longest, num_padding - start) for start in range(0, num_padding, longest)]
         position_ids = np.concatenate([micro_batch.position_ids, padding])
-        plan: AttentionPlan
-        if micro_batch.is_rows:
-            plan = RowsPlan([*micro_batch.row_lengths.tolist(), *paddings], device)
-        else:
-            ends = micro_batch.num_tokens + np.cumsum(paddings, dtype=np.int32)
-            plan = tree_plan(position_ids, np.append(micro_batch.ends, np.repeat(ends, paddings)), device)
 
         def ids(array: np.ndarray) -> Tensor:
             return torch.tensor(array, dtype=torch.int64, device=device)
@@ -77,20 +44,24 @@ class DeviceBatch:
         def floats(array: np.ndarray) -> Tensor:
             return torch.tensor(array, dtype=torch.float32, device=device)
 
-        return cls(
-            input_ids_U=ids(np.concatenate([micro_batch.input_ids, np.zeros_like(padding)])),
-            position_ids_U=ids(position_ids),
-            plan=plan,
-            source_positions_M=ids(targets.source_positions),
-            target_ids_M=ids(targets.target_ids),
-            temperatures_M=floats(targets.temperatures),
-            inference_logprobs_M=floats(targets.inference_logprobs),
-            advantages_M=floats(targets.advantages),
-            chunk_ids_M=ids(targets.chunk_ids),
-            logprob_streams_M={name: floats(stream) for name, stream in targets.logprob_streams.items()},
-            offsets_M=ids(targets.offsets),
-            host=micro_batch,
-        )
+        self.host = micro_batch
+        self.plan: AttentionPlan
+        if micro_batch.is_rows:
+            self.plan = RowsPlan([*micro_batch.row_lengths.tolist(), *paddings], device)
+        else:
+            ends = micro_batch.num_tokens + np.cumsum(paddings, dtype=np.int32)
+            self.plan = tree_plan(position_ids, np.append(micro_batch.ends, np.repeat(ends, paddings)), device)
+        self.input_ids_U = ids(np.concatenate([micro_batch.input_ids, np.zeros_like(padding)]))
+        self.position_ids_U = ids(position_ids)
+        self.source_positions_M = ids(targets.source_positions)
+        self.target_ids_M = ids(targets.target_ids)
+        self.temperatures_M = floats(targets.temperatures)
+        self.inference_logprobs_M = floats(targets.inference_logprobs)
+        """NaN = missing."""
+        self.advantages_M = floats(targets.advantages)
+        self.chunk_ids_M = ids(targets.chunk_ids)
+        self.logprob_streams_M = {name: floats(stream) for name, stream in targets.logprob_streams.items()}
+        self.offsets_M = ids(targets.offsets)
 
     def __len__(self) -> int:
         return len(self.host.targets)

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verbatim.models.head import CausalLM
+from verbatim.trainer.device_batch import DeviceBatch
+from verbatim.types import Int32, TrainingSample
 
 BLOCKS_PER_CHUNK = 8
 """The softmax walks a chunk in blocks: its float32 temporaries are this much smaller than the chunk's logits."""
@@ -25,74 +28,77 @@ class ChunkLogprobs:
     """Entropy of that distribution, in nats."""
 
 
-def target_logprobs(
-    model: CausalLM,
-    hidden_MD: Tensor,
-    target_ids_M: Tensor,
-    temperatures_M: Tensor,
-    *,
-    chunk: int,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> ChunkLogprobs:
-    """Logprobs and entropies without a graph.
+@dataclass(frozen=True)
+class TargetLogprobs:
+    """A model, asked for logprobs of targets.
 
-    Legend: M targets, D width, V vocabulary.
-
-    Args:
-        model: Its head makes the logits.
-        hidden_MD: Last hidden state that predicts each target.
-        target_ids_M: int64.
-        temperatures_M: Divide the logits; above 0.
-        chunk: Targets whose logits exist at one time.
-        autocast: Makes the context of the head.
+    Legend: M targets, D width, V vocabulary. Arguments of the methods: `hidden_MD` is the last hidden state that
+    predicts each target; `target_ids_M` is int64; `temperatures_M` divide the logits and are above 0.
     """
-    with torch.no_grad():
+
+    model: CausalLM
+    """Its head makes the logits."""
+    chunk: int
+    """Targets whose logits exist at one time."""
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Makes the context of forward passes."""
+
+    def hidden(self, batch: DeviceBatch) -> Tensor:
+        """The hidden state that predicts each target, [M, D]."""
+        with self.autocast():
+            return batch.hidden(self.model)
+
+    @torch.no_grad()
+    def forward(self, hidden_MD: Tensor, target_ids_M: Tensor, temperatures_M: Tensor) -> ChunkLogprobs:
+        """Logprobs and entropies without a graph."""
         parts = []
-        for at in _chunks(len(target_ids_M), chunk):
-            with autocast():
-                logits_MV = model.logits(hidden_MD[at])
+        for at in _chunks(len(target_ids_M), self.chunk):
+            with self.autocast():
+                logits_MV = self.model.logits(hidden_MD[at])
             parts.append(_log_softmax(logits_MV, target_ids_M[at], temperatures_M[at]).result)
             del logits_MV  # before the next ones are made
-    return ChunkLogprobs(torch.cat([p.logprobs_M for p in parts]), torch.cat([p.entropy_M for p in parts]))
+        return ChunkLogprobs(torch.cat([p.logprobs_M for p in parts]), torch.cat([p.entropy_M for p in parts]))
+
+    def backward(
+        self, hidden_MD: Tensor, target_ids_M: Tensor, temperatures_M: Tensor,
+        gradient: Callable[[slice, ChunkLogprobs], Tensor],
+    ) -> None:  # fmt: skip
+        """Forward and backward, chunk by chunk: adds to the `grad` of the head and of everything behind `hidden_MD`,
+        which has a graph.
+
+        Every chunk goes down to its hidden states before the next one's logits are made, so nothing is computed twice
+        and the logits' gradient is written over the logits. `gradient` is called with each chunk's targets and
+        logprobs, in order; it returns dL/dlogprob, float [chunk].
+        """
+
+        def down(at: slice) -> Tensor:
+            """One chunk's gradient; a function, so that its logits are gone before the next ones are made."""
+            leaf_MD = hidden_MD[at].detach().requires_grad_()
+            with self.autocast():
+                logits_MV = self.model.logits(leaf_MD)
+            softmax = _log_softmax(logits_MV.detach(), target_ids_M[at], temperatures_M[at])
+            grad_M = gradient(at, softmax.result)
+            torch.autograd.backward(logits_MV, softmax.backward(grad_M))
+            assert leaf_MD.grad is not None
+            return leaf_MD.grad
+
+        grads = [down(at) for at in _chunks(len(target_ids_M), self.chunk)]
+        torch.autograd.backward(hidden_MD, torch.cat(grads))
 
 
-def backward_logprobs(
-    model: CausalLM,
-    hidden_MD: Tensor,
-    target_ids_M: Tensor,
-    temperatures_M: Tensor,
-    gradient: Callable[[slice, ChunkLogprobs], Tensor],
-    *,
-    chunk: int,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> None:
-    """Forward and backward, chunk by chunk: adds to the `grad` of the head and of everything behind `hidden_MD`.
-
-    Every chunk goes down to its hidden states before the next one's logits are made, so nothing is computed twice
-    and the logits' gradient is written over the logits.
-
-    Args:
-        model: Its head makes the logits.
-        hidden_MD: With a graph.
-        target_ids_M: int64.
-        temperatures_M: Divide the logits; above 0.
-        gradient: Called with each chunk's targets and logprobs, in order; returns dL/dlogprob, float [chunk].
-        chunk: Targets whose logits exist at one time.
-        autocast: Makes the context of the head.
-    """
-    def down(at: slice) -> Tensor:
-        """One chunk's gradient; a function, so that its logits are gone before the next ones are made."""
-        leaf_MD = hidden_MD[at].detach().requires_grad_()
-        with autocast():
-            logits_MV = model.logits(leaf_MD)
-        softmax = _log_softmax(logits_MV.detach(), target_ids_M[at], temperatures_M[at])
-        grad_M = gradient(at, softmax.result)
-        torch.autograd.backward(logits_MV, softmax.backward(grad_M))
-        assert leaf_MD.grad is not None
-        return leaf_MD.grad
-
-    grads = [down(at) for at in _chunks(len(target_ids_M), chunk)]
-    torch.autograd.backward(hidden_MD, torch.cat(grads))
+def whole_sample(token_ids: Int32, trajectory_id: str = "") -> TrainingSample:
+    """A sample that asks for the logprob of every token that has a context."""
+    length = len(token_ids)
+    return TrainingSample(
+        token_ids=token_ids,
+        loss_mask=np.arange(length) > 0,
+        logprobs=np.full(length, np.nan, dtype=np.float32),
+        advantages=np.zeros(length, dtype=np.float32),
+        chunk_ids=np.zeros(length, dtype=np.int32),
+        policy_versions=np.full(length, -1, dtype=np.int32),
+        temperatures=np.ones(length, dtype=np.float32),
+        trajectory_id=trajectory_id,
+    )
 
 
 def _chunks(num_targets: int, chunk: int) -> Iterator[slice]:

@@ -30,7 +30,8 @@ from verbatim.models.round_trip import check_round_trip
 from verbatim.models.tiny import NoTinyCopy
 from verbatim.packing import find_packer
 from verbatim.trainer.device_batch import DeviceBatch
-from verbatim.types import Int32, TrainingSample
+from verbatim.trainer.logprobs import whole_sample
+from verbatim.types import TrainingSample
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def _refuse_without_gradient(model: CausalLM) -> None:
         return
     ids = probe_ids(pair, 8)
     try:
-        gradient(pair.own, lambda: pair.own_logprobs(ids).sum())
+        gradient(pair.own, lambda: torch.autograd.backward(pair.own_logprobs(ids).sum()))
     except FAULTS as error:
         if is_out_of_memory(error):
             raise
@@ -89,11 +90,12 @@ def own_gradient(pair: TinyPair, samples: Sequence[TrainingSample]) -> tuple[lis
     """The logprobs of each sample by `transformers`' own forward pass, and the gradient of their weighted sum."""
     logprobs: list[Tensor] = []
 
-    def value() -> Tensor:
+    def backward() -> None:
         logprobs[:] = [pair.own_logprobs(torch.tensor(s.token_ids, dtype=torch.int64)) for s in samples]
-        return torch.stack([x @ weights_of(torch.arange(1, len(x) + 1)) for x in logprobs]).sum()
+        weighted = [x @ weights_of(torch.arange(1, len(x) + 1)) for x in logprobs]
+        torch.autograd.backward(torch.stack(weighted).sum())
 
-    found = gradient(pair.own, value)
+    found = gradient(pair.own, backward)
     return [x.detach() for x in logprobs], found
 
 
@@ -105,11 +107,11 @@ def packed_fault(
     micro_batches = find_packer(packing)(samples, micro_batch_tokens=total, keep_whole=False)
     worst = 0.0
 
-    def value() -> Tensor:
+    def backward() -> None:
         nonlocal worst
         sums = []
         for micro_batch in micro_batches:
-            batch = DeviceBatch.of(micro_batch, torch.device("cpu"))
+            batch = DeviceBatch(micro_batch, torch.device("cpu"))
             logits_MV = pair.ours.logits(batch.hidden(pair.ours)).float()
             found_M = logits_MV.log_softmax(-1).gather(1, batch.target_ids_M[:, None])[:, 0]
             own_M = torch.stack([
@@ -118,10 +120,10 @@ def packed_fault(
             ])  # fmt: skip
             worst = max(worst, float((found_M.detach() - own_M).abs().nan_to_num(nan=torch.inf).max()))
             sums.append((found_M * weights_of(batch.offsets_M)).sum())
-        return torch.stack(sums).sum()
+        torch.autograd.backward(torch.stack(sums).sum())
 
     try:
-        found = gradient(pair.ours.model, value)
+        found = gradient(pair.ours.model, backward)
     except FAULTS as error:
         if is_out_of_memory(error):
             raise
@@ -140,18 +142,4 @@ def _samples(pair: TinyPair) -> list[TrainingSample]:
     trunk, rest = ids[: LENGTH // 2], ids[LENGTH // 2 :]
     half = LENGTH // 2
     branches = [np.concatenate([trunk, rest[i * half : (i + 1) * half - 3 * i]]) for i in range(3)]
-    return [_sample(i, token_ids) for i, token_ids in enumerate([*branches, rest[3 * half : 4 * half]])]
-
-
-def _sample(number: int, token_ids: Int32) -> TrainingSample:
-    length = len(token_ids)
-    return TrainingSample(
-        token_ids=token_ids,
-        loss_mask=np.arange(length) > 0,
-        logprobs=np.full(length, np.nan, dtype=np.float32),
-        advantages=np.zeros(length, dtype=np.float32),
-        chunk_ids=np.zeros(length, dtype=np.int32),
-        policy_versions=np.full(length, -1, dtype=np.int32),
-        temperatures=np.ones(length, dtype=np.float32),
-        trajectory_id=str(number),
-    )
+    return [whole_sample(token_ids, str(i)) for i, token_ids in enumerate([*branches, rest[3 * half : 4 * half]])]

@@ -28,12 +28,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
                              betas=(config.beta1, config.beta2), eps=config.eps, fused=True)  # fmt: skip
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next optimizer step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
     """Write the state of every parameter that has one, as `{parameter}/{step, exp_avg, exp_avg_sq}`."""
     tensors: dict[str, Tensor] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,9 +14,8 @@ from torch import Tensor
 from verbatim.errors import RunStopped
 from verbatim.losses import Loss, LossInputs
 from verbatim.losses.results import checked_outputs
-from verbatim.models.head import CausalLM
 from verbatim.trainer.device_batch import DeviceBatch, whole_trajectory
-from verbatim.trainer.logprobs import ChunkLogprobs, backward_logprobs, target_logprobs
+from verbatim.trainer.logprobs import ChunkLogprobs, TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.types import MicroBatch
 
@@ -34,16 +32,12 @@ class GradientPass:
     loss runs on them as leaves, and dL/dlogprob is what the second pass carries back.
     """
 
-    model: CausalLM
-    """The model that gradients are added to."""
+    lm: TargetLogprobs
+    """Asks the model that gradients are added to."""
     loss: Loss
     """The loss that is minimised."""
     denominator: int
     """What the sum over the optimizer step is divided by, at least 1."""
-    chunk: int
-    """Targets whose vocabulary-sized logits exist at one time."""
-    autocast: Callable[[], AbstractContextManager[object]]
-    """Makes the context of forward passes."""
     metrics: MetricSums
     """The sums that are added to."""
     num_trained: int = 0
@@ -58,7 +52,7 @@ class GradientPass:
             RunStopped: the loss is not finite; names the trajectories.
             ComponentError: the loss returned something that cannot be minimised.
         """
-        batches = [DeviceBatch.of(micro_batch, self.model.device) for micro_batch in micro_batches]
+        batches = [DeviceBatch(micro_batch, self.lm.model.device) for micro_batch in micro_batches]
         if self.loss.level == "token":
             for batch in batches:
                 self._backward(batch, partial(self._token_gradient, batch))
@@ -80,7 +74,7 @@ class GradientPass:
         numbers = batch.host.targets.trajectories[at]
         culprits = []
         for number in np.unique(numbers).tolist():
-            mine = torch.from_numpy(np.flatnonzero(numbers == number)).to(self.model.device)
+            mine = torch.from_numpy(np.flatnonzero(numbers == number)).to(self.lm.model.device)
             alone = batch.inputs(inputs.trainer_logprobs.detach()[mine], at.start + mine)
             if not torch.isfinite(self.loss(alone).loss):
                 culprits.append(batch.host.trajectory_ids[number])
@@ -97,19 +91,18 @@ class GradientPass:
         cut = sorted(set().union(*(at for at in places.values() if len(at) > 1)))
         if cut:
             with torch.no_grad():
-                logprobs = [self._logprobs(batches[i], self._hidden(batches[i])) for i in cut]
+                logprobs = [self._logprobs(batches[i], self.lm.hidden(batches[i])) for i in cut]
             grads = self._whole_gradients([batches[i] for i in cut], logprobs)
             for i, grad_M in zip(cut, grads, strict=True):
                 self._backward(batches[i], partial(_carry, grad_M))
         for i, batch in enumerate(batches):
             if i not in cut:
-                hidden_MD = self._hidden(batch)
+                hidden_MD = self.lm.hidden(batch)
                 (grad_M,) = self._whole_gradients([batch], [self._logprobs(batch, hidden_MD.detach())])
                 self._backward(batch, partial(_carry, grad_M), hidden_MD)
 
     def _logprobs(self, batch: DeviceBatch, hidden_MD: Tensor) -> Tensor:
-        result = target_logprobs(self.model, hidden_MD, batch.target_ids_M, batch.temperatures_M, chunk=self.chunk,
-                                 autocast=self.autocast)  # fmt: skip
+        result = self.lm.forward(hidden_MD, batch.target_ids_M, batch.temperatures_M)
         self._observe(batch, slice(0, len(batch)), result)
         return result.logprobs_M
 
@@ -120,7 +113,7 @@ class GradientPass:
         lengths: dict[str, int] = {}
         for i, batch in enumerate(batches):
             numbers = batch.host.targets.trajectories
-            order = torch.from_numpy(np.argsort(numbers, kind="stable")).to(self.model.device)
+            order = torch.from_numpy(np.argsort(numbers, kind="stable")).to(self.lm.model.device)
             picked = torch.split_with_sizes(order, np.bincount(numbers).tolist())
             for trajectory_id, length, at in zip(
                 batch.host.trajectory_ids, batch.host.trajectory_lengths.tolist(), picked, strict=True
@@ -143,16 +136,11 @@ class GradientPass:
 
     # ---- both
 
-    def _hidden(self, batch: DeviceBatch) -> Tensor:
-        with self.autocast():
-            return batch.hidden(self.model)
-
     def _backward(
         self, batch: DeviceBatch, gradient: Callable[[slice, ChunkLogprobs], Tensor], hidden_MD: Tensor | None = None
     ) -> None:
-        hidden_MD = self._hidden(batch) if hidden_MD is None else hidden_MD
-        backward_logprobs(self.model, hidden_MD, batch.target_ids_M, batch.temperatures_M, gradient, chunk=self.chunk,
-                          autocast=self.autocast)  # fmt: skip
+        hidden_MD = self.lm.hidden(batch) if hidden_MD is None else hidden_MD
+        self.lm.backward(hidden_MD, batch.target_ids_M, batch.temperatures_M, gradient)
         self.num_trained += len(batch)
 
     def _gradient(

@@ -27,10 +27,10 @@ from verbatim.models.positions import refuse_moving_positions
 from verbatim.packing import find_packer, num_tokens
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.linear import use_onednn
-from verbatim.trainer.logprobs import target_logprobs
+from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.model_check import packing_for
-from verbatim.trainer.optim import build_optimizer, load_optimizer, save_optimizer, set_lr
+from verbatim.trainer.optim import build_optimizer, load_optimizer, save_optimizer
 from verbatim.trainer.schedule import lr_factor
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
@@ -51,8 +51,8 @@ class _TrainedPart:
 
     micro_batches: Sequence[MicroBatch]
     num_trained: int
-    loss_sum: float
     denominator: int
+    loss_sum: float
     grad_norm: float
     lr: float
 
@@ -100,6 +100,7 @@ class Trainer:
             checkpoint_layers(self.model)
         use_onednn(self.model)
         self.lm = CausalLM(self.model)
+        self._targets = TargetLogprobs(self.lm, config.logprob_chunk, self._autocast)
         refuse_moving_positions(self.lm, seq_len)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.num_optimizer_steps = 0
@@ -167,14 +168,8 @@ class Trainer:
             RunStopped: the loss or the gradient is not finite; no weight was touched.
         """
         micro_batches = self._pack_checked(samples)
-        denominator = self._denominator(micro_batches)
         gradients = GradientPass(
-            model=self.lm,
-            loss=self.loss,
-            denominator=denominator,
-            chunk=self.config.logprob_chunk,
-            autocast=self._autocast,
-            metrics=metrics,
+            lm=self._targets, loss=self.loss, denominator=self._denominator(micro_batches), metrics=metrics
         )
         try:
             loss_sum = gradients.run(micro_batches)
@@ -185,8 +180,8 @@ class Trainer:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return _TrainedPart(
-            micro_batches=micro_batches, num_trained=gradients.num_trained, loss_sum=loss_sum, denominator=denominator,
-            grad_norm=grad_norm, lr=lr,
+            micro_batches=micro_batches, num_trained=gradients.num_trained, denominator=gradients.denominator,
+            loss_sum=loss_sum, grad_norm=grad_norm, lr=lr,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -195,13 +190,9 @@ class Trainer:
         out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
         numbered = [dataclasses.replace(sample, trajectory_id=str(i)) for i, sample in enumerate(samples)]
         for micro_batch in self.pack(numbered):
-            batch = DeviceBatch.of(micro_batch, self.device)
-            with self._autocast():
-                hidden_MD = batch.hidden(self.lm)
-            found = target_logprobs(self.lm, hidden_MD, batch.target_ids_M, batch.temperatures_M,
-                                    chunk=self.config.logprob_chunk,
-                                    autocast=self._autocast).logprobs_M.cpu().numpy()  # fmt: skip
-            targets = micro_batch.targets
+            batch, targets = DeviceBatch(micro_batch, self.device), micro_batch.targets
+            logprobs = self._targets.forward(self._targets.hidden(batch), batch.target_ids_M, batch.temperatures_M)
+            found = logprobs.logprobs_M.cpu().numpy()
             for number, trajectory_id in enumerate(micro_batch.trajectory_ids):
                 mine = targets.trajectories == number
                 out[int(trajectory_id)][targets.offsets[mine]] = found[mine]
@@ -224,9 +215,7 @@ class Trainer:
         micro_batches = self.pack(samples)
         if self._trees_are_right is not None or all(micro_batch.is_rows for micro_batch in micro_batches):
             return micro_batches
-        self._trees_are_right = trees_are_right(
-            self.lm, samples, chunk=self.config.logprob_chunk, autocast=self._autocast, tolerance=self._rounding()
-        )
+        self._trees_are_right = trees_are_right(self._targets, samples, tolerance=self._rounding())
         if self._trees_are_right:
             return micro_batches
         self.packing = "rows"
@@ -265,7 +254,8 @@ class Trainer:
             warmup_steps=optim.warmup_steps,
             min_lr_ratio=optim.min_lr_ratio,
         )
-        set_lr(self.optimizer, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         # Counted first: memory may run out in the middle, and such weights are between two optimizer steps.
         self.num_optimizer_steps += 1
         self.optimizer.step()

@@ -7,10 +7,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from verbatim.errors import RunStopped, VerbatimError
 from verbatim.machine_faults import describe, is_out_of_memory
+from verbatim.trainer.logprobs import whole_sample
 from verbatim.trainer.trainer import Trainer
 from verbatim.transport import StepReport, WeightFolders
 from verbatim.transport.canary import Probes, probe_sequences
@@ -37,7 +36,7 @@ class TrainerWorker:
         self._trainer = trainer
         self._weights = weights
         self._states = states
-        self._probe_samples = [_whole(ids) for ids in probe_sequences(trainer.lm.vocab_size, probe_length)]
+        self._probe_samples = [whole_sample(ids) for ids in probe_sequences(trainer.lm.vocab_size, probe_length)]
         self._optimizer_steps = trainer.num_optimizer_steps
         self._failure: str | None = None
 
@@ -117,17 +116,3 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _whole(token_ids: np.ndarray) -> TrainingSample:
-    """A sample that asks for the logprob of every token that has a context."""
-    length = len(token_ids)
-    return TrainingSample(
-        token_ids=token_ids,
-        loss_mask=np.arange(length) > 0,
-        logprobs=np.full(length, np.nan, dtype=np.float32),
-        advantages=np.zeros(length, dtype=np.float32),
-        chunk_ids=np.zeros(length, dtype=np.int32),
-        policy_versions=np.full(length, -1, dtype=np.int32),
-        temperatures=np.ones(length, dtype=np.float32),
-    )

@@ -39,25 +39,10 @@ class RowsPlan:
         self._padding = Padding(torch.cat(tokens), torch.cat(real), device)
 
     def attend(
-        self,
-        layer_index: int,
-        query_BHTD: Tensor,
-        key_BKTD: Tensor,
-        value_BKTD: Tensor,
-        *,
-        scale: float,
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
         sliding_window: int | None,
-    ) -> Tensor:
-        """The attention output, [1, U, H, E].
-
-        Args:
-            layer_index: Not used: all layers share the plan.
-            query_BHTD: [1, H, U, D].
-            key_BKTD: [1, K, U, D].
-            value_BKTD: [1, K, U, E].
-            scale: Multiplies the scores.
-            sliding_window: Tokens a query sees, itself included; None = all before it.
-        """
+    ) -> Tensor:  # fmt: skip
+        """The attention output, [1, U, H, E]. Inputs: [1, H, U, D], [1, K, U, D], [1, K, U, E]; see `AttentionPlan`."""
         assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(self._padding)
         queries, keys, values = (
             self._padding.spread(x[0].transpose(0, 1), self.shapes) for x in (query_BHTD, key_BKTD, value_BKTD)

@@ -52,25 +52,10 @@ class TreePlan:
         self._blocks: dict[int | None, list[_Block]] = {}
 
     def attend(
-        self,
-        layer_index: int,
-        query_BHTD: Tensor,
-        key_BKTD: Tensor,
-        value_BKTD: Tensor,
-        *,
-        scale: float,
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
         sliding_window: int | None,
-    ) -> Tensor:
-        """The attention output, [1, U, H, E].
-
-        Args:
-            layer_index: Not used: all layers of a window share the plan.
-            query_BHTD: [1, H, U, D].
-            key_BKTD: [1, K, U, D].
-            value_BKTD: [1, K, U, E].
-            scale: Multiplies the scores.
-            sliding_window: Ancestors a query sees, itself included; None = all.
-        """
+    ) -> Tensor:  # fmt: skip
+        """The attention output, [1, U, H, E]. Inputs: [1, H, U, D], [1, K, U, D], [1, K, U, E]; see `AttentionPlan`."""
         assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(self._depths)
         if sliding_window not in self._blocks:
             self._blocks[sliding_window] = self._plan(sliding_window)
