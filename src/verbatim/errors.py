@@ -77,11 +77,13 @@ class SamplerFault(RolloutError):
     Args:
         message: What happened.
         num_tokens: Drawn for the request until then, where the engine knows.
+        num_lost_tokens: Drawn for it before by replicas that were lost, where that is known.
     """
 
-    def __init__(self, message: str = "", *, num_tokens: int = 0) -> None:
+    def __init__(self, message: str = "", *, num_tokens: int = 0, num_lost_tokens: int = 0) -> None:
         super().__init__(message)
         self.num_tokens = num_tokens
+        self.num_lost_tokens = num_lost_tokens
 
 
 class RunStopped(VerbatimError):

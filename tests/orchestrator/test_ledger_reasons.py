@@ -250,6 +250,6 @@ async def test_an_episode_that_goes_on_after_its_end_is_set_aside_and_counted(tm
 
 def test_these_are_all_the_reasons():
     assert set(REASONS) == {
-        "difficulty", "stale", "error", "missing_logprobs", "over_length", "cancelled", "lost_worker",
+        "difficulty", "stale", "error", "missing_logprobs", "over_length", "cancelled", "lost_worker", "lost_replica",
         "unused_at_end",
     }  # fmt: skip

@@ -15,7 +15,14 @@ from verbatim.losses import LOSSES
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport import WeightFolders
-from verbatim.transport.canary import Probes, find_mismatch, probe_sequences, tolerance_of
+from verbatim.transport.canary import (
+    Probes,
+    cached_prefixes,
+    find_mismatch,
+    find_stale_prefix,
+    probe_sequences,
+    tolerance_of,
+)
 
 
 def probes(*rows):
@@ -71,12 +78,54 @@ def test_the_less_precise_side_sets_the_tolerance():
     assert tolerance_of("float32", "bfloat16") == tolerance_of("bfloat16", "float32") == 0.1
 
 
-@pytest.mark.parametrize(("vocab", "context", "length"), [(61, 2048, 32), (151_936, 20, 20), (2, 1, 2)])
-def test_probes_are_the_same_for_both_sides_fit_the_context_and_the_vocabulary(vocab, context, length):
+@pytest.mark.parametrize(
+    ("vocab", "context", "length", "last"),
+    [(61, 2048, 32, 160), (61, 100, 32, 100), (151_936, 20, 20, 20), (2, 1, 2, 2)],
+)
+def test_probes_are_the_same_for_both_sides_fit_the_context_and_the_vocabulary(vocab, context, length, last):
     ours, theirs = probe_sequences(vocab, context), probe_sequences(vocab, context)
     assert [p.tobytes() for p in ours] == [p.tobytes() for p in theirs]
-    assert [len(p) for p in ours] == [length] * 4
+    assert [len(p) for p in ours] == [*[length] * 4, last]
     assert all(0 <= p.min() <= p.max() < vocab for p in ours)
+
+
+def test_the_last_probe_is_asked_for_through_the_prefix_cache_up_to_each_of_its_last_tokens():
+    ids = np.arange(160, dtype=np.int32)
+    asked = cached_prefixes(Probes(token_ids=(ids[:32], ids), logprobs=()))
+    assert [prefix.tolist() for prefix in asked] == [list(range(length)) for length in (157, 158, 159, 160)]
+    short = Probes(token_ids=(np.array([3, 1], np.int32),), logprobs=())
+    assert [prefix.tolist() for prefix in cached_prefixes(short)] == [[3, 1]]
+
+
+SAID = "logprobs of a new request over the prefix cache differ by {} on average from those past it, "
+
+
+@pytest.mark.parametrize(
+    ("over_the_cache", "fault"),
+    [
+        ([-1.0, -2.0], None),
+        ([-1.0, -2.0004], SAID.format("0.0002") + "more than 0.0001"),
+        ([-1.0, -2.00002], None),  # 1e-5, a fifth of what the weights changed: 5e-5
+        ([-1.0, -2.00004],
+         SAID.format("2e-05") + "and the weights changed them by 5e-05: the cache is that of the weights before"),
+        ([np.nan, -2.0], SAID.format("nan") + "more than 0.0001"),
+    ],
+)  # fmt: skip
+def test_a_prefix_cache_that_outlived_its_weights_is_found(over_the_cache, fault):
+    """The last two of the last probe's tokens: past the cache 0 and -1. New weights moved them by 5e-5 each."""
+    new, old = probes([-9], [-7.0, 0, -1.0]), probes([-9], [-7.0, -5e-5, -0.99995])
+    over_the_cache = [value + 1 for value in over_the_cache]
+    whole = np.array([-7, 0, -1], np.float32)
+    assert find_stale_prefix(new, over_the_cache, whole, before=old, tolerance=1e-4) == fault
+
+
+@pytest.mark.parametrize(("tolerance", "allowed"), [(1e-4, 5e-6), (0.1, 0.1)])
+def test_a_difference_that_rounding_explains_is_no_stale_cache(tolerance, allowed):
+    """The weights did not move. In float32 rounding may take a twentieth of the tolerance, in bfloat16 all of it."""
+    same, whole = probes([-1.0, 0.0]), np.array([-1, 0], np.float32)
+    for before in (same, None):
+        assert find_stale_prefix(same, [-1.0, 1.98 * allowed], whole, before=before, tolerance=tolerance) is None
+    assert find_stale_prefix(same, [-1.0, 2.02 * allowed], whole, before=same, tolerance=tolerance) is not None
 
 
 # ---- with a real trainer and a real sampler

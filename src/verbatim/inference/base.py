@@ -6,7 +6,7 @@ import asyncio
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -90,6 +90,9 @@ class Completion:
     """Seconds of waiting for a slot in the batch."""
     generated_seconds: float = 0.0
     """Seconds from then to the last token."""
+    num_lost_tokens: int = 0
+    """Tokens known to have been drawn for this request by replicas that were lost or whose weights were wrong. They are
+    in no completion, and `ids` does not count them."""
 
 
 def nothing_sampled(queued_seconds: float = 0.0) -> Completion:
@@ -160,3 +163,62 @@ class Sampler(Protocol):
 
     async def close(self) -> None:
         """Stop; requests in flight end as cancelled."""
+
+
+@runtime_checkable
+class AsksPrefixCache(Protocol):
+    """A sampler whose prefix cache can be asked for a logprob."""
+
+    async def cached_logprob(self, token_ids: Int32) -> float:
+        """Logprob of the last id given those before it, at temperature 1.
+
+        The request is new and ordinary: it reads the prefix cache as those of episodes do, and writes it.
+        """
+
+
+class WeightCheck(Protocol):
+    """Finds out whether samplers hold the published weights."""
+
+    async def prepare(self, sampler: Sampler) -> None:
+        """Called before a sampler loads: put into its caches what must not outlive its old weights.
+
+        Raises:
+            SamplerFault: the sampler failed.
+        """
+
+    async def __call__(self, sampler: Sampler) -> str | None:
+        """What shows that the sampler does not hold the published weights; None if it does.
+
+        Raises:
+            SamplerFault: the sampler failed.
+        """
+
+
+class ReplicatedSampler(Sampler, Protocol):
+    """A sampler of several replicas, each of which has to be checked."""
+
+    async def update_replicas(self, path: Path, version: int, check: WeightCheck) -> None:
+        """Load a Hugging Face folder on every replica, at the same time. Replicas that join later are checked too.
+
+        What a replica samples from the beginning of its update is withheld until its check has passed. One that fails
+        it is taken out, and the others go on.
+
+        Raises:
+            EngineDead: no replica is left; says what happened to each.
+        """
+
+    async def check_replicas(self, check: WeightCheck) -> None:
+        """Check the weights that the replicas begin with.
+
+        Raises:
+            EngineDead: no replica is left; says what happened to each.
+        """
+
+
+def as_replicated(sampler: Sampler) -> ReplicatedSampler | None:
+    """The sampler if it is a `ReplicatedSampler`, else None.
+
+    `isinstance` would read its properties, for which a sampler over HTTP asks its server.
+    """
+    is_one = all(hasattr(type(sampler), name) for name in ("update_replicas", "check_replicas"))
+    return cast(ReplicatedSampler, sampler) if is_one else None

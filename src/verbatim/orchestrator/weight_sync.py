@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from verbatim.errors import RunStopped
-from verbatim.inference.base import Sampler
+from verbatim.inference.base import AsksPrefixCache, Sampler, as_replicated
 from verbatim.transport import StepReport
-from verbatim.transport.canary import Probes, find_mismatch
+from verbatim.transport.canary import Probes, cached_prefixes, find_mismatch, find_stale_prefix
 
 
 class WeightSync:
     """Loads published weights into the sampler and compares its logprobs of the probes with the trainer's.
+
+    A sampler of several replicas gets the comparison to check each of them.
 
     Args:
         sampler: Whose weights are updated.
@@ -19,6 +21,7 @@ class WeightSync:
 
     def __init__(self, sampler: Sampler, probes: Probes | None, tolerance: float) -> None:
         self._sampler = sampler
+        self._replicated = as_replicated(sampler)
         self._probes = probes
         self._tolerance = tolerance
 
@@ -28,8 +31,11 @@ class WeightSync:
         Raises:
             RunStopped: they are not the trainer's.
         """
-        if self._probes is not None:
-            await self._check(self._probes, before=None)
+        canary = Canary(self._probes, before=None, tolerance=self._tolerance)
+        if self._replicated is not None:
+            await self._replicated.check_replicas(canary)
+        else:
+            await self._check(canary)
 
     async def load(self, report: StepReport) -> None:
         """Load the published version of this report; the sampler samples with it from here on.
@@ -37,18 +43,59 @@ class WeightSync:
         Raises:
             RunStopped: the sampler's logprobs of the probes are not the trainer's.
         """
-        before, self._probes = self._probes, report.probes
+        canary = Canary(report.probes, before=self._probes, tolerance=self._tolerance)
+        self._probes = report.probes
+        if self._replicated is not None:
+            await self._replicated.update_replicas(report.weights, report.version, canary)
+            assert report.version == self._sampler.policy_version
+            return
+        await canary.prepare(self._sampler)
         await self._sampler.update_weights(report.weights, report.version)
         assert report.version == self._sampler.policy_version
-        if report.probes is not None:
-            await self._check(report.probes, before=before)
+        await self._check(canary)
 
-    async def _check(self, published: Probes, *, before: Probes | None) -> None:
-        found = [(await self._sampler.prompt_logprobs(ids))[1:] for ids in published.token_ids]
-        fault = find_mismatch(published, found, before=before, tolerance=self._tolerance)
+    async def _check(self, canary: Canary) -> None:
+        fault = await canary(self._sampler)
         if fault is not None:
             raise RunStopped(
                 f"the sampler does not hold policy version {self._sampler.policy_version}, which it was told to load: "
                 f"{fault}. It samples nothing more. If it computes in another precision than the trainer, raise "
                 "inference.canary_tolerance"
             )
+
+
+class Canary:
+    """A `WeightCheck`: compares a sampler's logprobs of the probes with those of the trainer.
+
+    The last probe is put into the sampler's prefix cache before it loads, and asked for by new requests afterwards: a
+    cache that outlives its weights shows.
+
+    Args:
+        published: The trainer's logprobs of the version to check; None = nothing is compared.
+        before: Those of the version before it; None at the start.
+        tolerance: Largest mean difference of logprobs.
+    """
+
+    def __init__(self, published: Probes | None, *, before: Probes | None, tolerance: float) -> None:
+        self._published = published
+        self._before = before
+        self._tolerance = tolerance
+
+    async def prepare(self, sampler: Sampler) -> None:
+        """Put the last probe into the prefix cache, where the sampler has one that can be asked."""
+        if self._published is not None and isinstance(sampler, AsksPrefixCache):
+            await sampler.cached_logprob(cached_prefixes(self._published)[-1])
+
+    async def __call__(self, sampler: Sampler) -> str | None:
+        """What differs; None if nothing does. Requests over the prefix cache come first: the others may write it."""
+        published = self._published
+        if published is None:
+            return None
+        cached = []
+        if isinstance(sampler, AsksPrefixCache):
+            cached = [await sampler.cached_logprob(ids) for ids in cached_prefixes(published)]
+        found = [(await sampler.prompt_logprobs(ids))[1:] for ids in published.token_ids]
+        fault = find_mismatch(published, found, before=self._before, tolerance=self._tolerance)
+        if fault is None and cached:
+            fault = find_stale_prefix(published, cached, found[-1], before=self._before, tolerance=self._tolerance)
+        return fault

@@ -6,7 +6,7 @@ import asyncio
 
 from verbatim.errors import SamplerFault
 from verbatim.inference.base import Completion, Sampler, SampleRequest
-from verbatim.inference.cut_off import num_tokens_drawn, settle
+from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost, settle
 from verbatim.rollouts.recorder import Recorder
 
 
@@ -48,7 +48,9 @@ class Draws:
         except (asyncio.CancelledError, SamplerFault) as end:
             self.num_cut_off += num_tokens_drawn(end)
             self._recorder.count_cut_off(num_tokens_drawn(end))
+            self._recorder.count_lost(num_tokens_lost(end))
             raise
+        self._recorder.count_lost(completion.num_lost_tokens)
         self.num_delivered += len(completion.ids)
         self._recorder.count(len(completion.ids))
         return completion

@@ -19,8 +19,8 @@ class Recorder:
     Args:
         vocab_size: Ids must be below this.
         on_sampled: Called with the number of tokens of each completion (the ledger listens).
-        on_dropped: Called with the tokens, by reason, that no trajectory will have: those that `lose` gives up, and
-            those that came after the end (the ledger drops them).
+        on_dropped: Called with the tokens, by reason, that no trajectory will have: those that `lose` gives up, those
+            of lost replicas, and those that came after the end (the ledger drops them).
         trajectory_id: For messages.
     """
 
@@ -79,6 +79,13 @@ class Recorder:
     def count_cut_off(self, num_tokens: int) -> None:
         """A sampler drew this many tokens for a completion that it will not return. None of them can be recorded."""
         self._book(num_tokens)
+
+    def count_lost(self, num_tokens: int) -> None:
+        """Replicas of the sampler drew this many tokens and were lost; the request was sent again elsewhere."""
+        if num_tokens and self._on_sampled is not None:
+            self._on_sampled(num_tokens)
+        if num_tokens and self._on_dropped is not None:
+            self._on_dropped({"lost_replica": num_tokens})
 
     def _book(self, num_tokens: int) -> None:
         if self._on_sampled is not None:

@@ -15,6 +15,11 @@ from verbatim.types import Float32, Int32
 
 NUM_PROBES = 4
 PROBE_LENGTH = 32
+CACHED_LENGTH = 160
+"""Length of the last probe, whose beginning engines keep in their prefix caches: longer than a block of a cache, 16 to
+128 tokens, by `NUM_CACHED` and more."""
+NUM_CACHED = 4
+"""Tokens at the end of the last probe that are asked for through the prefix cache."""
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
 """Largest mean |difference| of logprobs, by the less precise dtype of the two sides. Rounding alone gives about 1e-6 in
@@ -22,6 +27,13 @@ float32 and a few hundredths in bfloat16."""
 
 NEARER = 2.0
 """How much nearer to the old weights' logprobs than to the new ones' the sampler's may be."""
+
+STALE_SHARE = 0.25
+"""Share of a step's change of logprobs by which those over the prefix cache may differ from those past it."""
+ROUNDING = 0.05
+"""Share of a float32 tolerance that rounding may take there: the same engine computes both. bfloat16's takes all."""
+_LESS_PRECISE = 0.01
+"""Tolerances above this one are those of bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,11 +49,23 @@ class Probes:
 def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
     """The sequences: random ids, the same for every run with this vocabulary.
 
-    Ids that no text would have in this order still pass through every layer, and no cache knows them.
+    Ids that no text would have in this order still pass through every layer, and no cache knows them. The last one is
+    longer than a block of a prefix cache.
     """
     rng = np.random.default_rng(20_26)
-    length = max(2, min(PROBE_LENGTH, context_length))
-    return tuple(rng.integers(0, vocab_size, size=length, dtype=np.int32) for _ in range(NUM_PROBES))
+    lengths = [*[PROBE_LENGTH] * NUM_PROBES, CACHED_LENGTH]
+    return tuple(
+        rng.integers(0, vocab_size, size=max(2, min(length, context_length)), dtype=np.int32) for length in lengths
+    )
+
+
+def cached_prefixes(probes: Probes) -> tuple[Int32, ...]:
+    """The last probe up to each of its last tokens: what is asked through the prefix cache, the longest last.
+
+    Example: of a last probe of 160 ids, those of 157, 158, 159 and 160.
+    """
+    ids = probes.token_ids[-1]
+    return tuple(ids[:length] for length in range(max(2, len(ids) - NUM_CACHED + 1), len(ids) + 1))
 
 
 def tolerance_of(*dtypes: str) -> float:
@@ -73,6 +97,38 @@ def find_mismatch(
         if difference > NEARER * old:
             return (f"its logprobs differ by {difference:.2g} on average from those of the new weights, and by only "
                     f"{old:.2g} from those of the weights before")  # fmt: skip
+    return None
+
+
+def find_stale_prefix(
+    published: Probes, cached: Sequence[float], whole: Float32, *, before: Probes | None, tolerance: float
+) -> str | None:
+    """How an engine's logprobs show that its prefix cache outlived the weights that filled it; None if they do not.
+
+    The same engine computed the same tokens twice: over its prefix cache, and past it. What differs between the two
+    is rounding, or an old cache. Where the step before changed these tokens by more than the tolerance, the two may
+    differ by the tolerance; else by a quarter of that change, and by what rounding allows.
+
+    Args:
+        published: The trainer's logprobs.
+        cached: The engine's logprobs of the last tokens of the last probe over its prefix cache, as `cached_prefixes`.
+        whole: Its logprobs of the last probe past the cache: float32 [L - 1].
+        before: The trainer's logprobs of the version before, or None at the start.
+        tolerance: Largest mean absolute difference.
+
+    Example: over the cache [-1.0, -2.5], past it [-1.0, -2.0]: a mean difference of 0.25.
+    """
+    past = whole[-len(cached) :].astype(np.float64)
+    difference = float(np.abs(np.asarray(cached, np.float64) - past).mean())
+    said = f"logprobs of a new request over the prefix cache differ by {difference:.2g} on average from those past it"
+    if not difference <= tolerance:
+        return f"{said}, more than {tolerance:g}"
+    if before is not None:
+        new, old = (p.logprobs[-1][-len(cached) :].astype(np.float64) for p in (published, before))
+        change = float(np.abs(new - old).mean())
+        rounding = tolerance if tolerance > _LESS_PRECISE else tolerance * ROUNDING
+        if difference > max(change * STALE_SHARE, rounding):
+            return f"{said}, and the weights changed them by {change:.2g}: the cache is that of the weights before"
     return None
 
 

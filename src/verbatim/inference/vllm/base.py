@@ -1,0 +1,48 @@
+"""Defines a replica: a sampler over one server that says how busy it is and whether it lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from verbatim.inference.base import Sampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaLoad:
+    """A server's own figures; counts are since it started."""
+
+    running: int = 0
+    """Requests in the batch."""
+    waiting: int = 0
+    """Requests that wait for a place in it."""
+    kv_usage: float = 0.0
+    """Share of the key/value cache in use, 0 to 1."""
+    cache_queries: int = 0
+    """Prompt tokens that were looked up in the prefix cache."""
+    cache_hits: int = 0
+    """Those that were found."""
+    generated_tokens: int = 0
+    """Tokens drawn."""
+
+
+class Replica(Sampler, Protocol):
+    """A `Sampler` over one server. Every method ends: each step of it has a limit of time."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    async def health(self) -> None:
+        """Return if the server answers.
+
+        Raises:
+            SamplerFault: it does not, or its engine is dead.
+        """
+
+    async def load_metrics(self) -> ReplicaLoad:
+        """How busy the server is.
+
+        Raises:
+            SamplerFault: the server does not say.
+        """
