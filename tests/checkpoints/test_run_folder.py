@@ -73,7 +73,7 @@ def test_resume_takes_an_explicit_folder(tmp_path: Path, root: Path):
 def test_an_explicit_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path):
     config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
     RunFolder.create(config, name="guess", now=NOON).close()
-    with pytest.raises(UsageError, match="mine already holds a run; add --resume to continue it, or choose another"):
+    with pytest.raises(UsageError, match=r"mine already holds a run; add --resume \(in Python resume=True\) to con"):
         RunFolder.create(config, name="guess", now=NOON)
     with RunFolder.resume(config, name="guess") as run:
         assert run.path == tmp_path / "mine"
@@ -84,7 +84,7 @@ def test_resume_without_a_run_lists_the_runs_there_are(tmp_path: Path, root: Pat
     with pytest.raises(UsageError, match=r"there is no run to resume in .*guess/latest; found none in"):
         RunFolder.resume(config, name="guess", root=root)
     RunFolder.create(config, name="guess", now=NOON, root=root).close()
-    with pytest.raises(UsageError, match=r"found .*guess/20260131-120005\. Give its folder, --resume FOLDER"):
+    with pytest.raises(UsageError, match=r"found .*/20260131-120005\. Give its folder, --resume FOLDER \(in Python re"):
         RunFolder.resume(config, name="guess", folder=root / "guess" / "20260131-12", root=root)
 
 
@@ -163,7 +163,7 @@ def test_a_read_only_folder_is_refused_early(tmp_path: Path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", refuse)
     config = config_of(tmp_path, "--run-dir", str(tmp_path / "run"))
-    with pytest.raises(UsageError, match=r"cannot be written to: Permission denied .*another one with --run-dir"):
+    with pytest.raises(UsageError, match=r"cannot be written to: Permission denied .*another folder with --run-dir"):
         RunFolder.create(config, name="guess", now=NOON)
 
 
@@ -213,7 +213,7 @@ def test_a_run_that_has_checkpoints_is_not_joined_as_a_new_one(tmp_path: Path):
     config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
     with joined(config, "trainer") as run:
         (run.checkpoints / "step_000000").mkdir(parents=True)
-    with pytest.raises(UsageError, match="already holds a run; add --resume to continue it"):
+    with pytest.raises(UsageError, match=r"already holds a run; add --resume \(in Python resume=True\) to continue it"):
         joined(config, "orchestrator")
 
 

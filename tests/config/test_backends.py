@@ -152,8 +152,8 @@ def test_a_backend_of_ones_own_has_its_table_under_its_last_name(file: Path):
          "'my_backends.plain_settings': settings is annotated with <class 'dict'>; expected a subclass of"),
         ('backend = "my_backends.unknown_settings"\n', "FILE:8: inference.backend: inference backend "
          "'my_backends.unknown_settings': the annotation of settings cannot be read: name 'Nowhere'"),
-        ('backend = "my_backends.canary_tolerance"\n', "FILE:8: inference.backend = 'my_backends.canary_tolerance': "
-         "its table would be [inference.canary_tolerance], which is a key of all backends; rename it"),
+        ('backend = "my_backends.canary_tolerance"\n', "FILE:8: inference.backend: the table of "
+         "'my_backends.canary_tolerance' would be [inference.canary_tolerance], which is a key of all backends; "),
         ('backend = "my_backends.far"\n', "FILE:7: inference.far.url is missing: where the server is."),
         ('backend = "my_backends.MySampler"\n[inference.MySampler]\nstep = 4\n',
          'FILE:10: inference.MySampler.step: unknown key "step" in [inference.MySampler]; did you mean "steps"?'),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ import pytest
 from verbatim.config import BackendSettings, ComponentTables, dump_config, import_object, load_config, resolve
 from verbatim.config.schema import ComponentConfig
 from verbatim.errors import ComponentError, ConfigError
+from verbatim.losses import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor  # as in a loss: the annotation exists for the type checker only
@@ -273,6 +275,51 @@ def test_nothing_is_constructed_by_the_check(tmp_path: Path):
     """-1 is refused by `Rule` itself; the check looks at names and types only."""
     (tmp_path / "run.toml").write_text(FILE.replace('id = "game"', 'id = "game"\nargs = { threshold = -1 }'))
     assert load_config(tmp_path / "run.toml", tables=TABLES).orchestrator.train.env[0].args == {"threshold": -1}
+
+
+# -- losses, by what their record says of them
+
+LOSSES = {
+    "both": Loss(scaled, level="token", reward_weight="scale", teacher_weight="window"),  # type: ignore[arg-type]
+    "follow": Loss(scaled, level="token", training_mode="opd"),  # type: ignore[arg-type]
+    "copy": Loss(scaled, level="token", training_mode="sft"),  # type: ignore[arg-type]
+    "default": Loss(scaled, level="token"),  # type: ignore[arg-type]
+}
+TEACHER = '[orchestrator.teacher]\nmodel = "t"\nbase_url = "http://127.0.0.1:1/v1"\n'
+
+
+@pytest.mark.parametrize(
+    ("loss", "mode", "teacher", "expected"),
+    [
+        ('type = "both"', "rl", "", None),
+        ('type = "both"\nscale = 0.0\nwindow = 1', "rl", TEACHER, None),
+        ('type = "both"\nwindow = 1', "rl", "", "trainer.loss.window: it needs an [orchestrator.teacher] table"),
+        ('type = "both"\nscale = 0.0\nwindow = 0', "rl", TEACHER, "trainer.loss.scale: found 0, which learns nothing;"
+         " expected a number above 0, or a teacher to follow instead: an [orchestrator.teacher] table and "
+         "trainer.loss.window = 1.0"),
+        ('type = "default"\nscale = 0.0', "rl", "", None),  # its record does not say that this knob weighs rewards
+        ('type = "follow"', "opd", TEACHER, None),
+        ("", "opd", TEACHER, None),
+        ('type = "follow"', "rl", TEACHER, 'trainer.loss.type: found "follow" and training_mode = "rl"'),
+        ('type = "both"', "opd", TEACHER, 'trainer.loss.type: found "both" and training_mode = "opd"'),
+        ('type = "copy"', "sft", TEACHER, None),
+        ('type = "copy"', "rl", "", 'trainer.loss.type: found "copy", which imitates every rollout'),
+        ('type = "both"', "sft", TEACHER, 'trainer.loss.type: found "both", but training_mode = "sft" brings its own'),
+        ("", "sft", "", 'training_mode = "sft" needs an [orchestrator.teacher] table with model and base_url'),
+        ("", "opd", "", 'training_mode = "opd" needs an [orchestrator.teacher] table with a model'),
+    ],
+)  # fmt: skip
+def test_what_a_loss_can_be_used_for_is_read_from_its_record(
+    tmp_path: Path, loss: str, mode: str, teacher: str, expected: str | None
+):
+    text = FILE.replace("[orchestrator]\n", f'[orchestrator]\ntraining_mode = "{mode}"\n')
+    (tmp_path / "run.toml").write_text(text[: text.index("[trainer.loss]")] + f"{teacher}[trainer.loss]\n{loss}\n")
+    tables = replace(TABLES, losses=LOSSES)
+    if expected is None:
+        load_config(tmp_path / "run.toml", tables=tables)
+        return
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        load_config(tmp_path / "run.toml", tables=tables)
 
 
 # -- monitors, whose tables are named by their keys

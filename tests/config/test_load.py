@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 from pathlib import Path
 
@@ -75,6 +76,20 @@ def test_a_text_that_reads_as_a_number_is_a_text_where_the_schema_wants_one(file
     config = load_config(file, ["--name", "2024", "--run-dir=7"])
     assert config.name == "2024"
     assert config.run_dir == Path("7")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/tmp/x", "", ".", "..", "a\0b", "a\nb"])
+def test_a_name_that_is_not_one_plain_folder_name_is_refused(file: Path, name: str):
+    file.write_text(f"name = {json.dumps(name)}\n{MINIMAL}")
+    assert error_of(file).startswith(f"{file}:1: name: found {name!r}, expected the name of one folder, such as")
+    with pytest.raises(ConfigError, match="name is missing, and what would take its place is not a name: found"):
+        load_config(edited(file, "[model]", "[model]")).named(name)
+
+
+def test_a_run_is_named_by_its_file_where_it_has_no_name(file: Path):
+    config = load_config(file)
+    assert (config.named("run").name, config.named("run").named("other").name) == ("run", "run")
+    assert load_config(file, ["--name", "first try, v1.2"]).named("run").name == "first try, v1.2"
 
 
 def test_a_misspelt_key_names_line_table_and_nearest_key(file: Path):

@@ -83,7 +83,7 @@ def test_a_list_of_filters_replaces_the_defaults(rules):
     ({"top": 'length_penalty = { type = "turns" }'}, "how many turns cost nothing"),
     ({"end": '[trainer.loss]\ntype = "ppo"\ndual_clip = 0.5'},
      r"run.toml:\d+: trainer.loss.dual_clip: found 0.5, expected greater than 1"),
-    ({"size": 1}, 'group_size = 1 gives every rollout the advantage 0 under "default"'),
+    ({"size": 1}, 'orchestrator.group_size: found 1, which gives every rollout the advantage 0 under "default"'),
     ({"size": 1, "top": 'advantage = { type = "chunk_returns" }', "other": 'advantage = { type = "rloo" }'},
      'the advantage 0 under "rloo"'),
 ])  # fmt: skip

@@ -282,7 +282,7 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is(typed, held: Path):
     before = snapshot(held)
     status, said = typed("--run-dir", "mine", "--max-steps", "1")
     assert status == 2
-    assert "mine already holds a run; add --resume to continue it" in said
+    assert "mine already holds a run; add --resume (in Python resume=True) to continue it" in said
     assert "--run-dir FOLDER" in said
     assert snapshot(held) == before
 

@@ -193,6 +193,27 @@ def test_filters_of_ones_own_are_counted_each_under_its_own_name(place: Path):
     assert flagged == {"Long": 8, "Short": 8, "Long_2": 8, "gibberish": 8, "gibberish_2": 8}
 
 
+@pytest.mark.parametrize(
+    ("options", "unread"),
+    [
+        ([], []),
+        (["--orchestrator.rollout.processes.worker-memory-mb", "900"],
+         ['[orchestrator.rollout.processes] is not read: orchestrator.rollout.backend = "local"']),
+        (["--orchestrator.rollout.processes.worker-memory-mb", "900", "--orchestrator.train.env.0.isolated"], []),
+        (["--orchestrator.rollout.ray.port", "0", "--orchestrator.rollout.backend", "processes"],
+         ['[orchestrator.rollout.ray] is not read: orchestrator.rollout.backend = "processes"']),
+        (["--inference.backend", "plug_ins.Sampler", "--inference.torch.deterministic", "true"],
+         ['[inference.torch] is not read: inference.backend = "plug_ins.Sampler"']),
+    ],
+)  # fmt: skip
+def test_the_table_of_a_backend_that_is_not_in_use_is_told(place: Path, caplog, options, unread):
+    with (place / "plug_ins.py").open("a") as file:
+        file.write("from verbatim.config import BackendSettings\n\n\nclass Sampler:\n"
+                   "    def __init__(self, inputs, settings: BackendSettings): ...\n")  # fmt: skip
+    assert main(["config", "run.toml", *options]) == 0
+    assert [message for message in caplog.messages if "is not read" in message] == unread
+
+
 @pytest.mark.parametrize("options", [["--run-dir", "mine"], []])
 def test_a_model_that_the_sampler_refuses_leaves_no_run_behind(place: Path, model: Path, capsys, options):
     """What is wrong with a model is known when it is loaded, in the run's folder."""

@@ -109,6 +109,21 @@ def test_tables_in_python_are_the_file(place, model):
     assert from_tables.folder.parent == place / "runs" / "lots.Lots"
 
 
+def test_a_python_caller_is_told_what_to_type_in_python(place):
+    with pytest.raises(UsageError, match=r"there is no run .* \(in Python resume=FOLDER\)"):
+        verbatim.run("run.toml", resume=True, quiet=True)
+    verbatim.run("run.toml", run_dir="mine", max_steps=1, quiet=True)
+    with pytest.raises(UsageError, match=r"\(in Python resume=True\) .* --run-dir FOLDER \(in Python run_dir=FOLDER\)"):
+        verbatim.run("run.toml", run_dir="mine", quiet=True)
+
+
+@pytest.mark.parametrize(("env", "name"), [("../x", "..-x"), ("hard/sums", "hard-sums")])
+def test_the_name_of_an_environment_that_names_the_run_leads_to_no_other_folder(place, model, env, name):
+    tables = [{"id": "lots.Lots", "name": env}]
+    result = verbatim.train(model=model, environment=tables, max_steps=1, quiet=True, **SETTINGS)
+    assert result.folder.parent == place / "runs" / name
+
+
 def test_a_run_inside_a_running_event_loop_has_its_own(place):
     async def notebook():
         loop = asyncio.get_running_loop()

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verbatim.checkpoints.lock import FolderLock, is_locked
+from verbatim.checkpoints.lock import ANOTHER_FOLDER, FolderLock, is_locked
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.secrets import redacted_at
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 RUNS = Path("runs")
 LATEST = "latest"
 CONFIG = "config.toml"
-
+_HOLDS_A_RUN = f"{{}} already holds a run; add --resume (in Python resume=True) to continue it, or {ANOTHER_FOLDER}"
 
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 """The processes of a run: each has its lock, `orchestrator.lock`, and its log, `logs/orchestrator.log`."""
@@ -77,8 +77,7 @@ class RunFolder:
         if config.run_dir is not None:
             path = config.run_dir
             if holds_run(path):
-                raise UsageError(f"{path} already holds a run; add --resume to continue it, or choose another folder "
-                                 "with --run-dir FOLDER")  # fmt: skip
+                raise UsageError(_HOLDS_A_RUN.format(path))
             _make_writable(path)
         else:
             path = _make_stamped(root / name, now)
@@ -105,7 +104,8 @@ class RunFolder:
         path = folder or config.run_dir or root / name / LATEST
         if not holds_run(path):
             raise UsageError(f"there is no run to resume in {path}; found {_runs_near(path)}. Give its folder, "
-                             "--resume FOLDER, or leave --resume out to start a new run")  # fmt: skip
+                             "--resume FOLDER (in Python resume=FOLDER), or leave resume out to start a new "
+                             "run")  # fmt: skip
         path = path.resolve() if path.is_symlink() else path
         _make_writable(path)
         found = cls(path, role)
@@ -232,8 +232,7 @@ class RunFolder:
     def _agree_on_config(self, config: RunConfig) -> None:
         """Store the configuration, or check that the other process stored the same one."""
         if self.checkpoints.is_dir() and any(self.checkpoints.glob("step_*")):
-            raise UsageError(f"{self.path} already holds a run; add --resume to continue it, or choose another folder "
-                             "with --run-dir FOLDER")  # fmt: skip
+            raise UsageError(_HOLDS_A_RUN.format(self.path))
         self.toml = dump_config(config)
         temporary = self.path / _temporary_config(self._role)
         try:
@@ -268,7 +267,8 @@ class RunFolder:
         copy = newest_copy(self.path)
         if copy is None:
             raise UsageError(f"{path}, the configuration that the run is compared with, is damaged: {damage}. Write it "
-                             f"anew from the file that the run was started with:  verbatim config FILE > {path}")
+                             f"anew from the file that the run was started with:  verbatim config FILE > {path}; "
+                             "or start a new run")  # fmt: skip
         aside = f", and the damaged one is {keep_aside(path)}" if path.exists() else ""
         logger.warning("%s is damaged: %s; it is restored from %s%s", path, damage, copy, aside)
         self._store(copy.read_text(encoding="utf-8"))
@@ -291,7 +291,7 @@ class RunFolder:
         changes = self._changes(config, self._stored())
         if of_model := [change for change in changes if change.startswith("model.")]:
             raise CheckpointError(f"the run in {self.path} trained another model ({'; '.join(of_model)}); restore "
-                                  "[model], or start a new run without --resume")  # fmt: skip
+                                  "[model], or start a new run without --resume (in Python resume)")  # fmt: skip
         done = max((int(path.name.removeprefix("step_")) for path in self.checkpoints.glob("step_" + "[0-9]" * 6)),
                    default=0)  # fmt: skip
         if done > config.max_steps:
@@ -366,7 +366,7 @@ def _make_writable(path: Path) -> None:
         with contextlib.suppress(OSError):
             probe.unlink()
         raise UsageError(f"the run folder {path} cannot be written to: {error.strerror} ({error.filename or path}); "
-                         "choose another one with --run-dir FOLDER") from None  # fmt: skip
+                         f"{ANOTHER_FOLDER}") from None  # fmt: skip
 
 
 def _make_stamped(parent: Path, now: datetime) -> Path:

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
                           '[warm_start]\nsteps = 100\ndata = "conversations.jsonl"')  # fmt: skip
     environments = check_run(config)
     console = PlainConsole()
-    with RunFolder.create(config, name=f"{config.name or args.file.stem}-sft", now=datetime.now()) as folder:
+    with RunFolder.create(config, name=f"{config.named(args.file.stem).name}-sft", now=datetime.now()) as folder:
         from verbatim.run.prepare import prepare_model
 
         model = prepare_model(config, environments, folder.path, console)

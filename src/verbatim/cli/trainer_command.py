@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_stored_config(
         args.file, lambda file: load_config(file, with_trajectory_strategy(args), component_tables())
     )
-    config = config.model_copy(update={"name": config.name or args.file.stem})
+    config = config.named(args.file.stem)
     console = PlainConsole()
     supervised = args.session is not None
     if not supervised:  # `verbatim rl` has checked it before it started this process

@@ -18,7 +18,7 @@ from verbatim.config.components import ComponentTables, Problem, Table, unknown
 from verbatim.config.inference import InferenceConfig
 from verbatim.config.knobs import evaluate
 from verbatim.config.orchestrator import OrchestratorConfig, RolloutConfig
-from verbatim.config.origins import KeyPath
+from verbatim.config.origins import KeyPath, dotted
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSection, BackendSettings, table_of
 from verbatim.errors import ComponentError
@@ -117,11 +117,11 @@ def _tables_of(
     try:
         settings = find_backend(given, table, what=section.what).settings
     except ComponentError as error:
-        return known, [Problem(path=key, message=f"{'.'.join(map(str, key))}: {error}")]
+        return known, [(key, str(error))]
     name = table_of(given)
     if name in section.model_fields:
-        taken = f"its table would be [{'.'.join(map(str, path))}.{name}], which is a key of all backends; rename it"
-        return known, [Problem(path=key, message=f"{'.'.join(map(str, key))} = {given!r}: {taken}")]
+        taken = f"the table of {given!r} would be [{dotted(path)}.{name}], which is a key of all backends; rename it"
+        return known, [(key, taken)]
     return _Tables(tuple({**found, name: settings}.items()), name), []
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from verbatim.config.fields import nearest
 from verbatim.config.knobs import check_knobs, is_made_of_knobs
 from verbatim.config.known_names import known_elsewhere
-from verbatim.config.origins import KeyPath
+from verbatim.config.origins import KeyPath, dotted
 from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
 from verbatim.errors import ComponentError
 from verbatim.imports import import_object, is_import_path
@@ -23,6 +23,9 @@ from verbatim.imports import import_object, is_import_path
 Table = Mapping[str, Any]
 """Name to component: a function, a class whose fields are its knobs, a record with a `function`, or the import path
 of one of these, `"module:name"`, where importing it is better left to those who use it."""
+
+Problem = tuple[KeyPath, str]
+"""The key that is wrong; what was found there and what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +54,7 @@ class ComponentTables:
     """For the name of [orchestrator.renderer]: only looked up, since a renderer is made for a tokenizer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One thing that is wrong with a component."""
-
-    path: KeyPath
-    """The key that is wrong."""
-    message: str
-    """What was found and what was expected."""
-
-
-def resolve(component: ComponentConfig, table: Table, *, what: str, where: str, num_inputs: int = 1) -> Any:
+def resolve(component: ComponentConfig, table: Table, *, what: str, where: str) -> Any:
     """The component with its knobs bound.
 
     A function gives a `functools.partial`, and so does a class of monitors, whose constructor takes the input; another
@@ -73,15 +66,13 @@ def resolve(component: ComponentConfig, table: Table, *, what: str, where: str, 
         table: The built-ins.
         what: The kind, for errors: "loss".
         where: The key, for errors: "trainer.loss".
-        num_inputs: How many leading parameters are data; every other parameter is a knob.
 
     Raises:
         ComponentError: no such name, an import that fails, an unknown or missing knob, or one of the wrong type.
     """
-    bound = _bind(_Use.of(component, what, where, num_inputs), table)
-    if isinstance(bound, list):
-        raise ComponentError("\n".join(problem.message for problem in bound))
-    target, knobs = bound.target, bound.knobs
+    target, knobs, problems = _bind(_use(component, what, tuple(where.split("."))), table)
+    if problems:
+        raise ComponentError("\n".join(f"{dotted(key)}: {message}" for key, message in problems))
     if is_made_of_knobs(target):
         try:
             return target(**knobs)
@@ -96,36 +87,64 @@ def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem
     """Everything that is wrong with the components a run names. Nothing is called; custom modules are imported."""
     found: list[Problem] = []
     for use, table in _uses(config, tables):
-        bound = _bind(use, table)
-        if isinstance(bound, list):
-            found += bound
-        elif use.what == "advantage" and getattr(bound.target, "compares_rewards", False):
+        target, knobs, problems = _bind(use, table)
+        found += problems
+        if not problems and use.what == "loss":
+            found += _unfit_loss(config, target, knobs)
+        if not problems and use.what == "advantage" and getattr(target, "compares_rewards", False):
             found += _group_of_one(config, use)
     renderer = config.orchestrator.renderer.name
     if renderer not in tables.renderers:
-        found.append(_unknown(("orchestrator", "renderer", "name"), "renderer", renderer, tables.renderers))
+        found.append((("orchestrator", "renderer", "name"), unknown("renderer", renderer, tables.renderers)))
     return found
 
 
-def _group_of_one(config: RunConfig, use: _Use) -> list[Problem]:
+def _unfit_loss(config: RunConfig, loss: Any, knobs: Mapping[str, Any]) -> Iterator[Problem]:
+    """Refuse a loss that the training mode does not take, and one that has nothing to learn from.
+
+    Args:
+        config: The configuration.
+        loss: A `Loss`, or a function of the user's own.
+        knobs: As they are set.
+    """
+    mode, has_teacher = config.orchestrator.training_mode, config.orchestrator.teacher is not None
+    component, key = config.trainer.loss, ("trainer", "loss", "type")
+    of_mode = getattr(loss, "training_mode", "rl")
+    is_chosen = component.type != ComponentConfig().type  # else the mode takes its own
+    reward: str = getattr(loss, "reward_weight", None) or ""
+    teacher: str = getattr(loss, "teacher_weight", None) or ""
+    if of_mode == "sft" and mode != "sft":
+        yield key, (f'found "{component.type}", which imitates every rollout, whatever its reward; use "default", or '
+                    "`verbatim sft` with a [warm_start] table")  # fmt: skip
+    elif mode == "sft" and of_mode != "sft" and is_chosen:
+        yield key, f'found "{component.type}", but training_mode = "sft" brings its own loss; remove type'
+    elif "opd" in (mode, of_mode):
+        if mode != "opd" or (is_chosen and of_mode != "opd" and component.custom_path is None):
+            yield key, (
+                f'found "{component.type}" and training_mode = "{mode}": distillation is asked for by training_mode = '
+                '"opd", which brings its own loss and needs an [orchestrator.teacher] table with a model; remove type '
+                '(kl_tau and delta may stay), or give a loss that reads teacher_logprobs with type = "custom"'
+            )
+    elif knobs.get(teacher):
+        if not has_teacher:
+            yield ("trainer", "loss", teacher), "it needs an [orchestrator.teacher] table with a model"
+    elif mode == "rl" and knobs.get(reward) == 0:
+        yield ("trainer", "loss", reward), (
+            "found 0, which learns nothing; expected a number above 0, or a teacher to follow instead: an "
+            f"[orchestrator.teacher] table and trainer.loss.{teacher} = 1.0"
+        )
+
+
+def _group_of_one(config: RunConfig, use: _Use) -> Iterator[Problem]:
     """Refuse groups of one rollout under an advantage that compares the rewards of a group."""
     orchestrator = config.orchestrator
     own = [env.advantage for env in orchestrator.train.env]
     is_read = orchestrator.training_mode == "rl" and (use.path != ("orchestrator", "advantage") or None in own)
-    if orchestrator.group_size > 1 or not is_read or use.path[:2] == ("orchestrator", "eval"):
-        return []
-    return [Problem(path=("orchestrator", "group_size"), message=(
-        f'orchestrator.group_size = 1 gives every rollout the advantage 0 under "{use.name or use.import_path}", which '
-        "compares it with the others of its group; expected at least 2"
-    ))]  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Bound:
-    """A component and its knobs, both checked."""
-
-    target: Any
-    knobs: dict[str, Any]
+    if orchestrator.group_size == 1 and is_read and use.path[:2] != ("orchestrator", "eval"):
+        yield ("orchestrator", "group_size"), (
+            f'found 1, which gives every rollout the advantage 0 under "{use.name}": it compares the rewards of a '
+            "group; expected at least 2"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,92 +153,80 @@ class _Use:
 
     path: KeyPath
     what: str
-    name: str | None
-    import_path: str | None
-    knobs: dict[str, Any]
+    name: str
+    """From the table, or an import path."""
     name_key: KeyPath
-    import_key: KeyPath
+    knobs: dict[str, Any]
     knobs_key: KeyPath
-    num_inputs: int
+    is_own: bool
+    num_inputs: int = 1
+    """How many leading parameters are data; every other parameter is a knob."""
 
-    @classmethod
-    def of(cls, component: ComponentConfig, what: str, where: str | KeyPath, num_inputs: int) -> _Use:
-        path: KeyPath = tuple(where.split(".")) if isinstance(where, str) else where
-        custom = component.type == "custom"
-        import_path = component.custom_path
-        return cls(
-            path=path, what=what, num_inputs=num_inputs, knobs=component.knobs,
-            name=component.type if import_path is None else None, import_path=import_path,
-            name_key=(*path, "type"), import_key=(*path, "import_path" if custom else "type"),
-            knobs_key=(*path, "kwargs") if custom else path,
-        )  # fmt: skip
 
-    @classmethod
-    def of_name(cls, name: str, what: str, key: KeyPath, knobs: dict[str, Any]) -> _Use:
-        """A component that is one key, its name or import path; `knobs` are given by the code that calls it."""
-        own = is_import_path(name)
-        return cls(
-            path=key, what=what, name=None if own else name, import_path=name if own else None, knobs=knobs,
-            name_key=key, import_key=key, knobs_key=key, num_inputs=1,
-        )  # fmt: skip
+def _use(component: ComponentConfig, what: str, path: KeyPath) -> _Use:
+    custom = component.type == "custom"
+    return _Use(
+        path=path, what=what, name=component.custom_path or component.type, is_own=component.custom_path is not None,
+        name_key=(*path, "import_path" if custom else "type"), knobs=component.knobs,
+        knobs_key=(*path, "kwargs") if custom else path,
+    )  # fmt: skip
 
-    @classmethod
-    def of_environment(cls, env: EnvConfig, path: KeyPath) -> _Use:
-        return cls(
-            path=path, what="environment", name=env.id, import_path=env.import_path, knobs=env.args, num_inputs=0,
-            name_key=(*path, "id"), import_key=(*path, "import_path"), knobs_key=(*path, "args"),
-        )  # fmt: skip
+
+def _use_of_name(name: str, what: str, key: KeyPath, **knobs: Any) -> _Use:
+    """A component that is one key, its name or import path; `knobs` are given by the code that calls it."""
+    return _Use(path=key, what=what, name=name, is_own=is_import_path(name), name_key=key, knobs=knobs, knobs_key=key)
+
+
+def _use_of_environment(env: EnvConfig, path: KeyPath) -> _Use:
+    is_own = env.import_path is not None
+    return _Use(
+        path=path, what="environment", name=env.import_path or str(env.id), is_own=is_own, num_inputs=0,
+        name_key=(*path, "import_path" if is_own else "id"), knobs=env.args, knobs_key=(*path, "args"),
+    )  # fmt: skip
 
 
 def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Table]]:
-    orchestrator = config.orchestrator
-    yield _Use.of(config.trainer.loss, "loss", ("trainer", "loss"), 1), tables.losses
-    packing: KeyPath = ("trainer", "packing")
-    given = {"micro_batch_tokens": 1, "keep_whole": False}  # what the trainer calls it with, beside the samples
-    yield _Use.of_name(config.trainer.packing, "packer", packing, given), tables.packers
-    yield _Use.of(orchestrator.advantage, "advantage", ("orchestrator", "advantage"), 1), tables.advantages
+    trainer, orchestrator = config.trainer, config.orchestrator
+    yield _use(trainer.loss, "loss", ("trainer", "loss")), tables.losses
+    yield _use_of_name(trainer.packing, "packer", ("trainer", "packing"), micro_batch_tokens=1,
+                       keep_whole=False), tables.packers  # fmt: skip
+    yield _use(orchestrator.advantage, "advantage", ("orchestrator", "advantage")), tables.advantages
     for i, rule in enumerate(orchestrator.filters):
-        yield _Use.of(rule, "filter", ("orchestrator", "filters", i), 1), tables.filters
+        yield _use(rule, "filter", ("orchestrator", "filters", i)), tables.filters
     for label, monitor in config.monitor.components.items():
-        use = _Use.of(monitor, "monitor", ("monitor", label), 1)
-        named_by_key = monitor.type == label
-        yield dataclasses.replace(use, name_key=use.path) if named_by_key else use, tables.monitors
+        use = _use(monitor, "monitor", ("monitor", label))
+        yield dataclasses.replace(use, name_key=use.path) if monitor.type == label else use, tables.monitors
     evals = orchestrator.eval.env if orchestrator.eval else ()
     strategies: list[tuple[KeyPath, str | None]] = [(("orchestrator",), orchestrator.trajectory_strategy)]
     for kind, envs in (("train", orchestrator.train.env), ("eval", evals)):
         for i, env in enumerate(envs):
             path: KeyPath = ("orchestrator", kind, "env", i)
-            yield _Use.of_environment(env, path), tables.environments
+            yield _use_of_environment(env, path), tables.environments
             strategies.append((path, env.trajectory_strategy))
             if env.advantage is not None:
-                yield _Use.of(env.advantage, "advantage", (*path, "advantage"), 1), tables.advantages
+                yield _use(env.advantage, "advantage", (*path, "advantage")), tables.advantages
     for path, name in strategies:
         if name is not None:
-            key = (*path, "trajectory_strategy")
-            yield _Use.of_name(name, "trajectory strategy", key, {}), tables.strategies
+            yield _use_of_name(name, "trajectory strategy", (*path, "trajectory_strategy")), tables.strategies
 
 
-def _bind(use: _Use, table: Table) -> _Bound | list[Problem]:
-    entry = table.get(use.name) if use.name is not None else use.import_path
-    key = use.import_key if use.name is None else use.name_key
+def _bind(use: _Use, table: Table) -> tuple[Any, dict[str, Any], list[Problem]]:
+    """The component, its knobs, and what is wrong with either."""
+    entry = use.name if use.is_own else table.get(use.name)
     if entry is None:
-        return [_unknown(key, use.what, str(use.name), table, _own(use.what, str(use.name)))]
+        return None, {}, [(use.name_key, unknown(use.what, use.name, table, _own(use.what, use.name)))]
     try:
         target = import_object(entry) if isinstance(entry, str) else entry
     except ComponentError as error:
-        return [Problem(path=key, message=f"{_dotted(key)}: {error}")]
+        return None, {}, [(use.name_key, str(error))]
     function = target.function if _is_record(target) else target
     if not callable(function):
-        found = f"{entry} is {type(function).__name__}"
-        return [Problem(path=key, message=f"{_dotted(key)}: {found}, expected a function or a class")]
-    misshapen = _misshapen(function, use) if use.import_path is not None else None
+        return None, {}, [(use.name_key, f"{entry} is {type(function).__name__}, expected a function or a class")]
+    misshapen = _misshapen(function, use) if use.is_own else None
     if misshapen is not None:
-        return [Problem(path=key, message=f"{_dotted(key)}: {misshapen}")]
+        return None, {}, [(use.name_key, misshapen)]
     knobs, wrong = check_knobs(function, use.knobs, num_inputs=use.num_inputs, label=use.what)
-    if wrong:
-        keys = [((*use.knobs_key, name), message) for name, message in wrong.items()]
-        return [Problem(path=key, message=f"{_dotted(key)}: {message}") for key, message in keys]
-    return _Bound(target=target, knobs=knobs)
+    return target, knobs, [((*use.knobs_key, name), message) for name, message in wrong.items()]
 
 
 def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
@@ -270,13 +277,5 @@ def unknown(what: str, name: str, table: Collection[str], own: str = "") -> str:
     return f"there is no {what} {name!r}{hint} There are {', '.join(sorted(table))}{own}"
 
 
-def _unknown(key: KeyPath, what: str, name: str, table: Collection[str], own: str = "") -> Problem:
-    return Problem(path=key, message=f"{_dotted(key)}: {unknown(what, name, table, own)}")
-
-
 def _is_record(target: Any) -> bool:
     return dataclasses.is_dataclass(target) and not inspect.isclass(target) and hasattr(target, "function")
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))

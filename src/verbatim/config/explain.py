@@ -9,14 +9,8 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from verbatim.config.fields import (
-    backend_tables_with,
-    description_at,
-    nearest,
-    section_at,
-    sections_with,
-)
-from verbatim.config.origins import KeyPath
+from verbatim.config.fields import backend_tables_with, field_at, nearest, section_at, sections_with
+from verbatim.config.origins import KeyPath, dotted
 from verbatim.config.overrides import Override
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSection
@@ -67,14 +61,14 @@ def refuse(problems: list[str], places: Places) -> None:
 def explain(error: ErrorDetails, places: Places) -> str:
     """One mistake as a line: where, which key, what was found, what was expected, what to type."""
     path: KeyPath = error["loc"]
-    where, name = places.of(path), ".".join(map(str, path))
-    found, message = error["input"], error["msg"]
+    where, name, found = places.of(path), dotted(path), error["input"]
     match error["type"]:
         case "extra_forbidden":
             return f"{where}: {unknown_key(path, places.schema)}"
         case "missing":
-            about = description_at(places.schema, path)
-            return f"{where}: {name} is missing{f': {about[0].lower()}{about[1:]}' if about else ''}"
+            field = field_at(places.schema, path)
+            about = f": {field.description[0].lower()}{field.description[1:]}" if field and field.description else ""
+            return f"{where}: {name} is missing{about}"
         case "value_error":
             return f"{where}: {f'{name}: ' if name else ''}{error['ctx']['error']}"
         case "tuple_type":
@@ -86,7 +80,7 @@ def explain(error: ErrorDetails, places: Places) -> str:
         case "too_short":
             expected = "at least one element"
         case _:
-            expected = message.removeprefix("Input should be ")
+            expected = error["msg"].removeprefix("Input should be ")
     kind = _KINDS.get(type(found), type(found).__name__)
     near = nearest(found, re.findall("'([^']*)'", expected)) if isinstance(found, str) else ""
     return f"{where}: {name}: found {short(found)} ({kind}), expected {expected}{near}"
@@ -96,7 +90,7 @@ def _of_a_backend(path: KeyPath, schema: type[RunConfig]) -> str:
     """Where a key of one backend belongs, for a schema that does not know the backends' tables."""
     section = section_at(schema, path[:-1])
     is_open = section is not None and issubclass(section, BackendSection) and path[-1] not in section.model_fields
-    return f"; a backend's own keys stand in its table, [{'.'.join(map(str, path[:-1]))}.NAME]" if is_open else ""
+    return f"; a backend's own keys stand in its table, [{dotted(path[:-1])}.NAME]" if is_open else ""
 
 
 def _near_a_key(path: KeyPath, schema: type[RunConfig]) -> bool:
@@ -115,13 +109,12 @@ def unknown_key(path: KeyPath, schema: type[RunConfig]) -> str:
     """An unknown key: the nearest valid one, the table it belongs to, the keys of its own table."""
     key = str(path[-1])
     section = section_at(schema, path[:-1])
-    table = f"[{'.'.join(str(part) for part in path[:-1] if isinstance(part, str))}]" if path[:-1] else "the top level"
-    name = ".".join(map(str, path))
+    name, prefix = dotted(path), dotted(path[:-1])
     if section is None:
         return f"{name}: unknown key"
     if moved := backend_tables_with(section, key):
-        prefix = ".".join(map(str, path[:-1]))
         return f"{name} is now {' or '.join(f'{prefix}.{table}.{key}' for table in moved)}"
+    table = f"[{dotted(tuple(part for part in path[:-1] if isinstance(part, str)))}]" if prefix else "the top level"
     valid = list(section.model_fields)
     hint = nearest(key, valid)
     elsewhere = [] if hint else sections_with(schema, key)

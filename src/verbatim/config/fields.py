@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from verbatim.config.origins import KeyPath
 from verbatim.config.sections import BackendSettings
@@ -24,18 +25,10 @@ def section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
     return section
 
 
-def annotation_at(model: type[BaseModel], path: KeyPath) -> Any:
-    """The type of the key at `path`; None where the schema has none."""
+def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
+    """The key at `path`, with its type and description; None where the schema has none."""
     section = section_at(model, path[:-1])
-    field = section.model_fields.get(str(path[-1])) if section else None
-    return field.annotation if field else None
-
-
-def description_at(model: type[BaseModel], path: KeyPath) -> str:
-    """The docstring of the field at `path`; empty for a field without one."""
-    section = section_at(model, path[:-1])
-    field = section.model_fields.get(str(path[-1])) if section else None
-    return (field.description or "") if field else ""
+    return section.model_fields.get(str(path[-1])) if section else None
 
 
 def sections_with(model: type[BaseModel], key: str) -> list[str]:
@@ -46,9 +39,8 @@ def sections_with(model: type[BaseModel], key: str) -> list[str]:
 
 def backend_tables_with(section: type[BaseModel], key: str) -> list[str]:
     """The backends' tables below a section in which `key` is valid: ["torch"] for "deterministic" in [inference]."""
-    inner = {name: _record_in(field.annotation) for name, field in section.model_fields.items()}
-    return [name for name, record in inner.items()
-            if record is not None and issubclass(record, BackendSettings) and key in record.model_fields]  # fmt: skip
+    return [name for name, record in _records(section) if issubclass(record, BackendSettings)
+            and key in record.model_fields]  # fmt: skip
 
 
 def nearest(found: str, expected: Iterable[str]) -> str:
@@ -59,10 +51,16 @@ def nearest(found: str, expected: Iterable[str]) -> str:
 
 def _sections(model: type[BaseModel], name: str) -> Iterator[tuple[str, type[BaseModel]]]:
     yield name, model
+    for key, section in _records(model):
+        yield from _sections(section, f"{name}.{key}".lstrip("."))
+
+
+def _records(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The tables directly below a section."""
     for key, field in model.model_fields.items():
         section = _record_in(field.annotation)
         if section is not None:
-            yield from _sections(section, f"{name}.{key}".lstrip("."))
+            yield key, section
 
 
 def _record_in(annotation: Any) -> type[BaseModel] | None:

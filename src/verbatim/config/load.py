@@ -10,9 +10,8 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import tomli_w
@@ -22,23 +21,17 @@ from pydantic_core import ErrorDetails
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.components import ComponentTables, Problem, check_components
 from verbatim.config.explain import Places, explain, refuse, short, unknown_key
-from verbatim.config.fields import (
-    annotation_at,
-    description_at,
-    section_at,
-)
-from verbatim.config.origins import KeyPath, line_numbers
+from verbatim.config.fields import field_at, section_at
+from verbatim.config.origins import KeyPath, dotted, line_numbers
 from verbatim.config.overrides import UNSET, Override, apply_override, parse_overrides, parse_value
 from verbatim.config.python_values import NotPlain, assign, assignments
 from verbatim.config.schema import RunConfig
 from verbatim.errors import ConfigError
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), tables: ComponentTables | None = None, *,
-    settings: Mapping[str, Any] = _NOTHING, caller: str = "verbatim.run",
+    settings: Mapping[str, Any] | None = None, caller: str = "verbatim.run",
 ) -> RunConfig:  # fmt: skip
     """Read, override and validate; nothing is started before everything is valid.
 
@@ -58,9 +51,9 @@ def load_config(
     document = _parse(text, path)
     places = Places(file=str(path), lines=line_numbers(text))
     overridden = _apply(document, parse_overrides(overrides), places)
-    for key, value in _assignments(settings, caller):
+    for key, value in _assignments(settings or {}, caller):
         assign(document, key, value)
-        places.set(key, Override(flag=f"{caller}({'.'.join(map(str, key))}={short(value)})", text=None))
+        places.set(key, Override(flag=f"{caller}({dotted(key)}={short(value)})", text=None))
     return _checked(document, places, tables, overridden)
 
 
@@ -79,8 +72,9 @@ def make_config(
         ConfigError: as `load_config`; names the function in place of file and line.
     """
     document: dict[str, Any] = {}
-    for key, value in [item for given in settings for item in _assignments(given, caller)]:
-        assign(document, key, value)
+    for given in settings:
+        for key, value in _assignments(given, caller):
+            assign(document, key, value)
     return _checked(document, Places(file=f"{caller}()", lines={}), tables)
 
 
@@ -97,14 +91,17 @@ def _checked(
     document: dict[str, Any], places: Places, tables: ComponentTables | None,
     overridden: Sequence[tuple[KeyPath, Override]] = (),
 ) -> RunConfig:  # fmt: skip
+    def refuse_all(problems: Iterable[Problem]) -> None:
+        refuse([f"{places.of(path)}: {dotted(path)}: {message}" for path, message in problems], places)
+
     problems: list[Problem] = []
     if tables is not None:
         places.schema, problems = schema_with_backends(document, tables)
     _check_overrides(overridden, places)
-    refuse([f"{places.of(p.path)}: {p.message}" for p in problems], places)
+    refuse_all(problems)
     config = _validate(document, places)
     if tables is not None:
-        refuse([f"{places.of(p.path)}: {p.message}" for p in check_components(config, tables)], places)
+        refuse_all(check_components(config, tables))
     return config
 
 
@@ -173,49 +170,33 @@ def _check_overrides(overridden: Sequence[tuple[KeyPath, Override]], places: Pla
     for path, override in overridden:
         if places.overrides.get(path) is not override:
             continue  # another one replaced it
-        if override.text is None and annotation_at(places.schema, path) not in (bool, None):
-            problems.append(f"{override.flag}: needs a value: {description_at(places.schema, path)}")
-        if override.text == UNSET and not _may_be_unset(path, places.schema):
+        field = field_at(places.schema, path)
+        if override.text is None and field is not None and field.annotation is not bool:
+            problems.append(f"{override.flag}: needs a value: {field.description or ''}")
+        section = section_at(places.schema, path[:-1])
+        is_free = section is None or section.model_config.get("extra") == "allow" or isinstance(path[-1], int)
+        if override.text == UNSET and field is None and not is_free:
             problems.append(f"{override}: {unknown_key(path, places.schema)}")
     refuse(problems, places)
 
 
-def _may_be_unset(path: KeyPath, schema: type[RunConfig]) -> bool:
-    """Whether there is such a key (free-form tables may hold any)."""
-    section = section_at(schema, path[:-1])
-    free = section is None or section.model_config.get("extra") == "allow"
-    return free or isinstance(path[-1], int) or str(path[-1]) in section.model_fields  # type: ignore[union-attr]
-
-
 def _validate(document: dict[str, Any], places: Places) -> RunConfig:
-    try:
-        return _from_document(document, places.schema)
-    except ValidationError as error:
-        errors = error.errors()
-    # `--name 2024`: what reads as a number may stand for a text, and only the schema knows.
-    texts = [e["loc"] for e in errors if e["type"] in ("string_type", "path_type") and _text_at(e["loc"], places)]
-    for path in texts:
-        apply_override(document, places.overrides[path], places.overrides[path].text)
-    if texts:
+    while True:
         try:
-            return _from_document(document, places.schema)
+            # Strict JSON reads types as TOML does: no "64" for 64, no true for 1, but lists and paths as they are.
+            return places.schema.model_validate_json(json.dumps(document, default=str), strict=True)
         except ValidationError as error:
             errors = error.errors()
-    refuse([explain(e, places) for e in errors if not _follows_from_another(e)], places)
-    raise AssertionError("a validation error without an error")
+        # `--name 2024`: what reads as a number may stand for a text, and only the schema knows.
+        texts = [places.overrides.get(e["loc"]) for e in errors if e["type"] in ("string_type", "path_type")]
+        overrides = [override for override in texts if override is not None and override.text is not None]
+        if not overrides:
+            refuse([explain(e, places) for e in errors if not _follows_from_another(e)], places)
+            raise AssertionError("a validation error without an error")
+        for override in overrides:
+            apply_override(document, override, override.text)
 
 
 def _follows_from_another(error: ErrorDetails) -> bool:
     """A list with wrong elements is also reported as empty, and a default that depends on a wrong key as missing."""
     return error["type"] == "default_factory_not_called" or (error["type"] == "too_short" and bool(error["input"]))
-
-
-def _from_document(document: dict[str, Any], schema: type[RunConfig]) -> RunConfig:
-    # Strict JSON is TOML's own reading of types: no "64" for 64, no true for 1, but lists and paths as they are.
-    return schema.model_validate_json(json.dumps(document, default=str), strict=True)
-
-
-def _text_at(path: KeyPath, places: Places) -> bool:
-    return path in places.overrides and places.overrides[path].text is not None
-
-

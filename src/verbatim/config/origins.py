@@ -9,6 +9,11 @@ KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top of the file: `("orchestrator", "train", "env", 0, "id")`."""
 
 
+def dotted(path: KeyPath) -> str:
+    """`orchestrator.train.env.0.id`."""
+    return ".".join(map(str, path))
+
+
 def line_numbers(text: str) -> dict[KeyPath, int]:
     """The line (from 1) of every table, key and list element of a valid TOML text.
 

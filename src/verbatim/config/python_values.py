@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from verbatim.config.origins import KeyPath
+from verbatim.config.origins import KeyPath, dotted
 from verbatim.texts import shown
-
-_BY_IMPORT_PATH = '; name a component of your own: {"type": "my_module.my_function"}'
 
 
 class NotPlain(ValueError):
@@ -68,7 +66,7 @@ def _plain(value: Any, path: KeyPath) -> Any:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise NotPlain(f"{_dotted(path)}: found {shown(value, 80)}, expected text that UTF-8 can write") from None
+            raise NotPlain(f"{dotted(path)}: found {shown(value, 80)}, expected text that UTF-8 can write") from None
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, os.PathLike):
@@ -77,15 +75,12 @@ def _plain(value: Any, path: KeyPath) -> Any:
         return {_text_key(key, path): _plain(inner, (*path, key)) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
         return [_plain(inner, (*path, index)) for index, inner in enumerate(value)]
-    raise NotPlain(f"{_dotted(path)}: found {shown(value, 80)} ({type(value).__name__}), expected a string, a number, "
-                   f"a boolean, a list or a table (dict){_BY_IMPORT_PATH if callable(value) else ''}")  # fmt: skip
+    hint = '; name a component of your own: {"type": "my_module.my_function"}' if callable(value) else ""
+    raise NotPlain(f"{dotted(path)}: found {shown(value, 80)} ({type(value).__name__}), expected a string, a number, "
+                   f"a boolean, a list or a table (dict){hint}")  # fmt: skip
 
 
 def _text_key(key: object, path: KeyPath) -> str:
     if not isinstance(key, str):
-        raise NotPlain(f"{_dotted(path)}: found the key {shown(key, 80)} ({type(key).__name__}), expected a string")
+        raise NotPlain(f"{dotted(path)}: found the key {shown(key, 80)} ({type(key).__name__}), expected a string")
     return key
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))

@@ -1,34 +1,29 @@
 """Defines every key of a run's TOML file, as frozen typed records. Sections have the names of the processes.
 
-Here is the whole file, and what has to fit between its tables; each table's own module has the rest.
+Here is the whole file, and what has to fit between its tables; [orchestrator] and [inference] have their own modules.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from verbatim.config.environments import (
+from verbatim.config.inference import InferenceConfig
+from verbatim.config.orchestrator import (
     EnvConfig,
     EvalConfig,
     LengthPenaltyConfig,
-    SamplingConfig,
-    TrainEnvsConfig,
-)
-from verbatim.config.inference import InferenceConfig
-from verbatim.config.model import BuildConfig, ModelConfig, WarmStartConfig
-from verbatim.config.orchestrator import (
-    BufferConfig,
     OrchestratorConfig,
     RendererConfig,
-    RolloutConfig,
+    SamplingConfig,
     TeacherConfig,
 )
 from verbatim.config.sections import (
     COLDEST,
     ComponentConfig,
+    Decay,
     FinitePositive,
     Fraction,
     NonNegativeFloat,
@@ -37,15 +32,131 @@ from verbatim.config.sections import (
     PositiveInt,
     Section,
 )
-from verbatim.config.trainer import OptimConfig, TrainerConfig
+from verbatim.errors import ConfigError
+from verbatim.texts import shown
 
 __all__ = [
-    "COLDEST", "BufferConfig", "BuildConfig", "CheckpointConfig", "ComponentConfig", "EnvConfig", "EvalConfig",
-    "FinitePositive", "Fraction", "InferenceConfig", "LengthPenaltyConfig", "ModelConfig", "MonitorConfig",
-    "NonNegativeFloat", "NonNegativeInt", "OptimConfig", "OrchestratorConfig", "PositiveFloat", "PositiveInt",
-    "RendererConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "Section", "TeacherConfig", "TrainEnvsConfig",
-    "TrainerConfig", "WarmStartConfig",
+    "COLDEST", "BuildConfig", "CheckpointConfig", "ComponentConfig", "EnvConfig", "EvalConfig", "Fraction",
+    "InferenceConfig", "LengthPenaltyConfig", "ModelConfig", "MonitorConfig", "NonNegativeFloat", "OptimConfig",
+    "OrchestratorConfig", "PositiveFloat", "PositiveInt", "RendererConfig", "RunConfig", "SamplingConfig",
+    "TeacherConfig", "TrainerConfig", "WarmStartConfig",
 ]  # fmt: skip
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: FinitePositive = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps from 0 to `lr`."""
+    min_lr_ratio: Fraction = 0.0
+    """Where linear and cosine end, as a share of `lr`."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled; not applied to norms and biases."""
+    beta1: Decay = 0.9
+    """AdamW."""
+    beta2: Decay = 0.999
+    """AdamW."""
+    eps: FinitePositive = 1e-8
+    """AdamW."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this norm."""
+
+
+class TrainerConfig(Section):
+    """The trainer: optimizer, loss, packing, precision, process."""
+
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule."""
+    loss: ComponentConfig = ComponentConfig()
+    """The loss."""
+    packing: str = "auto"
+    """How samples are laid out in memory: "rows", one after the other, or "tree", what they have in common once. "auto"
+    takes the tree where that saves tokens. "tree" needs a model whose tokens mix by attention alone. The import path of
+    a packer of your own is tried on a small copy of the model first."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Most tokens of one forward pass; a longer sample is one by itself. By default 16,384; on a CPU 8,192, where more
+    leave its caches; never cut so for losses that see a trajectory whole."""
+    logprob_chunk: PositiveInt = 1024
+    """Targets whose vocabulary-sized logits exist at one time."""
+    optimizer_steps_per_batch: PositiveInt = 1
+    """Optimizer steps taken on each batch, on disjoint parts of it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the forward and backward pass; master weights are float32."""
+    device: str = "auto"
+    """"auto" takes CUDA where there is one."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    separate_process: bool = True
+    """Train in a process of its own. false: on a thread of the orchestrator's, where a debugger reaches it."""
+    num_threads: PositiveInt | None = None
+    """Threads of its matrix products on a CPU; by default half of the cores where both sides work at once."""
+
+
+class BuildConfig(Section):
+    """A small model made on the spot: random weights, and a tokenizer trained on the environments' own text."""
+
+    hidden_size: PositiveInt = 128
+    """Width."""
+    num_layers: PositiveInt = 3
+    """Depth."""
+    num_heads: PositiveInt = 4
+    """Query heads."""
+    num_kv_heads: PositiveInt = 2
+    """Key/value heads."""
+    intermediate_size: PositiveInt = 384
+    """Width of the feed-forward part."""
+    vocab_size: Annotated[int, Field(ge=300)] = 1024
+    """Most tokens the tokenizer learns."""
+    context_length: PositiveInt = 2048
+    """Longest sequence of the model."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} does not give {self.num_heads} heads an even width; for example "
+                f"hidden_size = {2 * self.num_heads * max(1, self.hidden_size // (2 * self.num_heads))}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}; for example "
+                f"num_kv_heads = {self.num_heads}"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """The model: a folder or hub id in Hugging Face format, or one to build."""
+
+    name: str | None = None
+    """A local folder or a hub id of a causal language model."""
+    build: BuildConfig | None = None
+    """Instead of a name: make a small model in the run folder."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if (self.name is None) == (self.build is None):
+            raise ValueError("give either name = \"folder or hub id\" or a [model.build] table, not both or neither")
+        return self
+
+
+class WarmStartConfig(Section):
+    """Supervised optimizer steps before reinforcement learning, on the environment's own demonstrations or a file."""
+
+    steps: PositiveInt = 100
+    """How many optimizer steps."""
+    batch_size: PositiveInt = 64
+    """Conversations of each optimizer step."""
+    conversations: PositiveInt = 1024
+    """How many demonstrations the environment is asked for."""
+    data: Path | None = None
+    """A JSONL file of `{"messages": [...], "tools": [...]}` rows instead of the environment's demonstrations."""
+    optim: OptimConfig = OptimConfig(lr=1e-3)
+    """Its own optimizer, dropped afterwards."""
 
 
 class CheckpointConfig(Section):
@@ -85,10 +196,17 @@ class MonitorConfig(Section):
         return dict(self.__pydantic_extra__)
 
 
+def _folder_name(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
+        raise ValueError(f"found {shown(name)}, expected the name of one folder, such as \"first-try\"; a run that "
+                         "is to stand elsewhere than in runs/ has a run_dir")  # fmt: skip
+    return name
+
+
 class RunConfig(Section):
     """One run: the whole file."""
 
-    name: str | None = None
+    name: Annotated[str, AfterValidator(_folder_name)] | None = None
     """Names the folder under `runs/`; the file's name by default."""
     run_dir: Path | None = None
     """An explicit run folder; by default `runs/{name}/{time stamp}`."""
@@ -111,19 +229,16 @@ class RunConfig(Section):
     monitor: MonitorConfig = MonitorConfig()
     """Logs."""
 
-    @property
-    def follows_a_teacher(self) -> bool:
-        """Whether the loss reads a teacher: then a token teaches also where its advantage is 0."""
-        loss = self.trainer.loss
-        beside_the_reward = loss.type == "default" and bool(loss.knobs.get("teacher_tau"))
-        return self.orchestrator.training_mode != "rl" or beside_the_reward
+    def named(self, default: str) -> RunConfig:
+        """The configuration with a name: `default` where it has none.
 
-    @property
-    def needs_rewards(self) -> bool:
-        """Whether a rollout without a reward teaches nothing."""
-        loss = self.trainer.loss
-        only_the_teacher = loss.type == "default" and loss.knobs.get("adv_tau") == 0
-        return self.orchestrator.training_mode == "rl" and not only_the_teacher
+        Raises:
+            ConfigError: `default` cannot be the name of a folder.
+        """
+        try:
+            return self.model_copy(update={"name": self.name or _folder_name(default)})
+        except ValueError as error:
+            raise ConfigError(f"name is missing, and what would take its place is not a name: {error}") from None
 
     @model_validator(mode="after")
     def _fits_the_model(self) -> Self:
@@ -132,45 +247,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"orchestrator.seq_len = {seq_len} is more than model.build.context_length = {build.context_length}; "
                 f"lower the one to {build.context_length} or raise the other to {seq_len}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _something_to_learn(self) -> Self:
-        loss = self.trainer.loss
-        mode, teacher = self.orchestrator.training_mode, self.orchestrator.teacher
-        if loss.type == "sft" and mode != "sft":
-            raise ValueError(
-                'trainer.loss.type = "sft" imitates every rollout, whatever its reward; use "default", or '
-                "`verbatim sft` with a [warm_start] table"
-            )
-        if mode == "opd" or loss.type == "opd":
-            if teacher is None:
-                raise ValueError('training_mode = "opd" needs an [orchestrator.teacher] table with a model')
-            if mode != "opd" or (
-                loss.type not in ("default", "opd") and loss.custom_path is None
-            ):
-                raise ValueError(
-                    f'trainer.loss.type = "{loss.type}" and training_mode = "{mode}": distillation is asked for by '
-                    'training_mode = "opd", which brings its own loss; remove type (kl_tau and delta may stay), or '
-                    'give a loss that reads teacher_logprobs with type = "custom"'
-                )
-            return self
-        if mode == "sft":
-            if teacher is None or teacher.base_url is None:
-                raise ValueError('training_mode = "sft" needs an [orchestrator.teacher] table with model and base_url')
-            if loss.type not in ("default", "sft"):
-                raise ValueError(
-                    f'trainer.loss.type = "{loss.type}", but training_mode = "sft" brings its own loss; remove type'
-                )
-            return self
-        teacher_tau = loss.knobs.get("teacher_tau") if loss.type == "default" else None
-        if teacher_tau and teacher is None:
-            raise ValueError("trainer.loss.teacher_tau needs an [orchestrator.teacher] table with a model")
-        if loss.type == "default" and loss.knobs.get("adv_tau") == 0 and not teacher_tau:
-            raise ValueError(
-                "trainer.loss.adv_tau = 0 learns nothing; expected a number above 0, or a teacher to follow instead: "
-                "an [orchestrator.teacher] table and trainer.loss.teacher_tau = 1.0"
             )
         return self
 

@@ -11,14 +11,14 @@ from verbatim.losses.sft import sft_loss
 from verbatim.losses.tis import tis_loss
 
 LOSSES: dict[str, Loss] = {
-    "default": Loss(default_loss, level="token"),
+    "default": Loss(default_loss, level="token", reward_weight="adv_tau", teacher_weight="teacher_tau"),
     "ppo": Loss(ppo_loss, level="token"),
     "gspo": Loss(gspo_loss, level="sequence", normalizer="trajectories"),
     "cispo": Loss(cispo_loss, level="token"),
     "tis": Loss(tis_loss, level="token"),
     "ipa": Loss(ipa_loss, level="chunk"),
-    "opd": Loss(opd_loss, level="token"),
-    "sft": Loss(sft_loss, level="token", needs_inference_logprobs=False),
+    "opd": Loss(opd_loss, level="token", training_mode="opd"),
+    "sft": Loss(sft_loss, level="token", needs_inference_logprobs=False, training_mode="sft"),
 }
 
 __all__ = [

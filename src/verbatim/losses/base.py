@@ -85,6 +85,22 @@ class Loss:
     """Bound keyword arguments."""
     needs_inference_logprobs: bool = True
     """Whether a trained token without an inference logprob (NaN) is an error, or simply not read."""
+    training_mode: Literal["rl", "opd", "sft"] = "rl"
+    """The orchestrator.training_mode that it belongs to; modes other than "rl" bring their loss."""
+    reward_weight: str | None = None
+    """The knob that weighs the advantage, if there is one: at 0 rewards are not read."""
+    teacher_weight: str | None = None
+    """The knob that weighs a teacher's log ratio, if there is one: above 0 a teacher is read."""
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether a rollout without a reward teaches nothing."""
+        return self.training_mode == "rl" and self.knobs.get(self.reward_weight or "") != 0
+
+    @property
+    def reads_a_teacher(self) -> bool:
+        """Whether a token teaches also where its advantage is 0."""
+        return self.training_mode == "opd" or bool(self.knobs.get(self.teacher_weight or ""))
 
     @property
     def name(self) -> str:

@@ -3,13 +3,14 @@ folder."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.config import resolve
 from verbatim.config.packages import is_installed
 from verbatim.config.schema import RunConfig, TeacherConfig
-from verbatim.config.sections import table_of
+from verbatim.config.sections import BackendSettings, table_of
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.resolve import corpus
 from verbatim.errors import ComponentError, UsageError
@@ -21,6 +22,8 @@ from verbatim.run.environments import Environments, check_environments, check_to
 from verbatim.run.parts import logprob_models, make_loss, make_monitors, make_rules
 from verbatim.run.rollouts import inference_settings, make_renderer, plays_elsewhere, rollout_settings
 from verbatim.run.tables import component_tables
+
+logger = logging.getLogger(__name__)
 
 _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
 """Renderers that every chat template has."""
@@ -49,6 +52,7 @@ def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRON
     make_rules(config, environments)
     make_monitors(config)
     _check_loss(config)
+    warn_of_unread_tables(config)
     warm_start = config.warm_start
     data = read_conversations(warm_start.data) if warm_start is not None and warm_start.data is not None else []
     rollout_settings(config).check()
@@ -75,6 +79,18 @@ def _check_loss(config: RunConfig) -> None:
         try_loss(make_loss(config), streams=logprob_models(config))
     except ComponentError as error:
         raise ComponentError(f"trainer.loss: {error}") from error
+
+
+def warn_of_unread_tables(config: RunConfig) -> None:
+    """Log each table of a backend that is not in use: its keys change nothing."""
+    orchestrator = config.orchestrator
+    envs = (*orchestrator.train.env, *(orchestrator.eval.env if orchestrator.eval is not None else ()))
+    isolated = ["processes"] if any(env.isolated for env in envs) else []
+    sections = {"inference": (config.inference, []), "orchestrator.rollout": (orchestrator.rollout, isolated)}
+    for path, (section, also_read) in sections.items():
+        for name, settings in section:
+            if isinstance(settings, BackendSettings) and name not in (table_of(section.backend), *also_read):
+                logger.warning('[%s.%s] is not read: %s.backend = "%s"', path, name, path, section.backend)
 
 
 def _check_runners(config: RunConfig, environments: Environments) -> None:

@@ -178,7 +178,9 @@ def _load(caller: str, config: Config, settings: Mapping[str, Any], environments
 
 def _name(config: Config, loaded: RunConfig) -> str:
     """The run's name where the configuration has none: the file's, or the first environment's."""
-    return Path(config).stem if isinstance(config, str | os.PathLike) else loaded.orchestrator.train.env[0].label
+    if isinstance(config, str | os.PathLike):
+        return Path(config).stem
+    return loaded.orchestrator.train.env[0].label.replace("/", "-")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from verbatim.config.schema import EvalConfig, RunConfig
 from verbatim.rollouts import EpisodeTally
+from verbatim.run.check import warn_of_unread_tables
 from verbatim.run.environments import check_environments, check_tools, make_environments
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
 
@@ -24,6 +25,7 @@ async def evaluate_model(config: RunConfig, model: str, out: Path | None) -> dic
     from verbatim.monitors.trajectory_log import TrajectoryLog
     from verbatim.orchestrator.evaluate import evaluate
 
+    warn_of_unread_tables(config)
     orchestrator = config.orchestrator
     settings = orchestrator.eval or EvalConfig()
     environments = make_environments(config)

@@ -77,9 +77,9 @@ def execute(
         RunStopped: the run cannot go on.
     """
     started = time.monotonic()
+    config = config.named(name)  # it may be resumed from its own file
     made = check_run(config, environments)
     services = make_monitors(config)
-    config = config.model_copy(update={"name": config.name or name})  # it may be resumed from its own file
     with _open_folder(config, resume, trainer_elsewhere) as folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
         training = TrainingRun(config, made, services, monitors, folder, console, started=started)

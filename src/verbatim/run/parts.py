@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from verbatim.config import resolve
@@ -12,6 +13,7 @@ from verbatim.config.schema import ComponentConfig, RunConfig, TeacherConfig
 from verbatim.curriculum import ExampleSchedule, PoolRules
 from verbatim.environments.resolve import examples_of
 from verbatim.errors import ComponentError
+from verbatim.losses import Loss
 from verbatim.monitors.base import OpenMonitor
 from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.dispatcher import Dispatcher
@@ -75,7 +77,7 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
             max_length=orchestrator.seq_len,
             max_off_policy_steps=orchestrator.max_off_policy_steps,
             needs_logprobs=orchestrator.training_mode != "sft",
-            needs_rewards=config.needs_rewards,
+            needs_rewards=needs_rewards(config),
             reads_turn_rewards=(
                 orchestrator.training_mode != "rl"  # nothing is promised of rewards there
                 or not getattr(advantages[label], "compares_rewards", False)
@@ -90,7 +92,7 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
 
 def _what_filters_cannot_read(config: RunConfig) -> set[str]:
     """What filters would read and this run lacks: advantages with a teacher, logprobs where its texts are imitated."""
-    unknown = {"advantages"} if config.follows_a_teacher else set()
+    unknown = {"advantages"} if follows_a_teacher(config) else set()
     return unknown | {"logprobs"} if config.orchestrator.training_mode == "sft" else unknown
 
 
@@ -135,7 +137,7 @@ def make_dispatcher(
         online_difficulty_filtering=(
             orchestrator.buffer.online_difficulty_filtering and orchestrator.training_mode == "rl"
         ),
-        needs_rewards=config.needs_rewards,
+        needs_rewards=needs_rewards(config),
     )
 
 
@@ -144,7 +146,7 @@ def _warn_of_useful_flat_groups(config: RunConfig) -> None:
     orchestrator = config.orchestrator
     if not orchestrator.buffer.online_difficulty_filtering or orchestrator.training_mode != "rl":
         return
-    if config.follows_a_teacher:
+    if follows_a_teacher(config):
         logger.warning(
             "online difficulty filtering drops groups of equal rewards, which trainer.loss.teacher_tau learns from; "
             "set orchestrator.buffer.online_difficulty_filtering = false"
@@ -172,7 +174,7 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
         eval_episodes=evaluation.episodes if evaluation else 0,
         eval_seed=evaluation.seed if evaluation else 0,
         checkpoint_interval=config.checkpoint.interval,
-        learns_from_advantages=not config.follows_a_teacher and config.trainer.loss.custom_path is None,
+        learns_from_advantages=not follows_a_teacher(config) and config.trainer.loss.custom_path is None,
         canary_tolerance=(
             config.inference.canary_tolerance
             or tolerance_of(config.trainer.dtype, inference_settings(config).precision)
@@ -195,23 +197,26 @@ def make_logprob_models(config: RunConfig) -> dict[str, Teacher]:
     return {name: make_teacher(model) for name, model in logprob_models(config).items()}
 
 
-def make_loss(config: RunConfig) -> Any:
+def needs_rewards(config: RunConfig) -> bool:
+    """Whether a rollout without a reward teaches nothing."""
+    return config.orchestrator.training_mode == "rl" and bool(make_loss(config).reads_rewards)
+
+
+def follows_a_teacher(config: RunConfig) -> bool:
+    """Whether the loss reads a teacher: then a token teaches also where its advantage is 0."""
+    return config.orchestrator.training_mode != "rl" or bool(make_loss(config).reads_a_teacher)
+
+
+def make_loss(config: RunConfig) -> Loss:
     """The loss of the training mode, or the custom one that replaces it, with its knobs; a custom function sees each
     trajectory whole and is divided by the trained tokens."""
-    from verbatim.losses import Loss
-
-    component = config.trainer.loss
-    if config.orchestrator.training_mode != "rl" and component.custom_path is None:
-        component = _of_mode(config.orchestrator.training_mode, component)
-    loss = resolve(component, component_tables().losses, what="loss", where="trainer.loss")
+    losses, component, mode = component_tables().losses, config.trainer.loss, config.orchestrator.training_mode
+    if mode != "rl" and component.custom_path is None:
+        name, of_mode = next((name, loss) for name, loss in losses.items() if loss.training_mode == mode)
+        read = signature(of_mode.function).parameters
+        shared = {knob: value for knob, value in component.knobs.items() if knob in read}
+        if ignored := sorted(component.knobs.keys() - shared):
+            logger.warning('training_mode = "%s" does not read trainer.loss.{%s}', mode, ", ".join(ignored))
+        component = ComponentConfig(type=name, **shared)
+    loss = resolve(component, losses, what="loss", where="trainer.loss")
     return loss if isinstance(loss, Loss) else Loss(loss, level="sequence")
-
-
-def _of_mode(mode: str, default: ComponentConfig) -> ComponentConfig:
-    """The loss of mode "opd", which shares the clamp and the KL term with the default one, or "sft"."""
-    read = ("kl_tau", "delta") if mode == "opd" else ()
-    shared = {name: value for name, value in default.knobs.items() if name in read}
-    ignored = sorted(set(default.knobs) - set(shared))
-    if ignored:
-        logger.warning('training_mode = "%s" does not read trainer.loss.{%s}', mode, ", ".join(ignored))
-    return ComponentConfig(type=mode, **shared)
