@@ -35,6 +35,7 @@ COMMANDS = {
     "eval": ("verbatim.cli.eval_command", "measure a model on environments"),
     "rollout": ("verbatim.cli.rollout_command", "conversations with tools over a chat-completions server"),
     "serve": ("verbatim.cli.serve_command", "a model behind HTTP: token ids or chat completions"),
+    "inference": ("verbatim.cli.inference_command", "only the inference backend of a run, for a run on another host"),
     "doctor": ("verbatim.cli.doctor_command", "say why prompts do not extend what was sampled"),
     "config": ("verbatim.cli.config_command", "print the resolved configuration, and check it"),
 }

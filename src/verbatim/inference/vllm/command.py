@@ -12,9 +12,12 @@ from verbatim.inference.vllm.settings import VllmSettings
 
 PLUGIN = Path(__file__).with_name("plugin")
 """A folder for PYTHONPATH: vLLM finds our weight-transfer engine there; nothing is installed into its environment."""
-TRANSFER_ENGINES: Mapping[str, str] = {"auto": "verbatim_files", "files": "verbatim_files", "nccl": "nccl"}
+TRANSFER_ENGINES: Mapping[str, str] = {
+    "auto": "verbatim_files", "files": "verbatim_files", "http": "verbatim_files", "nccl": "nccl",
+}  # fmt: skip
 """`weight_transfer` to the name of the engine in vLLM."""
 WORKER_EXTENSION = "verbatim_vllm.WeightReport"
+MIDDLEWARE = "verbatim_vllm_http.Guard"
 MODEL_NAME = "policy"
 """What the model is called in requests, whatever folder its weights are from."""
 
@@ -48,7 +51,7 @@ def server_command(
         "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len or context_length),
         "--tensor-parallel-size", str(settings.tensor_parallel_size), *EXACT_OPTIONS,
         "--weight-transfer-config", transfer, "--worker-extension-cls", WORKER_EXTENSION,
-        "--disable-uvicorn-access-log",
+        "--middleware", MIDDLEWARE, "--disable-uvicorn-access-log",
     ]  # fmt: skip
     if settings.gpu_memory_utilization is not None:
         options += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
@@ -61,8 +64,9 @@ def python_of(settings: VllmSettings) -> str:
 
 
 def server_environment(
-    settings: VllmSettings, replica: int, *, is_local_model: bool, num_threads: int | None = None
-) -> dict[str, str]:
+    settings: VllmSettings, replica: int, *, is_local_model: bool, num_threads: int | None = None,
+    api_key: str | None = None, uploads: Path | None = None,
+) -> dict[str, str]:  # fmt: skip
     """The environment of one server: ours without what belongs to our Python, and what vLLM needs.
 
     Args:
@@ -70,6 +74,8 @@ def server_environment(
         replica: The replica's index, which decides its devices.
         is_local_model: Whether the model is a folder: then the hub is not asked for anything.
         num_threads: For a server that computes on this machine's processors; None = all of them.
+        api_key: What every route but /health needs; None = no key.
+        uploads: The folder for weights that arrive over HTTP; None = they cannot.
     """
     ours = {name: value for name, value in os.environ.items() if name not in _OF_OUR_PYTHON}
     devices = _devices(settings, replica, ours.get("CUDA_VISIBLE_DEVICES"))
@@ -82,6 +88,8 @@ def server_environment(
         **({"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}),
         # A vLLM for CPUs would bind its threads to all cores.
         **({"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if num_threads else {}),
+        **({"VERBATIM_KEY": api_key} if api_key else {}),
+        **({"VERBATIM_UPLOADS": str(uploads)} if uploads is not None else {}),
         **settings.env,
     }
 

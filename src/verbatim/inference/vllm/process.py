@@ -15,6 +15,8 @@ from pathlib import Path
 from verbatim.errors import SamplerFault
 from verbatim.inference.http.client import Answer, HttpClient
 from verbatim.inference.vllm import keeper
+from verbatim.inference.vllm.command import server_command, server_environment
+from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.texts import printable
 
 logger = logging.getLogger(__name__)
@@ -42,15 +44,17 @@ class ServerProcess:
         name: For messages: "replica 0".
         command: Its command line.
         environment: Its environment variables, all of them.
-        port: Where it listens, on loopback.
+        port: Where it listens.
         log: The file for what it prints; appended to.
+        host: The address that it listens on.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, port: int, log: Path
-    ) -> None:
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, port: int, log: Path,
+        host: str = "127.0.0.1",
+    ) -> None:  # fmt: skip
         self.name = name
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         self._command, self._environment, self._log = command, environment, log
         self._keeper: asyncio.subprocess.Process | None = None
 
@@ -63,6 +67,11 @@ class ServerProcess:
     def has_ended(self) -> bool:
         """Whether the server is not running."""
         return self._keeper is None or self._keeper.returncode is not None
+
+    async def ended(self) -> None:
+        """Wait until it is not running."""
+        if self._keeper is not None:
+            await self._keeper.wait()
 
     async def start(self, deadline: float) -> None:
         """Start it, and wait until it answers.
@@ -138,6 +147,21 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._keeper.pid, 9)
             await self._keeper.wait()
+
+
+def make_process(
+    settings: VllmSettings, replica: int, *, model: str | Path, port: int, context_length: int, logs: Path,
+    host: str = "127.0.0.1", num_threads: int | None = None, api_key: str | None = None, uploads: Path | None = None,
+) -> ServerProcess:  # fmt: skip
+    """The process of one replica, not yet started; the arguments are those of `server_command` and
+    `server_environment`, and the folder for its log."""
+    command = server_command(settings, model=model, port=port, context_length=context_length, host=host)
+    environment = server_environment(
+        settings, replica, is_local_model=Path(model).is_dir(), num_threads=num_threads, api_key=api_key,
+        uploads=uploads,
+    )  # fmt: skip
+    log = logs / f"replica_{replica}.log"
+    return ServerProcess(f"replica {replica}", command, environment, port=port, log=log, host=host)
 
 
 def _is_healthy(answer: Answer) -> bool:

@@ -24,8 +24,8 @@ class VllmSettings(BackendSettings):
     replicas: PositiveInt = 1
     """Servers that the run starts, supervises and ends."""
     urls: tuple[str, ...] = ()
-    """Roots of servers that exist, "http://127.0.0.1:8000"; the run then starts none. Each must be able to read the run
-    folder's weights at the same path."""
+    """Roots of servers that exist, "http://10.0.0.7:8000", started by `verbatim inference FILE`; the run then starts
+    none, and the keys for starting servers are for that command."""
     python: str = "python"
     """The Python of the environment that has vLLM: vLLM pins a torch of its own. `verbatim inference --install DIR`
     makes one; then this is "DIR/bin/python"."""
@@ -44,9 +44,9 @@ class VllmSettings(BackendSettings):
     """Further options of the server, passed on: ["--enforce-eager"]."""
     env: dict[str, str] = Field(default={})
     """Further environment variables of the server: {VLLM_CPU_KVCACHE_SPACE = "1"}."""
-    weight_transfer: Literal["auto", "files", "nccl"] = "auto"
-    """How new weights reach a server: "files" reads the published folder; "nccl" sends them from device to device.
-    "auto" is "files"."""
+    weight_transfer: Literal["auto", "files", "http", "nccl"] = "auto"
+    """How new weights reach a server: "files" reads the published folder, which the server's host must have at the same
+    path; "http" sends it to the server's host first; "nccl" sends tensors from device to device. "auto" is "files"."""
     api_key_env: str | None = None
     """The environment variable with the key of the servers in `urls`."""
     start_timeout: PositiveFloat = 900.0
@@ -57,11 +57,6 @@ class VllmSettings(BackendSettings):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.urls:
-            theirs = {"replicas", "devices", "args", "env", "python", "tensor_parallel_size", "gpu_memory_utilization"}
-            given = sorted(theirs & self.model_fields_set)
-            if given:
-                raise ValueError(f"{', '.join(given)}: for servers that the run starts, found beside urls, servers "
-                                 "that exist; give the keys to those servers when you start them")  # fmt: skip
             repeated = sorted({url for url in self.urls if self.urls.count(url) > 1})
             if repeated:
                 raise ValueError(f"urls: {', '.join(repeated)} stands there twice")

