@@ -6,14 +6,17 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 INSTALLED := $(VENV)/.installed
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/.installed
 
-.PHONY: help install demo test test-all check faults lint types clean
+.PHONY: help install demo test test-all test-vllm check faults lint types clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
 	@echo "make demo      train an agent to play guess-the-number, on a CPU"
 	@echo "make test      lint, types and all tests that need no extras"
 	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, W&B) installed, and all tests"
+	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
 	@echo "make check     the fast part of it"
 	@echo "make faults    the fault campaigns as a whole: kills, damaged files, hostile environments, requests, templates"
 	@echo "make clean     remove $(VENV) and caches; runs/ stays"
@@ -38,19 +41,27 @@ demo: install
 	$(BIN)/verbatim rl recipes/guess_number.toml
 
 test: lint types
-	$(PYTEST) -m "not extras"
+	$(PYTEST) -m "not extras and not vllm"
 
 test-all: install
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,serve,mcp,data,ray,verifiers,wandb,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST)
+	$(PYTEST) -m "not vllm"
+
+# One after the other: each test has servers of its own, which take all cores.
+test-vllm: install $(VLLM_INSTALLED)
+	VLLM_CPU_KVCACHE_SPACE=1 VERBATIM_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest -m vllm
+
+$(VLLM_INSTALLED): src/verbatim/inference/vllm/install.py | install
+	$(BIN)/verbatim inference --install $(VLLM)
+	@touch $@
 
 faults: install
 	$(BIN)/pytest tests/faults --whole
 
 check: lint types
-	$(PYTEST) -m "not slow and not extras"
+	$(PYTEST) -m "not slow and not extras and not vllm"
 
 lint: install
 	$(BIN)/ruff check .
@@ -59,5 +70,5 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -236,13 +235,11 @@ def test_ctrl_c_ends_the_server_cleanly(model: Path):
 def vllm_url(model: Path) -> Iterator[str]:
     """vLLM has requirements of its own, so it may live in another environment than ours. Prompts are computed in parts
     of 64 tokens, where its build for CPUs does not survive a seed."""
-    python = os.environ.get("VERBATIM_VLLM_PYTHON")
-    if python is None and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed; VERBATIM_VLLM_PYTHON can name the Python of an environment that has it")
+    python = os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with process(python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+    with process(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
                  "--served-model-name", "adds", "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32",
                  "--max-model-len", "384", "--max-num-batched-tokens", "64", "--max-num-seqs", "16",
                  "--enforce-eager", "--enable-scale-out",
@@ -265,7 +262,7 @@ def _is_up(url: str) -> bool:
         return False
 
 
-@pytest.mark.extras
+@pytest.mark.vllm
 async def test_trajectories_over_vllm_have_the_local_models_logprobs(vllm_url: str, model: Path):
     from verbatim.inference.embedded.engine import TorchSampler
     from verbatim.inference.embedded.settings import TorchSettings
