@@ -53,7 +53,9 @@ _FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CANC
 _STOP_REASONS = {finish: reason for reason, finish in _FINISH.items()}
 
 
-def request_body(request: SampleRequest, model: str | None, *, seed_for_all: bool = False) -> dict[str, Any]:
+def request_body(
+    request: SampleRequest, model: str | None, *, seed_for_all: bool = False, cache_salt: str | None = None
+) -> dict[str, Any]:
     """A request for one completion, everything that has a default said out loud: servers have defaults of their own.
     The ids stay an array, for `client.encode`.
 
@@ -64,6 +66,7 @@ def request_body(request: SampleRequest, model: str | None, *, seed_for_all: boo
         request: What is asked for.
         model: Its name at the server; None names none.
         seed_for_all: Put the seed where vLLM reads it too.
+        cache_salt: Requests with another salt share no prefix cache with this one, on a vLLM; None = none.
     """
     params = request.params
     seed = {"seed": request.seed} if seed_for_all else {}
@@ -76,6 +79,8 @@ def request_body(request: SampleRequest, model: str | None, *, seed_for_all: boo
         },
         OURS: {"session": request.session, "plain_logprobs": True, "seed": request.seed},
     }  # fmt: skip
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
     return body if model is None else {**body, "model": model}
 
 
@@ -193,7 +198,7 @@ def read_completion(
     ids = read_ids(choice.get("token_ids"), "token_ids")
     extras = ours if isinstance(ours, dict) else {}
     said, plain = extras.get("policy_versions"), extras.get("logprobs")
-    queued, generated = (_finite(extras.get(name, 0.0), name) for name in ("queued_seconds", "generated_seconds"))
+    queued, generated = (number_of(extras.get(name, 0.0), name) for name in ("queued_seconds", "generated_seconds"))
     logprobs = _read_logprobs(choice.get("logprobs"), ids) if plain is None else read_plain(plain, len(ids))
     versions = None if said is None else _read_versions(said, len(ids))
     if not isinstance(ours, dict):
@@ -243,7 +248,7 @@ def read_plain(values: object, count: int) -> Float32:
         found = np.array(values)
         if (np.abs(found) <= _LARGEST).all():
             return found.astype(np.float32)
-    return np.array([_finite(value, "a logprob") for value in values], dtype=np.float32)
+    return np.array([number_of(value, "a logprob") for value in values], dtype=np.float32)
 
 
 def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
@@ -257,10 +262,15 @@ def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
         named = entry.get("token_id", entry.get("token")) if isinstance(entry, dict) else None
         if named not in (token, f"token_id:{token}"):  # vLLM 0.32, and older ones
             raise ValueError(f"logprobs: expected that of id {token} at position {position}, found {brief(entry)}")
-    return np.array([_finite(entry.get("logprob"), "a logprob") for entry in content], dtype=np.float32)
+    return np.array([number_of(entry.get("logprob"), "a logprob") for entry in content], dtype=np.float32)
 
 
-def _finite(value: object, what: str) -> float:
+def number_of(value: object, what: str) -> float:
+    """A finite number in JSON.
+
+    Raises:
+        ValueError: it is none; says what was found.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{what}: expected a finite number, found {brief(value)}")
     return float(value)

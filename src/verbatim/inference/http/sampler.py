@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference.base import Completion, SampleRequest, SamplingParams, nothing_sampled
-from verbatim.inference.http import protocol
+from verbatim.inference.http import protocol, scoring
 from verbatim.inference.http.client import CONNECT, Answer, HttpClient, HungUp, check_address, decode, encode, read_json
 from verbatim.inference.validation import check_temperature
 from verbatim.types import Float32, Int32
+
+_NO_TOKEN_ENDPOINT = "vLLM has it with --enable-scale-out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class HttpSampler:
         processed_logprobs: vLLM was started with `--logprobs-mode processed_logprobs`.
         send_seeds: Send the seeds of requests to a vLLM too. Our own servers always get them; vLLM for CPUs (0.32) ends
             at a prompt with a seed that is longer than what it computes at once.
+        ours: Whether the server is one of ours; None asks it.
         request_timeout: Seconds for one try, waiting for a place in the batch included.
         max_retries: Tries after the first.
 
@@ -75,6 +78,7 @@ class HttpSampler:
         policy_version: int | None = None,
         processed_logprobs: bool = False,
         send_seeds: bool = False,
+        ours: bool | None = None,
         request_timeout: float = 3600.0,
         max_retries: int = 5,
     ) -> None:
@@ -85,7 +89,10 @@ class HttpSampler:
                                       "policy_version": policy_version}  # fmt: skip
         self._processed_logprobs = processed_logprobs
         self._send_seeds = send_seeds
+        self._ours = ours
         self._facts: _Facts | None = None
+        self.cache_salt: str | None = None
+        """Sent to a vLLM: requests with another salt share no prefix cache with these."""
 
     @classmethod
     async def connect(cls, url: str, **settings: Any) -> HttpSampler:
@@ -131,11 +138,11 @@ class HttpSampler:
             RecordError: an empty or too long prompt, or an id outside the vocabulary.
             SamplerFault: the engine failed, or the server cannot be reached.
         """
-        facts = self._facts
-        model = facts.model if facts is not None else self._told["model"]
         try:
-            body = protocol.request_body(request, model, seed_for_all=self._send_seeds)
-            answer = await self._sampled(protocol.GENERATE, body, if_missing="vLLM has it with --enable-scale-out")
+            body = protocol.request_body(
+                request, self._model_name(), seed_for_all=self._send_seeds, cache_salt=self.cache_salt
+            )
+            answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
         except HungUp:
             return nothing_sampled()
         try:
@@ -164,11 +171,16 @@ class HttpSampler:
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it: float32 [L]; the first is NaN.
 
+        A vLLM scores at temperature 1 only, and needs room for one more token in its context.
+
         Raises:
             RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
-            SamplerFault: the server has no such endpoint (vLLM), or cannot be reached.
+            UsageError: another temperature than 1, and the server is a vLLM.
+            SamplerFault: the server failed, or cannot be reached.
         """
         check_temperature(temperature)
+        if not await self._is_ours():
+            return await self._scored_by_vllm(token_ids, temperature)
         body = {"token_ids": token_ids, "temperature": temperature}
         answer = self._object(await self._sampled(protocol.PROMPT_LOGPROBS, body))
         self._heard(answer.get("policy_version"))
@@ -179,6 +191,23 @@ class HttpSampler:
             raise SamplerFault(f"{self.url}: {error}, the first of {len(token_ids)} left out") from None
         return np.concatenate([np.full(1, np.nan, dtype=np.float32), rest])
 
+    async def cached_logprob(self, token_ids: Int32) -> float:
+        """Logprob of the last id given those before it, at temperature 1, from a vLLM: a new and ordinary request,
+        which reads and writes the prefix cache.
+
+        Raises:
+            RecordError: fewer than two ids.
+            SamplerFault: the server failed, or cannot be reached.
+        """
+        if len(token_ids) < 2:
+            raise RecordError(f"token_ids: expected at least 2 ids, found {len(token_ids)}")
+        body = scoring.last_logprob_body(token_ids, self._model_name(), self.cache_salt)
+        answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
+        try:
+            return scoring.read_last_logprob(answer, token_ids)
+        except ValueError as error:
+            raise SamplerFault(f"{self.url}: {error}") from None
+
     async def close(self) -> None:
         """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
         await self._client.close()
@@ -186,6 +215,28 @@ class HttpSampler:
     async def hang_up(self) -> None:
         """Close this event loop's connections, before the loop ends; they are made anew when they are needed."""
         await self._client.hang_up()
+
+    async def _scored_by_vllm(self, token_ids: Int32, temperature: float) -> Float32:
+        if temperature != 1:
+            raise UsageError(f"temperature = {temperature}: a vLLM gives prompt logprobs at temperature 1 only")
+        if len(token_ids) == 0:
+            raise RecordError("token_ids: expected at least one token id, found none")
+        body = scoring.scoring_body(token_ids, self._model_name())
+        answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
+        try:
+            return scoring.read_scores(answer, token_ids)
+        except ValueError as error:
+            raise SamplerFault(f"{self.url}: {error}") from None
+
+    def _model_name(self) -> str | None:
+        """The model's name in requests."""
+        return self._facts.model if self._facts is not None else self._told["model"]
+
+    async def _is_ours(self) -> bool:
+        """Whether the server is one of ours."""
+        if self._ours is None:
+            self._ours = await self._client.ask("GET", protocol.SAMPLER, None, _is_found)
+        return self._ours
 
     def _object(self, answer: object) -> dict[str, Any]:
         if not isinstance(answer, dict):
@@ -238,6 +289,13 @@ class HttpSampler:
     def _heard(self, version: object) -> None:
         if self._facts is not None and type(version) is int:
             self._facts = replace(self._facts, policy_version=version)
+
+
+def _is_found(answer: Answer) -> bool:
+    if answer.status == 404:
+        return False
+    _read(answer)
+    return True
 
 
 def _whole(path: Path) -> str:

@@ -13,7 +13,7 @@ from verbatim.inference.vllm.settings import VllmSettings
 PLUGIN = Path(__file__).with_name("plugin")
 """A folder for PYTHONPATH: vLLM finds our weight-transfer engine there; nothing is installed into its environment."""
 TRANSFER_ENGINES: Mapping[str, str] = {
-    "auto": "verbatim_files", "files": "verbatim_files", "http": "verbatim_files", "nccl": "nccl",
+    "auto": "verbatim_files", "files": "verbatim_files", "http": "verbatim_files", "nccl": "verbatim_nccl",
 }  # fmt: skip
 """`weight_transfer` to the name of the engine in vLLM."""
 WORKER_EXTENSION = "verbatim_vllm.WeightReport"
@@ -84,6 +84,7 @@ def server_environment(
         "PYTHONPATH": str(PLUGIN),
         "VLLM_SERVER_DEV_MODE": "1",  # the routes of weight updates
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "90",  # seconds; vLLM's own 5 end before our client gives up an idle connection
         **({"HF_HUB_OFFLINE": "1"} if is_local_model else {}),
         **({"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}),
         # A vLLM for CPUs would bind its threads to all cores.

@@ -1,0 +1,81 @@
+"""Asks vLLM's token endpoint for the logprobs of exact ids, and reads its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from verbatim.inference.http.protocol import UNKNOWN_LOGPROB, brief, number_of
+from verbatim.types import Float32, Int32
+
+_NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 1, "ignore_eos": True,
+    "skip_special_tokens": False,
+}  # fmt: skip
+
+
+def scoring_body(token_ids: Int32, model: str | None) -> dict[str, Any]:
+    """A request for the logprobs of all ids but the first. vLLM computes them past its prefix cache. One more token is
+    sampled, because vLLM refuses to sample none; so the ids need room for it in the context."""
+    return _named(model, {"token_ids": token_ids, "sampling_params": {**_NEUTRAL, "prompt_logprobs": 0}})
+
+
+def last_logprob_body(token_ids: Int32, model: str | None, cache_salt: str | None) -> dict[str, Any]:
+    """A request for the logprob of the last id: an ordinary one for the others, which reads and writes the prefix
+    cache, and asks for one id's logprob beside that of the token that it samples. vLLM 0.32 answers with as many as are
+    asked for, the sampled one first, so the id is asked for twice."""
+    last = int(token_ids[-1])
+    asked = {**_NEUTRAL, "logprobs": 2, "logprob_token_ids": [last, last]}
+    salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+    return _named(model, {"token_ids": token_ids[:-1], "sampling_params": asked, **salt})
+
+
+def _named(model: str | None, body: dict[str, Any]) -> dict[str, Any]:
+    return body if model is None else {**body, "model": model}
+
+
+def read_scores(answer: object, token_ids: Int32) -> Float32:
+    """The answer to `scoring_body`: float32 [L]; the first is NaN.
+
+    >>> read_scores({"prompt_logprobs": [None, {"7": {"logprob": -0.5}}]}, np.array([3, 7], dtype=np.int32))
+    array([ nan, -0.5], dtype=float32)
+
+    Raises:
+        ValueError: it has no logprob of one of these ids; says which.
+    """
+    rows = answer.get("prompt_logprobs") if isinstance(answer, dict) else None
+    if not isinstance(rows, list) or len(rows) != len(token_ids):
+        raise ValueError(f"expected prompt_logprobs of {len(token_ids)} ids, found {brief(rows)}")
+    found = np.full(len(token_ids), np.nan, dtype=np.float32)
+    for position, token in enumerate(token_ids.tolist()[1:], start=1):
+        row = rows[position]
+        entry = row.get(str(token)) if isinstance(row, dict) else None
+        found[position] = _logprob(entry, token, position)
+    return found
+
+
+def read_last_logprob(answer: object, token_ids: Int32) -> float:
+    """The answer to `last_logprob_body`.
+
+    Raises:
+        ValueError: it has no logprob of the last id.
+    """
+    try:
+        (choice,) = answer["choices"]  # type: ignore[index]
+        (content,) = choice["logprobs"]["content"]
+        entries = [content, *content["top_logprobs"]]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"expected the logprobs of one token, found {brief(answer)}") from None
+    token = int(token_ids[-1])
+    named = (token, f"token_id:{token}")
+    entry = next((entry for entry in entries if entry.get("token_id", entry.get("token")) in named), None)
+    return _logprob(entry, token, len(token_ids) - 1)
+
+
+def _logprob(entry: object, token: int, position: int) -> float:
+    found = entry.get("logprob") if isinstance(entry, dict) else None
+    value = number_of(found, f"the logprob of id {token} at position {position}")
+    if value <= UNKNOWN_LOGPROB:
+        raise ValueError(f"the server has no logprob of id {token} at position {position}")
+    return value

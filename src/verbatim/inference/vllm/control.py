@@ -1,0 +1,301 @@
+"""Speaks vLLM's routes for reinforcement learning. No other module knows them, because they change between releases.
+
+Written for vLLM 0.32. Each call is one phase of a weight update with a limit of time, and never repeated: a phase that
+failed leaves the server in a state that only the caller can judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
+from verbatim.inference.http.protocol import GENERATE, brief
+from verbatim.inference.vllm.base import ReplicaLoad
+from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports
+
+_METRICS: Mapping[str, str] = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:prefix_cache_queries_total": "cache_queries",
+    "vllm:prefix_cache_hits_total": "cache_hits",
+    "vllm:generation_tokens_total": "generated_tokens",
+}
+_SHARES = ("kv_usage",)
+"""Averaged over the engines of a server; the others are added."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """How a server was started, as far as exactness depends on it."""
+
+    model: str
+    """A folder or a hub id."""
+    vocab_size: int
+    """Ids are below this."""
+    max_model_len: int
+    """Most tokens of prompt and completion together."""
+    dtype: str
+    """Number format of its weights."""
+    logprobs_mode: str
+    """"processed_logprobs": logprobs of the distribution that is sampled from."""
+    generation_config: str
+    """"vllm": no sampling defaults of the model's."""
+    prefix_caching: bool
+    chunked_prefill: bool
+    speculative: bool
+    """Whether a draft model proposes tokens."""
+    weight_transfer: str | None
+    """The weight-transfer engine."""
+
+
+class VllmControl:
+    """The control routes of one server.
+
+    Args:
+        client: Of the server's root; its own limit is longer than a phase's.
+        name: The replica's, for messages.
+        phase_timeout: Seconds for each call.
+    """
+
+    def __init__(self, client: HttpClient, *, name: str, phase_timeout: float) -> None:
+        self._client = client
+        self._name = name
+        self._phase_timeout = phase_timeout
+
+    # ---- a weight update, in order
+
+    async def pause(self) -> None:
+        """No more steps; requests keep their place and their cache."""
+        await self._post("pause", "/pause?mode=keep")
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Prepare the weight-transfer engine; needed once, and only by engines that have something to agree on."""
+        await self._post("init weight transfer", "/init_weight_transfer_engine", {"init_info": info})
+
+    async def num_workers(self) -> int:
+        """Processes that hold a part of the weights.
+
+        Raises:
+            SamplerFault: it does not say.
+        """
+        async with self._phase("number of workers"):
+            answer = await self._client.ask("GET", "/get_world_size", None, read_json)
+        found = answer.get("world_size") if isinstance(answer, dict) else None
+        if not isinstance(found, int):
+            raise SamplerFault(f"{self._name}: number of workers: expected a number, found {brief(answer)}")
+        return found
+
+    async def start_update(self) -> None:
+        """Begin an update."""
+        await self._post("start weight update", "/start_weight_update")
+
+    async def load(self, info: Mapping[str, Any]) -> None:
+        """Load weights; `info` is the engine's: {"path": ...}."""
+        await self._post("load weights", "/update_weights", {"update_info": info})
+
+    async def finish_update(self) -> None:
+        """End the update. The version stays the old one."""
+        await self._post("finish weight update", "/finish_weight_update", {})
+
+    async def reports(self) -> list[WorkerReport]:
+        """What each worker built its kernels from in the last update.
+
+        Raises:
+            SamplerFault: it does not say.
+        """
+        async with self._phase("report weights"):
+            return read_reports(await self._call_workers("verbatim_report"))
+
+    async def set_version(self, version: int) -> None:
+        """Give the weights their version; tokens that are drawn from here on have it.
+
+        Raises:
+            SamplerFault: the server still has another one.
+        """
+        await self._post("set version", "/update_weight_version", {"new_version": str(version)})
+        async with self._phase("set version"):
+            answer = await self._client.ask("GET", "/weight_info", None, read_json)
+        found = answer.get("weight_version") if isinstance(answer, dict) else answer
+        if found != str(version):
+            raise SamplerFault(f"{self._name}: its weights are of version {brief(found)}, expected {version}")
+
+    async def forget_prefixes(self, *, running_too: bool) -> bool:
+        """Empty the prefix cache.
+
+        Args:
+            running_too: Requests in flight lose their cache too; it is computed anew, with the new weights.
+
+        Returns:
+            Whether it is empty; requests in flight that keep their cache prevent that.
+        """
+        path = f"/reset_prefix_cache?reset_running_requests={'true' if running_too else 'false'}"
+        answer = await self._post("empty prefix cache", path)
+        return isinstance(answer, dict) and answer.get("success") is True
+
+    async def resume(self) -> None:
+        """Steps go on."""
+        await self._post("resume", "/resume")
+
+    # ---- what the server is
+
+    async def health(self, seconds: float) -> None:
+        """Return if the server answers and its engine lives.
+
+        Raises:
+            SamplerFault: it does not.
+        """
+        async with self._phase("health", seconds):
+            await self._client.ask("GET", "/health", None, _read_any)
+
+    async def facts(self) -> ServerFacts:
+        """How the server was started.
+
+        Raises:
+            UsageError: it does not say, and how to start it; or it refuses the key.
+            SamplerFault: it cannot be reached.
+        """
+        async with self._phase("facts"):
+            status = await self._client.ask(
+                "POST", "/collective_rpc", encode({"method": "verbatim_facts"}), _status_or_facts
+            )
+        if isinstance(status, int):
+            raise UsageError(f"{self._name} ({self._client.url}): {_HOW_TO_START[status]}")
+        try:
+            (first, *_) = status["results"]
+            if first.pop("format") != REPORT_FORMAT:
+                raise ValueError(f"another format than {REPORT_FORMAT}")
+            return ServerFacts(**{key: value for key, value in first.items() if key in ServerFacts.__annotations__})
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{self._name} ({self._client.url}): its plug-in is of another version of Verbatim "
+                             f"({error}); {_USE_PLUGIN}") from error  # fmt: skip
+
+    async def has_token_endpoint(self) -> bool:
+        """Whether it takes token ids (`--enable-scale-out`)."""
+        async with self._phase("token endpoint"):
+            return await self._client.ask("POST", GENERATE, b"{}", lambda answer: answer.status != 404)
+
+    async def load_metrics(self) -> ReplicaLoad:
+        """How busy the server is.
+
+        Raises:
+            SamplerFault: it does not say.
+        """
+        async with self._phase("metrics"):
+            text = await self._client.ask("GET", "/metrics", None, _read_any)
+        return read_metrics(text)
+
+    async def _call_workers(self, method: str) -> Any:
+        answer = await self._client.ask("POST", "/collective_rpc", encode({"method": method}), read_json)
+        return answer.get("results") if isinstance(answer, dict) else None
+
+    async def _post(self, phase: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        async with self._phase(phase):
+            return await self._client.ask("POST", path, None if body is None else encode(body), read_json)
+
+    @contextlib.asynccontextmanager
+    async def _phase(self, phase: str, seconds: float | None = None) -> AsyncIterator[None]:
+        """Name the replica and the phase in what goes wrong within it."""
+        limit = self._phase_timeout if seconds is None else seconds
+        try:
+            async with asyncio.timeout(limit):
+                yield
+        except TimeoutError:
+            raise SamplerFault(f"{self._name}: {phase}: no answer within {limit:g} s") from None
+        except SamplerFault as fault:
+            raise SamplerFault(f"{self._name}: {phase}: {fault}") from fault
+
+
+_USE_PLUGIN = ("start it with `verbatim inference FILE`, or with --worker-extension-cls verbatim_vllm.WeightReport and "
+               "the folder verbatim/inference/vllm/plugin of this package in its PYTHONPATH")  # fmt: skip
+_HOW_TO_START: Mapping[int, str] = {
+    401: "it refuses the key; give it in the environment variable that inference.vllm.api_key_env names",
+    403: "it refuses the key; give it in the environment variable that inference.vllm.api_key_env names",
+    404: "it has no routes for weight updates; start it with the environment variable VLLM_SERVER_DEV_MODE=1",
+    500: f"its workers do not know our plug-in; {_USE_PLUGIN}",
+}
+
+
+def _status_or_facts(answer: Answer) -> Any:
+    return answer.status if answer.status in _HOW_TO_START else read_json(answer)
+
+
+def _read_any(answer: Answer) -> str:
+    if answer.status != 200:
+        raise AttemptFailed(f"status_{answer.status}", f"status {answer.status}", final=True)
+    return answer.text
+
+
+def refuse_inexact(facts: ServerFacts, *, name: str, transfer: str, vocab_size: int, context_length: int) -> None:
+    """Refuse a server that does not sample exactly what is asked for, or that cannot load weights.
+
+    Args:
+        facts: The server's.
+        name: The replica's.
+        transfer: The weight-transfer engine that it needs.
+        vocab_size: The model's.
+        context_length: Most tokens of prompt and completion together that the run asks for.
+
+    Raises:
+        UsageError: names everything that is wrong, and the flags to add.
+    """
+    wrong = [said for ok, said in (
+        (facts.vocab_size == vocab_size,
+         f"it serves {facts.model} with {facts.vocab_size} ids, expected the model of this run with {vocab_size}: "
+         "start it with --model and the folder in model.name"),
+        (facts.max_model_len >= context_length,
+         f"its context is {facts.max_model_len} tokens, expected at least {context_length}: add --max-model-len "
+         f"{context_length}"),
+        (facts.logprobs_mode == "processed_logprobs",
+         f"its logprobs are {facts.logprobs_mode}, not those of the distribution that is sampled from: add "
+         "--logprobs-mode processed_logprobs"),
+        (facts.generation_config == "vllm",
+         "it takes sampling defaults from the model's generation_config.json: add --generation-config vllm"),
+        (facts.prefix_caching, "it computes every prompt anew: add --enable-prefix-caching"),
+        (facts.chunked_prefill, "long prompts hold up all other requests: add --enable-chunked-prefill"),
+        (not facts.speculative, "a draft model proposes its tokens, which weight updates do not reach: leave out "
+                                "--speculative-config"),
+        (facts.weight_transfer == transfer,
+         f"its weight-transfer engine is {facts.weight_transfer}: add --weight-transfer-config "
+         f"'{{\"backend\": \"{transfer}\"}}'"),
+    ) if not ok]  # fmt: skip
+    if wrong:
+        raise UsageError(f"{name} cannot be used: " + "; ".join(wrong))
+
+
+def read_metrics(text: str) -> ReplicaLoad:
+    """vLLM's figures in Prometheus's format.
+
+    >>> read_metrics('vllm:num_requests_running{engine="0"} 2.0\\nvllm:num_requests_running{engine="1"} 3.0').running
+    5
+
+    Raises:
+        SamplerFault: there are none.
+    """
+    found: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        key = _METRICS.get(name.partition("{")[0])
+        if key is not None:
+            with contextlib.suppress(ValueError):
+                found.setdefault(key, []).append(float(value))
+    if not found:
+        raise SamplerFault(f"/metrics has no figures of vLLM: {brief(text)}")
+    figures: dict[str, Any] = {
+        key: sum(values) / len(values) if key in _SHARES else int(sum(values)) for key, values in found.items()
+    }
+    return ReplicaLoad(**figures)
+
+
+def joined(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more there are.
+
+    >>> joined(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

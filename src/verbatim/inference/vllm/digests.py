@@ -1,0 +1,283 @@
+"""Computes digests of published weights from their files, and compares them with those of a server's kernels.
+
+A server's report (`plugin/verbatim_vllm_watch.py`) names, for each part of each tensor, what a kernel was built from.
+The digest is computed here by code of its own, so that a fault in one of the two shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verbatim.errors import ModelError, SamplerFault
+from verbatim.inference.http.protocol import brief
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+REPORT_FORMAT = 1
+_COLUMNS = 512
+"""Words of 8 bytes in a row."""
+_ROWS_AT_ONCE = 32
+_MOST_NAMED = 5
+"""Tensors that a message names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a tensor of the checkpoint, in a server's number format."""
+
+    name: str
+    """The checkpoint's name."""
+    dim: int
+    """The dimension along which it is a part."""
+    start: int
+    """Where it begins there."""
+    shape: tuple[int, ...]
+    """Its own."""
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerReport:
+    """What one worker of a server built its kernels from in the last update."""
+
+    path: str | None
+    """The folder as the worker saw it; None where tensors came over NCCL."""
+    error: str | None
+    """Why it loaded nothing, or not everything."""
+    digests: tuple[tuple[Piece, str, str], ...]
+    """Piece, digest, and whether it is of a "kernel"'s input or of the parameter in use ("live")."""
+    stale: tuple[str, ...]
+    """Tensors that no kernel was built from."""
+    unmapped: tuple[str, ...]
+    """Tensors of the checkpoint whose place in the server's model is not known: no digest tells of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What a comparison found."""
+
+    fault: str | None
+    """Which tensors a server does not hold; None = it holds all that can be known."""
+    unmapped: tuple[str, ...] = ()
+    """Tensors that no digest tells of."""
+
+
+class PublishedFolder:
+    """The tensors of a folder in Hugging Face format.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        ModelError: it holds no safetensors, a file is damaged, or a tensor is not finite; names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        self._lock = threading.Lock()
+        self._digests: dict[Piece, str] = {}
+        self._finite: set[str] = set()
+        try:
+            files = [safe_open(file, framework="pt") for file in _weight_files(path)]
+            self._where = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 - no mapping
+            self.shapes = {name: tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+                           for name, file in self._where.items()}  # fmt: skip
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ModelError(f"{path}: the weights cannot be read: {error}") from error
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, mapped from its file."""
+        found: Tensor = self._where[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        return found
+
+    def dtype_of(self, name: str) -> str:
+        """"float32", "bfloat16", ..."""
+        return str(self.tensor(name).dtype).removeprefix("torch.")
+
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """Refuse numbers that are not finite, and compute the digests of these pieces, in one pass over the files.
+
+        Raises:
+            ModelError: names the tensor.
+        """
+        by_name: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            by_name.setdefault(piece.name, []).append(piece)
+        with self._lock:
+            for name in self._where:
+                if name not in self._finite:
+                    self._refuse_not_finite(name)
+                self._digest_all(name, by_name.get(name, ()))
+
+    def _refuse_not_finite(self, name: str) -> None:
+        import torch
+
+        tensor = self.tensor(name)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) and not bool(
+            torch.isfinite(tensor).all()
+        ):
+            raise ModelError(f"{self.path}: {name} holds a number that is not finite")
+        self._finite.add(name)
+
+    def _digest_all(self, name: str, pieces: Sequence[Piece]) -> None:
+        import torch
+
+        missing = [piece for piece in pieces if piece not in self._digests]
+        if not missing:
+            return
+        tensor = self.tensor(name)
+        for piece in missing:
+            part = tensor
+            if part.ndim and piece.shape != tuple(part.shape):
+                part = part.narrow(piece.dim, piece.start, piece.shape[piece.dim])
+            self._digests[piece] = digest(part.to(getattr(torch, piece.dtype)))
+
+    def compare(self, reports: Sequence[WorkerReport]) -> Proof:
+        """Whether the workers' kernels were built from these tensors, from all of them."""
+        failed = next((report.error for report in reports if report.error is not None), None)
+        if failed is not None:
+            return Proof(fault=f"it refused them: {failed}")
+        unmapped = tuple(sorted({name for report in reports for name in report.unmapped}))
+        foreign = {piece.name for report in reports for piece, _, _ in report.digests if not self._fits(piece)}
+        if foreign:
+            return Proof(fault=f"it holds parts that these tensors do not have: {_named(sorted(foreign))}")
+        self.prepare([piece for report in reports for piece, _, _ in report.digests])
+        differing = {piece.name for report in reports for piece, found, _ in report.digests
+                     if self._digests[piece] != found}  # fmt: skip
+        not_built = {name for report in reports for name in report.stale}
+        absent = {name for name in self.shapes if name not in unmapped and not self._is_covered(name, reports)}
+        said = [f"{what}: {_named(sorted(names))}" for what, names in (
+            ("other values", differing), ("kernels that were not built anew", not_built), ("never loaded", absent),
+        ) if names]  # fmt: skip
+        return Proof(fault="; ".join(said) or None, unmapped=unmapped)
+
+    def _fits(self, piece: Piece) -> bool:
+        shape = self.shapes.get(piece.name)
+        if shape is None or len(shape) != len(piece.shape):
+            return False
+        return all(
+            (piece.start + size <= whole if dim == piece.dim else size == whole)
+            for dim, (size, whole) in enumerate(zip(piece.shape, shape, strict=True))
+        )
+
+    def _is_covered(self, name: str, reports: Sequence[WorkerReport]) -> bool:
+        """Whether the parts of all workers make up the tensor.
+
+        The parts of different workers meet: [0, 4) and [4, 8) of 8 rows.
+        """
+        pieces = [piece for report in reports for piece, _, _ in report.digests if piece.name == name]
+        if pieces and not self.shapes[name]:
+            return True
+        parts = sorted({(piece.start, piece.start + piece.shape[piece.dim], piece.dim) for piece in pieces})
+        reached = 0
+        for start, end, _ in parts:
+            if start > reached:
+                return False
+            reached = max(reached, end)
+        return bool(parts) and reached == self.shapes[name][parts[0][2]]
+
+
+@lru_cache(maxsize=2)
+def _opened(path: Path, _stamp: tuple[tuple[str, int, int], ...]) -> PublishedFolder:
+    return PublishedFolder(path)
+
+
+def open_folder(path: Path) -> PublishedFolder:
+    """The folder; replicas that load the same one share what is computed of it.
+
+    Raises:
+        ModelError: as `PublishedFolder`.
+    """
+    stats = [(file, file.stat()) for file in sorted(path.glob("*.safetensors"))]
+    return _opened(path.absolute(), tuple((file.name, stat.st_mtime_ns, stat.st_size) for file, stat in stats))
+
+
+def digest(tensor: Tensor) -> str:
+    """Digest of dtype, shape and bytes: SHA-256 of the column sums and of the row sums, modulo 2**64, of the bytes as a
+    matrix of little-endian 64-bit words with 512 columns, padded with zeros to one more row than are full.
+
+    It costs about as much as reading the memory. It finds faults, it does not stop forgers: one to three changed words
+    always change it, and so does another order, unless changes cancel in every row and in every column.
+
+    Example: 1,024 words 1, 2, ..., 1,024 have two full rows and one of zeros: row sums 131,328, 393,472 and 0.
+    """
+    import torch
+
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    full = len(raw) // (8 * _COLUMNS)
+    last = np.zeros(8 * _COLUMNS, dtype=np.uint8)
+    last[: len(raw) - full * 8 * _COLUMNS] = raw[full * 8 * _COLUMNS :]
+    words = raw[: full * 8 * _COLUMNS].view(np.uint64).reshape(full, _COLUMNS)
+    columns = last.view(np.uint64).copy()
+    rows = np.zeros(full + 1, dtype=np.uint64)
+    for start in range(0, full, _ROWS_AT_ONCE):
+        part = words[start : start + _ROWS_AT_ONCE]
+        columns += part.sum(axis=0, dtype=np.uint64)
+        rows[start : start + len(part)] = part.sum(axis=1, dtype=np.uint64)
+    rows[full] = last.view(np.uint64).sum(dtype=np.uint64)
+    head = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}".encode()
+    return hashlib.sha256(head + columns.tobytes() + rows.tobytes()).hexdigest()[:32]
+
+
+def read_reports(answers: object) -> list[WorkerReport]:
+    """The reports of a server's workers, from the answer of `/collective_rpc`.
+
+    Raises:
+        SamplerFault: these are no such reports; says why.
+    """
+    found = []
+    for answer in _list(answers):
+        if not isinstance(answer, dict) or answer.get("format") != REPORT_FORMAT:
+            raise SamplerFault(f"expected reports of format {REPORT_FORMAT}, found {brief(answer)}")
+        report = answer.get("report")
+        if not isinstance(report, dict):
+            raise SamplerFault(f"its engine {brief(answer.get('engine'))} has loaded no weights since it started")
+        try:
+            found.append(_read_report(report))
+        except (KeyError, TypeError, ValueError) as error:
+            raise SamplerFault(f"a report that cannot be read ({error}): {brief(report)}") from error
+    if not found:
+        raise SamplerFault("no worker reports what it loaded")
+    return found
+
+
+def _read_report(report: Mapping[str, Any]) -> WorkerReport:
+    return WorkerReport(
+        path=report["path"], error=report["error"],
+        digests=tuple(
+            (Piece(name=name, dim=dim, start=start, shape=tuple(shape), dtype=dtype), found, source)
+            for name, dim, start, shape, dtype, found, source in report["tensors"]
+        ),
+        stale=tuple(report["stale"]), unmapped=tuple(report["unmapped"]),
+    )  # fmt: skip
+
+
+def _list(value: object) -> Iterator[Any]:
+    if not isinstance(value, list):
+        raise SamplerFault(f"expected a report from each worker, found {brief(value)}")
+    return iter(value)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return [path / "model.safetensors"]
+    return [path / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

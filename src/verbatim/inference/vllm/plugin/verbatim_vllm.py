@@ -1,0 +1,50 @@
+"""Loads published weights into vLLM, and reports a digest of each tensor that its kernels were built from.
+
+This folder goes on the PYTHONPATH of vLLM's environment, where Verbatim is not installed: it imports vLLM and torch
+only. vLLM finds `register` through the entry point `vllm.general_plugins`. A server takes part with
+
+    --weight-transfer-config '{"backend": "verbatim_files"}' --worker-extension-cls verbatim_vllm.WeightReport
+"""
+
+from typing import Any
+
+FORMAT = 1
+"""Of the report; a client that expects another one says so."""
+
+
+def register() -> None:
+    """Add the engines to vLLM's table; called in each of its processes, and possibly twice."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    for name, engine in (("verbatim_files", "FilesEngine"), ("verbatim_nccl", "NcclEngine")):
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, "verbatim_vllm_engines", engine)
+
+
+class WeightReport:
+    """Methods of a vLLM worker that `/collective_rpc` calls by name. It has no state: it is mixed into the worker."""
+
+    def verbatim_report(self) -> dict[str, Any]:
+        """What the last weight update of this worker built its kernels from."""
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        report = getattr(engine, "report", None)
+        return {"format": FORMAT, "engine": type(engine).__name__, "report": report}
+
+    def verbatim_facts(self) -> dict[str, Any]:
+        """How this server was started, as far as exactness depends on it."""
+        config = self.vllm_config  # type: ignore[attr-defined]
+        model, transfer = config.model_config, config.weight_transfer_config
+        return {
+            "format": FORMAT,
+            "model": str(model.model),
+            "vocab_size": int(model.get_vocab_size()),
+            "max_model_len": int(model.max_model_len),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": model.quantization,
+            "logprobs_mode": str(model.logprobs_mode),
+            "generation_config": str(model.generation_config),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
+            "speculative": config.speculative_config is not None,
+            "weight_transfer": None if transfer is None else str(transfer.backend),
+        }

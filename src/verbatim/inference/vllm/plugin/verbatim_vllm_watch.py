@@ -1,0 +1,260 @@
+"""Takes the digest of every tensor at the moment when vLLM builds a kernel from it, under the checkpoint's name.
+
+On a CPU, vLLM packs linear weights into opaque handles and empties the parameter: afterwards they cannot be read. So a
+`Watch` stands between the loaded tensors and `process_weights_after_loading`, which builds the kernels. A layer whose
+kernel is not built anew has no digest, and so it is seen that it is stale. What is still there after the update (norms,
+embeddings, on a GPU every weight) is read from the live parameter too.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+COLUMNS = 512
+"""Words of 8 bytes in a row of `digest`."""
+_ROWS_AT_ONCE = 32
+"""So many rows stay in the cache of a core for both sums."""
+
+Piece = tuple[str | int | None, int, int, Tensor]
+"""A part of a parameter: the shard of a fused module ("q", 0; None = not fused), the dimension along which it is a part
+of the checkpoint's tensor, where it begins there, and its values."""
+
+
+def digest(tensor: Tensor) -> str:
+    """Digest of dtype, shape and bytes: the sums of the rows and of the columns of the bytes, seen as a matrix of
+    64-bit words with `COLUMNS` columns and padded with zeros, modulo 2**64, under SHA-256.
+
+    As fast as memory, on a CPU and on a GPU. It is made for faults, not for forgers: one to three changed words always
+    change it, as does a changed order; more words leave it alone only where their changes cancel in every row and
+    every column.
+    """
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole = len(raw) // (8 * COLUMNS) * (8 * COLUMNS)
+    last = torch.zeros(8 * COLUMNS, dtype=torch.uint8, device=raw.device)
+    last[: len(raw) - whole] = raw[whole:]
+    columns = last.view(torch.int64).clone()
+    rows = []
+    words = raw[:whole].view(torch.int64).view(-1, COLUMNS)
+    for part in words.split(_ROWS_AT_ONCE if raw.device.type == "cpu" else max(1, len(words))):
+        columns += part.sum(0)
+        rows.append(part.sum(1))
+    rows.append(last.view(torch.int64).sum().view(1))
+    found = hashlib.sha256(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}".encode())
+    for sums in (columns, torch.cat(rows)):
+        found.update(sums.cpu().numpy().tobytes())
+    return found.hexdigest()[:32]
+
+
+class Watch:
+    """Sees which tensors the kernels of a model are built from while it is entered.
+
+    Args:
+        model: The model of this worker.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {module: name for name, module in model.named_modules()}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._built: dict[str, dict[str | int | None, list[Any]]] = {}
+        self._wrapped: list[QuantizeMethodBase] = []
+        self._began = time.perf_counter()
+        self.unmapped: list[str] = []
+        """Tensors of the checkpoint whose place in the model is not understood: their digests are not known."""
+
+    # ---- what has to arrive
+
+    def expect(self, shapes: dict[str, tuple[int, ...]], *, complete: bool = True) -> None:
+        """Note the checkpoint's tensors, before any is loaded.
+
+        Raises:
+            ValueError: a tensor of the model is not among them.
+        """
+        self._shapes.update(shapes)
+        places = self._places()
+        self.unmapped = sorted(name for name, place in places.items() if place is None)
+        if not complete or self.unmapped:
+            return
+        loaded = {place for place in places.values() if place is not None}
+        missing = [f"{param} ({shard})" if shard is not None else param for param, shard in self._wanted()
+                   if (param, shard) not in loaded]  # fmt: skip
+        if missing:
+            raise ValueError(f"the folder has nothing for {', '.join(missing[:3])}"
+                             + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""))  # fmt: skip
+
+    def _places(self) -> dict[str, tuple[str, str | int | None] | None]:
+        """Checkpoint tensor -> parameter and shard of it; None = not understood."""
+        known = set(self._wanted())
+        found: dict[str, tuple[str, str | int | None] | None] = {}
+        for name in self._shapes:
+            found[name] = next((place for place in self._candidates(name) if place in known), None)
+        return found
+
+    def _candidates(self, name: str) -> Iterator[tuple[str, str | int | None]]:
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
+        mapped = mapper._map_name_with_shard(name) if mapper is not None else (name, None)
+        for start, shard in (mapped or (name, None), (name, None)):
+            if not isinstance(shard, list):
+                yield start, shard
+            parts = start.split(".")
+            for fused, members in getattr(self._model, "packed_modules_mapping", {}).items():
+                if len(parts) > 1 and parts[-2] in members:
+                    index = members.index(parts[-2])
+                    whole = ".".join([*parts[:-2], fused, parts[-1]])
+                    yield whole, "qkv"[index] if len(members) == 3 else index
+                    yield whole, index
+
+    def _wanted(self) -> Iterator[tuple[str, str | int | None]]:
+        """Every parameter that a checkpoint brings, with its shards; a tied head comes with the embedding."""
+        for module, name in self._names.items():
+            if isinstance(module, ParallelLMHead) and self._tied_to(module) is not None:
+                continue
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    for shard in shards(module):
+                        yield f"{name}.{key}" if name else key, shard
+
+    def _tied_to(self, head: ParallelLMHead) -> str | None:
+        """The parameter of the embedding whose weights the head uses."""
+        for module, name in self._names.items():
+            if isinstance(module, VocabParallelEmbedding) and module is not head and module.weight is head.weight:
+                return f"{name}.weight"
+        return None
+
+    # ---- what arrives
+
+    def __enter__(self) -> "Watch":
+        for module in self._names:
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase) and method not in self._wrapped:
+                self._wrapped.append(method)
+                method.process_weights_after_loading = self._seeing(method.process_weights_after_loading)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for method in self._wrapped:
+            del method.process_weights_after_loading  # the class's own is found again
+        self._wrapped = []
+
+    def _seeing(self, build: Any) -> Any:
+        def build_and_see(layer: nn.Module) -> None:
+            self._built[self._names[layer]] = {
+                f"{key}|{shard}": self._entry(dim, start, values, "kernel")
+                for key, parameter in layer._parameters.items() if parameter is not None
+                for shard, dim, start, values in pieces(layer, key, parameter.data)
+            }  # fmt: skip
+            build(layer)
+
+        return build_and_see
+
+    def rebuild_heads(self) -> None:
+        """Build the kernels of heads that were not built: vLLM forgets a tied head, which is packed on a CPU."""
+        for module, name in self._names.items():
+            if isinstance(module, ParallelLMHead) and name not in self._built:
+                module.quant_method.process_weights_after_loading(module)
+
+    @staticmethod
+    def _entry(dim: int, start: int, values: Tensor, source: str) -> list[Any]:
+        return [dim, start, list(values.shape), str(values.dtype).removeprefix("torch."), digest(values), source]
+
+    # ---- what arrived
+
+    def report(self, *, path: str | None, error: str | None, loaded: bool) -> dict[str, Any]:
+        """What the kernels were built from, as JSON.
+
+        `tensors`: `[name, dim, start, shape, dtype, digest, source]` for each part of a checkpoint's tensor on this
+        worker; its source is "kernel" where it was seen as a kernel was built from it, "live" where it is the parameter
+        that is used now. `stale`: tensors that no kernel was built from.
+        """
+        tensors: list[list[Any]] = []
+        stale: list[str] = []
+        if loaded:
+            by_place = {place: name for name, place in self._places().items() if place is not None}
+            live: dict[tuple[int, int], list[list[Any]]] = {}
+            for module, name in self._names.items():
+                for found, tied, entries in self._of_module(module, name, by_place, live):
+                    tensors.extend([found, *entry] for entry in entries)
+                    if not entries:
+                        stale.append(found + (f" (as {name})" if tied else ""))
+        return {"path": path, "error": error, "loaded": loaded, "tensors": tensors, "stale": sorted(stale),
+                "unmapped": self.unmapped, "seconds": time.perf_counter() - self._began}  # fmt: skip
+
+    def _of_module(
+        self, module: nn.Module, name: str, by_place: dict[Any, str], live: dict[tuple[int, int], list[list[Any]]]
+    ) -> Iterator[tuple[str, bool, list[list[Any]]]]:
+        built = self._built.get(name)
+        processed = isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
+        tied = self._tied_to(module) if isinstance(module, ParallelLMHead) else None
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            for shard, dim, start, values in pieces(module, key, parameter.data):
+                place = f"{name}.{key}" if name else key
+                found = by_place.get((place, shard)) or (by_place.get((tied, None)) if tied else None)
+                if found is None:
+                    continue
+                entries = []
+                if processed and built is not None and f"{key}|{shard}" in built:
+                    entries.append(built[f"{key}|{shard}"])
+                if values.numel() and (entries or not processed):
+                    storage = (values.data_ptr(), values.numel())
+                    if storage not in live:
+                        live[storage] = self._entry(dim, start, values, "live")
+                    entries.append(live[storage])
+                yield found, tied is not None, entries
+
+
+def shards(module: nn.Module) -> list[str | int | None]:
+    """The parts of a fused module; `[None]` for any other."""
+    if isinstance(module, QKVParallelLinear):
+        return ["q", "k", "v"]
+    if isinstance(module, MergedColumnParallelLinear):
+        return list(range(len(module.output_sizes)))
+    return [None]
+
+
+def pieces(module: nn.Module, key: str, values: Tensor) -> Iterator[Piece]:
+    """The parts of a parameter, each of them a part of one tensor of the checkpoint. A parameter that a CPU has packed
+    is empty, and so are its parts."""
+    empty = values.numel() == 0
+    rank, whole = getattr(module, "tp_rank", 0), values.shape[0] if values.ndim else 0
+    if isinstance(module, QKVParallelLinear):
+        heads, groups = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
+        group = rank // module.num_kv_head_replicas
+        at = 0
+        for shard, size, start in (
+            ("q", heads, rank * heads), ("k", groups, group * groups),
+            ("v", module.num_kv_heads * module.v_head_size, group * module.num_kv_heads * module.v_head_size),
+        ):  # fmt: skip
+            yield shard, 0, start, values if empty else values.narrow(0, at, size)
+            at += size
+    elif isinstance(module, MergedColumnParallelLinear):
+        at = 0
+        for index, total in enumerate(module.output_sizes):
+            size = total // module.tp_size
+            yield index, 0, rank * size, values if empty else values.narrow(0, at, size)
+            at += size
+    elif isinstance(module, VocabParallelEmbedding):
+        indices = module.shard_indices
+        yield None, 0, indices.org_vocab_start_index, values if empty else values[: indices.num_org_elements]
+    elif isinstance(module, RowParallelLinear) and key != "bias":
+        yield None, 1, rank * module.input_size_per_partition, values
+    elif isinstance(module, ColumnParallelLinear) and not isinstance(module, ReplicatedLinear):
+        yield None, 0, rank * whole, values
+    else:
+        yield None, 0, 0, values

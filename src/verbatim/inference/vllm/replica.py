@@ -1,0 +1,254 @@
+"""One vLLM server as a `Sampler`: exact ids, a version for each token, and weight updates that prove themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from verbatim.config.inference import OnWeightUpdate
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.http.client import CONNECT, HttpClient
+from verbatim.inference.http.sampler import HttpSampler
+from verbatim.inference.validation import check_ids, check_prompt, check_version
+from verbatim.inference.vllm.base import ReplicaLoad
+from verbatim.inference.vllm.control import VllmControl, joined, refuse_inexact
+from verbatim.inference.vllm.digests import Piece, PublishedFolder, open_folder
+from verbatim.inference.vllm.transports import make_transport
+from verbatim.types import Float32, Int32
+
+logger = logging.getLogger(__name__)
+_BEYOND_A_PHASE = 30.0
+"""Seconds that the client waits longer than a phase lasts, so that the phase ends it and names itself."""
+
+
+class VllmReplica:
+    """A `Sampler` over one vLLM server. It can be pickled.
+
+    An update ends only after every worker of the server has shown the digests of the tensors that its kernels were
+    built from, and they are those of the published files. Until then the server computes nothing; if it fails, the
+    server stays paused, and another `update_weights` may mend it.
+
+    No new request reads a prefix that older weights computed: each update gives the requests a cache salt of its own. A
+    copy in another process keeps the salt that it was made with, and relies on the prefix cache being emptied.
+
+    Args:
+        url: The server's root.
+        name: For messages.
+        model: The model's name in requests.
+        context_length: Most tokens of prompt and completion together.
+        vocab_size: Ids are below this.
+        policy_version: Of the weights that the server has now.
+        api_key: Sent as a bearer token.
+        on_weight_update: What happens to the cache of requests in flight: "recompute" computes it with the new weights,
+            "keep" goes on with it.
+        weight_transfer: "files" (or "auto"), "http" or "nccl".
+        phase_timeout: Seconds for each phase of an update.
+        request_timeout: Seconds for one completion.
+        max_retries: Further attempts of a completion.
+
+    Raises:
+        UsageError: no plain http(s) address, or a limit or key that cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        model: str | None,
+        context_length: int,
+        vocab_size: int,
+        policy_version: int,
+        api_key: str | None = None,
+        on_weight_update: OnWeightUpdate = "recompute",
+        weight_transfer: Literal["auto", "files", "http", "nccl"] = "files",
+        phase_timeout: float = 120.0,
+        request_timeout: float = 3600.0,
+        max_retries: int = 0,
+    ) -> None:
+        check_version(policy_version)
+        self._http = HttpSampler(
+            url, api_key=api_key, model=model, context_length=context_length, vocab_size=vocab_size,
+            policy_version=policy_version, processed_logprobs=True, request_timeout=request_timeout,
+            max_retries=max_retries, ours=False,
+        )  # fmt: skip
+        self._name = name
+        self._context_length = context_length
+        self._vocab_size = vocab_size
+        self._version = policy_version
+        self._on_weight_update = on_weight_update
+        self._control_client = HttpClient(
+            self._http.url, api_key=api_key, request_timeout=phase_timeout + _BEYOND_A_PHASE, max_retries=0
+        )
+        self._control = VllmControl(self._control_client, name=name, phase_timeout=phase_timeout)
+        self._transport = make_transport(weight_transfer)
+        self._pieces: Sequence[Piece] = ()
+        self.unverified: tuple[str, ...] = ()
+        """Tensors that no digest tells of, as of the last update: only logprobs show whether they are stale."""
+
+    def __repr__(self) -> str:
+        return f"VllmReplica({self._http.url!r}, name={self._name!r})"
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self._name
+
+    @property
+    def url(self) -> str:
+        """The server's root."""
+        return self._http.url
+
+    # ---- the Sampler protocol
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return self._context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self._vocab_size
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights in use."""
+        return self._version
+
+    async def generate(self, request: SampleRequest) -> Completion:
+        """Sample one completion. Cancelling the call cancels it on the server.
+
+        Raises:
+            RecordError: an empty or too long prompt, or an id outside the vocabulary.
+            SamplerFault: the engine failed, the server cannot be reached, or a token came without logprob or version.
+        """
+        check_prompt(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        found = await self._http.generate(request)
+        if len(found.ids) and found.logprobs is None:
+            raise SamplerFault(f"{self._name}: a completion without logprobs", num_tokens=len(found.ids))
+        return found
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        """Load a Hugging Face folder while the server is paused, and prove that its kernels are built from it.
+
+        Raises:
+            ModelError: the folder is damaged, or holds numbers that are not finite; the server goes on as it was.
+            UsageError: an invalid version.
+            SamplerFault: a phase failed or took too long, or the server's weights are not those of the folder: names
+                the replica, the phase and the tensors. The server stays paused.
+        """
+        check_version(version)
+        stale = await self._load(path, version)
+        if stale is not None:
+            raise SamplerFault(f"{self._name}: its weights are not those of {path}: {stale}")
+
+    async def _load(self, path: Path, version: int) -> str | None:
+        """Load, and resume if the weights are proven; otherwise returns what is wrong, and the server stays paused."""
+        folder = await asyncio.to_thread(self._open, path)
+        control = self._control
+        await self._transport.prepare(self._control_client, control, path, version)
+        await control.pause()
+        await control.start_update()
+        await self._transport.load(control, folder)
+        await control.finish_update()
+        reports = await control.reports()
+        proof = await asyncio.to_thread(folder.compare, reports)
+        if proof.fault is not None:
+            return proof.fault
+        self._pieces = [piece for report in reports for piece, _, _ in report.digests]
+        if proof.unmapped and proof.unmapped != self.unverified:
+            logger.warning("%s: no digest tells whether these tensors were loaded, only logprobs do: %s", self._name,
+                           joined(proof.unmapped))  # fmt: skip
+        self.unverified = proof.unmapped
+        await control.set_version(version)
+        self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
+        emptied = await control.forget_prefixes(running_too=self._on_weight_update == "recompute")
+        if not emptied and self._on_weight_update == "recompute":
+            raise SamplerFault(f"{self._name}: empty prefix cache: the server could not, so old prefixes would be used")
+        await control.resume()
+        self._version = version
+        return None
+
+    def _open(self, path: Path) -> PublishedFolder:
+        """Read the folder once, before the server is paused: its digests, and that all its numbers are finite."""
+        folder = open_folder(path)
+        folder.prepare([piece for piece in self._pieces if piece.name in folder.shapes])
+        return folder
+
+    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
+        """Logprob of each token given those before it, past the prefix cache: float32 [L]; the first is NaN.
+
+        Raises:
+            RecordError: no ids, too many (one more must fit into the context), or an id outside the vocabulary.
+            UsageError: another temperature than 1.
+            SamplerFault: the server failed, or cannot be reached.
+        """
+        ids = check_ids(token_ids, self._vocab_size, "token_ids")
+        return await self._http.prompt_logprobs(ids, temperature)
+
+    async def close(self) -> None:
+        """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
+        await self._http.close()
+        await self._control_client.close()
+
+    # ---- what the server is, and how it is
+
+    async def check_server(self) -> None:
+        """Ask the server how it was started.
+
+        Raises:
+            UsageError: names everything that is wrong, and the flags to add.
+            SamplerFault: it cannot be reached.
+        """
+        facts = await self._control.facts()
+        refuse_inexact(
+            facts, name=f"{self._name} ({self.url})", transfer=self._transport.engine, vocab_size=self._vocab_size,
+            context_length=self._context_length,
+        )  # fmt: skip
+        if not await self._control.has_token_endpoint():
+            raise UsageError(f"{self._name} ({self.url}): it takes no token ids: add --enable-scale-out")
+
+    async def prove_path(self, folder: Path) -> None:
+        """Send every tensor of the weights that the server already has, once, and see that each one arrives.
+
+        Raises:
+            UsageError: names the tensors that stay stale.
+            SamplerFault: as `update_weights`.
+        """
+        stale = await self._load(folder, self._version)
+        if stale is not None:
+            raise UsageError(f"{self._name} ({self.url}): weight updates do not reach every tensor: {stale}; this "
+                             "model cannot be trained through this server")  # fmt: skip
+
+    async def cached_logprob(self, token_ids: Int32) -> float:
+        """Logprob of the last id given those before it, at temperature 1, by a new and ordinary request: it reads the
+        prefix cache, and writes it.
+
+        Raises:
+            RecordError: fewer than two ids, or an id outside the vocabulary.
+            SamplerFault: the server failed, or cannot be reached.
+        """
+        ids = check_ids(token_ids, self._vocab_size, "token_ids")
+        return await self._http.cached_logprob(ids)
+
+    async def load_metrics(self) -> ReplicaLoad:
+        """How busy the server is.
+
+        Raises:
+            SamplerFault: it does not say.
+        """
+        return await self._control.load_metrics()
+
+    async def health(self) -> None:
+        """Return if the server answers and its engine lives.
+
+        Raises:
+            SamplerFault: it does not within 10 seconds, or its engine is dead.
+        """
+        await self._control.health(CONNECT)
