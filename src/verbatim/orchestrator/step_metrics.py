@@ -40,6 +40,14 @@ class ReportsStats(Protocol):
         """The figures so far."""
 
 
+@runtime_checkable
+class ReportsMetrics(Protocol):
+    """A sampler with metrics of its own."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """By name; rates are since the call before."""
+
+
 class StepMetrics:
     """Gathers the metrics of each step, which checks the ledger too, and tells the observer of them."""
 
@@ -91,6 +99,7 @@ class StepMetrics:
             "loop/lag_mean": late.mean,
             "loop/lag_max": late.longest,
             **self._sampler_metrics(seconds),
+            **(self._sampler.metrics() if isinstance(self._sampler, ReportsMetrics) else {}),
             **self._dispatcher.metrics(),
         }
         filtered, stale = self._dispatcher.take_filtered(), self._dispatcher.take_stale()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from verbatim.errors import SamplerFault
 from verbatim.inference.base import Sampler
 
 
@@ -24,6 +25,10 @@ class ReplicaLoad:
     """Those that were found."""
     generated_tokens: int = 0
     """Tokens drawn."""
+
+
+class TooSlow(SamplerFault):
+    """A replica took longer for something than its limit: it hangs. The message names replica, phase and limit."""
 
 
 class Replica(Sampler, Protocol):

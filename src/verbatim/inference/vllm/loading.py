@@ -1,0 +1,99 @@
+"""Loads a version of the weights into one replica and checks it; every step has a limit of time that names it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.base import WeightCheck
+from verbatim.inference.vllm.base import Replica, TooSlow
+
+T = TypeVar("T")
+
+HEALTH_CHECKS = 2
+"""Failed checks of its health, one after the other, after which a replica counts as dead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of time, in seconds."""
+
+    health_interval: float = 1.0
+    """Between two checks of a replica's health."""
+    health: float = 15.0
+    """For the answer to one of them; `HEALTH_CHECKS` in a row make a replica dead."""
+    stall: float = 600.0
+    """Without a token while requests are in flight: the engine behind the server hangs."""
+    update: float = 900.0
+    """For a replica to load new weights. A replica's own limits for the phases of an update are shorter."""
+    check: float = 300.0
+    """For the check of its weights."""
+    start: float = 1800.0
+    """For a server that is started again to answer."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Target:
+    """What every replica is to hold."""
+
+    path: Path | None
+    """The folder of the weights; None = what replicas are started with."""
+    version: int
+    check: WeightCheck | None
+    """Shows whether a replica holds them; None = nothing is checked."""
+
+
+async def load_and_check(replica: Replica, target: Target, limits: Limits) -> str | None:
+    """Bring a replica to the target. What shows that it does not hold these weights; None if it does.
+
+    Raises:
+        SamplerFault: the replica failed.
+        TooSlow: it took too long; names the phase.
+    """
+    version, check = target.version, target.check
+    if target.path is not None:
+        if check is not None:
+            await within(limits.check, replica, "filling the prefix cache before an update", check.prepare(replica))
+        try:
+            loading = replica.update_weights(target.path, version)
+            await within(limits.update, replica, f"loading policy version {version}", loading)
+        except UsageError as error:
+            return f"policy version {version} cannot be loaded: {error}"
+    if replica.policy_version != version:
+        return f"it says that it holds policy version {replica.policy_version}, and was told to load {version}"
+    if check is None:
+        return None
+    return await within(limits.check, replica, f"the check of policy version {version}", check(replica))
+
+
+async def illness(replica: Replica, limits: Limits) -> str | None:
+    """Why a replica counts as dead; None if it answers."""
+    why = None
+    for _ in range(HEALTH_CHECKS):
+        try:
+            await within(limits.health, replica, "the answer to a health check", replica.health())
+        except SamplerFault as fault:
+            why = str(fault)
+        else:
+            return None
+    return why
+
+
+async def within(seconds: float, replica: Replica, phase: str, call: Awaitable[T]) -> T:
+    """What the call returns.
+
+    Raises:
+        TooSlow: it took longer; names replica, phase and limit.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TooSlow(f"{replica.name}: {phase} took more than {seconds:g} s") from None

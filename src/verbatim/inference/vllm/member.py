@@ -1,0 +1,194 @@
+"""One replica of a pool: which of its answers are delivered, which are withheld, and which are given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Literal, TypeVar
+
+from verbatim.errors import SamplerFault
+from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
+from verbatim.inference.vllm.base import Replica, ReplicaLoad
+
+T = TypeVar("T")
+
+GIVING_UP = 5.0
+"""Most seconds to wait until a request that is given up has ended."""
+
+State = Literal["serving", "loading", "starting", "out"]
+"""Requests go to it; it loads or is checked, and gets none; it is started again; it will not come back."""
+
+
+class GivenUp(Exception):
+    """A request whose replica was lost, or whose answer was sampled with weights that are not the published ones.
+
+    Args:
+        why: What happened to the replica.
+        num_tokens: Tokens known to have been drawn for it.
+        is_known: Whether the replica said how many tokens it had drawn.
+    """
+
+    def __init__(self, why: str, num_tokens: int, *, is_known: bool) -> None:
+        super().__init__(why)
+        self.num_tokens = num_tokens
+        self.is_known = is_known
+
+
+class WrongVersions(SamplerFault):
+    """A replica labelled tokens with versions that it did not hold when it sampled them."""
+
+
+class Life:
+    """A replica, as long as its answers count. It ends when the replica is lost or fails a check.
+
+    Args:
+        replica: The replica.
+        version: The version of its weights.
+        proven: Whether its weights have passed their check.
+    """
+
+    def __init__(self, replica: Replica, version: int, *, proven: bool) -> None:
+        self.replica = replica
+        self.version = version
+        """The version whose check passed last."""
+        loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[str] = loop.create_future()
+        """Done when its answers do not count any more: why."""
+        self.under_way: set[asyncio.Future[Any]] = set()
+        """Calls of the replica that have not ended."""
+        self._proof: asyncio.Future[None] = loop.create_future()
+        if proven:
+            self._proof.set_result(None)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether its answers are delivered."""
+        return self._proof.done()
+
+    def withhold(self) -> None:
+        """Deliver nothing more until `prove`: its weights are about to change."""
+        if self._proof.done():
+            self._proof = asyncio.get_running_loop().create_future()
+
+    def prove(self, version: int) -> None:
+        """Its weights of this version have passed their check: deliver what was withheld."""
+        self.version = version
+        if not self._proof.done():
+            self._proof.set_result(None)
+
+    def end(self, why: str) -> None:
+        """Give up every request in flight, and what was withheld."""
+        if not self.over.done():
+            self.over.set_result(why)
+
+    async def generate(self, request: SampleRequest) -> Completion:
+        """A completion, once the weights that sampled it are proven.
+
+        Raises:
+            GivenUp: the replica was lost, or its weights are wrong.
+            WrongVersions: tokens carry versions that the replica did not hold.
+            SamplerFault: the replica failed on the request.
+        """
+        version = self.version
+        completion = await self.ask(self.replica.generate(request))
+        await self.until_proven(len(completion.ids))
+        versions = completion.policy_versions
+        if versions is not None and len(versions) and not version <= versions.min() <= versions.max() <= self.version:
+            held = str(version) if version == self.version else f"{version} to {self.version}"
+            raise WrongVersions(
+                f"{self.replica.name} says that policy versions {versions.min()} to {versions.max()} sampled a "
+                f"completion, while it held {held}", num_tokens=len(completion.ids),
+            )  # fmt: skip
+        return completion
+
+    async def ask(self, call: Coroutine[Any, Any, T]) -> T:
+        """What the call returns or raises, unless the life ends before.
+
+        Raises:
+            GivenUp: the life ended.
+            asyncio.CancelledError: the caller is cancelled; holds how many tokens had been drawn.
+        """
+        asking = asyncio.ensure_future(call)
+        self.under_way.add(asking)
+        asking.add_done_callback(self.under_way.discard)
+        try:
+            await _first_of(asking, self.over)
+            if self.over.done() and not asking.done():
+                asking.cancel()
+                asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may be left behind
+                await asyncio.wait({asking}, timeout=GIVING_UP)
+        except asyncio.CancelledError:
+            asking.cancel()
+            await settle([asking])
+            raise cut_off(_drawn(asking) or 0) from None
+        if self.over.done():
+            drawn = _drawn(asking)
+            raise GivenUp(self.over.result(), drawn or 0, is_known=drawn is not None)
+        return asking.result()
+
+    async def until_proven(self, num_tokens: int) -> None:
+        """Wait for the proof of an answer of so many tokens.
+
+        Raises:
+            GivenUp: the life ended.
+        """
+        try:
+            await _first_of(self._proof, self.over)
+        except asyncio.CancelledError:
+            raise cut_off(num_tokens) from None
+        if self.over.done():
+            raise GivenUp(self.over.result(), num_tokens, is_known=True)
+
+
+class Member:
+    """A replica's seat in the pool, whichever server takes it.
+
+    Args:
+        index: Its number.
+        replica: The first server.
+    """
+
+    def __init__(self, index: int, replica: Replica) -> None:
+        self.index = index
+        self.name = replica.name
+        self.life = Life(replica, replica.policy_version, proven=True)
+        self.state: State = "serving"
+        self.why = ""
+        """What happened to it last."""
+        self.num_restarts = 0
+        self.num_lost_in_a_row = 0
+        """Losses since it last completed a request."""
+        self.load: ReplicaLoad | None = None
+        """What its server said last; None if it never did."""
+
+    @property
+    def replica(self) -> Replica:
+        """The server that it has now."""
+        return self.life.replica
+
+    def renew(self, why: str, replica: Replica | None = None) -> None:
+        """Begin a new life, unproven: what the old one has in flight is given up."""
+        self.why = why
+        self.life.end(why)
+        self.life = Life(replica or self.replica, self.life.version, proven=False)
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _drawn(asking: asyncio.Future[Any]) -> int | None:
+    """Tokens known to have been drawn for a request; None where nothing is known."""
+    if not asking.done():
+        return None
+    if asking.cancelled():
+        try:
+            asking.result()
+        except asyncio.CancelledError as end:
+            return num_tokens_drawn(end) if hasattr(end, "num_tokens") else None
+    error = asking.exception()
+    if error is None:
+        result = asking.result()
+        return len(result.ids) if isinstance(result, Completion) else 0
+    return num_tokens_drawn(error) or None if isinstance(error, SamplerFault) else None

@@ -1,0 +1,252 @@
+"""Many replicas behind one `Sampler`: requests are routed, lost ones are sent again, and every update is proven.
+
+```
+generate   a place on a replica (places.py, routing.py)   the one that holds the prefix, or the least loaded
+           its answer (member.py)                         withheld while its weights are not proven
+           the replica is lost, or its weights are wrong  the answer is discarded, counted, and asked for elsewhere
+
+update     every replica at the same time (roster.py)     prepare, load, check (loading.py)
+           a check that fails                             give up what it has in flight; load and check again; then out
+           a replica that dies                            out at once; started again, loaded, checked, back
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from verbatim.errors import EngineDead, RunStopped, SamplerFault
+from verbatim.inference.base import Completion, SampleRequest, WeightCheck, nothing_sampled
+from verbatim.inference.cut_off import cut_off, num_tokens_drawn
+from verbatim.inference.validation import check_ids, check_prompt, check_temperature
+from verbatim.inference.vllm.base import Replica
+from verbatim.inference.vllm.loading import Limits, Target
+from verbatim.inference.vllm.member import GivenUp, Life, Member, WrongVersions
+from verbatim.inference.vllm.places import Places
+from verbatim.inference.vllm.pool_metrics import PoolMetrics
+from verbatim.inference.vllm.roster import Restart, Roster
+from verbatim.inference.vllm.routing import Router
+from verbatim.types import Float32, Int32, StopReason
+
+T = TypeVar("T")
+
+MOST_ATTEMPTS = 4
+"""Replicas that one request may lose before it fails: it may be what kills them."""
+MOST_FAULTS = 2
+"""Replicas that may fail on one request, and live, before it fails."""
+CLOSED = "the sampler is closed; make a new one"
+
+
+class ReplicaPool:
+    """A `ReplicatedSampler`, made and used in one event loop. Other processes ask it through the run's own server.
+
+    Args:
+        replicas: Each with the weights of the same version; checked by `check_replicas`.
+        restart: Called with the index of a replica that died: ends its server where it still is, starts it again, and
+            returns it. The pool loads the current weights. None = a replica that died stays out.
+        most_running: Most requests in flight on one replica; the others wait in line here.
+        limits: Limits of time.
+        on_close: Called by `close`, after the replicas were closed.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        restart: Restart | None = None,
+        most_running: int = 256,
+        limits: Limits | None = None,
+        on_close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        assert replicas
+        self._members = [Member(index, replica) for index, replica in enumerate(replicas)]
+        self._places = Places(Router(most_running=most_running))
+        self._version = replicas[0].policy_version
+        target = Target(path=None, version=self._version, check=None)
+        self._roster = Roster(self._members, self._places, restart, limits or Limits(), target)
+        self._metrics = PoolMetrics(time.monotonic)
+        self._updating = asyncio.Lock()
+        self._on_close = on_close
+        self._has_begun = False
+        self._is_closed = False
+        self._context_length = min(replica.context_length for replica in replicas)
+        self._vocab_size = min(replica.vocab_size for replica in replicas)
+
+    # ---- the Sampler protocol
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return self._context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self._vocab_size
+
+    @property
+    def policy_version(self) -> int:
+        """The version that was loaded last."""
+        return self._version
+
+    @property
+    def failure(self) -> str | None:
+        """Why no replica is left; None while one is there or comes back."""
+        return self._roster.failure
+
+    async def generate(self, request: SampleRequest) -> Completion:
+        """Sample one completion, on as many replicas as it takes.
+
+        Raises:
+            RecordError: an empty or too long prompt, or an id outside the vocabulary.
+            SamplerFault: no replica is left, or several failed on the request.
+        """
+        check_prompt(request, vocab_size=self._vocab_size, context_length=self._context_length)
+
+        async def draw(life: Life) -> Completion:
+            completion = await life.generate(request)
+            if completion.stop_reason is StopReason.CANCELLED and not self._is_closed:
+                raise GivenUp(f"{life.replica.name} ended the request", len(completion.ids), is_known=True)
+            return completion
+
+        try:
+            completion, lost = await self._send(request.session, len(request.prompt_ids), draw)
+        except _Closing as closing:
+            return replace(nothing_sampled(), num_lost_tokens=closing.num_lost_tokens)
+        return replace(completion, num_lost_tokens=lost) if lost else completion
+
+    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
+        """Logprob of each token given those before it: float32 [L]; the first is NaN.
+
+        Raises:
+            RecordError: no ids, an id outside the vocabulary, or a temperature that is not above 0.
+            SamplerFault: no replica is left, or several failed on the request.
+        """
+        ids = check_ids(token_ids, self._vocab_size, "token_ids")
+        check_temperature(temperature)
+
+        async def score(life: Life) -> Float32:
+            logprobs = await life.ask(life.replica.prompt_logprobs(ids, temperature))
+            await life.until_proven(0)
+            return logprobs
+
+        return (await self._send("", len(ids), score))[0]
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        """Load a Hugging Face folder on every replica, without a check of ours. Requests in flight continue."""
+        await self.update_replicas(path, version, None)
+
+    async def close(self) -> None:
+        """Stop; requests in flight end as cancelled. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._places.close()
+        await self._roster.close()
+        if self._on_close is not None:
+            await self._on_close()
+
+    # ---- replicas
+
+    async def update_replicas(self, path: Path, version: int, check: WeightCheck | None) -> None:
+        """Load a Hugging Face folder on every replica, at the same time, and check each.
+
+        Returns once a replica serves the version and every other one does too, is out, or is started again.
+
+        Raises:
+            EngineDead: no replica is left; says what happened to each.
+        """
+        self._begin()
+        async with self._updating:
+            await self._roster.bring_to(Target(path=path, version=version, check=check))
+            self._refuse_if_dead()
+            self._version = version
+
+    async def check_replicas(self, check: WeightCheck) -> None:
+        """Check the weights that the replicas begin with.
+
+        Raises:
+            RunStopped: a replica does not hold them; names it.
+            EngineDead: no replica is left.
+        """
+        self._begin()
+        async with self._updating:
+            wrong = await self._roster.check_first(Target(path=None, version=self._version, check=check))
+        if wrong:
+            said = "; ".join(f"{name}: {why}" for name, why in wrong.items())
+            raise RunStopped(f"replicas do not hold policy version {self._version}, with which the run begins. {said}")
+        self._refuse_if_dead()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the pool and of each replica; rates are since the call before."""
+        return self._metrics.read(self._members, self._places, self._roster.counts)
+
+    def _begin(self) -> None:
+        if self._is_closed:
+            raise SamplerFault(CLOSED)
+        if not self._has_begun:
+            self._has_begun = True
+            self._roster.begin()
+
+    def _refuse_if_dead(self) -> None:
+        if self.failure is not None:
+            raise EngineDead(self.failure)
+
+    # ---- requests
+
+    async def _send(
+        self, session: str, num_prompt_tokens: int, call: Callable[[Life], Coroutine[Any, Any, T]]
+    ) -> tuple[T, int]:
+        """What the call returns, and the tokens that were drawn for it in vain.
+
+        Raises:
+            SamplerFault: no replica is left, or several failed on the request; holds the tokens drawn in vain.
+            asyncio.CancelledError: the caller is cancelled; holds the tokens that were drawn.
+        """
+        self._begin()
+        counts, avoid = self._roster.counts, list[int]()
+        lost = num_faults = 0
+        why: GivenUp | SamplerFault | None = None
+        try:
+            for _ in range(MOST_ATTEMPTS):
+                place = await self._places.take(session, num_prompt_tokens, avoid)
+                if place is None:
+                    raise _Closing(CLOSED) if self._is_closed else SamplerFault(self.failure or CLOSED)
+                counts.resent += why is not None
+                member = self._members[place.replica]
+                life = member.life
+                try:
+                    result = await call(life)
+                except (GivenUp, SamplerFault) as end:
+                    why = end
+                else:
+                    member.num_lost_in_a_row = 0
+                    return result, lost
+                finally:
+                    self._places.leave(place)
+                lost += why.num_tokens
+                counts.lost_tokens += why.num_tokens
+                counts.unknown += not (why.is_known if isinstance(why, GivenUp) else why.num_tokens)
+                avoid.append(member.index)
+                if isinstance(why, WrongVersions):
+                    self._roster.distrust(member, life, str(why))
+                elif isinstance(why, SamplerFault) and await self._roster.is_well(member, life):
+                    num_faults += 1
+                    if num_faults == MOST_FAULTS:
+                        break
+        except asyncio.CancelledError as end:
+            raise cut_off(num_tokens_drawn(end), num_lost_tokens=lost) from None
+        except SamplerFault as fault:
+            fault.num_lost_tokens = lost
+            raise
+        last = f"the last of {len(avoid)} replicas that {'failed on it' if num_faults else 'were lost with it'}"
+        raise SamplerFault(f"{why} ({last})", num_lost_tokens=lost) from why
+
+
+class _Closing(SamplerFault):
+    """The pool is closed while a request waits."""

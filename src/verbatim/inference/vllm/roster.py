@@ -1,0 +1,317 @@
+"""Keeps the replicas of a pool: takes out those that die or hold wrong weights, and brings back those that died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.vllm.base import Replica, ReplicaLoad, TooSlow
+from verbatim.inference.vllm.loading import Limits, Target, illness, load_and_check, within
+from verbatim.inference.vllm.member import GivenUp, Life, Member
+from verbatim.inference.vllm.places import Places
+from verbatim.texts import error_text, printable
+
+logger = logging.getLogger(__name__)
+
+MOST_LOST_IN_A_ROW = 5
+"""Losses of a replica that completed no request in between, after which it is not started again."""
+CLOSING = 10.0
+"""Most seconds to close a replica."""
+LONGEST_PAUSE = 30.0
+"""Most seconds before a replica that was lost several times in a row is started again."""
+
+Restart = Callable[[int], Awaitable[Replica]]
+"""Ends the server of this index, where it still is, and starts it again."""
+
+
+@dataclass
+class Counts:
+    """What went wrong since the start."""
+
+    lost: int = 0
+    """Replicas that died."""
+    failed_checks: int = 0
+    """Checks that found wrong weights."""
+    resent: int = 0
+    """Requests that were sent again."""
+    unknown: int = 0
+    """Those of which the lost replica did not say how many tokens it had drawn."""
+    lost_tokens: int = 0
+    """Tokens known to have been drawn for them."""
+
+
+class Roster:
+    """The members of a pool and what becomes of them.
+
+    Args:
+        members: All of them, by index.
+        places: Gets those that requests can go to.
+        restart: Starts a server again; None = a replica that died stays out.
+        limits: Limits of time.
+        target: What the members are to hold.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], places: Places, restart: Restart | None, limits: Limits, target: Target
+    ) -> None:
+        self.members = members
+        self.target = target
+        """What every member is to hold; members that come back load it."""
+        self.counts = Counts()
+        self.failure: str | None = None
+        """Why no replica is left."""
+        self._places = places
+        self._restart = restart
+        self._limits = limits
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._checkups: dict[Life, asyncio.Task[str | None]] = {}
+        for member in members:
+            places.add(member.index)
+
+    def begin(self) -> None:
+        """Watch the replicas' health from here on."""
+        for member in self.members:
+            self._in_background(self._watch(member), f"watch-{member.index}")
+
+    async def close(self) -> None:
+        """Let every replica go, and end what goes on in the background."""
+        tasks = [*self._tasks, *self._checkups.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(_closed(member.replica) for member in self.members if member.state != "out"))
+        if under_way := [call for member in self.members for call in member.life.under_way]:
+            await asyncio.wait(under_way, timeout=CLOSING)  # they end as cancelled, with the tokens that they have
+        for member in self.members:
+            if member.life.under_way or not member.life.is_proven:
+                member.life.end("the sampler is closed")
+
+    # ---- weights
+
+    async def bring_to(self, target: Target) -> None:
+        """Load and check the target on every replica. Returns once one of them serves it, or none is left."""
+        self.target = target
+        await asyncio.gather(*(self._bring(member) for member in self.members if member.state == "serving"))
+        while self.failure is None and not any(member.state == "serving" for member in self.members):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def check_first(self, target: Target) -> dict[str, str]:
+        """Check the weights that the replicas begin with. What is wrong, by name of replica."""
+        self.target = target
+        found = await asyncio.gather(*(self._bring(member) for member in self.members))
+        return {member.name: why for member, why in zip(self.members, found, strict=True) if why is not None}
+
+    async def _bring(self, member: Member) -> str | None:
+        """Load and check, and say what is wrong with the weights; the member is out, or started again, if it fails."""
+        life = member.life
+        try:
+            why = await self._prove(member)
+        except GivenUp:
+            return None  # the watch found it dead, and has seen to it
+        except SamplerFault as fault:
+            self.lose(member, member.life, str(fault))
+            return None
+        if why is not None:
+            self._retire(member, why)
+        elif life is not member.life:
+            self._serve(member)
+        return why
+
+    async def _join(self, member: Member) -> None:
+        """Load and check what is published by now, then serve.
+
+        Raises:
+            SamplerFault: the replica failed.
+            GivenUp: it was lost meanwhile.
+        """
+        while True:
+            target = self.target
+            why = await self._prove(member)
+            if why is not None:
+                self._retire(member, why)
+                return
+            if target is self.target:
+                self._serve(member)
+                return
+
+    async def _prove(self, member: Member) -> str | None:
+        """Load and check, a second time where the check fails. Why it failed twice; None if the weights are right."""
+        target = self.target
+        for is_last in (False, True):
+            life = member.life
+            life.withhold()
+            try:
+                why = await life.ask(load_and_check(life.replica, target, self._limits))
+            except TooSlow:
+                raise
+            except SamplerFault as fault:
+                if await illness(life.replica, self._limits) is not None:
+                    raise
+                why = str(fault)
+            if why is None:
+                life.prove(target.version)
+                return None
+            self.counts.failed_checks += 1
+            if is_last or target.path is None:
+                return why
+            logger.warning("%s does not hold policy version %d: %s. What it samples is discarded, and it loads "
+                           "everything again", member.name, target.version, printable(why))  # fmt: skip
+            self._set_aside(member, why)
+        raise AssertionError("unreachable")
+
+    # ---- members come and go
+
+    def distrust(self, member: Member, life: Life, why: str) -> None:
+        """Answers of this life cannot be right: load and check everything again before it serves."""
+        if member.life is not life or member.state != "serving":
+            return
+        logger.warning("%s is loaded again: %s", member.name, printable(why))
+        self._set_aside(member, why)
+        self._in_background(self._reload(member), f"reload-{member.index}")
+
+    async def _reload(self, member: Member) -> None:
+        try:
+            await self._join(member)
+        except GivenUp:
+            return
+        except SamplerFault as fault:
+            self.lose(member, member.life, str(fault))
+
+    async def is_well(self, member: Member, life: Life) -> bool:
+        """Whether the replica of a failed request lives; one that does not is lost."""
+        checkup = self._checkups.get(life)
+        if checkup is None:
+            checkup = self._checkups[life] = asyncio.create_task(illness(life.replica, self._limits))
+            checkup.add_done_callback(lambda _: self._checkups.pop(life))
+        why = await asyncio.shield(checkup)
+        if why is not None:
+            self.lose(member, life, why)
+        return why is None
+
+    def lose(self, member: Member, life: Life, why: str) -> None:
+        """A replica is dead: take it out, and start it again. Its requests are sent elsewhere."""
+        if member.life is not life or member.state in ("starting", "out"):
+            return
+        self.counts.lost += 1
+        member.num_lost_in_a_row += 1
+        num_running = self._places.router.num_running(member.index)
+        if self._restart is None or member.num_lost_in_a_row > MOST_LOST_IN_A_ROW:
+            self._retire(member, why)
+            return
+        logger.warning("%s is lost, and is started again; its %d requests are sent again: %s", member.name, num_running,
+                       printable(why))  # fmt: skip
+        self._set_aside(member, why)
+        member.state = "starting"
+        self._in_background(self._start_again(member, self._restart), f"restart-{member.index}")
+
+    async def _start_again(self, member: Member, restart: Restart) -> None:
+        old = member.replica
+        self._in_background(_closed(old), f"close-{member.index}")
+        while True:
+            await asyncio.sleep(self._pause(member))
+            try:
+                replica = await within(self._limits.start, old, "a new start", restart(member.index))
+                member.renew(member.why, replica)
+                member.num_restarts += 1
+                return await self._join(member)
+            except (SamplerFault, UsageError, OSError) as error:
+                member.why = error_text(error, 2000) if isinstance(error, OSError) else str(error)
+            member.num_lost_in_a_row += 1
+            if member.num_lost_in_a_row > MOST_LOST_IN_A_ROW:
+                self._retire(member, member.why)
+                return
+            logger.warning("%s could not be started again: %s", member.name, printable(member.why))
+
+    def _pause(self, member: Member) -> float:
+        again = member.num_lost_in_a_row - 1
+        return min(LONGEST_PAUSE, 2.0 ** (again - 1)) if again > 0 else 0.0
+
+    def _serve(self, member: Member) -> None:
+        member.state = "serving"
+        self._places.add(member.index)
+        self._changed.set()
+        logger.info("%s serves policy version %d", member.name, member.life.version)
+
+    def _set_aside(self, member: Member, why: str) -> None:
+        """No request goes to it, and what it had is given up."""
+        self._places.router.remove(member.index)
+        member.renew(why)
+        if member.state == "serving":
+            member.state = "loading"
+
+    def _retire(self, member: Member, why: str) -> None:
+        """It will not come back; the run goes on with the rest."""
+        self._set_aside(member, why)
+        member.state = "out"
+        self._in_background(_closed(member.replica), f"close-{member.index}")
+        left = [other.name for other in self.members if other.state != "out"]
+        logger.error("%s is out for the rest of the run, %d of %d replicas are left: %s", member.name, len(left),
+                     len(self.members), printable(why))  # fmt: skip
+        if not left:
+            said = "; ".join(_named(other) for other in self.members)
+            self.failure = f"no replica is left. {said}"
+            self._places.close()
+        self._changed.set()
+
+    # ---- the watch
+
+    async def _watch(self, member: Member) -> None:
+        loop = asyncio.get_running_loop()
+        seen, since = (member.life, -1, -1), loop.time()
+        while member.state != "out":
+            await asyncio.sleep(self._limits.health_interval)
+            life = member.life
+            if member.state not in ("serving", "loading"):
+                continue
+            why = await illness(life.replica, self._limits)
+            if why is None:
+                member.load = await self._load_of(life.replica) or member.load
+                now = (life, *((member.load.generated_tokens, member.load.cache_queries) if member.load else (-1, -1)))
+                idle = not self._places.router.num_running(member.index) or member.state != "serving"
+                if now != seen or idle or member.load is None:
+                    seen, since = now, loop.time()
+                elif loop.time() - since > self._limits.stall:
+                    why = f"{member.name}: the engine drew no token in {self._limits.stall:g} s"
+            if why is not None:
+                self.lose(member, life, why)
+
+    async def _load_of(self, replica: Replica) -> ReplicaLoad | None:
+        with contextlib.suppress(SamplerFault):  # its health is known; figures can be missing
+            return await within(self._limits.health, replica, "the answer to a question for its load",
+                                replica.load_metrics())  # fmt: skip
+        return None
+
+    # ---- tasks
+
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)
+            self.failure = f"the pool of replicas failed: {error_text(error)}"  # a fault of this package
+            self._places.close()
+            self._changed.set()
+
+
+def _named(member: Member) -> str:
+    """What happened to a replica, with its name."""
+    return member.why if member.why.startswith(member.name) else f"{member.name}: {member.why}"
+
+
+async def _closed(replica: Replica) -> None:
+    """Close a replica that may be dead."""
+    try:
+        await within(CLOSING, replica, "closing it", replica.close())
+    except Exception as error:  # noqa: BLE001  (the server of another process; nothing depends on it any more)
+        logger.warning("%s could not be closed: %s", replica.name, printable(error_text(error)))

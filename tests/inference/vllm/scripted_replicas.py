@@ -1,0 +1,172 @@
+"""Replicas without a server: they sample from a script, die, freeze, and load weights well or badly."""
+
+import asyncio
+
+import numpy as np
+
+from verbatim.errors import ModelError, SamplerFault
+from verbatim.inference import SampleRequest, SamplingParams
+from verbatim.inference.cut_off import cut_off
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.inference.vllm.base import ReplicaLoad, TooSlow
+from verbatim.inference.vllm.loading import Limits
+from verbatim.inference.vllm.pool import ReplicaPool
+
+VOCAB = 100
+LIMITS = Limits(health_interval=0.01, health=0.05, stall=0.3, update=0.3, check=0.3, start=0.5)
+
+
+def request(session="", *, prompt=(1, 2, 3), tokens=4, seed=0):
+    params = SamplingParams(max_tokens=tokens)
+    return SampleRequest(prompt_ids=np.array(prompt, np.int32), params=params, seed=seed, session=session)
+
+
+class ScriptedReplica(ScriptedSampler):
+    """Says one token again and again. `held` is the version of the weights that it computes with, whatever it says.
+
+    Args:
+        faults: What goes wrong with a load, one for each load; "" loads well: "stale" keeps the weights, "label" keeps
+            the version, "refused" cannot load, "slow" never ends, "mismatch" finds wrong digests, "dies" dies.
+        reports: Whether a request that is cut off says how many tokens were drawn.
+    """
+
+    def __init__(self, index=0, *, faults=(), version=0, reports=True, token=7, seconds_per_token=0.0, generation=0):
+        super().__init__(script=lambda r: [token] * r.params.max_tokens, vocab_size=VOCAB, context_length=200,
+                         policy_version=version, seconds_per_token=seconds_per_token)  # fmt: skip
+        self.index, self.faults, self.reports, self.generation = index, list(faults), reports, generation
+        self.held, self.is_dead, self.is_frozen, self.is_closed, self.is_stalled = version, False, False, False, False
+        self.events, self.gate, self.fails = [], None, 0
+        self.logprob = lambda token: -1.0 / (1 + token) - 0.01 * self.held
+        self._hung: list[asyncio.Future[None]] = []
+
+    @property
+    def name(self):
+        return f"replica {self.index}"
+
+    def die(self):
+        """As a killed server: connections break, and no other is taken."""
+        self.is_dead = True
+        for hung in self._hung:
+            if not hung.done():
+                hung.set_exception(SamplerFault(f"{self.name}: the connection broke"))
+
+    def freeze(self):
+        """As a stopped process: nothing comes back."""
+        self.is_frozen = True
+
+    async def _pass(self):
+        if self.is_dead:
+            raise SamplerFault(f"{self.name}: connection refused")
+        if self.is_frozen:
+            await asyncio.Event().wait()
+
+    async def health(self):
+        await self._pass()
+
+    async def load_metrics(self):
+        await self._pass()
+        return ReplicaLoad(running=self.num_in_flight, waiting=0, kv_usage=0.25, cache_queries=3 * len(self.requests),
+                           cache_hits=2 * len(self.requests), generated_tokens=self.num_drawn)  # fmt: skip
+
+    async def generate(self, request):
+        await self._pass()
+        if self.fails:
+            self.fails -= 1
+            raise SamplerFault(f"{self.name}: 500")
+        drawing = asyncio.ensure_future(super().generate(request))
+        hung = asyncio.get_running_loop().create_future()
+        self._hung.append(hung)
+        try:
+            await asyncio.wait({drawing, hung}, return_when=asyncio.FIRST_COMPLETED)
+            if hung.done():
+                drawing.cancel()
+                hung.result()
+            if self.is_frozen or self.is_stalled:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            drawing.cancel()
+            await asyncio.wait({drawing})
+            if not self.reports:
+                raise
+            try:
+                drawn = len(drawing.result().ids)
+            except asyncio.CancelledError as end:
+                drawn = end.num_tokens
+            raise cut_off(drawn) from None
+        finally:
+            self._hung.remove(hung)
+        return drawing.result()
+
+    async def update_weights(self, path, version):
+        await self._pass()
+        self.events.append(f"load {version}")
+        fault = self.faults.pop(0) if self.faults else ""
+        if self.gate is not None:
+            await self.gate.wait()
+        if fault == "refused":
+            raise ModelError(f"{path} has no tensor 'lm_head.weight'")
+        if fault == "slow":
+            await asyncio.Event().wait()
+        if fault == "too slow":
+            raise TooSlow(f"{self.name}: pausing it took more than 120 s")
+        if fault == "dies":
+            self.die()
+            await self._pass()
+        if fault != "stale":
+            self.held = version
+        if fault == "mismatch":
+            raise SamplerFault(f"{self.name}: 1 tensor is not the published one: model.norm.weight")
+        if fault != "label":
+            self.policy_version = version
+
+    async def prompt_logprobs(self, token_ids, temperature=1.0):
+        await self._pass()
+        return await super().prompt_logprobs(token_ids, temperature)
+
+    async def close(self):
+        self.is_closed = True
+        await super().close()
+
+
+class ScriptedCheck:
+    """Knows what a replica holds. `gate` keeps its verdict back; `verdicts` are by replica."""
+
+    def __init__(self, version):
+        self.version, self.gate, self.asked = version, None, []
+
+    async def prepare(self, sampler):
+        await sampler._pass()
+        sampler.events.append(f"prepare {self.version}")
+
+    async def __call__(self, sampler):
+        await sampler._pass()
+        sampler.events.append(f"check {self.version}")
+        self.asked.append(sampler.name)
+        if self.gate is not None:
+            await self.gate.wait()
+        if sampler.held != self.version:
+            return f"its logprobs are those of version {sampler.held}"
+        return None
+
+
+class Restarts:
+    """Starts replicas again: `made` are the new ones. The first `failing` starts fail."""
+
+    def __init__(self, *, failing=0, hangs=False, **arguments):
+        self.made, self.failing, self.hangs, self.arguments, self.asked = [], failing, hangs, arguments, []
+
+    async def __call__(self, index):
+        self.asked.append(index)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.failing:
+            self.failing -= 1
+            raise SamplerFault(f"replica {index}: the server ended with status 1")
+        await asyncio.sleep(0.01)
+        replica = ScriptedReplica(index, **self.arguments)
+        self.made.append(replica)
+        return replica
+
+
+def pool_of(*replicas, **arguments):
+    return ReplicaPool(replicas, **{"limits": LIMITS, **arguments})

@@ -1,0 +1,57 @@
+"""What a pool reports of its replicas."""
+
+import math
+
+from inference.vllm.scripted_replicas import ScriptedReplica, request
+from inference.vllm.test_pool import opened
+from rollouts.waiting import until
+from verbatim.inference.vllm.base import ReplicaLoad
+from verbatim.inference.vllm.member import Member
+from verbatim.inference.vllm.places import Places
+from verbatim.inference.vllm.pool_metrics import PoolMetrics
+from verbatim.inference.vllm.roster import Counts
+from verbatim.inference.vllm.routing import Router
+from verbatim.orchestrator.step_metrics import ReportsMetrics
+
+
+async def test_rates_are_since_the_reading_before_and_begin_anew_with_a_new_server():
+    """2 s, 100 tokens, 30 of 40 found; 4 s later 60 more, 10 of 10 found; then a new server: its own 8 in 1 s."""
+    times = iter([0.0, 2.0, 6.0, 7.0, 8.0])
+    metrics, member = PoolMetrics(lambda: next(times)), Member(3, ScriptedReplica(3, version=5))
+    places = Places(Router(most_running=4))
+
+    def read():
+        found = metrics.read([member], places, Counts())
+        return [found.get(f"replica/3/{name}") for name in ("tokens_per_second", "prefix_cache_hit_rate")]
+
+    member.load = ReplicaLoad(generated_tokens=100, cache_queries=40, cache_hits=30)
+    assert read() == [50.0, 0.75]
+    member.load = ReplicaLoad(generated_tokens=160, cache_queries=50, cache_hits=40)
+    assert read() == [15.0, 1.0]
+    member.load, member.num_restarts = ReplicaLoad(generated_tokens=8, cache_queries=2, cache_hits=0), 1
+    assert read() == [8.0, 0.0]
+    rate, share = read()
+    assert rate == 0.0
+    assert math.isnan(share)
+
+
+async def test_a_replica_that_never_said_anything_has_only_what_the_pool_knows():
+    member = Member(0, ScriptedReplica(version=5))
+    found = PoolMetrics(lambda: 0.0).read([member], Places(Router(most_running=4)), Counts())
+    assert {name: value for name, value in found.items() if name.startswith("replica/")} == {
+        "replica/0/serving": 1.0, "replica/0/in_flight": 0, "replica/0/policy_version": 5, "replica/0/restarts": 0,
+    }  # fmt: skip
+
+
+async def test_the_pool_asks_its_replicas_and_the_steps_metrics_take_what_it_says():
+    replicas = [ScriptedReplica(i) for i in range(2)]
+    async with opened(*replicas) as pool:
+        assert isinstance(pool, ReportsMetrics)
+        await pool.generate(request("a"))
+        await until(lambda: pool.metrics().get("replica/0/kv_usage") == 0.25)
+        found = pool.metrics()
+        assert found["replica/0/running"] == found["replica/0/waiting"] == found["replica/0/in_flight"] == 0
+        assert {name.split("/")[2] for name in found if name.startswith("replica/1/")} == {
+            "serving", "in_flight", "policy_version", "restarts", "running", "waiting", "kv_usage",
+            "prefix_cache_hit_rate", "tokens_per_second",
+        }  # fmt: skip

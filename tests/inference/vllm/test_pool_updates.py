@@ -1,0 +1,278 @@
+"""Weights reach all replicas at the same time, and tokens of weights that are not proven reach nobody."""
+
+import asyncio
+import dataclasses
+import logging
+
+import pytest
+
+from inference.vllm.scripted_replicas import LIMITS, Restarts, ScriptedCheck, ScriptedReplica, request
+from inference.vllm.test_pool import opened
+from rollouts.waiting import until
+from verbatim.errors import EngineDead, RunStopped
+from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
+
+
+async def test_all_replicas_load_at_the_same_time_and_are_checked(tmp_path):
+    replicas = [ScriptedReplica(i) for i in range(3)]
+    gate = asyncio.Event()
+    for replica in replicas:
+        replica.gate = gate
+    async with opened(*replicas) as pool:
+        updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, ScriptedCheck(1)))
+        await until(lambda: all(replica.events == ["prepare 1", "load 1"] for replica in replicas))
+        assert pool.policy_version == 0
+        gate.set()
+        await updating
+        assert pool.policy_version == 1
+    assert {tuple(replica.events) for replica in replicas} == {("prepare 1", "load 1", "check 1")}
+
+
+async def test_tokens_are_withheld_from_the_beginning_of_an_update_until_its_check_has_passed(tmp_path):
+    """Those of one replica: another one, whose check has passed, delivers."""
+    replicas = [ScriptedReplica(i) for i in range(2)]
+    gates = [asyncio.Event(), asyncio.Event()]
+
+    class Gated(ScriptedCheck):
+        async def __call__(self, sampler):
+            await gates[sampler.index].wait()
+            return await super().__call__(sampler)
+
+    async with opened(*replicas) as pool:
+        updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, Gated(1)))
+        await until(lambda: all(replica.policy_version == 1 for replica in replicas))
+        asking = [asyncio.ensure_future(pool.generate(request(f"s{i}"))) for i in range(2)]
+        await until(lambda: all(replica.num_drawn == 4 for replica in replicas))
+        await asyncio.sleep(0.05)
+        assert [task.done() for task in asking] == [False, False]
+        gates[1].set()
+        done = await asking[1]
+        assert (done.policy_versions.tolist(), done.num_lost_tokens) == ([1] * 4, 0)
+        assert not asking[0].done()
+        gates[0].set()
+        assert (await asking[0]).policy_versions.tolist() == [1] * 4
+        await updating
+
+
+async def test_tokens_carry_the_version_that_sampled_them_across_an_update(tmp_path):
+    replica = ScriptedReplica(seconds_per_token=0.004)
+    async with opened(replica) as pool:
+        asking = asyncio.ensure_future(pool.generate(request(tokens=30)))
+        await until(lambda: replica.num_drawn >= 3)
+        await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        done = await asking
+    versions = done.policy_versions.tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+    assert done.num_lost_tokens == 0
+
+
+@pytest.mark.parametrize("fault", ["stale", "label", "mismatch", "refused"])
+async def test_a_replica_that_fails_its_check_loads_again_and_delivers_nothing_until_then(tmp_path, caplog, fault):
+    """What it had in flight is discarded, counted, and asked for again."""
+    replicas = [ScriptedReplica(i, faults=faults, seconds_per_token=0.003) for i, faults in enumerate([[fault], []])]
+    async with opened(*replicas) as pool:
+        asking = [asyncio.ensure_future(pool.generate(request(f"s{i}", tokens=50))) for i in range(2)]
+        await until(lambda: all(replica.num_drawn >= 2 for replica in replicas))
+        await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        assert pool.metrics()["replicas/serving"] == 2
+        assert pool.metrics()["replicas/failed_checks"] == 1
+        done = await asyncio.gather(*asking)
+    assert [event for event in replicas[0].events if event.startswith("load")] == ["load 1", "load 1"]
+    assert done[0].num_lost_tokens > 0
+    assert sum(r.num_drawn for r in replicas) == 100 + done[0].num_lost_tokens
+    assert done[1].num_lost_tokens == 0
+    assert "replica 0 does not hold policy version 1: " in caplog.text
+    assert {"stale": "its logprobs are those of version 0", "label": "it says that it holds policy version 0, and",
+            "mismatch": "1 tensor is not the published one: model.norm.weight",
+            "refused": "has no tensor 'lm_head.weight'"}[fault] in caplog.text  # fmt: skip
+
+
+async def test_a_replica_that_fails_twice_is_out_and_the_run_goes_on_with_the_rest(tmp_path, caplog):
+    replicas = [ScriptedReplica(0, faults=["stale", "stale"]), ScriptedReplica(1)]
+    restarts = Restarts()
+    async with opened(*replicas, restart=restarts) as pool:
+        with caplog.at_level(logging.ERROR):
+            await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        assert "replica 0 is out for the rest of the run, 1 of 2 replicas are left: its logprobs are" in caplog.text
+        assert pool.policy_version == 1
+        assert (pool.metrics()["replicas/serving"], pool.metrics()["replica/0/serving"]) == (1, 0)
+        await asyncio.gather(*(pool.generate(request(f"s{i}")) for i in range(4)))
+        await pool.update_replicas(tmp_path, 2, ScriptedCheck(2))
+    assert len(replicas[1].requests) == 4
+    assert (replicas[0].requests, replicas[0].is_closed, restarts.asked) == ([], True, [])
+    assert "load 2" not in replicas[0].events
+
+
+async def test_the_last_replica_that_fails_its_check_ends_the_run_with_what_is_known(tmp_path):
+    replicas = [ScriptedReplica(0, faults=["stale", "stale"]), ScriptedReplica(1, faults=["mismatch"] * 2)]
+    async with opened(*replicas) as pool:
+        with pytest.raises(EngineDead) as ended:
+            await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        assert str(ended.value) == pool.failure == (
+            "no replica is left. replica 0: its logprobs are those of version 0; replica 1: 1 tensor is not the "
+            "published one: model.norm.weight"
+        )  # fmt: skip
+        assert pool.policy_version == 0
+
+
+async def test_tokens_withheld_for_a_failed_check_are_lost_also_where_the_caller_is_cancelled_meanwhile(tmp_path):
+    replicas = [ScriptedReplica(0, faults=["stale"]), ScriptedReplica(1)]
+    check = ScriptedCheck(1)
+    check.gate = asyncio.Event()
+    async with opened(*replicas) as pool:
+        updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, check))
+        await until(lambda: len(check.asked) == 2)
+        withheld = [asyncio.ensure_future(pool.generate(request(f"s{i}"))) for i in range(2)]
+        await until(lambda: all(replica.num_drawn == 4 for replica in replicas))
+        withheld[1].cancel()
+        with pytest.raises(asyncio.CancelledError) as ended:
+            await withheld[1]
+        assert (num_tokens_drawn(ended.value), num_tokens_lost(ended.value)) == (4, 0)
+        check.gate.set()
+        assert (await withheld[0]).num_lost_tokens == 4
+        await updating
+        assert pool.metrics()["replicas/tokens_lost"] == 4
+
+
+# ---- replicas that die or hang in an update
+
+
+async def test_a_replica_that_dies_in_an_update_is_out_at_once_and_comes_back_with_the_new_weights(tmp_path):
+    replicas, restarts = [ScriptedReplica(0, faults=["dies"]), ScriptedReplica(1)], Restarts()
+    async with opened(*replicas, restart=restarts) as pool:
+        await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        assert pool.policy_version == 1
+        await until(lambda: pool.metrics()["replicas/serving"] == 2)
+        assert restarts.made[0].events == ["prepare 1", "load 1", "check 1"]
+
+
+async def test_an_update_waits_for_the_only_replica_to_come_back(tmp_path):
+    replica, restarts = ScriptedReplica(0, faults=["dies"]), Restarts()
+    async with opened(replica, restart=restarts) as pool:
+        await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        assert (await pool.generate(request())).policy_versions.tolist() == [1] * 4
+    assert restarts.made[0].held == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "hangs", "said"),
+    [
+        ("slow", None, r"replica 1: loading policy version 1 took more than 0\.3 s"),
+        ("too slow", None, r"replica 1: pausing it took more than 120 s"),
+        (None, "prepare", r"replica 1: filling the prefix cache before an update took more than 0\.3 s"),
+        (None, "check", r"replica 1: the check of policy version 1 took more than 0\.3 s"),
+    ],
+)
+async def test_each_phase_has_a_deadline_that_names_replica_phase_and_seconds(tmp_path, caplog, fault, hangs, said):
+    replicas = [ScriptedReplica(0), ScriptedReplica(1, faults=[fault] if fault else [])]
+
+    class Hanging(ScriptedCheck):
+        async def prepare(self, sampler):
+            if hangs == "prepare" and sampler.index == 1:
+                await asyncio.Event().wait()
+
+        async def __call__(self, sampler):
+            if hangs == "check" and sampler.index == 1:
+                await asyncio.Event().wait()
+
+    async with opened(*replicas) as pool:
+        await pool.update_replicas(tmp_path, 1, Hanging(1))
+        assert pool.metrics()["replicas/serving"] == 1
+        replicas[0].die()
+        with pytest.raises(EngineDead, match=said):
+            await pool.update_replicas(tmp_path, 2, ScriptedCheck(2))
+
+
+async def test_a_replica_that_freezes_in_an_update_does_not_hold_up_the_others_for_long(tmp_path):
+    """Its health check finds it before the update's own limit."""
+    replicas = [ScriptedReplica(0), ScriptedReplica(1, faults=["slow"])]
+    limits = dataclasses.replace(LIMITS, update=60, check=60)
+    async with opened(*replicas, limits=limits) as pool:
+        updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, ScriptedCheck(1)))
+        await until(lambda: "load 1" in replicas[1].events)
+        replicas[1].freeze()
+        await asyncio.wait_for(updating, 5)
+        assert pool.metrics()["replicas/serving"] == 1
+
+
+async def test_an_update_that_is_cancelled_leaves_nothing_behind(tmp_path):
+    replicas = [ScriptedReplica(i, faults=["slow"]) for i in range(2)]
+    async with opened(*replicas, limits=dataclasses.replace(LIMITS, update=60)) as pool:
+        updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, ScriptedCheck(1)))
+        await until(lambda: all("load 1" in replica.events for replica in replicas))
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+
+
+# ---- versions
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0], [2, 2, 2, 2], [1, 1, 1, 3]])
+async def test_tokens_labelled_with_versions_that_the_replica_did_not_hold_are_discarded(tmp_path, labels, caplog):
+    """The replica then loads everything again before it serves."""
+
+    class Mislabels(ScriptedReplica):
+        labels = None
+
+        async def generate(self, request):
+            completion = await super().generate(request)
+            if self.labels is None:
+                return completion
+            versions, self.labels = completion.policy_versions.copy(), None
+            versions[:] = labels
+            return dataclasses.replace(completion, policy_versions=versions)
+
+    replicas = [Mislabels(i) for i in range(2)]
+    async with opened(*replicas) as pool:
+        await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        replicas[0].labels = labels
+        done = await pool.generate(request("a"))
+        assert (done.policy_versions.tolist(), done.num_lost_tokens) == ([1] * 4, 4)
+        await until(lambda: pool.metrics()["replicas/serving"] == 2)
+    assert f"replica 0 says that policy versions {min(labels)} to {max(labels)} sampled" in caplog.text
+    assert replicas[0].events == ["prepare 1", "load 1", "check 1"] * 2
+
+
+# ---- the start
+
+
+async def test_weights_that_are_not_the_trainers_at_the_start_end_the_run_by_name():
+    replicas = [ScriptedReplica(i) for i in range(3)]
+    replicas[1].held = 5
+    async with opened(*replicas, restart=Restarts()) as pool:
+        with pytest.raises(RunStopped, match=(
+            r"^replicas do not hold policy version 0, with which the run begins\. replica 1: its logprobs are those of "
+            r"version 5$"
+        )):  # fmt: skip
+            await pool.check_replicas(ScriptedCheck(0))
+
+
+async def test_replicas_that_hold_the_weights_pass_at_the_start_and_one_that_died_comes_back():
+    replicas, restarts = [ScriptedReplica(i) for i in range(2)], Restarts()
+    replicas[1].die()
+    async with opened(*replicas, restart=restarts) as pool:
+        await pool.check_replicas(ScriptedCheck(0))
+        await until(lambda: pool.metrics()["replicas/serving"] == 2)
+    assert restarts.made[0].events == ["check 0"]
+
+
+async def test_200_healthy_updates_pass_without_a_false_alarm_while_requests_go_on(tmp_path, caplog):
+    replicas = [ScriptedReplica(i) for i in range(2)]
+    async with opened(*replicas, restart=Restarts()) as pool:
+        going_on, completions = True, []
+
+        async def sample(number):
+            while going_on:
+                completions.append(await pool.generate(request(f"s{number}", tokens=6)))
+
+        sampling = [asyncio.ensure_future(sample(number)) for number in range(4)]
+        for version in range(1, 201):
+            await pool.update_replicas(tmp_path, version, ScriptedCheck(version))
+        going_on = False
+        await asyncio.gather(*sampling)
+        metrics = pool.metrics()
+    assert metrics["replicas/failed_checks"] == metrics["replicas/lost"] == metrics["replicas/requests_resent"] == 0
+    assert sum(len(c.ids) for c in completions) == sum(r.num_drawn for r in replicas)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
