@@ -27,7 +27,7 @@ from verbatim.transport import StepReport, TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
 from verbatim.transport.heartbeat import Heartbeat
-from verbatim.transport.trainer_messages import TrainerMessage, message_to_bytes, report_to_json
+from verbatim.transport.trainer_messages import TrainerMessage, message_to_bytes, to_json
 
 SKIP = 4
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -64,7 +64,7 @@ def answer_at_once(run: Path, messages: Path, model: Path, core: int) -> None:
                 continue
             tokens = sum(sample.num_trained_tokens for sample in message.samples)
             report = StepReport(version=message.version, weights=model, num_trained_tokens=tokens, metrics={})
-            exchange.answer(number, {"result": report_to_json(report)})
+            exchange.answer(number, {"result": to_json(report)})
             (messages / f"{message.version:06d}").write_bytes(message_to_bytes(message))
 
 

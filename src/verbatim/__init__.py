@@ -50,13 +50,10 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_LAZY = {"RunResult": "verbatim.run.result", "train": "verbatim.run.entry"}
-"""Where a name stands that is imported only when it is asked for."""
-
 
 def __getattr__(name: str) -> Any:
     if name == "run":
         return importlib.import_module("verbatim.run")  # the package is callable
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in ("RunResult", "train"):
+        return getattr(importlib.import_module("verbatim.run.entry"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

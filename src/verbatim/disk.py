@@ -6,8 +6,11 @@ the order is always: write under a temporary name, sync the content, rename, syn
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from verbatim.machine_faults import naming
@@ -65,13 +68,23 @@ def rename(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
+@contextlib.contextmanager
+def making(target: Path) -> Iterator[Path]:
+    """Context manager for an empty folder `.{name}.partial` that replaces `target` when the block ends without an
+    error: after a loss of power the target is whole, or is not there."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    yield partial
+    sync_tree(partial)
+    shutil.rmtree(target, ignore_errors=True)
+    rename(partial, target)
+
+
 def write_file(path: Path, data: bytes, *, temporary: Path | None = None) -> None:
     """Replace a file atomically: after a loss of power it holds the old content or the new one.
 
-    Args:
-        path: The file.
-        data: Its content.
-        temporary: Its name while it is written, in the same folder; by default `.{name}.tmp`.
+    Until then it is written under the name `temporary` in the same folder, by default `.{name}.tmp`.
 
     Raises:
         OSError: the system refused to write; the file is as it was.

@@ -1,9 +1,10 @@
-"""Imports what a user names by an import path, with errors that say what to type."""
+"""Imports what a user names by an import path, with errors that say what to type; finds out what is installed."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
@@ -12,6 +13,19 @@ from typing import Any
 from verbatim.errors import ComponentError
 from verbatim.texts import error_text
 from verbatim.user_code import is_ctrl_c
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, told without importing it.
+
+    A folder of its name in the current directory is no package: wandb, for example, leaves a folder `wandb` where it
+    has recorded something, and Python takes any folder for a namespace.
+
+    >>> is_installed("json"), is_installed("no_such_package")
+    (True, False)
+    """
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def is_import_path(name: str) -> bool:

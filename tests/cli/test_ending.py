@@ -31,8 +31,8 @@ STUBBORN = """
 """
 ENDING = """
     import sys, threading, time
-    from verbatim.cli import leaving, main as shell
-    leaving.PATIENCE = 0.2
+    from verbatim.cli import interrupts, main as shell
+    interrupts.PATIENCE = 0.2
     threading.Thread(target=time.sleep, args=(60,), name="grader").start()
     shell.main = lambda: {main}
     shell.program()

@@ -1,10 +1,9 @@
-"""`--trajectory-strategy`, on the two commands that make up a run, is an override in short."""
+"""`--trajectory-strategy`, on the commands that train, is an override in short."""
 
 import pytest
 
 from verbatim.cli.main import parse
-from verbatim.cli.orchestrator_command import with_trajectory_strategy
-from verbatim.config import load_config
+from verbatim.cli.rl_command import load
 
 TOML = """\
 [model.build]
@@ -16,7 +15,7 @@ id = "guess_number"
 """
 
 
-@pytest.mark.parametrize("command", ["orchestrator", "trainer"])
+@pytest.mark.parametrize("command", ["rl", "orchestrator", "trainer"])
 @pytest.mark.parametrize(
     "typed",
     [
@@ -29,6 +28,6 @@ def test_it_reaches_the_configuration_wherever_it_stands(tmp_path, command, type
     file = tmp_path / "run.toml"
     file.write_text(TOML)
     args = parse([command, *(word.format(file=file) for word in typed)])
-    config = load_config(args.file, with_trajectory_strategy(args))
+    config = load(args)
     assert config.orchestrator.trajectory_strategy == "branching"
     assert config.max_steps == (3 if "--max-steps" in typed else 100)

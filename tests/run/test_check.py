@@ -15,7 +15,7 @@ from e2e.tiny_runs import LOTS, TOML, build_tiny_model, snapshot, train_lines, w
 from verbatim.cli.main import main
 from verbatim.errors import UsageError
 from verbatim.models.loading import load_tokenizer, save_model
-from verbatim.run.conversations import read_conversations
+from verbatim.run.environments import read_conversations
 
 PLUG_INS = '''
 import math

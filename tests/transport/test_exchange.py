@@ -13,7 +13,7 @@ from verbatim.transport import StepReport
 from verbatim.transport import exchange as module
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.remote_trainer import RemoteTrainer
-from verbatim.transport.trainer_messages import TrainerMessage, report_to_json
+from verbatim.transport.trainer_messages import TrainerMessage, to_json
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def wait_for(exchange, number, seconds=5.0):
 
 
 def report(version):
-    return {"result": report_to_json(
+    return {"result": to_json(
         StepReport(version=version, weights=Path("w"), num_trained_tokens=version, metrics={})
     )}  # fmt: skip
 

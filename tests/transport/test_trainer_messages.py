@@ -18,9 +18,8 @@ from verbatim.transport.trainer_messages import (
     message_to_bytes,
     read_message,
     ready_from_json,
-    ready_to_json,
     report_from_json,
-    report_to_json,
+    to_json,
 )
 
 
@@ -86,7 +85,7 @@ def test_every_bit_of_a_report_survives_the_trip():
         version=4, weights=Path("/w/v000004"), num_trained_tokens=10**12, metrics=metrics, probes=PROBES,
         state=Path("/s/é"),
     )  # fmt: skip
-    found = report_from_json(json.loads(json.dumps(report_to_json(sent))))
+    found = report_from_json(json.loads(json.dumps(to_json(sent))))
     assert (found.version, found.weights, found.num_trained_tokens) == (4, Path("/w/v000004"), 10**12)
     assert found.state == Path("/s/é")
     assert {k: repr(v) for k, v in found.metrics.items()} == {k: repr(v) for k, v in metrics.items()}
@@ -95,14 +94,14 @@ def test_every_bit_of_a_report_survives_the_trip():
 
 def test_a_report_without_probes_and_state_survives_the_trip():
     sent = StepReport(version=1, weights=Path("w"), num_trained_tokens=0, metrics={})
-    found = report_from_json(json.loads(json.dumps(report_to_json(sent))))
+    found = report_from_json(json.loads(json.dumps(to_json(sent))))
     assert (found.probes, found.state, found.metrics) == (None, None, {})
 
 
 @pytest.mark.parametrize("checkpoint", [None, Path("/run/checkpoints/step_000003")])
 def test_what_a_trainer_that_is_ready_says_survives_the_trip(checkpoint):
     sent = TrainerReady(version=3, weights="some/hub-id", checkpoint=checkpoint, probes=PROBES)
-    found = ready_from_json(json.loads(json.dumps(ready_to_json(sent))))
+    found = ready_from_json(json.loads(json.dumps(to_json(sent))))
     assert (found.version, found.weights, found.checkpoint) == (3, "some/hub-id", checkpoint)
     assert_same_probes(found.probes, PROBES)
 

@@ -19,10 +19,10 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from verbatim.checkpoints.lock import ANOTHER_FOLDER, FolderLock, is_locked
+from verbatim.checkpoints.store import CheckpointStore
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.secrets import redacted_at
@@ -58,14 +58,44 @@ class RunFolder:
 
     def __init__(self, path: Path, role: str) -> None:
         self.path = path
+        self.weights = path / "weights"
+        """Folder of published weights."""
+        self.exchange = path / "exchange"
+        """Folder through which the two processes exchange files."""
+        self.checkpoints = path / "checkpoints"
+        """Folder of a `CheckpointStore`."""
+        self.metrics = path / "metrics.jsonl"
+        self.trajectories = path / "trajectories.jsonl"
+        self.learning_curve = path / "learning_curve.png"
+        self.summary = path / "summary.json"
+        """What the run came to."""
+        self.final = path / "final"
+        """The trained model, a Hugging Face folder."""
         self._lock = FolderLock(path, f"{role}.lock", patience=_LEAVING if role == TRAINER else 0.0)
         self._role = role
         self.toml = ""
         """The stored configuration as TOML."""
-        self._stamped = False
-        self._new = False
+        self._new = self._stamped = False
         self.is_withdrawn = False
         """Whether `withdraw` has removed the run: there is nothing to resume."""
+
+    @classmethod
+    def open(cls, config: RunConfig, role: str, *, resume: bool | Path, joins: bool) -> RunFolder:
+        """The folder of a run that is resumed, joined or created.
+
+        Args:
+            config: With its name.
+            role: The process: `ORCHESTRATOR` or `TRAINER`.
+            resume: False for a new run; True for the latest of this name, or a run folder.
+            joins: Whether the other process of a new run is started separately.
+
+        Raises:
+            UsageError: as `create`, `resume` and `join`.
+        """
+        name = str(config.name)
+        if resume:
+            return cls.resume(config, name=name, folder=None if resume is True else resume, role=role)
+        return cls.join(config, role=role) if joins else cls.create(config, name=name, now=datetime.now())
 
     @classmethod
     def create(cls, config: RunConfig, *, name: str, now: datetime, root: Path = RUNS) -> RunFolder:
@@ -81,11 +111,8 @@ class RunFolder:
             _make_writable(path)
         else:
             path = _make_stamped(root / name, now)
-        folder = cls(path, ORCHESTRATOR)
-        folder.remove_left_overs(ORCHESTRATOR)
-        folder._store(dump_config(config))
-        folder._stamped = config.run_dir is None
-        folder._new = True
+        folder = cls._open(path, ORCHESTRATOR, lambda found: found._store(dump_config(config)))
+        folder._new, folder._stamped = True, config.run_dir is None
         return folder
 
     @classmethod
@@ -108,15 +135,7 @@ class RunFolder:
                              "run")  # fmt: skip
         path = path.resolve() if path.is_symlink() else path
         _make_writable(path)
-        found = cls(path, role)
-        try:
-            found.remove_left_overs(role)
-            found._compare_config(config)
-            found._store(dump_config(config))
-        except BaseException:
-            found.close()
-            raise
-        return found
+        return cls._open(path, role, lambda found: found._compare_config(config))
 
     @classmethod
     def join(cls, config: RunConfig, *, role: str) -> RunFolder:
@@ -130,60 +149,25 @@ class RunFolder:
             raise UsageError(f"both processes of a run meet in its folder; give it: --run-dir FOLDER, the same for "
                              f"`verbatim {ORCHESTRATOR}` and `verbatim {TRAINER}`")  # fmt: skip
         _make_writable(path)
+        return cls._open(path, role, lambda found: found._agree_on_config(config))
+
+    @classmethod
+    def _open(cls, path: Path, role: str, begin: Callable[[RunFolder], None]) -> RunFolder:
+        """The folder, locked, after `begin` has prepared it."""
         found = cls(path, role)
         try:
             found.remove_left_overs(role)
-            found._agree_on_config(config)
+            begin(found)
         except BaseException:
             found.close()
             raise
         return found
-
-    @property
-    def weights(self) -> Path:
-        """Folder of published weights."""
-        return self.path / "weights"
-
-    @property
-    def exchange(self) -> Path:
-        """Folder through which the two processes exchange files."""
-        return self.path / "exchange"
 
     def log(self, role: str) -> Path:
         """The log file of a process; creates its folder."""
         folder = self.path / "logs"
         folder.mkdir(exist_ok=True)
         return folder / f"{role}.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of a `CheckpointStore`."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """File of a `MetricsLog`."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def trajectories(self) -> Path:
-        """File of a `TrajectoryLog`."""
-        return self.path / "trajectories.jsonl"
-
-    @property
-    def learning_curve(self) -> Path:
-        """File of a `LearningCurve`."""
-        return self.path / "learning_curve.png"
-
-    @property
-    def summary(self) -> Path:
-        """What the run came to, as JSON."""
-        return self.path / "summary.json"
-
-    @property
-    def final(self) -> Path:
-        """The trained model, a Hugging Face folder."""
-        return self.path / "final"
 
     def link_latest(self) -> None:
         """Point `latest` to this run once it can be resumed, so that a run that fails earlier hides no other."""
@@ -219,9 +203,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _store(self, toml: str) -> None:
@@ -276,11 +258,11 @@ class RunFolder:
 
     def _changes(self, config: RunConfig, toml: str) -> list[str]:
         try:
-            stored = _flatten(tomllib.loads(toml))
+            stored = dict(_leaves(tomllib.loads(toml)))
         except ValueError as error:
             raise UsageError(f"the configuration of the run's other process is damaged ({error}); start both processes "
                              "again") from None  # fmt: skip
-        current = _flatten(tomllib.loads(dump_config(config)))
+        current = dict(_leaves(tomllib.loads(dump_config(config))))
         return [
             f"{key}: {_shown(key, stored)} -> {_shown(key, current)}"
             for key in sorted({*stored, *current} - {"run_dir"})  # the folder is not part of the configuration
@@ -288,17 +270,18 @@ class RunFolder:
         ]
 
     def _compare_config(self, config: RunConfig) -> None:
+        """Store the configuration of a run that goes on, if it can."""
         changes = self._changes(config, self._stored())
         if of_model := [change for change in changes if change.startswith("model.")]:
             raise CheckpointError(f"the run in {self.path} trained another model ({'; '.join(of_model)}); restore "
                                   "[model], or start a new run without --resume (in Python resume)")  # fmt: skip
-        done = max((int(path.name.removeprefix("step_")) for path in self.checkpoints.glob("step_" + "[0-9]" * 6)),
-                   default=0)  # fmt: skip
+        done = max(CheckpointStore(self.checkpoints, read_only=True).steps(), default=0)
         if done > config.max_steps:
             raise CheckpointError(f"the run in {self.path} has done {done} steps, and max_steps = {config.max_steps}; "
                                   f"expected at least {done}, or a new run")  # fmt: skip
         for change in changes:
             logger.warning("the configuration changed since this run started: %s", change)
+        self._store(dump_config(config))
 
 
 def holds_run(path: Path) -> bool:
@@ -408,11 +391,8 @@ def _shown(key: str, values: Mapping[str, Any]) -> str:
     return repr(redacted_at(key, values.get(key, "not set")))
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    return dict(_leaves(table, prefix))
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of a table, with their values."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{name}.{key}" if name else key)

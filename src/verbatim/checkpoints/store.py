@@ -88,11 +88,10 @@ class CheckpointStore:
             yield temporary
             seal(temporary, {"step": step, LOGS: dict(logs or {})})
             _put_in_place(temporary, final)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise self.refused(step, error) from error
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise self.refused(step, error) from error
             raise
         self._retire(just_written=step)
 

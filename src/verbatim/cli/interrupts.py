@@ -1,12 +1,17 @@
-"""Handles Ctrl-C and SIGTERM while a command runs: the first asks it to end, the second ends the process at once."""
+"""Ends a command: the first Ctrl-C or SIGTERM asks for its end, the second ends the process at once; so does a command
+that is done, even where a grader or a tool left a thread behind."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import logging
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +20,10 @@ from verbatim.rollouts.main_loop import Presses, cancel_then_raise
 from verbatim.texts import printable
 from verbatim.user_code import raise_ctrl_c
 
+logger = logging.getLogger(__name__)
+
+PATIENCE = 5.0
+"""Seconds that other threads may take to end after the command has."""
 _SIGNALS = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
 """The signals that end a command, by the names for people."""
 
@@ -130,3 +139,42 @@ def _end_at_once(farewell: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"\n{printable(farewell)}\n".encode(errors="replace"))
     os._exit(exit_status.INTERRUPTED)
+
+
+def end_without_stragglers(status: int) -> None:
+    """Called when the command is done: from `PATIENCE` seconds on, threads that still run end with the process; at
+    Ctrl-C or SIGTERM, at once, with the same status.
+
+    Python itself waits for every thread that is not a daemon, without limit.
+    """
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(status))
+    threading.Thread(target=_end_stragglers, args=(status,), name="verbatim-leaving", daemon=True).start()
+
+
+def ignore_signals_at_the_very_end() -> None:
+    """Called when the process begins: while Python takes itself down, after all `atexit` functions, it has no handlers
+    any more, and a signal would end a command that is done with the signal's status."""
+
+    def ignore() -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    atexit.register(ignore)
+
+
+def _end_stragglers(status: int) -> None:
+    time.sleep(PATIENCE)
+    left = [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon and t.is_alive()]
+    if not left:
+        return
+    logger.warning("the process ends, though %d threads that an environment or a tool started still run: %s",
+                   len(left), ", ".join(left[:5]))  # fmt: skip
+    with contextlib.suppress(Exception):  # others' functions, the last thing that runs
+        atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)

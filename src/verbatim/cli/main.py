@@ -20,8 +20,7 @@ from rich.text import Text
 
 from verbatim import __version__
 from verbatim.cli import exit_status
-from verbatim.cli.interrupts import sigterm_is_ctrl_c
-from verbatim.cli.leaving import end_without_stragglers, ignore_signals_at_the_very_end
+from verbatim.cli.interrupts import end_without_stragglers, ignore_signals_at_the_very_end, sigterm_is_ctrl_c
 from verbatim.errors import NothingTrained, RunStopped, UsageError, VerbatimError
 from verbatim.machine_faults import describe, is_machine_fault, is_out_of_memory
 from verbatim.plain_console import PlainConsole
@@ -29,7 +28,7 @@ from verbatim.texts import printable, shown
 
 COMMANDS = {
     "rl": ("verbatim.cli.rl_command", "train a model by reinforcement learning"),
-    "orchestrator": ("verbatim.cli.orchestrator_command", "only the rollouts of a run, with a trainer elsewhere"),
+    "orchestrator": ("verbatim.cli.rl_command", "only the rollouts of a run, with a trainer elsewhere"),
     "trainer": ("verbatim.cli.trainer_command", "only the trainer of a run"),
     "sft": ("verbatim.cli.sft_command", "train a model on conversations"),
     "eval": ("verbatim.cli.eval_command", "measure a model on environments"),
@@ -72,7 +71,7 @@ def _flush(status: int) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        _complain("stopped", describe(error, "standard output"))
+        _complain("stopped", describe(error, "standard output"), exit_status.STOPPED)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again, and would complain
         return status or exit_status.STOPPED
     return status
@@ -86,33 +85,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     any other `UsageError`. Anything else that a command raises is a fault of ours and passes through with its
     traceback.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = parse(arguments)
+        args = parse(sys.argv[1:] if argv is None else argv)
         try:
             return int(args.run(args))
         except SystemExit as error:
             raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error
-    except UsageError as error:
-        if is_machine_fault(error):
-            _complain("stopped", str(error))
-            return exit_status.STOPPED
-        _complain("error", str(error))
-        return exit_status.USAGE
     except NothingTrained as error:
-        _complain("trained nothing", str(error))
-        return exit_status.NOTHING_TRAINED
+        return _complain("trained nothing", str(error), exit_status.NOTHING_TRAINED)
     except VerbatimError as error:
-        _complain("stopped", str(error))
-        return exit_status.STOPPED
+        if isinstance(error, UsageError) and not is_machine_fault(error):
+            return _complain("error", str(error), exit_status.USAGE)
+        return _complain("stopped", str(error), exit_status.STOPPED)
     except (OSError, MemoryError, RuntimeError) as error:
         if not isinstance(error, OSError) and not is_out_of_memory(error):
             raise
-        _complain("stopped", describe(error))
-        return exit_status.STOPPED
+        return _complain("stopped", describe(error), exit_status.STOPPED)
     except KeyboardInterrupt as error:
-        _complain("interrupted", str(error) or "Ctrl-C")
-        return exit_status.INTERRUPTED
+        return _complain("interrupted", str(error) or "Ctrl-C", exit_status.INTERRUPTED)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -123,7 +113,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = _Parser(prog="verbatim", description="Train LLM agents by reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"verbatim {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     typed = next((a for a in arguments if not a.startswith("-")), None)
     rest, overrides = list(arguments), list[str]()
     for name, (module_name, about) in COMMANDS.items():
@@ -169,26 +159,23 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def _show_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """The same of a thread, an environment's for example; of memory that ran out, one line."""
-    if args.exc_type is SystemExit:
-        return
-    name = args.thread.name if args.thread is not None else "unknown"
-    error = args.exc_value if args.exc_value is not None else args.exc_type()
-    if is_out_of_memory(error):
-        sys.stderr.write(printable(f"thread {name} ended: {describe(error)}\n"))
-        return
-    sys.stderr.write(printable(f"thread {name} ended:\n"))
-    _show_traceback(args.exc_type, error, args.exc_traceback)
+    """What a thread raised, an environment's for example."""
+    if args.exc_type is not SystemExit:
+        _show(f"thread {args.thread.name if args.thread is not None else 'unknown'} ended", args)
 
 
 def _show_unraisable(args: sys.UnraisableHookArgs) -> None:
-    """The same of what a destructor raised."""
-    where = printable(f"{args.err_msg or 'ignored'}: {shown(args.object)}")
+    """What a destructor raised."""
+    _show(f"{args.err_msg or 'ignored'}: {shown(args.object)}", args)
+
+
+def _show(where: str, args: threading.ExceptHookArgs | sys.UnraisableHookArgs) -> None:
+    """The traceback, below a line that says where; of memory that ran out, one line."""
     error = args.exc_value if args.exc_value is not None else args.exc_type()
     if is_out_of_memory(error):
-        sys.stderr.write(f"{where}: {printable(describe(error))}\n")
+        sys.stderr.write(printable(f"{where}: {describe(error)}\n"))
         return
-    sys.stderr.write(f"{where}\n")
+    sys.stderr.write(printable(f"{where}:\n"))
     _show_traceback(args.exc_type, error, args.exc_traceback)
 
 
@@ -199,6 +186,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
 
-def _complain(kind: str, message: str) -> None:
+def _complain(kind: str, message: str, status: int) -> int:
+    """Print the message, and return the status."""
     # Text, not markup: messages are full of [tables]. Soft wrap keeps file:line whole for a terminal to link.
     PlainConsole(stderr=True).print(Text.assemble((f"{kind}: ", "bold red"), message), soft_wrap=True)
+    return status

@@ -1,42 +1,45 @@
-"""`verbatim rl FILE`: trains a model by reinforcement learning."""
+"""`verbatim rl FILE`: trains a model by reinforcement learning. `verbatim orchestrator FILE --run-dir FOLDER`: with a
+trainer that is started separately."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
 
-from verbatim.checkpoints import load_stored_config
+from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
-from verbatim.config import load_config
+from verbatim.config import RunConfig, load_config
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
-from verbatim.rollouts.program_loop import Ask
 from verbatim.run.execute import execute
 from verbatim.run.logs import log_to_console
 from verbatim.run.tables import component_tables
 
-RESUME_LATEST = "latest"
-
-T = TypeVar("T")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE and --resume."""
+    """Declare FILE, --resume and --trajectory-strategy."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const=RESUME_LATEST,
-        metavar="FOLDER",
-        help="continue a run: the latest one of this file, or the one in FOLDER",
-    )
+    parser.add_argument("--resume", nargs="?", const=True, default=False, type=_folder, metavar="FOLDER",
+                        help="continue a run: the latest one of this file, or the one in FOLDER")  # fmt: skip
+    parser.add_argument("--trajectory-strategy", metavar="NAME",
+                        help="the same as --orchestrator.trajectory-strategy NAME")  # fmt: skip
 
 
-def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
+def _folder(text: str) -> bool | Path:
+    return text == "latest" or Path(text)
+
+
+def load(args: argparse.Namespace) -> RunConfig:
+    """The configuration of the arguments."""
+    overrides = args.overrides
+    if args.trajectory_strategy is not None:
+        overrides = [*overrides, "--orchestrator.trajectory-strategy", args.trajectory_strategy]
+    return load_stored_config(args.file, lambda file: load_config(file, overrides, component_tables()))
+
+
+def run(args: argparse.Namespace) -> int:
     """Train. 0 when all steps were taken, 130 when Ctrl-C ended it; then it says how to go on.
 
     Raises:
@@ -44,27 +47,23 @@ def run(args: argparse.Namespace, *, trainer_elsewhere: bool = False) -> int:
     """
     console = PlainConsole()
     log_to_console(console)
-    config = load_stored_config(args.file, lambda file: load_config(file, args.overrides, component_tables()))
-    commands = ("trainer", "orchestrator") if trainer_elsewhere else ("rl",)
+    commands = ("trainer", "orchestrator") if args.command == "orchestrator" else ("rl",)
 
     def how_to_go_on(folder: Path) -> str:
         again = " & ".join(
-            shlex.join(["verbatim", command, str(folder / "config.toml"), "--resume", str(folder)])
-            for command in commands
+            shlex.join(["verbatim", command, str(folder / CONFIG), "--resume", str(folder)]) for command in commands
         )
         return f"not finished; to go on:  {again}"
 
-    outcome = execute(
-        config,
+    training = execute(
+        load(args),
         name=args.file.stem,
-        resume=args.resume is not None if args.resume in (None, RESUME_LATEST) else Path(args.resume),
+        resume=args.resume,
         console=console,
-        run_loop=_run_loop,
+        run_loop=lambda work, ask, to_go_on: run_main(
+            work, two_presses(ask, lambda: to_go_on), ends_without_memory=True
+        ),
         how_to_go_on=how_to_go_on,
-        trainer_elsewhere=trainer_elsewhere,
+        trainer_elsewhere=args.command == "orchestrator",
     )
-    return exit_status.FINISHED if outcome.finished else exit_status.INTERRUPTED
-
-
-def _run_loop(work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /) -> T:
-    return run_main(work, two_presses(ask, lambda: how_to_go_on), ends_without_memory=True)
+    return exit_status.FINISHED if training.finished else exit_status.INTERRUPTED

@@ -15,8 +15,7 @@ from typing import Any
 
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
-from verbatim.cli.rollout_results import ResultFile
-from verbatim.cli.rollout_tasks import Job, read_jobs
+from verbatim.cli.rollout_results import Job, ResultFile, read_jobs
 from verbatim.config import import_object
 from verbatim.errors import RunStopped, UsageError
 from verbatim.inference.base import SamplingParams

@@ -1,19 +1,21 @@
-"""Writes and reads the results of `verbatim rollout`: one whole line per task and sample, also after a crash.
+"""Reads the tasks of `verbatim rollout`, and writes and reads its results: one whole line per task and sample, also
+after a crash.
 
-A line is `{"step": 0, "task": "7", "sample": 0, "digest": ..., "settings": {...}, "trajectory": {...}}`, so that
-whatever reads the trajectories of a run reads these.
+A line of the results is `{"step": 0, "task": "7", "sample": 0, "digest": ..., "settings": {...}, "trajectory": {...}}`,
+so that whatever reads the trajectories of a run reads these.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from verbatim.checkpoints.lock import FolderLock
-from verbatim.cli.rollout_tasks import Job
 from verbatim.disk import rename, sync_descriptor
 from verbatim.errors import UsageError
 from verbatim.monitors.jsonl import JsonlWriter
@@ -22,6 +24,74 @@ from verbatim.types import Trajectory
 
 _BEGINNING = '{"step": 0, "task": '
 """How a line begins. A torn last line is cut off only if it begins so: a file of something else is left alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One trajectory to be made."""
+
+    task: str
+    """The task's `id`, or else a name made from its content: a file may grow without its results being lost."""
+    sample: int
+    """Which of the task's trajectories."""
+    digest: str
+    """Digest of the task's content."""
+    conversation: Mapping[str, Any]
+    """The conversation that the rollout is given."""
+
+
+def read_jobs(path: Path, samples: int) -> list[Job]:
+    """Every task `samples` times.
+
+    Raises:
+        UsageError: no such file, a line that is no task, or an id that stands twice.
+    """
+    if samples < 1:
+        raise UsageError(f"--samples {samples}; expected at least 1")
+    jobs: list[Job] = []
+    lines: dict[str, int] = {}
+    copies: Counter[str] = Counter()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no UTF-8 text (byte {error.start}); expected JSON lines") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        record = _read_task(line, f"{path}:{number}")
+        digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+        task = str(record.get("id", f"{digest}-{copies[digest]}"))
+        copies[digest] += 1
+        if task in lines:
+            raise UsageError(f"{path}:{number}: the id {task!r} stands in line {lines[task]} too; ids are unique. For "
+                             "several trajectories of one task type --samples N")  # fmt: skip
+        lines[task] = number
+        jobs += [
+            Job(task=task, sample=k, digest=digest, conversation={**record, "id": task, "sample_index": k})
+            for k in range(samples)
+        ]
+    if not jobs:
+        raise UsageError(f"{path} holds no task")
+    return jobs
+
+
+def _read_task(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: expected a JSON object on each line ({error})") from None
+    messages = record.get("messages") if isinstance(record, dict) else None
+    well_formed = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+    if not messages or not well_formed:
+        raise UsageError(f'{where}: expected {{"messages": [{{"role": "user", "content": ...}}]}}, found {line[:80]}')
+    tools = record.get("tools", [])
+    listed = tools if isinstance(tools, list) else [tools]
+    if not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in listed):
+        raise UsageError(f'{where}: expected "tools": [{{"type": "function", "function": {{"name": ...}}}}], found '
+                         f"{record['tools']!r:.80}")  # fmt: skip
+    return dict(record)
 
 
 class ResultFile:
@@ -58,9 +128,7 @@ class ResultFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._writer.close()
         self._lock.release()
 

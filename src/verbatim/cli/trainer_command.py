@@ -6,19 +6,15 @@ import argparse
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from rich.console import Console
 
-from verbatim.checkpoints import TRAINER, RunFolder, load_stored_config
-from verbatim.cli import exit_status
+from verbatim.checkpoints import TRAINER, RunFolder
+from verbatim.cli import exit_status, rl_command
 from verbatim.cli.interrupts import second_press_ends
-from verbatim.cli.orchestrator_command import add_trajectory_strategy, with_trajectory_strategy
-from verbatim.config import load_config
 from verbatim.plain_console import PlainConsole
 from verbatim.run.check import check_run
 from verbatim.run.logs import log_to_console, log_to_file
-from verbatim.run.tables import component_tables
 from verbatim.run.trainer_main import serve_trainer
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat
@@ -26,10 +22,8 @@ from verbatim.user_code import raise_ctrl_c
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, --resume and --trajectory-strategy."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
-    parser.add_argument("--resume", nargs="?", const="", metavar="FOLDER", help="continue the run in FOLDER")
-    add_trajectory_strategy(parser)
+    """Declare what `verbatim rl` has."""
+    rl_command.add_arguments(parser)
     # `verbatim rl` starts this process, and watches it:
     parser.add_argument("--session", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
@@ -37,21 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve one orchestrator, until it says that the run is over."""
-    config = load_stored_config(
-        args.file, lambda file: load_config(file, with_trajectory_strategy(args), component_tables())
-    )
-    config = config.named(args.file.stem)
+    config = rl_command.load(args).named(args.file.stem)
     console = PlainConsole()
     supervised = args.session is not None
     if not supervised:  # `verbatim rl` has checked it before it started this process
         check_run(config)
     log_to_console(console, logging.WARNING if supervised else logging.INFO)
-    if args.resume is None:
-        folder = RunFolder.join(config, role=TRAINER)
-    else:
-        where = Path(args.resume) if args.resume else None
-        folder = RunFolder.resume(config, name=str(config.name), folder=where, role=TRAINER)
-    with folder, log_to_file(folder.log(TRAINER)):
+    with RunFolder.open(config, TRAINER, resume=args.resume, joins=True) as folder, log_to_file(folder.log(TRAINER)):
         stopped = serve_trainer(
             config, folder, console, lambda exchange, heartbeat: _asked_to_end(exchange, heartbeat, console),
             session=args.session, parent=args.parent,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.config.packages import is_installed
 from verbatim.errors import UsageError
+from verbatim.imports import is_installed
 from verbatim.monitors.base import NO_DISTRIBUTIONS, REWARD, SUCCESS, Distributions, Metrics
 from verbatim.monitors.jsonl import read_jsonl
 

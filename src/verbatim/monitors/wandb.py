@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verbatim.config.packages import is_installed
 from verbatim.config.secrets import without_secrets
 from verbatim.disk import write_file
 from verbatim.errors import UsageError
+from verbatim.imports import is_installed
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, RunInfo
 
 logger = logging.getLogger(__name__)

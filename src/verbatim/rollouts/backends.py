@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from verbatim.config import BackendSettings
-from verbatim.config.packages import is_installed
 from verbatim.config.sections import NonNegativeFloat, PositiveInt
 from verbatim.errors import UsageError
+from verbatim.imports import is_installed
 from verbatim.inference.base import Sampler
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts.runner import EpisodeRunner, LocalRunner

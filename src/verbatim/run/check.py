@@ -8,17 +8,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.config import resolve
-from verbatim.config.packages import is_installed
 from verbatim.config.schema import RunConfig, TeacherConfig
 from verbatim.config.sections import BackendSettings, table_of
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.resolve import corpus
 from verbatim.errors import ComponentError, UsageError
+from verbatim.imports import is_installed
 from verbatim.inference.chat.client import OpenAI
 from verbatim.models.source import find_source
 from verbatim.rollouts.workers.episodes import refuse_unpicklable
-from verbatim.run.conversations import Conversation, read_conversations
-from verbatim.run.environments import Environments, check_environments, check_tools, demonstrations, make_environments
+from verbatim.run.environments import (
+    Conversation,
+    Environments,
+    check_environments,
+    check_tools,
+    demonstrations,
+    make_environments,
+    read_conversations,
+)
 from verbatim.run.parts import logprob_models, make_loss, make_monitors, make_rules
 from verbatim.run.rollouts import inference_settings, make_renderer, plays_elsewhere, rollout_settings
 from verbatim.run.tables import component_tables
@@ -37,12 +44,7 @@ def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRON
     tried, also whether they show the tools of the environments and the file; that there are weights is looked at, but
     they are not loaded. Only the hub is asked, for an id.
 
-    Args:
-        config: The run's configuration.
-        environments_table: What ids of environments stand for.
-
-    Returns:
-        The environments, so that they are made once.
+    Returns the environments, so that they are made once; `environments_table` says what ids of environments stand for.
 
     Raises:
         UsageError: says what was found and what was expected.
@@ -125,7 +127,9 @@ def _check_teacher(teacher: TeacherConfig) -> None:
         check_weights(teacher.model)
         return
     OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)  # refuses a bad address
-    _need("aiohttp", "a teacher behind orchestrator.teacher.base_url", "verbatim-rl[api]")
+    if not is_installed("aiohttp"):
+        raise UsageError("a teacher behind orchestrator.teacher.base_url needs the package aiohttp: pip install "
+                         "'verbatim-rl[api]'")  # fmt: skip
 
 
 def _check_model(config: RunConfig, environments: Environments, data: Sequence[Conversation]) -> None:
@@ -149,8 +153,3 @@ def _check_model(config: RunConfig, environments: Environments, data: Sequence[C
             texts, vocab_size=config.model.build.vocab_size, context_length=config.model.build.context_length
         )
     check_tools(config, environments, make_renderer(config.orchestrator.renderer, tokenizer), data)
-
-
-def _need(package: str, what: str, install: str) -> None:
-    if not is_installed(package):
-        raise UsageError(f"{what} needs the package {package}: pip install '{install}'")

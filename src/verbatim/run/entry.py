@@ -8,9 +8,9 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.config import load_config, make_config
@@ -18,15 +18,13 @@ from verbatim.config.schema import RunConfig
 from verbatim.errors import ComponentError, ConfigError, NothingTrained, RunStopped, UsageError
 from verbatim.monitors.base import METHODS, Monitor
 from verbatim.plain_console import PlainConsole
-from verbatim.rollouts.program_loop import Ask, run_in_program
+from verbatim.rollouts.program_loop import run_in_program
 from verbatim.run.execute import execute
 from verbatim.run.given_environments import environment_tables, keep_here, makers
 from verbatim.run.logs import log_for_a_while
 from verbatim.run.result import RunResult, read_result
 from verbatim.run.tables import component_tables
 from verbatim.texts import shown
-
-T = TypeVar("T")
 
 Config = str | Path | Mapping[str, Any] | RunConfig
 """The TOML file of a run, or its tables."""
@@ -138,10 +136,10 @@ def _run(
             return f"not finished; to go on:  verbatim.run({str(path / CONFIG)!r}, resume={str(path)!r}{given})"
 
         try:
-            outcome = execute(
+            training = execute(
                 loaded, name=_name(config, loaded), resume=resume if isinstance(resume, bool) else Path(resume),
-                console=console, run_loop=_run_loop, how_to_go_on=how_to_go_on, environments=table,
-                monitors=monitors,
+                console=console, run_loop=lambda work, ask, _: run_in_program(work, ask), how_to_go_on=how_to_go_on,
+                environments=table, monitors=monitors,
             )  # fmt: skip
         except SystemExit as error:
             raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error
@@ -151,15 +149,15 @@ def _run(
             if folder and (folder[0] / CONFIG).exists():
                 error.add_note(how_to_go_on(folder[0]))
             raise
-    path = outcome.folder.resolve()
-    if not outcome.finished:
-        if outcome.was_interrupted:
+    path = training.folder.path.resolve()
+    if not training.finished:
+        if training.was_interrupted:
             raise KeyboardInterrupt(how_to_go_on(path))
         raise RunStopped(f"the trainer's process was asked to end the run; {how_to_go_on(path)}")
     again = functools.partial(
         run, path / CONFIG, resume=path, environments=environments, monitors=monitors, quiet=quiet
     )
-    return read_result(path, outcome.summary, again)
+    return read_result(path, training.summary, again)
 
 
 def _load(caller: str, config: Config, settings: Mapping[str, Any], environments: Mapping[str, Any]) -> RunConfig:
@@ -218,7 +216,3 @@ def _check_monitors(monitors: Sequence[Monitor], caller: str) -> None:
         if any(inspect.iscoroutinefunction(getattr(monitor, name)) for name in METHODS):
             raise ComponentError(f"{caller}(): monitors[{number}] is {shown(monitor, 80)}, with an async "
                                  "method; expected plain functions: def on_step(self, ...)")  # fmt: skip
-
-
-def _run_loop(work: Coroutine[Any, Any, T], ask: Ask, how_to_go_on: str, /) -> T:
-    return run_in_program(work, ask)

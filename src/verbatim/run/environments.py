@@ -1,24 +1,28 @@
-"""Creates the environments of a run once, and checks them before anything else is started."""
+"""Creates the environments of a run once, reads conversations to imitate, and checks both before anything starts."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verbatim.config.schema import EnvConfig, RunConfig
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import create_environment, demonstrations_of, examples_of
-from verbatim.errors import ComponentError, ConfigError, EnvironmentFault, ModelError, TemplateFault
+from verbatim.errors import ComponentError, ConfigError, EnvironmentFault, ModelError, TemplateFault, UsageError
 from verbatim.renderers.base import Renderer
 from verbatim.renderers.tool_support import USE_HERMES
 from verbatim.rollouts import derive_seed
-from verbatim.run.conversations import Conversation
 from verbatim.types import Message
 
 logger = logging.getLogger(__name__)
+
+Conversation = tuple[str, Sequence[Message], Sequence[Mapping[str, Any]]]
+"""Environment, messages, tool schemas."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,6 +79,38 @@ def demonstrations(environments: Environments, count: int, seed: int) -> list[tu
             environment, label, share, derive_seed(seed, "demonstrations", label) % 2**32
         )
     ]
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Rows of `{"messages": [...], "tools": [...]}`.
+
+    Raises:
+        UsageError: no such file, or a line that is no conversation; names the line.
+    """
+    if not path.is_file():
+        raise UsageError(f"warm_start.data: there is no file {path}")
+    rows: list[Conversation] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            messages: list[Message] = row["messages"]
+            if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
+                raise ValueError("role and content are texts")
+            if not any(message["role"] == "assistant" for message in messages):
+                raise ValueError("no assistant message to learn from")
+            tools = row.get("tools") or []
+            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+                raise ValueError("tools is a list of tool schemas")
+            rows.append(("", messages, tools))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UsageError(
+                f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}; {error!r}'
+            ) from error
+    if not rows:
+        raise UsageError(f"{path} holds no conversation")
+    return rows
 
 
 def check_environments(config: RunConfig, environments: Environments) -> None:

@@ -102,23 +102,23 @@ def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunC
     orchestrator = config.orchestrator
     evals = orchestrator.eval.env if orchestrator.eval is not None else ()
     used = [
-        (f"orchestrator.{kind}.env", env)
+        (f"orchestrator.{kind}.env", str(env.id), plays_elsewhere(orchestrator, env))
         for kind, envs in (("train", orchestrator.train.env), ("eval", evals))
         for env in envs
-        if env.id is not None and env.id.replace("-", "_") in names
+        if env.id in names
     ]
-    if unused := names - {env.id.replace("-", "_") for _, env in used if env.id is not None}:
+    if unused := names - {name for _, name, _ in used}:
         raise ConfigError(f"{where}: environments: no [[orchestrator.train.env]] and no [[orchestrator.eval.env]] has "
                           f"id = {shown(min(unused), 80)}; leave it out, or name it there")  # fmt: skip
     if not used:
         return config
-    for place, env in used:
-        if plays_elsewhere(orchestrator, env):
+    for place, name, is_elsewhere in used:
+        if is_elsewhere:
             key = f"{place}: isolated = true" if orchestrator.rollout.backend == "local" else (
                 f'orchestrator.rollout.backend = "{orchestrator.rollout.backend}"')  # fmt: skip
-            raise ConfigError(_only_here(where, str(env.id), f"{key} makes it again in worker processes"))
+            raise ConfigError(_only_here(where, name, f"{key} makes it again in worker processes"))
     if config.trainer.separate_process and "separate_process" in config.trainer.model_fields_set:
-        raise ConfigError(_only_here(where, used[0][1].id or "", "with trainer.separate_process = true the trainer's "
+        raise ConfigError(_only_here(where, used[0][1], "with trainer.separate_process = true the trainer's "
                                      "process reads the configuration again; leave that key out"))  # fmt: skip
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"separate_process": False})})
 

@@ -93,7 +93,8 @@ def log_to_file(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, VerbatimError | OSError) or is_out_of_memory(error):
-            _write(handler, logger, f"ended: {first_line(error)}")  # more lines would be what the other log says
+            first_line, *_ = describe(error).splitlines() or [""]
+            _write(handler, logger, f"ended: {first_line}")  # more lines would be what the other log says
         else:
             _write(handler, logger, "ended by a fault", error)
         raise
@@ -112,11 +113,6 @@ def last_lines(log: Path, count: int = 8) -> str:
     if started == len(lines):
         return f"\nits log {log} says nothing more"
     return "\n".join([f"\nthe last lines of {log}:", *(f"    {line}" for line in lines[started:][-count:])])
-
-
-def first_line(error: Exception) -> str:
-    """The first line of the error's description; further lines quote another log."""
-    return describe(error).partition("\n")[0]
 
 
 def _write(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from verbatim.checkpoints import find_damage, seal
-from verbatim.config.schema import RunConfig, TrainerConfig, WarmStartConfig
-from verbatim.disk import keep_aside, rename
+from verbatim.config.schema import RunConfig, WarmStartConfig
+from verbatim.disk import keep_aside, making
 from verbatim.environments.resolve import corpus
 from verbatim.errors import UsageError
 from verbatim.losses import LOSSES
@@ -20,8 +19,7 @@ from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts import derive_seed, trajectory_from_messages
-from verbatim.run.conversations import Conversation, read_conversations
-from verbatim.run.environments import Environments, demonstrations
+from verbatim.run.environments import Environments, demonstrations, read_conversations
 from verbatim.run.rollouts import make_renderer
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.warm_start import warm_start
@@ -47,26 +45,21 @@ def prepare_model(config: RunConfig, environments: Environments, folder: Path, c
 def _build(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
     build_config = config.model.build
     assert build_config is not None
-    target, partial = folder / "model", folder / ".model.partial"
+    target = folder / "model"
     if _is_whole(target):  # made by a process that was killed before its first checkpoint
         return target
-    shutil.rmtree(partial, ignore_errors=True)
     texts = corpus([demonstration for _, demonstration in demonstrations(environments, 2000, config.seed)])
-    build_model(partial, build_config, texts, seed=derive_seed(config.seed, "model") % 2**32)
-    seal(partial)
-    rename(partial, target)
+    with making(target) as partial:
+        build_model(partial, build_config, texts, seed=derive_seed(config.seed, "model") % 2**32)
+        seal(partial)
     console.print(f"model       built in {target}", soft_wrap=True)
     return target
 
 
 def _warm_start(
-    config: RunConfig,
-    settings: WarmStartConfig,
-    environments: Environments,
-    source: Path,
-    folder: Path,
+    config: RunConfig, settings: WarmStartConfig, environments: Environments, source: Path, folder: Path,
     console: Console,
-) -> Path:
+) -> Path:  # fmt: skip
     target = folder / "warm_start"
     if _is_whole(target):
         console.print(f"warm start  done before, in {target}", soft_wrap=True)
@@ -76,7 +69,7 @@ def _warm_start(
     samples = _warm_start_samples(config, settings, environments, renderer, console)
     trainer = Trainer(
         source,
-        _warm_start_trainer(config.trainer, settings),
+        config.trainer.model_copy(update={"optim": settings.optim, "optimizer_steps_per_batch": 1}),
         loss=LOSSES["sft"],
         total_optimizer_steps=settings.steps,
         tokenizer=tokenizer,
@@ -91,18 +84,12 @@ def _warm_start(
             console.print(f"warm start  optimizer step {step}/{settings.steps}  loss per token {metrics['loss']:.3f}")
 
     warm_start(
-        trainer,
-        samples,
-        steps=settings.steps,
-        batch_size=settings.batch_size,
-        seed=derive_seed(config.seed, "warm_start") % 2**32,
-        on_step=show,
-    )
-    partial = folder / ".warm_start.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    trainer.save_weights(partial)
-    seal(partial)
-    rename(partial, target)
+        trainer, samples, steps=settings.steps, batch_size=settings.batch_size,
+        seed=derive_seed(config.seed, "warm_start") % 2**32, on_step=show,
+    )  # fmt: skip
+    with making(target) as partial:
+        trainer.save_weights(partial)
+        seal(partial)
     console.print(f"warm start  done in {time.monotonic() - started:.0f} s")
     return target
 
@@ -124,7 +111,11 @@ def _warm_start_samples(
 ) -> list[list[TrainingSample]]:
     samples: list[list[TrainingSample]] = []
     left_out = 0
-    for number, (env, messages, tools) in enumerate(_conversations(config, settings, environments)):
+    conversations = read_conversations(settings.data) if settings.data is not None else [
+        (env, demonstration.messages, demonstration.tools)
+        for env, demonstration in demonstrations(environments, settings.conversations, config.seed)
+    ]  # fmt: skip
+    for number, (env, messages, tools) in enumerate(conversations):
         trajectory = trajectory_from_messages(
             renderer, messages, tools or None, trajectory_id=f"demonstration-{number}", env=env
         )
@@ -133,25 +124,8 @@ def _warm_start_samples(
         if built.samples:
             samples.append(built.samples)
     if left_out:
-        console.print(
-            f"warm start  {left_out} tokens of turns beyond seq_len = {config.orchestrator.seq_len} are left out",
-            style="yellow",
-        )
+        console.print(f"warm start  {left_out} tokens of turns beyond seq_len = {config.orchestrator.seq_len} are left "
+                      "out", style="yellow")  # fmt: skip
     if not samples:
         raise UsageError(f"warm_start: no conversation fits seq_len = {config.orchestrator.seq_len}; raise it")
     return samples
-
-
-def _warm_start_trainer(trainer: TrainerConfig, settings: WarmStartConfig) -> TrainerConfig:
-    return trainer.model_copy(update={"optim": settings.optim, "optimizer_steps_per_batch": 1})
-
-
-def _conversations(
-    config: RunConfig, settings: WarmStartConfig, environments: Environments
-) -> list[Conversation]:
-    if settings.data is not None:
-        return read_conversations(settings.data)
-    return [
-        (env, demonstration.messages, demonstration.tools)
-        for env, demonstration in demonstrations(environments, settings.conversations, config.seed)
-    ]

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from verbatim.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
-
 NOT_WRITTEN = "not_written"
 """The key of a logged trajectory's `info` that says what is missing in its record."""
 
@@ -43,15 +42,12 @@ class RunLog:
     """An `Observer` and a `Checkpointer`: the loop tells it what happens, it tells files and people.
 
     Args:
-        folder: The run folder.
         title: The learning curve's title.
         max_steps: Steps in all.
         first_step: Steps that an earlier process did; what that process logged beyond them is dropped. What is
             missing or damaged in its logs is told, and the run goes on without it.
         save_trajectories: Whether every training trajectory is written.
-        console: Where each step is shown.
         monitors: Those that listen beside the console, the metrics log and the learning curve.
-        store: The checkpoints.
         environments: Those that are evaluated, by label.
         earlier_seconds: What earlier processes of this run took.
         started: `time.monotonic()` when this process began.
@@ -88,13 +84,10 @@ class RunLog:
             path = folder.trajectories
             self._trajectories = TrajectoryLog(path, self._go_back(path, first_step, is_trajectory))
             self._writers[path.name] = self._trajectories.writer
-        curve = LearningCurve(
-            folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant
-        )
+        curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
         self._num_incomplete = 0
-        self._monitors = Monitors(
-            [metrics, Console(max_steps, console=console, first_step=first_step), curve, *monitors]
-        )
+        shown = Console(max_steps, console=console, first_step=first_step)
+        self._monitors = Monitors([metrics, shown, curve, *monitors])
 
     def _go_back(self, path: Path, step: int, is_record: Callable[[Any], bool]) -> LogMark:
         """Bring a log back to the checkpoint of this step; where it is damaged, say so, and not again next time."""
@@ -119,9 +112,8 @@ class RunLog:
         self._monitors.on_step(step, metrics, rollout_distributions(groups, step - 1))
         if self._trajectories is not None:
             try:
-                for group in groups:
-                    for trajectory in group.trajectories:
-                        self._write(self._trajectories, step, trajectory)
+                for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+                    self._write(self._trajectories, step, trajectory)
             except OSError as error:
                 self._close(self._trajectories)
                 self._trajectories = None
@@ -179,18 +171,13 @@ class RunLog:
         """Wait until the logs are on disk; how long each is. One that cannot be synced costs no checkpoint."""
         marks = {}
         for name, writer in self._writers.items():
-            try:
+            with _told(writer):
                 marks[name] = dataclasses.asdict(writer.sync())
-            except OSError as error:
-                logger.error("%s could not be written to the disk: %s", writer.path, error.strerror or error)
         return marks
 
     def _close(self, log: TrajectoryLog) -> None:
-        self._writers.pop(log.writer.path.name)
-        try:
+        with _told(self._writers.pop(log.writer.path.name)):
             log.close()
-        except OSError as error:
-            logger.error("%s could not be written to the disk: %s", log.writer.path, error.strerror or error)
 
     def close(self) -> None:
         """Close files, draw the curve."""
@@ -207,6 +194,15 @@ class RunLog:
         summary["seconds"] = round(self.seconds, 1)
         write_json(self._folder.summary, summary)
         return summary
+
+
+@contextlib.contextmanager
+def _told(writer: JsonlWriter) -> Iterator[None]:
+    """Log an OSError of the block, which writes a log to the disk."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("%s could not be written to the disk: %s", writer.path, error.strerror or error)
 
 
 def _mark(value: Any) -> LogMark | None:

@@ -1,27 +1,85 @@
-"""Runs the trainer in a process of its own: serves one orchestrator until it ends the run."""
+"""Builds the trainer of a run, and runs it in a process of its own: serves one orchestrator until it ends the run."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from verbatim.checkpoints import ORCHESTRATOR, RunFolder
+from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.logs import last_lines
-from verbatim.transport import TrainerReady
+from verbatim.run.parts import make_loss
+from verbatim.transport import TrainerReady, WeightFolders
+from verbatim.transport.canary import PROBE_LENGTH
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
 from verbatim.transport.heartbeat import Heartbeat, PeerWatch
 
 if TYPE_CHECKING:
     from verbatim.trainer.worker import TrainerWorker
+
+def open_trainer(
+    config: RunConfig, environments: Callable[[], Environments], folder: RunFolder, console: Console, *, states: Path
+) -> tuple[TrainerWorker, TrainerReady]:
+    """A trainer that holds the newest checkpoint of the run, or the model the run begins with.
+
+    Args:
+        environments: Asked only where a model has to be built or warm-started.
+        states: Where the trainer leaves its parts of checkpoints.
+    """
+    from verbatim.models.loading import load_tokenizer
+    from verbatim.run.prepare import prepare_model
+    from verbatim.trainer.trainer import Trainer
+    from verbatim.trainer.worker import TrainerWorker
+
+    found = CheckpointStore(folder.checkpoints, read_only=True).latest()
+    source = found.folder / "weights" if found else prepare_model(config, environments(), folder.path, console)
+    trainer = Trainer(
+        source,
+        config.trainer,
+        loss=make_loss(config),
+        total_optimizer_steps=config.max_steps * config.trainer.optimizer_steps_per_batch,
+        tokenizer=load_tokenizer(source),
+        seq_len=config.orchestrator.seq_len,
+    )
+    if found is not None:
+        trainer.load_state(found.folder / "trainer")
+    worker = TrainerWorker(
+        trainer,
+        version=found.step if found is not None else 0,
+        weights=WeightFolders(folder.weights.resolve(), keep=config.orchestrator.max_async_level + 2),
+        states=states.resolve(),
+        probe_length=min(PROBE_LENGTH, config.orchestrator.seq_len),
+    )
+    ready = TrainerReady(
+        version=worker.version,
+        weights=str(source.resolve() if source.exists() else source),  # the other process may stand elsewhere
+        checkpoint=found.folder.resolve() if found is not None else None,
+        probes=worker.probe(),
+    )
+    return worker, ready
+
+
+def threads_of(config: RunConfig, own: int | None) -> int | None:
+    """Threads for one side's matrix products; None = torch's own setting, all cores.
+
+    Where both sides compute at the same time, each gets its half of the cores: two teams of threads on the same cores
+    wait for each other.
+    """
+    if own is not None:
+        return own
+    if config.orchestrator.max_async_level == 0 or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
 
 AskedToEnd = Callable[[Exchange, Heartbeat], AbstractContextManager[Callable[[], bool]]]
 """Hears of Ctrl-C and SIGTERM while the block runs; what it gives says whether one came."""
@@ -34,8 +92,6 @@ def serve_trainer(
     """Whether the process was asked to end.
 
     Args:
-        config: The run's configuration, with its name.
-        folder: The run folder.
         console: Is told how the preparation goes on; of a trainer that was started by itself, each batch too.
         asked_to_end: Handles Ctrl-C and SIGTERM.
         session: The folder below the exchange where both processes meet; None where this process was started by itself.
@@ -52,14 +108,10 @@ def _serve(
     config: RunConfig, folder: RunFolder, exchange: Exchange, heartbeat: Heartbeat, console: Console,
     asked_to_end: AskedToEnd, *, supervised: bool,
 ) -> bool:  # fmt: skip
-    from verbatim.run.trainer_setup import open_trainer, threads_of
     from verbatim.trainer.local import set_num_threads
     from verbatim.trainer.serve import serve
 
-    def environments() -> Environments:
-        return make_environments(config)
-
-    worker, ready = open_trainer(config, environments, folder, console, states=exchange.states)
+    worker, ready = open_trainer(config, lambda: make_environments(config), folder, console, states=exchange.states)
     set_num_threads(threads_of(config, config.trainer.num_threads))
     exchange.ready(ready)
     with asked_to_end(exchange, heartbeat) as stopped:

@@ -26,7 +26,7 @@ from verbatim.errors import RunStopped, UsageError
 from verbatim.imports import child_environment
 from verbatim.run.environments import Environments
 from verbatim.run.logs import last_lines
-from verbatim.run.trainer_setup import open_trainer, threads_of
+from verbatim.run.trainer_main import open_trainer, threads_of
 from verbatim.transport import TrainerLink, TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat, PeerWatch
@@ -92,8 +92,8 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
     try:
         ready = _wait_until_ready(exchange, config, ended, log)
         exchange.attach()
-        with _heartbeats(exchange, config, ended, log) as side:
-            yield side(ready)
+        with _side(ready, exchange, config, ended, log) as side:
+            yield side
         patience = _PATIENCE
     except RunStopped as error:
         patience = _LITTLE_PATIENCE
@@ -117,35 +117,34 @@ def trainer_elsewhere(config: RunConfig, folder: RunFolder, console: Console) ->
     ready = _wait_until_ready(exchange, config, lambda: None, log)
     if not exchange.attach():
         raise RunStopped(f"the trainer of {folder.path} serves another orchestrator; end it, and start it again")
-    with _heartbeats(exchange, config, lambda: None, log) as side:
-        yield side(ready)
+    with _side(ready, exchange, config, lambda: None, log) as side:
+        yield side
 
 
 @contextlib.contextmanager
-def _heartbeats(
-    exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
-) -> Iterator[Callable[[TrainerReady], TrainerSide]]:
-    """This side's signs of life, and the watch on the other's."""
+def _side(
+    ready: TrainerReady, exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
+) -> Iterator[TrainerSide]:
+    """The trainer, while this side gives signs of life."""
     watch = _watch(exchange, config, config.orchestrator.stall_timeout)
-
-    def fault() -> str | None:
-        gone = ended()
-        if gone is not None:
-            return gone
-        seen = watch.fault()
-        return None if seen is None else f"{seen}{last_lines(log)}"
 
     def wants_to_stop() -> bool:
         watch.fault()  # looks anew, also where nothing waits for the trainer
         return watch.wants_to_stop
 
     with Heartbeat(exchange.orchestrator_beat) as heartbeat:
-        yield lambda ready: TrainerSide(
-            ready=ready,
-            link=RemoteTrainer(exchange, fault=fault),
-            progress=heartbeat.progress,
-            wants_to_stop=wants_to_stop,
-        )
+        yield TrainerSide(
+            ready=ready, link=RemoteTrainer(exchange, fault=lambda: _fault(watch, ended, log)),
+            progress=heartbeat.progress, wants_to_stop=wants_to_stop,
+        )  # fmt: skip
+
+
+def _fault(watch: PeerWatch, ended: Callable[[], str | None], log: Path) -> str | None:
+    """What is wrong with the trainer."""
+    if (gone := ended()) is not None:
+        return gone
+    seen = watch.fault()
+    return None if seen is None else f"{seen}{last_lines(log)}"
 
 
 def _watch(exchange: Exchange, config: RunConfig, stall_timeout: float) -> PeerWatch:
@@ -161,26 +160,21 @@ def _wait_until_ready(
     """Wait without a limit: a warm start may take hours before the first step."""
     watch = _watch(exchange, config, math.inf)
     while (ready := exchange.read_ready()) is None:
-        if (gone := ended()) is not None:
-            raise RunStopped(gone)
-        if (fault := watch.fault()) is not None:
-            raise RunStopped(f"{fault}{last_lines(log)}")
+        if (fault := _fault(watch, ended, log)) is not None:
+            raise RunStopped(fault)
         time.sleep(_POLL)
     return ready
 
 
 def _find_session(root: Path, console: Console, run: Path) -> Exchange:
     """The session of a trainer that lives: its heartbeat counts up while we look."""
+    first: dict[Path, int] = {}
     told = False
-    stale: tuple[Path, int] | None = None
     while True:
         exchange = Exchange.current(root)
         beats = exchange.beats() if exchange is not None else None
-        if exchange is not None and beats is not None:
-            if stale is not None and stale[0] == exchange.folder and beats > stale[1]:
-                return exchange
-            if stale is None or stale[0] != exchange.folder:
-                stale = (exchange.folder, beats)
+        if exchange is not None and beats is not None and beats > first.setdefault(exchange.folder, beats):
+            return exchange
         if not told:
             told = True
             console.print(f"waiting for the trainer:  verbatim trainer FILE --run-dir {run}", soft_wrap=True)

@@ -11,7 +11,7 @@ from verbatim.machine_faults import describe
 from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat
-from verbatim.transport.trainer_messages import TrainerMessage, report_to_json
+from verbatim.transport.trainer_messages import TrainerMessage, to_json
 
 
 def serve(
@@ -57,9 +57,9 @@ def _execute(
             assert message.folder is not None
             worker.save(message.folder, message.version)
             return {"result": None}
-        report = report_to_json(worker.train(message.samples, message.version, checkpoint=message.checkpoint))
+        report = to_json(worker.train(message.samples, message.version, checkpoint=message.checkpoint))
     except (RunStopped, OSError) as error:
         return {"error": describe(error)}
-    report["metrics"]["time/trainer_idle"] = idle
+    report["metrics"] = {**report["metrics"], "time/trainer_idle": idle}
     on_step(message.version, report["metrics"])
     return {"result": report}

@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from verbatim.transport.trainer_messages import (
     message_to_bytes,
     read_message,
     ready_from_json,
-    ready_to_json,
+    to_json,
 )
 
 _CURRENT = "current"
@@ -57,7 +57,7 @@ class Exchange:
 
     def ready(self, ready: TrainerReady) -> None:
         """Say that messages may come."""
-        publish_json(self.folder / "ready.json", ready_to_json(ready))
+        publish_json(self.folder / "ready.json", to_json(ready))
 
     def wait_for_message(self, number: int, look: Callable[[], None]) -> TrainerMessage:
         """The message of this number, as soon as it is there; its file is removed.
@@ -67,10 +67,11 @@ class Exchange:
             look: Called while waiting; ends the wait by raising.
         """
         path = self.messages / _name(number, "safetensors")
-        for _ in _waits():
-            if path.exists():
-                break
+        seconds = FIRST_WAIT
+        while not path.exists():
             look()
+            time.sleep(seconds)
+            seconds = min(2 * seconds, LONGEST_WAIT)
         message = read_message(path)
         path.unlink()
         return message
@@ -141,12 +142,3 @@ class Exchange:
 
 def _name(number: int, suffix: str) -> str:
     return f"{number:06d}.{suffix}"
-
-
-def _waits() -> Iterator[None]:
-    """Sleep a little longer each time."""
-    seconds = FIRST_WAIT
-    while True:
-        yield
-        time.sleep(seconds)
-        seconds = min(2 * seconds, LONGEST_WAIT)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -97,59 +97,40 @@ def read_message(path: Path) -> TrainerMessage:
         )
         for i in range(len(head[_NAMES[0]]))
     )  # fmt: skip
-    folder = None if head["folder"] is None else Path(head["folder"])
     return TrainerMessage(
-        kind=head["kind"], version=head["version"], samples=samples, checkpoint=head["checkpoint"], folder=folder
-    )
-
-
-def report_to_json(report: StepReport) -> dict[str, Any]:
-    """Plain JSON values; floats keep every bit."""
-    fields = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
-    return {
-        **fields,
-        "weights": str(report.weights),
-        "metrics": dict(report.metrics),
-        "probes": None if report.probes is None else _probes_to_json(report.probes),
-        "state": None if report.state is None else str(report.state),
-    }
-
-
-def report_from_json(value: Mapping[str, Any]) -> StepReport:
-    """The inverse of `report_to_json`."""
-    changes = {
-        "weights": Path(value["weights"]),
-        "probes": None if value["probes"] is None else _probes_from_json(value["probes"]),
-        "state": None if value["state"] is None else Path(value["state"]),
-    }
-    return StepReport(**{**value, **changes})
-
-
-def ready_to_json(ready: TrainerReady) -> dict[str, Any]:
-    """Plain JSON values."""
-    return {
-        "version": ready.version,
-        "weights": ready.weights,
-        "checkpoint": None if ready.checkpoint is None else str(ready.checkpoint),
-        "probes": None if ready.probes is None else _probes_to_json(ready.probes),
-    }
-
-
-def ready_from_json(value: Mapping[str, Any]) -> TrainerReady:
-    """The inverse of `ready_to_json`."""
-    checkpoint = None if value["checkpoint"] is None else Path(value["checkpoint"])
-    return TrainerReady(
-        version=value["version"], weights=value["weights"], checkpoint=checkpoint,
-        probes=None if value["probes"] is None else _probes_from_json(value["probes"]),
+        kind=head["kind"], version=head["version"], samples=samples, checkpoint=head["checkpoint"],
+        folder=_path(head["folder"]),
     )  # fmt: skip
 
 
-def _probes_to_json(probes: Probes) -> dict[str, Sequence[Sequence[float]]]:
-    return {"token_ids": [ids.tolist() for ids in probes.token_ids],
-            "logprobs": [logprobs.tolist() for logprobs in probes.logprobs]}  # fmt: skip
+def to_json(record: StepReport | TrainerReady) -> dict[str, Any]:
+    """Plain JSON values; floats keep every bit."""
+    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    fields = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
+    if record.probes is not None:
+        fields["probes"] = {"token_ids": [ids.tolist() for ids in record.probes.token_ids],
+                            "logprobs": [logprobs.tolist() for logprobs in record.probes.logprobs]}  # fmt: skip
+    return fields
 
 
-def _probes_from_json(value: Mapping[str, Any]) -> Probes:
+def report_from_json(value: Mapping[str, Any]) -> StepReport:
+    """The inverse of `to_json`."""
+    changes = {"weights": Path(value["weights"]), "probes": _probes(value["probes"]), "state": _path(value["state"])}
+    return StepReport(**{**value, **changes})
+
+
+def ready_from_json(value: Mapping[str, Any]) -> TrainerReady:
+    """The inverse of `to_json`."""
+    return TrainerReady(**{**value, "checkpoint": _path(value["checkpoint"]), "probes": _probes(value["probes"])})
+
+
+def _path(value: str | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def _probes(value: Mapping[str, Any] | None) -> Probes | None:
+    if value is None:
+        return None
     return Probes(
         token_ids=tuple(np.array(ids, dtype=np.int32) for ids in value["token_ids"]),
         logprobs=tuple(np.array(logprobs, dtype=np.float32) for logprobs in value["logprobs"]),

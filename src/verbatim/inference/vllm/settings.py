@@ -10,9 +10,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from verbatim.config import BackendSettings
-from verbatim.config.packages import is_installed
 from verbatim.config.sections import PositiveFloat, PositiveInt
 from verbatim.errors import UsageError
+from verbatim.imports import is_installed
 
 _ASK_PYTHON = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('vllm') else 3)"
 _NO_VLLM = 3
