@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.loop_runs import nothing_left_behind
+from verbatim.rollouts.main_loop import run_main
 from verbatim.run.trainer_process import while_telling
 
 
@@ -60,3 +61,18 @@ async def test_what_the_work_raises_is_raised(error):
     async with nothing_left_behind():
         with pytest.raises(ValueError, match="no"):
             await while_telling(told.side, told, work())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("enough"), SystemExit(3)])
+def test_an_exit_that_a_monitor_raises_ends_the_run_and_is_not_logged_as_a_stray_tasks(caplog, error):
+    def on_step():
+        raise error
+
+    async def work():
+        await asyncio.to_thread(on_step)
+
+    told = Told()
+    with pytest.raises(type(error)) as caught:
+        run_main(while_telling(told.side, told, work()))
+    assert caught.value is error
+    assert not caplog.records

@@ -31,6 +31,7 @@ from verbatim.transport import TrainerLink, TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat, PeerWatch
 from verbatim.transport.remote_trainer import RemoteTrainer
+from verbatim.user_code import is_ctrl_c
 
 _USAGE = 2
 """The exit status of a trainer that refuses what was configured (`verbatim.cli.exit_status`)."""
@@ -204,11 +205,25 @@ async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[An
         BaseException: what the work raised, or what went wrong as its progress was told: a trainer that hears of none
             would take this process for stuck.
     """
-    working, telling = asyncio.create_task(work), asyncio.create_task(_tell_progress(side, orchestrator))
+    exits: list[BaseException] = []
+
+    async def held() -> bool:
+        """An exit that left this task would end the event loop, which takes it for one of an environment's tasks."""
+        try:
+            return await work
+        except (SystemExit, KeyboardInterrupt) as error:
+            if is_ctrl_c(error):
+                raise
+            exits.append(error)
+            return False
+
+    working, telling = asyncio.create_task(held()), asyncio.create_task(_tell_progress(side, orchestrator))
     try:
         await asyncio.wait({working, telling}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             telling.result()
+        if exits:
+            raise exits[0]
         return working.result()
     finally:
         for task in (working, telling):
