@@ -83,7 +83,7 @@ class Play:
             batches.put_nowait(groups)
         await trainer
         await self.dispatcher.stop()
-        self.stale = self.dispatcher.take_stale()
+        self.stale = [group for kind, group in self.dispatcher.take_dropped() if kind is None]
         self.ledger.drop({"unused_at_end": self.dispatcher.discard()})
         self.ledger.check(pending=0)
         return self.taken

@@ -50,9 +50,7 @@ class PlanFault(ModelError):
     def __init__(self, error: Exception) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         said = isinstance(cause, NotImplementedError)  # raised by this package
-        super().__init__(
-            str(cause) if said else f"attention that no plan can take the place of ({describe(cause)})"
-        )
+        super().__init__(str(cause) if said else f"attention that no plan can take the place of ({describe(cause)})")
 
 
 @dataclass(frozen=True, eq=False)

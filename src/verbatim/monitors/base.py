@@ -1,4 +1,4 @@
-"""Defines the monitor protocol and the names of the common metrics; combines several monitors into one."""
+"""Defines the monitor protocol; combines several monitors into one."""
 
 from __future__ import annotations
 
@@ -22,28 +22,6 @@ Metrics = Mapping[str, float]
 Distributions = Mapping[str, Sequence[float]]
 """Name to one value for each rollout of a batch, filtered ones included."""
 NO_DISTRIBUTIONS: Distributions = MappingProxyType({})
-
-REWARD = "reward/mean"
-"""Mean raw reward of the batch's rollouts."""
-SUCCESS = "success"
-"""Share of episodes that reached their goal, in training and in evaluation."""
-FAILED = "rollouts/failed_share"
-"""Share of the batch's rollouts that failed with an error; their tokens are not trained."""
-TURNS = "turns"
-"""Mean turns of a trajectory."""
-SAMPLER_SPEED = "sampler/tokens_per_second"
-"""Completion tokens per second of wall-clock time."""
-TRAINER_SPEED = "tokens_per_second"
-"""Computed tokens per second of wall-clock time spent training."""
-MISMATCH_KL = "mismatch_kl"
-"""KL divergence between the sampler's and the trainer's distributions, mean over trained tokens."""
-
-STALENESS = "staleness/mean"
-"""Mean age of the batch's rollouts when they were trained: batches since the version that began them."""
-SAMPLER_IDLE = "time/sampler_idle"
-"""Seconds of the step in which no sequence was in flight."""
-TRAINER_IDLE = "time/trainer_idle"
-"""Seconds for which the trainer waited for the batch."""
 
 
 class Monitor(Protocol):

@@ -8,34 +8,20 @@ import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from verbatim.monitors.base import (
-    FAILED,
-    MISMATCH_KL,
-    NO_DISTRIBUTIONS,
-    REWARD,
-    SAMPLER_IDLE,
-    SAMPLER_SPEED,
-    STALENESS,
-    SUCCESS,
-    TRAINER_IDLE,
-    TRAINER_SPEED,
-    TURNS,
-    Distributions,
-    Metrics,
-)
+from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
 from verbatim.plain_console import PlainConsole
 
 COLUMNS = (
-    ("reward", REWARD),
-    ("success", SUCCESS),
-    ("failed", FAILED),
-    ("turns", TURNS),
-    ("mismatch KL", MISMATCH_KL),
-    ("age", STALENESS),
-    ("sampler tok/s", SAMPLER_SPEED),
-    ("idle s", SAMPLER_IDLE),
-    ("trainer tok/s", TRAINER_SPEED),
-    ("idle s", TRAINER_IDLE),
+    ("reward", "reward/mean"),
+    ("success", "success"),
+    ("failed", "rollouts/failed_share"),
+    ("turns", "turns"),
+    ("mismatch KL", "mismatch_kl"),
+    ("age", "staleness/mean"),
+    ("sampler tok/s", "sampler/tokens_per_second"),
+    ("idle s", "time/sampler_idle"),
+    ("trainer tok/s", "tokens_per_second"),
+    ("idle s", "time/trainer_idle"),
 )
 """Heading and metric of each column. A metric that is missing or NaN is shown as -."""
 
@@ -52,9 +38,7 @@ class Console:
         first_step: Steps done before this process started (a resumed run).
     """
 
-    def __init__(
-        self, max_steps: int, *, console: rich.console.Console | None = None, first_step: int = 0
-    ) -> None:
+    def __init__(self, max_steps: int, *, console: rich.console.Console | None = None, first_step: int = 0) -> None:
         self.console = console or PlainConsole()
         self.max_steps = max_steps
         self._num_lines = 0

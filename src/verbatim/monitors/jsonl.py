@@ -48,10 +48,7 @@ class JsonlWriter:
         self.path = path
         make_folder(path.parent)
         is_new = not path.exists()
-        if mark is None:
-            _cut_torn_line(path)
-            mark = measure(path)
-        self.mark = mark
+        self.mark = _cut_torn_line(path) if mark is None else mark
         """Where the next record begins."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._is_torn = False
@@ -135,18 +132,13 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _cut_torn_line(path: Path, block: int = 1 << 16) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        end = position = file.seek(0, os.SEEK_END)
-        while position:
-            start = max(0, position - block)
-            file.seek(start)
-            newline = file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
+def _cut_torn_line(path: Path) -> LogMark:
+    """The mark behind the last whole line of a file, where the file ends then."""
+    mark = LogMark()
+    if path.is_file():
+        with path.open("rb") as lines:
+            for line in lines:
+                mark = mark.after(line) if line.endswith(b"\n") else mark
+        if path.stat().st_size > mark.size:
+            os.truncate(path, mark.size)
+    return mark

@@ -10,7 +10,7 @@ from typing import Any
 
 from verbatim.errors import UsageError
 from verbatim.imports import is_installed
-from verbatim.monitors.base import NO_DISTRIBUTIONS, REWARD, SUCCESS, Distributions, Metrics
+from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
 from verbatim.monitors.jsonl import read_jsonl
 
 logger = logging.getLogger(__name__)
@@ -37,16 +37,14 @@ def read_curve(metrics_path: Path) -> Curve:
     curve = Curve()
     for record in read_jsonl(metrics_path):
         metrics = record["metrics"]
-        if record["kind"] == "train" and REWARD in metrics:
-            curve.rewards.append((record["step"], float(metrics[REWARD])))
-        elif record["kind"] == "eval" and SUCCESS in metrics:
-            curve.evals.setdefault(record["env"], []).append((record["step"], float(metrics[SUCCESS])))
+        if record["kind"] == "train" and "reward/mean" in metrics:
+            curve.rewards.append((record["step"], float(metrics["reward/mean"])))
+        elif record["kind"] == "eval" and "success" in metrics:
+            curve.evals.setdefault(record["env"], []).append((record["step"], float(metrics["success"])))
     return curve
 
 
-def draw_curve(
-    curve: Curve, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None
-) -> None:
+def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None) -> None:
     """Training reward, evaluations with the first and the last one marked, and what a constant policy can reach.
 
     Args:

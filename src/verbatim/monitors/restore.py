@@ -99,9 +99,7 @@ def restore(
     return Restored(mark=kept.mark, fault=why, earlier=kept.earlier)
 
 
-def _copy(
-    path: Path, new: BinaryIO, step: int, is_record: Callable[[Any], bool], checkpoints: Sequence[int]
-) -> _Kept:
+def _copy(path: Path, new: BinaryIO, step: int, is_record: Callable[[Any], bool], checkpoints: Sequence[int]) -> _Kept:
     kept, ahead = _Kept(), list(checkpoints)
     if path.exists():
         with path.open("rb") as lines:

@@ -43,7 +43,6 @@ class _Ended(_Launched):
     """A group whose episodes have ended."""
 
     group: Group
-    """The trajectories."""
 
 
 class Dispatcher:
@@ -96,8 +95,7 @@ class Dispatcher:
         self._max_steps = max_steps
         self._online_difficulty_filtering = online_difficulty_filtering
         self._needs_rewards = needs_rewards
-        self._filtered: list[tuple[Flatness, Group]] = []
-        self._stale: list[Group] = []
+        self._dropped: list[tuple[Flatness | None, Group]] = []
         self._filtered_in_a_row = 0
         self._version = 0
         self._next_batch = 0
@@ -281,7 +279,7 @@ class Dispatcher:
     def _filter(self, run: GroupRun, group: Group, kind: Flatness) -> None:
         """A group that teaches nothing ends here; another one is launched in its place."""
         self._ledger.settle_group(run.index, trained=0, dropped={"difficulty": run.num_sampled_tokens})
-        self._filtered.append((kind, group))
+        self._dropped.append((kind, group))
         self._filtered_in_a_row += 1
         if self._filtered_in_a_row >= MOST_FILTERED_BATCHES * self._groups_per_batch:
             self._failure = self._failure or RunStopped(
@@ -303,7 +301,7 @@ class Dispatcher:
             failed = sum(t.num_sampled_tokens for t in group.trajectories if t.error is not None)
             dropped = {"stale": run.num_sampled_tokens - failed, "error": failed}
             self._ledger.settle_group(run.index, trained=0, dropped=dropped)
-            self._stale.append(group)
+            self._dropped.append((None, group))
             self._judge(ended.drawn, group)
 
     def metrics(self) -> dict[str, float]:
@@ -311,15 +309,11 @@ class Dispatcher:
         runners = {name: value for setup in self._setups.values() for name, value in setup.runner.metrics().items()}
         return {**self._schedule.pools.metrics(), **runners}
 
-    def take_filtered(self) -> list[tuple[Flatness, Group]]:
-        """The groups that online difficulty filtering dropped since this was last asked."""
-        filtered, self._filtered = self._filtered, []
-        return filtered
-
-    def take_stale(self) -> list[Group]:
-        """The groups that became too old before a batch took them, since this was last asked."""
-        stale, self._stale = self._stale, []
-        return stale
+    def take_dropped(self) -> list[tuple[Flatness | None, Group]]:
+        """The groups that ended without a batch since this was last asked: dropped by online difficulty filtering, with
+        the kind, or (None) too old."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: the schedule, and every group that was launched and is not settled."""

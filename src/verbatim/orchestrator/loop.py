@@ -115,7 +115,8 @@ class Orchestrator:
                 await self._evaluate()
             self._saved = self.step
             self._dispatcher.start(version=self.step, batch=self.step)
-            await self._train(lag)
+            self._metrics.begin(lag)
+            await self._train()
             cut_short = self.step < self._schedule.max_steps and not self._stopping.is_set()
             drained = self._dispatcher.drained if cut_short else None
             finished = self.step >= self._schedule.max_steps or drained is not None
@@ -134,19 +135,18 @@ class Orchestrator:
             lag.close()
             await self._dispatcher.stop()
 
-    async def _train(self, lag: LoopLag) -> None:
+    async def _train(self) -> None:
         producer = asyncio.create_task(self._producer.run(self.step), name="producer")
         watch = asyncio.create_task(self._watch(), name="watch")
-        self._metrics.begin()
         try:
             while (submitted := await self._next_submitted(producer, watch)) is not None:
-                await self._finish_step(submitted, lag)
+                await self._finish_step(submitted)
             await producer
         except (VerbatimError, OSError):
             # An external failure: completed batches are valid, so checkpoint them.
             self._stopping.set()
             await asyncio.gather(producer, self._dispatcher.stop(), return_exceptions=True)
-            await self._keep_what_was_trained(lag)
+            await self._keep_what_was_trained()
             raise
         finally:
             await cancel_all([producer, watch, *(submitted.report for submitted in self._producer.submitted)])
@@ -178,7 +178,7 @@ class Orchestrator:
                 watch.result()
         return self._producer.submitted[0]
 
-    async def _finish_step(self, submitted: Submitted, lag: LoopLag) -> None:
+    async def _finish_step(self, submitted: Submitted) -> None:
         began = time.perf_counter()
         report = await submitted.report
         waited = time.perf_counter() - began
@@ -188,11 +188,9 @@ class Orchestrator:
             seconds = await self._load_weights(report)
             self._dispatcher.advance(self.step)
         except (VerbatimError, OSError):
-            await self._record(submitted, report, {}, lag)
+            await self._record(submitted, report, {})
             raise
-        await self._record(
-            submitted, report, {"time/wait_for_trainer": waited, "time/weight_sync": seconds}, lag
-        )
+        await self._record(submitted, report, {"time/wait_for_trainer": waited, "time/weight_sync": seconds})
         if self.step % self._schedule.eval_interval == 0 or self.step == self._schedule.max_steps:
             await self._evaluate()
         if state is not None:
@@ -211,10 +209,8 @@ class Orchestrator:
         assert report.version == self.step
         return time.perf_counter() - began
 
-    async def _record(
-        self, submitted: Submitted, report: StepReport, timings: Mapping[str, float], lag: LoopLag
-    ) -> None:
-        await self._metrics.record(submitted, report, timings, lag, waiting=len(self._producer.submitted))
+    async def _record(self, submitted: Submitted, report: StepReport, timings: Mapping[str, float]) -> None:
+        await self._metrics.record(submitted, report, timings, waiting=len(self._producer.submitted))
 
     def _settle(self, submitted: Submitted, report: StepReport) -> None:
         """The batch's tokens end. From here on, `step` counts it."""
@@ -234,7 +230,7 @@ class Orchestrator:
         self.step += 1
         self.weights = report.weights
 
-    async def _keep_what_was_trained(self, lag: LoopLag) -> None:
+    async def _keep_what_was_trained(self) -> None:
         """Settle the batches that the trainer still finishes, and write a checkpoint if it can."""
         while self._producer.submitted:
             submitted = self._producer.submitted[0]
@@ -243,7 +239,7 @@ class Orchestrator:
             except (VerbatimError, OSError):
                 break
             self._settle(submitted, report)
-            await self._record(submitted, report, {}, lag)
+            await self._record(submitted, report, {})
         if self._saved == self.step:
             return
         try:

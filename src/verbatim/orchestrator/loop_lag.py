@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
@@ -17,16 +16,6 @@ INTERVAL = 0.05
 
 BLOCKED_AFTER = 20.0
 """Seconds after which the code that blocks the loop is named."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lag:
-    """Seconds of delay since the last reading."""
-
-    mean: float
-    """Mean of all measurements; 0 without any."""
-    longest: float
-    """The largest."""
 
 
 class LoopLag:
@@ -46,10 +35,11 @@ class LoopLag:
         self._watcher = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
         self._watcher.start()
 
-    def read(self) -> Lag:
-        """The lag since the last call."""
+    def read(self) -> dict[str, float]:
+        """The metrics since the last call: `loop/lag_mean` and `loop/lag_max`, seconds of delay; 0 without any."""
         late_now = max(0.0, time.monotonic() - self._ticked - INTERVAL)
-        lag = Lag(mean=self._sum / self._count if self._count else 0.0, longest=max(self._longest, late_now))
+        mean = self._sum / self._count if self._count else 0.0
+        lag = {"loop/lag_mean": mean, "loop/lag_max": max(self._longest, late_now)}
         self._sum, self._count, self._longest = 0.0, 0, 0.0
         return lag
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol, get_args, runtime_checkable
+from typing import Any, Protocol, get_args, runtime_checkable
 
 from verbatim.curriculum import Flatness
 from verbatim.environments.base import Environment, succeeded
@@ -20,24 +20,12 @@ from verbatim.transport import StepReport
 from verbatim.types import Group
 
 
-class EngineStats(Protocol):
-    """What an engine has done since it started."""
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens drawn."""
-
-    @property
-    def busy_seconds(self) -> float:
-        """Time with at least one sequence in flight."""
-
-
 @runtime_checkable
 class ReportsStats(Protocol):
     """A sampler that knows how busy it was."""
 
-    def stats(self) -> EngineStats:
-        """The figures so far."""
+    def stats(self) -> Any:
+        """Since it started: `sampled_tokens`, and `busy_seconds` with at least one sequence in flight."""
 
 
 @runtime_checkable
@@ -65,13 +53,14 @@ class StepMetrics:
         self._stats_before = (0, 0.0)
         self._step_began = 0.0
 
-    def begin(self) -> None:
-        """The first step begins."""
+    def begin(self, lag: LoopLag) -> None:
+        """The first step begins; `lag` measures the event loop."""
+        self._lag = lag
         self._sampled_before = self._ledger.sampled
         self._step_began = time.perf_counter()
 
     async def record(
-        self, submitted: Submitted, report: StepReport, timings: Mapping[str, float], lag: LoopLag, *, waiting: int
+        self, submitted: Submitted, report: StepReport, timings: Mapping[str, float], *, waiting: int
     ) -> None:
         """The step of this batch is done: check the ledger, and tell the observer.
 
@@ -79,12 +68,11 @@ class StepMetrics:
             submitted: The batch.
             report: What the trainer says of it.
             timings: `time/...` of the step, where they are known.
-            lag: Measures the event loop.
             waiting: Batches that the trainer has now.
         """
         pending = self._dispatcher.num_pending_tokens
         self._ledger.check(pending)
-        now, late = time.perf_counter(), lag.read()
+        now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         metrics = {
             **report.metrics,
@@ -96,19 +84,16 @@ class StepMetrics:
             "queue/groups_in_flight": self._dispatcher.num_running,
             "queue/groups_ready": self._dispatcher.num_ready,
             "queue/batches_submitted": waiting,
-            "loop/lag_mean": late.mean,
-            "loop/lag_max": late.longest,
+            **self._lag.read(),
             **self._sampler_metrics(seconds),
             **(self._sampler.metrics() if isinstance(self._sampler, ReportsMetrics) else {}),
             **self._dispatcher.metrics(),
         }
-        filtered, stale = self._dispatcher.take_filtered(), self._dispatcher.take_stale()
-        await asyncio.to_thread(self._tell, submitted, metrics, filtered, stale)
+        await asyncio.to_thread(self._tell, submitted, metrics, self._dispatcher.take_dropped())
 
     def _tell(
-        self, submitted: Submitted, metrics: Mapping[str, float], filtered: Sequence[tuple[Flatness, Group]],
-        stale: Sequence[Group],
-    ) -> None:  # fmt: skip
+        self, submitted: Submitted, metrics: Mapping[str, float], dropped: Sequence[tuple[Flatness | None, Group]]
+    ) -> None:
         batch, number = submitted.batch, submitted.number
         oldest = max(rules.max_off_policy_steps for rules in self._rules.values())
         successes = {
@@ -120,11 +105,13 @@ class StepMetrics:
             **metrics,
         }
         counts = {(env, kind): 0 for env in self._rules for kind in get_args(Flatness)}
-        for kind, group in filtered:
-            counts[group.env, kind] += len(group.completed)
+        for kind, group in dropped:
+            if kind is None:
+                everything["staleness/dropped"] += len(group.completed)
+            else:
+                counts[group.env, kind] += len(group.completed)
         everything |= {f"filtered_rollouts/{env}/{kind}": count for (env, kind), count in counts.items()}
-        everything["staleness/dropped"] += sum(len(group.completed) for group in stale)
-        groups = [*(g.group for g in batch), *(group for _, group in filtered), *stale]
+        groups = [*(g.group for g in batch), *(group for _, group in dropped)]
         self._observer.on_step(number + 1, everything, groups)
 
     def _sampler_metrics(self, seconds: float) -> dict[str, float]:

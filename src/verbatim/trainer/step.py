@@ -143,9 +143,7 @@ class GradientPass:
         self.lm.backward(hidden_MD, batch.target_ids_M, batch.temperatures_M, gradient)
         self.num_trained += len(batch)
 
-    def _gradient(
-        self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]]
-    ) -> Tensor:
+    def _gradient(self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]]) -> Tensor:
         """dL/dlogprob of the loss over these inputs, divided by the optimizer step's denominator."""
         with torch.enable_grad():
             total, metrics = checked_outputs(self.loss(inputs), self.loss.name)

@@ -95,15 +95,11 @@ class _Attend(torch.autograd.Function):
     """Softmax attention in at least float32. Legend: R queries of a block, over all heads that share keys: R = Q G."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query_KUGD: Tensor, key_KUD: Tensor, value_KUE: Tensor, blocks: Sequence[_Block]
-    ) -> Tensor:
+    def forward(ctx: Any, query_KUGD: Tensor, key_KUD: Tensor, value_KUE: Tensor, blocks: Sequence[_Block]) -> Tensor:
         ctx.save_for_backward(query_KUGD, key_KUD, value_KUE)
         ctx.blocks = blocks
         outs = []
-        for queries, key_UD, value_UE in zip(
-            _by_block(query_KUGD), _exact(key_KUD), _exact(value_KUE), strict=True
-        ):
+        for queries, key_UD, value_UE in zip(_by_block(query_KUGD), _exact(key_KUD), _exact(value_KUE), strict=True):
             for block, queries_RD in zip(blocks, queries, strict=True):
                 weights_RP = _weights(queries_RD, key_UD.index_select(0, block.keys_P), block)
                 outs.append(product(weights_RP, value_UE.index_select(0, block.keys_P).T))
