@@ -328,7 +328,7 @@ async def faulty_run(seed: int, model: Path | None, folder: Path) -> Tally:
         counted = known + sampler.num_drawn
         tally.drawn += sampler.num_drawn
         tally.outside += abs(counted - ledger.sampled) + abs(sampler.num_drawn - sampler.num_ended)
-        pending = orchestrator._dispatcher.num_pending_tokens
+        pending = orchestrator.dispatcher.num_pending_tokens
         ledger.check(pending)
         tally.ends[end] += 1
         if end == "finished" or attempt == 2:

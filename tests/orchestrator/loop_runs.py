@@ -211,7 +211,7 @@ def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=No
         probes=probes, logprob_models=logprob_models or {},
     )  # fmt: skip
     orchestrator.ledger_for_tests = ledger
-    orchestrator.pools_for_tests = dispatcher._schedule.pools
+    orchestrator.pools_for_tests = dispatcher.schedule.pools
     return orchestrator, notes, sampler
 
 

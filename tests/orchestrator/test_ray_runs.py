@@ -48,9 +48,9 @@ async def on_actors(orchestrator, sampler, name, **args):
     """The orchestrator of `loop_runs.make`, its episodes on two actors."""
     remote = RemoteSetup(env="coins", name=name, args=args, params=SamplingParams(), limits=EpisodeLimits())
     async with ray_runner({("train", "coins"): remote}, sampler, ByteRenderer(), workers=2) as player:
-        dispatcher = orchestrator._dispatcher
-        dispatcher._setups = {
-            label: dataclasses.replace(setup, runner=player) for label, setup in dispatcher._setups.items()
+        dispatcher = orchestrator.dispatcher
+        dispatcher.setups = {
+            label: dataclasses.replace(setup, runner=player) for label, setup in dispatcher.setups.items()
         }
         yield player
 
@@ -74,7 +74,7 @@ async def test_a_run_on_actors_trains_the_trajectories_of_a_local_one_also_when_
         await until(lambda: len(sampler.requests) == 12 + 6)
         os.kill(player.pids[0], signal.SIGKILL)
         await until(lambda: ledger.dropped["lost_worker"])
-        ledger.check(orchestrator._dispatcher.num_pending_tokens)
+        ledger.check(orchestrator.dispatcher.num_pending_tokens)
         sampler.go_on.set()
         assert await running
     assert sorted(map(said, trajectories(notes))) == sorted(map(said, trajectories(expected)))

@@ -41,8 +41,8 @@ class Rewarding(Coins):
 
 async def played(tmp_path, environment, reads=False):
     orchestrator, notes, _ = make(tmp_path, environment=environment, steps=3)
-    rules = orchestrator._producer._rules["coins"]
-    orchestrator._producer._rules = {"coins": replace(rules, reads_turn_rewards=reads)}
+    rules = orchestrator._producer.rules["coins"]
+    orchestrator._producer.rules = {"coins": replace(rules, reads_turn_rewards=reads)}
     assert await orchestrator.run()
     return orchestrator, [t for _, _, groups in notes.steps for group in groups for t in group.trajectories]
 

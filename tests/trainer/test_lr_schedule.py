@@ -1,10 +1,11 @@
 import pytest
 
-from verbatim.trainer.schedule import lr_factor
+from verbatim.config.schema import OptimConfig
+from verbatim.trainer.optim import learning_rate
 
 
 def factors(total, **kwargs):
-    return [lr_factor(step, total_steps=total, **kwargs) for step in range(total + 1)]
+    return [learning_rate(OptimConfig(lr=1.0, **kwargs), step, total) for step in range(total + 1)]
 
 
 def test_constant_is_constant():
@@ -43,4 +44,4 @@ def test_one_step_is_taken_at_the_peak():
 
 def test_more_steps_than_planned_are_a_broken_invariant():
     with pytest.raises(AssertionError):
-        lr_factor(5, total_steps=4)
+        learning_rate(OptimConfig(), 5, 4)

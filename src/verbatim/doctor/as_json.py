@@ -28,7 +28,6 @@ class JsonReport:
         self._write(f'{json.dumps(head)[:-1]}, "breaks": [')
 
     def add(self, diagnosis: Diagnosis) -> None:
-        """Write one break."""
         d = diagnosis
         line = d.template_line
         found = {

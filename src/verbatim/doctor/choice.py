@@ -20,7 +20,6 @@ class Choice:
         self._count = 0
 
     def add(self, diagnosis: Diagnosis) -> None:
-        """Add the next break of the file."""
         same = self._kept.setdefault(diagnosis.kind, [])
         if len(same) < self._limit:
             same.append((self._count, diagnosis))

@@ -33,13 +33,11 @@ class Diagnosis:
     turn: int
     """The turn whose prompt does not extend the recorded tokens."""
     agent: str
-    """The agent of the turn."""
     against: int
     """The turn that it should have extended."""
     position: int
     """Index of the first differing token of the prompt."""
     kind: BreakClass
-    """The class."""
     found: str
     """The evidence for the class, as text."""
     rows: tuple[Row, ...]
@@ -84,12 +82,10 @@ class Summary:
 
     @property
     def breaks(self) -> int:
-        """Number of all breaks."""
         return sum(sums.breaks for sums in self.classes.values())
 
     @property
     def by_design(self) -> int:
-        """Number of intended breaks."""
         return sum(sums.breaks for kind, sums in self.classes.items() if kind.by_design)
 
     @property
@@ -102,22 +98,15 @@ class Summary:
         return tokens / self.row_tokens if self.row_tokens else 0.0
 
 
+@dataclass
 class Doctor:
-    """Examines trajectories one by one; keeps only sums in memory.
+    """Examines trajectories one by one; keeps only sums in memory."""
 
-    Args:
-        text: Decodes ids; without it some classes cannot be recognised.
-        template_line: Returns the line of the chat template that causes a class, if there is one.
-    """
-
-    def __init__(
-        self,
-        text: TokenText | None = None,
-        template_line: Callable[[BreakClass], TemplateLine | None] = lambda kind: None,
-    ) -> None:
-        self.summary = Summary()
-        self._text = text
-        self._template_line = template_line
+    text: TokenText | None = None
+    """Decodes ids; without it some classes cannot be recognised."""
+    template_line: Callable[[BreakClass], TemplateLine | None] = lambda kind: None
+    """Returns the line of the chat template that causes a class, if there is one."""
+    summary: Summary = field(default_factory=Summary)
 
     def examine(self, logged: LoggedTrajectory) -> list[Diagnosis]:
         """The breaks of one trajectory, in order.
@@ -127,8 +116,8 @@ class Doctor:
         """
         turns = logged.trajectory.turns
         found = find_samples(turns)
-        if self._text is not None:
-            self._text.refuse_unknown(max((int(turns[s[-1]].path.ids().max()) for s in found.samples), default=0))
+        if self.text is not None:
+            self.text.refuse_unknown(max((int(turns[s[-1]].path.ids().max()) for s in found.samples), default=0))
         summary = self.summary
         summary.trajectories += 1
         summary.turns += len(turns)
@@ -137,14 +126,14 @@ class Doctor:
         summary.tree_tokens += found.tree_tokens
         diagnoses = []
         for opening in found.openings:
-            difference = Difference(turns, opening, self._text, logged.tools)
+            difference = Difference(turns, opening, self.text, logged.tools)
             kind, why = classify(difference)
             # A new conversation has no history; only its shared prefix is computed twice.
             repeated = difference.at if kind.by_design else difference.alignment.history_end
             diagnosis = Diagnosis(
                 trajectory=logged.trajectory.trajectory_id, line=logged.line, turn=opening.turn,
                 agent=turns[opening.turn].agent, against=opening.against[-1], position=difference.at, kind=kind,
-                found=why, rows=side_by_side(difference), template_line=self._template_line(kind), repeated=repeated,
+                found=why, rows=side_by_side(difference), template_line=self.template_line(kind), repeated=repeated,
                 repeated_in_tree=repeated - difference.at, share=repeated / found.row_tokens,
             )  # fmt: skip
             diagnoses.append(diagnosis)

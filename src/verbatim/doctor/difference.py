@@ -34,7 +34,6 @@ class Difference:
     """The input of the tests for classes."""
 
     turns: Sequence[Turn]
-    """All turns of the trajectory."""
     opening: Opening
     """The breaking turn, and the sample that it is compared with."""
     text: TokenText | None
@@ -61,12 +60,10 @@ class Difference:
 
     @cached_property
     def alignment(self) -> Alignment:
-        """The alignment of the two sequences."""
         return align(self.earlier, self.prompt, self.at)
 
     @property
     def change(self) -> Change:
-        """The first change."""
         return self.alignment.changes[0]
 
     @cached_property

@@ -14,13 +14,11 @@ class Opening:
     """A break: a turn that extends none of the open samples."""
 
     turn: int
-    """Index of the turn."""
     against: tuple[int, ...]
     """Indices of the turns that the compared sample had then."""
     shared: int
     """Leading ids that its prompt shares with that sample: the position of the break."""
     first_of_agent: bool
-    """Whether it is the first turn of its agent."""
     goes_on: bool = False
     """Whether the compared sample continues after this turn, so that its conversation was not replaced."""
 
@@ -32,7 +30,6 @@ class Samples:
     samples: tuple[tuple[int, ...], ...]
     """Indices of the turns of each sample, in order, without turns that sampled nothing."""
     openings: tuple[Opening, ...]
-    """The breaks, in order."""
     row_tokens: int
     """Tokens to compute with one row per sample."""
     tree_tokens: int

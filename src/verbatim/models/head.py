@@ -41,7 +41,6 @@ class CausalLM:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         device: torch.device = self.output.weight.device
         return device
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from verbatim.errors import ModelError
@@ -63,6 +64,25 @@ def _check_cuda(device: str, index: int | None) -> None:
     if not torch.cuda.is_available() or (index or 0) >= count:
         raise ModelError(f'device {device!r}, but torch sees {count} CUDA devices here; take "auto" or "cpu", or look '
                          "at nvidia-smi and CUDA_VISIBLE_DEVICES")  # fmt: skip
+
+
+def check_model_config(name: str | Path, *, context_length: int) -> None:
+    """Refuse a model that is not a causal language model, or has fewer positions than `orchestrator.seq_len`, without
+    reading its weights.
+
+    Raises:
+        ModelError: no such model, or an unsuitable one; says what was found.
+    """
+    source = find_source(name)
+    with refusing(f"the config.json of model {str(name)!r} cannot be read"):
+        config = AutoConfig.from_pretrained(source)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"model {str(name)!r} is of type {config.model_type!r}, which is no causal language model; "
+                         "expected a folder that AutoModelForCausalLM loads")  # fmt: skip
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and context_length > longest:
+        raise ModelError(f"orchestrator.seq_len = {context_length}, but the positions of model {str(name)!r} end at "
+                         f"{longest}; use at most that")  # fmt: skip
 
 
 def check_weights(name: str | Path) -> None:
@@ -193,7 +213,6 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy the tensors of `read_weights` into the model."""
     own = _own_tensors(model)
     with torch.no_grad():
         for key, value in weights.items():
@@ -209,12 +228,7 @@ def _own_tensors(model: Any) -> dict[str, torch.Tensor]:
 def refuse_not_finite(
     tensors: Iterable[tuple[str, torch.Tensor]], where: str, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Refuse weights with NaN or infinite values.
-
-    Args:
-        tensors: Names and values.
-        where: Their origin, for the message.
-        dtypes: The dtype in which each will be stored, by name; by default its own.
+    """Refuse weights with NaN or infinite values in the dtypes in which they will be stored, by default their own.
 
     Raises:
         ModelError: a NaN, an infinity, or a number outside the dtype's range; names the tensor.

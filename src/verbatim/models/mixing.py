@@ -8,18 +8,16 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
-from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.attention import ATTENTION, WholeSequencePlan
 from verbatim.models.own_attention import (
-    FAULTS,
     TOLERANCE,
     PlanFault,
-    describe,
     mask_settings,
     probe_ids,
     raise_not_causal,
     tiny_pair,
 )
+from verbatim.models.refusal import FAULTS, describe
 from verbatim.models.rope import fixed_length
 
 ROW = 6
@@ -67,8 +65,6 @@ def _refuse_unless_causal(model: Any) -> None:
     try:
         longer, alone = (model(input_ids=x, use_cache=False).logits[0, :ROW].float() for x in (ids, ids[:, :ROW]))
     except FAULTS as error:
-        if is_out_of_memory(error):
-            raise
         raise ModelError(f"{type(model).__name__} does not give logits for ids alone ({describe(error)}); use a causal "
                          "language model of another class") from error  # fmt: skip
     if not (longer - alone).norm() <= LEAK * alone.norm():
@@ -88,8 +84,6 @@ def _another_model(model: Any) -> str | None:
     except ModelError:
         raise
     except FAULTS as error:
-        if is_out_of_memory(error):
-            raise
         return str(PlanFault(error))
     difference = float((found - pair.own_logprobs(ids)).abs().max())
     if difference <= TOLERANCE:

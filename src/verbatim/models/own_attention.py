@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
-from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.attention import ATTENTION
 from verbatim.models.head import CausalLM
+from verbatim.models.refusal import FAULTS, describe
 from verbatim.models.rope import fixed_length
 from verbatim.models.tiny import WINDOW, NoTinyCopy, tiny_copy
 
@@ -31,8 +31,6 @@ CAUSAL = 2e-2
 SMALL = 1e-2
 """Gradients below this share of the largest one are compared relative to that share: some, like the bias of keys, are
 rounding errors of 0."""
-FAULTS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError, AssertionError)
-"""Exceptions of a model's code when it is called in an unexpected way."""
 
 _MASKS = (
     "use_sliding_window", "sliding_window", "use_bidirectional_attention", "is_decoder", "keep_window_size",
@@ -106,13 +104,9 @@ def largest_difference(found: Gradient, expected: Gradient) -> float:
 
 
 def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
-    """Two tiny copies of a model: one with its own attention, one as Verbatim runs it.
+    """Two tiny copies of a model: one with its own attention, one as Verbatim runs it, under a plan if `planned`.
 
     Pairs are kept by class and configuration, because a run loads one model several times.
-
-    Args:
-        model: The model to copy.
-        planned: Whether the second one's attention follows an `AttentionPlan`.
 
     Raises:
         ModelError: no small copy can be made or called, or its logits are not those of its head.
@@ -151,8 +145,6 @@ def _refuse_unless_it_works(own: Any) -> None:
     except ModelError:
         raise
     except FAULTS as error:
-        if is_out_of_memory(error):
-            raise
         raise NoTinyCopy(f"a small copy of {type(own).__name__} does not give logits for ids alone "
                          f"({describe(error)}); use a causal language model of another class") from error  # fmt: skip
     if not finite:
@@ -185,12 +177,6 @@ def raise_not_causal(model: Any) -> NoReturn:
         "behind it, so nothing can be sampled from it token by token; if the model was trained to look back only, set "
         "that in its config.json (is_decoder = true, or use_bidirectional_attention = false), or use another model"
     )
-
-
-def describe(error: Exception) -> str:
-    """An error of a model's code, in one line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
 
 
 def mask_settings(config: Any) -> str:

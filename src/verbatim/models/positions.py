@@ -18,12 +18,7 @@ from verbatim.models.tiny import WINDOW
 
 
 def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orchestrator.seq_len") -> None:
-    """Refuse sequences so long that they change the positions of shorter ones.
-
-    Args:
-        model: Stores the longest length that was checked.
-        length: Tokens of the longest sequence.
-        setting: The setting to lower, for the message.
+    """Refuse sequences of so many tokens that they change the positions of shorter ones; `setting` is to be lowered.
 
     Raises:
         ModelError: at this length positions change.

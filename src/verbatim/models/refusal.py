@@ -8,6 +8,21 @@ from contextlib import contextmanager
 from verbatim.errors import ModelError, VerbatimError
 from verbatim.machine_faults import is_out_of_memory
 
+FAULTS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError, ZeroDivisionError)
+"""Exceptions of a model's code when it is called in an unexpected way."""
+
+
+def describe(error: Exception) -> str:
+    """An error of a model's code, in one line.
+
+    Raises:
+        Exception: the error itself, if memory ran out, because the model is not at fault.
+    """
+    if is_out_of_memory(error):
+        raise error
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:

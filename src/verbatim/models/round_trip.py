@@ -16,10 +16,7 @@ from verbatim.models.refusal import refusing
 
 @torch.no_grad()
 def check_round_trip(model: Any) -> None:
-    """Save random weights of a model's shapes and load them into a copy, bit for bit.
-
-    Args:
-        model: A small `transformers` model on any device: two copies of it are made. It is not changed.
+    """Save random weights of a small `transformers` model's shapes and load them into a copy, bit for bit.
 
     Raises:
         ModelError: a tensor comes back with other values, or not at all; the architecture is named.

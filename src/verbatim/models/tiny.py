@@ -16,6 +16,7 @@ from torch import nn
 
 from verbatim.errors import ModelError
 from verbatim.machine_faults import is_out_of_memory
+from verbatim.models.refusal import FAULTS, describe
 
 VOCAB = 96
 """Ids of a tiny copy are below this."""
@@ -29,62 +30,38 @@ _MOST_PARAMETERS = 30_000_000
 _WIDTH, _HEADS, _HEAD, _INNER, _RANK, _EXPERTS = 64, 4, 16, 48, 16, 4
 
 SIZES: Mapping[str, int] = {
-    **dict.fromkeys((
-        "hidden_size", "d_model", "n_embd", "embedding_size", "input_embedding_size", "output_embedding_size",
-        "word_embed_proj_dim", "emb_dim", "backbone_hidden_size", "out_hidden_size",
-        "linear_attn_hidden_size", "projector_input_dim", "projector_output_dim", "embedding_dim",
-    ), _WIDTH),
-    **dict.fromkeys((
-        "intermediate_size", "ffn_dim", "n_inner", "d_ff", "dff", "dim_ff", "d_inner", "mlp_dim", "feed_forward_size",
-        "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "expert_ffn_hidden_size", "moe_intermediate_size",
-        "intermediate_size_mlp", "shared_expert_intermediate_size", "shared_intermediate_size",
-        "shared_experts_intermediate_size", "dense_intermediate_size", "moe_shared_expert_intermediate_size",
-        "router_hidden_size",
-    ), _INNER),
-    **dict.fromkeys((
-        "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
-        "decoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads",
-        "swa_num_attention_heads", "linear_num_heads", "linear_num_value_heads",
-    ), _HEADS),
-    **dict.fromkeys(("linear_num_key_heads",), 2),
-    **dict.fromkeys((
-        "head_dim", "d_head", "dim_head", "d_kv", "kv_channels", "attention_head_dim", "index_head_dim", "swa_head_dim",
-        "global_head_dim", "linear_head_dim", "linear_key_head_dim", "linear_value_head_dim",
-    ), _HEAD),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim", "d_rel"), _HEAD // 2),
-    "qk_head_dim": _HEAD,
-    "index_n_heads": 16,  # with few heads many keys score 0, and their selection is random
-    **dict.fromkeys((
-        "kv_lora_rank", "q_lora_rank", "o_lora_rank", "laurel_rank", "hidden_size_per_layer_input", "hc_lowrank",
-    ), _RANK),
-    **dict.fromkeys((
-        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num",
-    ), _EXPERTS),
-    **dict.fromkeys((
-        "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk", "top_k_experts",
-    ), 2),
-    **dict.fromkeys(("n_group", "num_expert_group"), 2),
-    **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
-    **dict.fromkeys((
-        "encoder_layers", "num_encoder_layers", "depth", "num_nextn_predict_layers", "num_global_layers",
-    ), 1),
-    "num_kv_shared_layers": 2,
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCAB),
-    **dict.fromkeys((
-        "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "context_length",
-        "max_target_positions", "max_source_positions",
-    ), MAX_POSITIONS),
-    **dict.fromkeys((
-        "sliding_window", "window_size", "sliding_window_size", "attention_window_size", "keep_window_size",
-        "attention_chunk_size", "local_attention", "index_topk", "local_attention_window_len", "mamba_chunk_size",
-        "chunk_size", "rel_extent",
-    ), WINDOW),
-    "mamba_n_heads": 8,
-    "mamba_d_head": _HEAD,
-    "mamba_headdim": _HEAD,
-    "n_groups": 2,
-    "mamba_d_ssm": _WIDTH,
-    **dict.fromkeys(("first_k_dense_replace", "max_window_layers"), 1),
+    name: size
+    for size, names in (
+        (_WIDTH, "hidden_size d_model n_embd embedding_size input_embedding_size output_embedding_size "
+                 "word_embed_proj_dim emb_dim backbone_hidden_size out_hidden_size linear_attn_hidden_size "
+                 "projector_input_dim projector_output_dim embedding_dim mamba_d_ssm"),
+        (_INNER, "intermediate_size ffn_dim n_inner d_ff dff dim_ff d_inner mlp_dim feed_forward_size encoder_ffn_dim "
+                 "decoder_ffn_dim ffn_hidden_size expert_ffn_hidden_size moe_intermediate_size intermediate_size_mlp "
+                 "shared_expert_intermediate_size shared_intermediate_size shared_experts_intermediate_size "
+                 "dense_intermediate_size moe_shared_expert_intermediate_size router_hidden_size"),
+        (_HEADS, "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
+                 "decoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
+                 "swa_num_attention_heads linear_num_heads linear_num_value_heads"),
+        (_HEAD, "head_dim d_head dim_head d_kv kv_channels attention_head_dim index_head_dim swa_head_dim "
+                "global_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_head_dim mamba_d_head "
+                "mamba_headdim"),
+        (_HEAD // 2, "qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim d_rel"),
+        (16, "index_n_heads"),  # with few heads many keys score 0, and their selection is random
+        (_RANK, "kv_lora_rank q_lora_rank o_lora_rank laurel_rank hidden_size_per_layer_input hc_lowrank"),
+        (_EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
+        (8, "mamba_n_heads"),
+        (2, "num_experts_per_tok num_experts_per_token moe_k moe_top_k moe_topk top_k_experts n_group num_expert_group "
+            "n_groups linear_num_key_heads num_kv_shared_layers"),
+        (1, "topk_group n_shared_experts num_shared_experts moe_num_shared_experts encoder_layers num_encoder_layers "
+            "depth num_nextn_predict_layers num_global_layers first_k_dense_replace max_window_layers"),
+        (VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
+        (MAX_POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
+                        "max_target_positions max_source_positions"),
+        (WINDOW, "sliding_window window_size sliding_window_size attention_window_size keep_window_size "
+                 "attention_chunk_size local_attention index_topk local_attention_window_len mamba_chunk_size "
+                 "chunk_size rel_extent"),
+    )
+    for name in names.split()
 }  # fmt: skip
 """Upper limits of configuration fields, also for each value of a per-layer list."""
 
@@ -112,18 +89,15 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
     Raises:
         NoTinyCopy: a configuration that cannot be made small.
     """
-    kind = type(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             tiny = _fitting(model)
             _randomize(tiny)
-    except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, ZeroDivisionError) as error:
-        if is_out_of_memory(error):
-            raise
+    except FAULTS as error:
         raise NoTinyCopy(
-            f"{kind.__name__} cannot be checked against its own attention, because no small copy of it can be made "
-            f"({type(error).__name__}: {str(error)[:200]}); use a model of another class"
+            f"{type(model).__name__} cannot be checked against its own attention, because no small copy of it can be "
+            f"made ({describe(error)}); use a model of another class"
         ) from error
     return tiny.eval()
 
@@ -138,7 +112,7 @@ def _fitting(model: Any) -> Any:
     for depth in dict.fromkeys([most_likely, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, max(2, first_with_all)]):
         try:
             tiny = type(model)(tiny_config(model.config, depth))
-        except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, ZeroDivisionError) as error:
+        except FAULTS as error:
             if is_out_of_memory(error):
                 raise
             problem = error

@@ -45,7 +45,6 @@ class RunInfo:
     """What a monitor from `MONITORS` is told before the run starts."""
 
     name: str
-    """The run's name."""
     folder: Path
     """The run folder; a monitor keeps there what a resumed run needs."""
     config: Mapping[str, Any]
@@ -59,12 +58,7 @@ OpenMonitor = Callable[[RunInfo], Monitor]
 
 
 def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[Monitor]:
-    """Start them. One that raises is reported, and the run goes on without it.
-
-    Args:
-        components: By the name of their table.
-        run: What they are told.
-    """
+    """Start them, by the name of their table. One that raises is reported, and the run goes on without it."""
     monitors = []
     for name, component in components.items():
         try:
@@ -81,20 +75,16 @@ class Monitors:
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self.monitors = tuple(monitors)
         self.num_failures = 0
-        """Calls that raised."""
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        """Tell all of them, in order."""
         for monitor in self.monitors:
             self._guard(monitor, functools.partial(monitor.on_step, step, metrics, distributions))
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """Tell all of them, in order."""
         for monitor in self.monitors:
             self._guard(monitor, functools.partial(monitor.on_eval, step, env, metrics))
 
     def close(self) -> None:
-        """Close all of them, in order."""
         for monitor in self.monitors:
             self._guard(monitor, monitor.close)
 

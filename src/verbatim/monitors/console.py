@@ -62,7 +62,6 @@ class Console:
         self._print(eval_line(step, env, metrics), style="bold")
 
     def close(self) -> None:
-        """Take the bar away."""
         self._progress.stop()
 
     def _print(self, line: str, style: str = "") -> None:

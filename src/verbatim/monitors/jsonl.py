@@ -19,12 +19,10 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LogMark:
-    """How far a log went at some moment: what stands before that place never changes."""
+    """How far a log went at some moment, in bytes and lines: what stands before that place never changes."""
 
     size: int = 0
-    """Bytes."""
     records: int = 0
-    """Lines."""
     crc32: int = 0
     """CRC-32 of these bytes; it continues from one mark to the next without reading anything again."""
 

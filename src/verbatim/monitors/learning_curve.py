@@ -104,7 +104,6 @@ class LearningCurve:
         self._draw()
 
     def close(self) -> None:
-        """Draw the whole run."""
         self._draw()
 
     def _draw(self) -> None:

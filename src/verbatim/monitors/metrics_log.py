@@ -14,12 +14,7 @@ from verbatim.monitors.jsonl import JsonlWriter, LogMark
 class MetricsLog:
     """`{"step": 3, "kind": "train", "time": 1767225600.5, "metrics": {...}}`, or `"kind": "eval"` with `"env"`.
 
-    `time` is when the line was written, in seconds since 1970 (UTC).
-
-    Args:
-        path: The file; appended to.
-        now: The clock.
-        mark: What is known to be in it; read from the file if it is not given.
+    `time` is when the line was written, in seconds since 1970 (UTC). `mark` is as for `JsonlWriter`.
     """
 
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time, mark: LogMark | None = None) -> None:
@@ -27,15 +22,12 @@ class MetricsLog:
         self._now = now
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        """One line."""
         self.writer.write({"step": step, "kind": "train", "time": self._now(), "metrics": metrics})
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """One line."""
         self.writer.write({"step": step, "kind": "eval", "time": self._now(), "env": env, "metrics": metrics})
 
     def close(self) -> None:
-        """Close the file."""
         self.writer.close()
 
 

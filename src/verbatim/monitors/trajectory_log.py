@@ -13,22 +13,15 @@ from verbatim.types import Trajectory
 
 
 class TrajectoryLog:
-    """Writes trajectories with the step that they were trained in.
-
-    Args:
-        path: The file; appended to.
-        mark: What is known to be in it; read from the file if it is not given.
-    """
+    """Appends trajectories with the step that they were trained in. `mark` is as for `JsonlWriter`."""
 
     def __init__(self, path: Path, mark: LogMark | None = None) -> None:
         self.writer = JsonlWriter(path, mark)
 
     def write(self, step: int, trajectory: Trajectory) -> None:
-        """One line, with the step that the trajectory was trained in."""
         self.writer.write({"step": step, "trajectory": trajectory_to_json(trajectory)})
 
     def close(self) -> None:
-        """Close the file."""
         self.writer.close()
 
 

@@ -84,7 +84,6 @@ class Wandb:
             )
 
     def __call__(self, run: RunInfo) -> WandbMonitor:
-        """Start the record."""
         return WandbMonitor(self, run)
 
 

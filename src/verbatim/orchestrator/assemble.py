@@ -22,7 +22,6 @@ class GroupRules:
     """How one environment's groups become samples."""
 
     advantage: AdvantageFunction
-    """Computes the advantages."""
     length_penalty: LengthPenaltyConfig | None = None
     """Shapes the rewards that credit sees."""
     filters: Mapping[str, Filter]
@@ -49,10 +48,9 @@ class GroupRules:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssembledGroup:
-    """One group, ready for the trainer."""
+    """One group, with advantages, ready for the trainer."""
 
     group: Group
-    """The group, with advantages."""
     samples: tuple[TrainingSample, ...]
     """What is trained of it."""
     dropped: Mapping[str, int]
@@ -125,11 +123,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """What the rollouts of a batch were like, filtered and failed ones included.
 
-    Args:
-        groups: The batch.
-        step: Its number.
-        succeeded: Whether each reached its goal, by trajectory id.
-        max_off_policy_steps: Ages up to this one have a metric also where there is no such rollout.
+    `step` is the batch's number, and `succeeded` says by trajectory id whether each reached its goal. Ages up to
+    `max_off_policy_steps` have a metric also where there is no such rollout.
     """
     everything = [t for g in groups for t in g.group.trajectories]
     completed = [t for t in everything if t.error is None]

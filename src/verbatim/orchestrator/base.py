@@ -44,17 +44,13 @@ class RunSchedule:
     """How many steps a run has, and what happens between them."""
 
     max_steps: int
-    """Steps in all."""
     eval_setups: Sequence[RolloutSetup]
     """What is evaluated; empty = nothing."""
     eval_interval: int
-    """Steps between evaluations."""
     eval_episodes: int
     """Episodes of each evaluation, for each environment."""
     eval_seed: int
-    """Seed of its episodes."""
     checkpoint_interval: int
-    """Steps between checkpoints."""
     learns_from_advantages: bool = True
     """Whether a token with the advantage 0 teaches nothing: no teacher is followed, and the loss is one of ours."""
     canary_tolerance: float = 1e-4

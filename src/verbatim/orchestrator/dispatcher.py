@@ -33,7 +33,6 @@ class _Launched:
     run: GroupRun
     """The episodes; `run.index` counts launches, so a smaller one was launched earlier."""
     drawn: ScheduledExample
-    """What it is about."""
     version: int
     """The weights in use when it was launched: none of its tokens is older."""
 
@@ -45,6 +44,7 @@ class _Ended(_Launched):
     group: Group
 
 
+@dataclass(kw_only=True, eq=False)
 class Dispatcher:
     """Launches groups, collects them, and hands them out batch by batch.
 
@@ -65,36 +65,24 @@ class Dispatcher:
     groups are run again, with their own seeds.
     """
 
-    def __init__(
-        self,
-        *,
-        schedule: ExampleSchedule,
-        setups: Mapping[str, RolloutSetup],
-        ledger: Ledger,
-        group_size: int,
-        groups_per_batch: int,
-        max_async_level: int,
-        max_off_policy_steps: int,
-        oversampling_factor: float,
-        run_seed: int,
-        max_steps: int,
-        online_difficulty_filtering: bool = False,
-        needs_rewards: bool = True,
-    ) -> None:
-        self._schedule = schedule
-        self._setups = setups
-        self._ledger = ledger
-        self._group_size = group_size
-        self._groups_per_batch = groups_per_batch
-        self._max_async_level = min(max_async_level, max_off_policy_steps)  # older ones are never trained
-        self._max_off_policy_steps = max_off_policy_steps
-        self._max_running = max(1, round(oversampling_factor * groups_per_batch))
-        self._groups_per_place = oversampling_factor if online_difficulty_filtering else 1.0
-        self._patience = math.ceil(PATIENCE * groups_per_batch)
-        self._run_seed = run_seed
-        self._max_steps = max_steps
-        self._online_difficulty_filtering = online_difficulty_filtering
-        self._needs_rewards = needs_rewards
+    schedule: ExampleSchedule
+    setups: Mapping[str, RolloutSetup]
+    ledger: Ledger
+    group_size: int
+    groups_per_batch: int
+    max_async_level: int
+    max_off_policy_steps: int
+    oversampling_factor: float
+    run_seed: int
+    max_steps: int
+    online_difficulty_filtering: bool = False
+    needs_rewards: bool = True
+
+    def __post_init__(self) -> None:
+        self.max_async_level = min(self.max_async_level, self.max_off_policy_steps)  # older ones are never trained
+        self._max_running = max(1, round(self.oversampling_factor * self.groups_per_batch))
+        self._groups_per_place = self.oversampling_factor if self.online_difficulty_filtering else 1.0
+        self._patience = math.ceil(PATIENCE * self.groups_per_batch)
         self._dropped: list[tuple[Flatness | None, Group]] = []
         self._filtered_in_a_row = 0
         self._version = 0
@@ -117,7 +105,6 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        """Groups in flight."""
         return len(self._running)
 
     @property
@@ -154,7 +141,7 @@ class Dispatcher:
                 return None
             self._changed.clear()  # where nothing is in flight, new weights will start what is missing
             await self._changed.wait()
-        taken, self._ready = self._ready[: self._groups_per_batch], self._ready[self._groups_per_batch :]
+        taken, self._ready = self._ready[: self.groups_per_batch], self._ready[self.groups_per_batch :]
         self._taken.append(taken)
         self._next_batch += 1
         self._drop_stale()
@@ -163,21 +150,21 @@ class Dispatcher:
 
     def _is_due(self) -> bool:
         """Whether the next batch is handed out as things stand."""
-        if len(self._ready) < self._groups_per_batch:
+        if len(self._ready) < self.groups_per_batch:
             return False
-        last = self._ready[self._groups_per_batch - 1].run.index
+        last = self._ready[self.groups_per_batch - 1].run.index
         earlier = [launched for launched in self._useful() if launched.run.index < last]
-        if self._max_async_level == 0:
+        if self.max_async_level == 0:
             return not earlier
-        if all(self._next_batch + 1 - launched.version <= self._max_off_policy_steps for launched in earlier):
+        if all(self._next_batch + 1 - launched.version <= self.max_off_policy_steps for launched in earlier):
             return True
-        short = self._groups_per_batch + self._patience - len(self._ready)
+        short = self.groups_per_batch + self._patience - len(self._ready)
         later = sum(launched.run.index > last for launched in self._running.values())
         return short <= 0 or later < short
 
     def _useful(self) -> list[_Launched]:
         """The groups in flight that the next batch could train, were they finished."""
-        oldest = self._next_batch - self._max_off_policy_steps
+        oldest = self._next_batch - self.max_off_policy_steps
         return [launched for launched in self._running.values() if launched.version >= oldest]
 
     def settled(self) -> None:
@@ -188,7 +175,7 @@ class Dispatcher:
     def _judge(self, drawn: ScheduledExample, group: Group) -> None:
         rewards = [trajectory.reward for trajectory in group.scored if trajectory.reward is not None]
         if rewards:
-            self._schedule.pools.observe(drawn.env, drawn.example.id, statistics.fmean(rewards))
+            self.schedule.pools.observe(drawn.env, drawn.example.id, statistics.fmean(rewards))
 
     def _held(self) -> list[_Launched]:
         """Every group that was launched and is not settled."""
@@ -213,19 +200,19 @@ class Dispatcher:
     def _launch(self) -> None:
         while self._has_room() and not self._stopped and self.drained is None:
             try:
-                drawn = self._again.pop(0) if self._again else self._schedule.draw()
+                drawn = self._again.pop(0) if self._again else self.schedule.draw()
             except NothingToSample as end:
                 self.drained = str(end)
                 self._changed.set()
                 return
             run = GroupRun(
-                self._setups[drawn.env],
+                self.setups[drawn.env],
                 drawn.example,
                 index=drawn.index,
-                size=self._group_size,
-                run_seed=self._run_seed,
-                on_sampled=self._ledger.sampled_tokens,
-                on_dropped=self._ledger.drop,
+                size=self.group_size,
+                run_seed=self.run_seed,
+                on_sampled=self.ledger.sampled_tokens,
+                on_dropped=self.ledger.drop,
             )
             task = asyncio.create_task(run.run(), name=run.group_id)
             self._running[task] = _Launched(run=run, drawn=drawn, version=self._version)
@@ -233,8 +220,8 @@ class Dispatcher:
 
     def _has_room(self) -> bool:
         """Whether one more group may be in flight now."""
-        batches = min(newest_batch(self._version, self._max_async_level) + 1, self._max_steps) - self._next_batch
-        empty_places = batches * self._groups_per_batch - len(self._ready)
+        batches = min(newest_batch(self._version, self.max_async_level) + 1, self.max_steps) - self._next_batch
+        empty_places = batches * self.groups_per_batch - len(self._ready)
         wanted = round(empty_places * self._groups_per_place)
         return len(self._running) < self._max_running and len(self._useful()) < wanted
 
@@ -256,7 +243,7 @@ class Dispatcher:
             return
         launched, group = self._running[task], task.result()
         run, drawn = launched.run, launched.drawn
-        kind = flatness(group) if self._online_difficulty_filtering else None
+        kind = flatness(group) if self.online_difficulty_filtering else None
         if kind is None:
             ended = _Ended(run=run, drawn=drawn, version=launched.version, group=group)
             insort(self._ready, ended, key=lambda one: one.run.index)
@@ -267,9 +254,9 @@ class Dispatcher:
             del self._running[task]
             self._filter(run, group, kind)
             self._judge(drawn, group)
-        useful = [t for t in (group.scored if self._needs_rewards else group.completed) if t.num_sampled_tokens]
+        useful = [t for t in (group.scored if self.needs_rewards else group.completed) if t.num_sampled_tokens]
         self._failures_in_a_row = 0 if useful else self._failures_in_a_row + 1
-        if self._failures_in_a_row >= 2 * self._groups_per_batch:
+        if self._failures_in_a_row >= 2 * self.groups_per_batch:
             last = _why_useless(group.trajectories[-1])
             self._failure = RunStopped(
                 f"every rollout of the last {self._failures_in_a_row} groups failed; the last one said: {last}"
@@ -278,10 +265,10 @@ class Dispatcher:
 
     def _filter(self, run: GroupRun, group: Group, kind: Flatness) -> None:
         """A group that teaches nothing ends here; another one is launched in its place."""
-        self._ledger.settle_group(run.index, trained=0, dropped={"difficulty": run.num_sampled_tokens})
+        self.ledger.settle_group(run.index, trained=0, dropped={"difficulty": run.num_sampled_tokens})
         self._dropped.append((kind, group))
         self._filtered_in_a_row += 1
-        if self._filtered_in_a_row >= MOST_FILTERED_BATCHES * self._groups_per_batch:
+        if self._filtered_in_a_row >= MOST_FILTERED_BATCHES * self.groups_per_batch:
             self._failure = self._failure or RunStopped(
                 f"online difficulty filtering dropped the last {self._filtered_in_a_row} groups, the last one as "
                 f'"{kind}" (all its rewards are {group.scored[0].reward}): nothing is left to learn from. Choose '
@@ -290,24 +277,24 @@ class Dispatcher:
 
     def _drop_stale(self) -> None:
         """What would be too old in the next batch ends here, before it takes the place of a group that is not."""
-        if self._next_batch >= self._max_steps:
+        if self._next_batch >= self.max_steps:
             return  # nothing is trained any more: it is unused, however old
         waiting, self._ready = self._ready, []
         for ended in waiting:
             run, group = ended.run, ended.group
-            if not too_old(group, self._next_batch, self._max_off_policy_steps):
+            if not too_old(group, self._next_batch, self.max_off_policy_steps):
                 self._ready.append(ended)
                 continue
             failed = sum(t.num_sampled_tokens for t in group.trajectories if t.error is not None)
             dropped = {"stale": run.num_sampled_tokens - failed, "error": failed}
-            self._ledger.settle_group(run.index, trained=0, dropped=dropped)
+            self.ledger.settle_group(run.index, trained=0, dropped=dropped)
             self._dropped.append((None, group))
             self._judge(ended.drawn, group)
 
     def metrics(self) -> dict[str, float]:
         """Difficulty pools, since this was last asked; and the metrics of the episode runners."""
-        runners = {name: value for setup in self._setups.values() for name, value in setup.runner.metrics().items()}
-        return {**self._schedule.pools.metrics(), **runners}
+        runners = {name: value for setup in self.setups.values() for name, value in setup.runner.metrics().items()}
+        return {**self.schedule.pools.metrics(), **runners}
 
     def take_dropped(self) -> list[tuple[Flatness | None, Group]]:
         """The groups that ended without a batch since this was last asked: dropped by online difficulty filtering, with
@@ -319,7 +306,7 @@ class Dispatcher:
         """Plain JSON values: the schedule, and every group that was launched and is not settled."""
         held = [*self._again, *(launched.drawn for launched in self._held())]
         return {
-            "schedule": self._schedule.state_dict(),
+            "schedule": self.schedule.state_dict(),
             "held": [
                 {"index": draw.index, "env": draw.env, "example_id": draw.example.id}
                 for draw in sorted(held, key=lambda draw: draw.index)
@@ -328,8 +315,8 @@ class Dispatcher:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; held groups are run again first."""
-        self._schedule.load_state_dict(state["schedule"])
-        self._again = [self._schedule.lookup(h["env"], h["example_id"], h["index"]) for h in state["held"]]
+        self.schedule.load_state_dict(state["schedule"])
+        self._again = [self.schedule.lookup(h["env"], h["example_id"], h["index"]) for h in state["held"]]
 
 
 def _why_useless(trajectory: Trajectory) -> str:

@@ -14,9 +14,7 @@ def rollout_distributions(groups: Sequence[Group], batch: int) -> dict[str, list
     A group that online difficulty filtering dropped has no advantages; everything else of it is counted. Where an
     advantage function gives one to each turn, each of them is a value.
 
-    Args:
-        groups: Those of the batch, credited, and those that were filtered out meanwhile.
-        batch: Its number: 0 for the first.
+    The groups are those of the batch, credited, and those that were filtered out meanwhile; batches count from 0.
     """
     completed = [t for group in groups for t in group.completed]
     advantages = [t.advantage for t in completed]

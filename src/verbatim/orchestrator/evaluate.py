@@ -19,15 +19,12 @@ class Evaluation:
     """The result for one environment."""
 
     env: str
-    """Its label."""
     num_episodes: int
-    """How many were run."""
     num_failed: int
     """How many of them failed with an error; they count as no success."""
     metrics: dict[str, float]
     """`success`, `reward/mean`, `turns`, `valid_format`, ..."""
     trajectories: tuple[Trajectory, ...]
-    """All of them."""
 
     @property
     def success(self) -> float:

@@ -18,10 +18,7 @@ MOST_REQUESTS = 32
 
 async def add_logprob_streams(batch: Sequence[AssembledGroup], models: Mapping[str, Teacher]) -> list[AssembledGroup]:
     """The batch with one logprob stream per model on its samples: the trained tokens, each at its own temperature.
-
-    Args:
-        batch: Its samples are scored.
-        models: By the name of their stream ("teacher").
+    Models are given by the name of their stream ("teacher").
 
     Raises:
         RunStopped: a model failed for good.

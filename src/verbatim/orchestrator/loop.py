@@ -25,8 +25,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from verbatim.environments.base import Environment
@@ -49,41 +49,34 @@ from verbatim.transport.canary import Probes
 logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class Orchestrator:
     """Owns the step counter and the ledger; everything else it is given."""
 
-    def __init__(
-        self,
-        *,
-        schedule: RunSchedule,
-        sampler: Sampler,
-        trainer: TrainerLink,
-        dispatcher: Dispatcher,
-        ledger: Ledger,
-        rules: Mapping[str, GroupRules],
-        environments: Mapping[str, Environment],
-        observer: Observer,
-        checkpointer: Checkpointer,
-        probes: Probes | None = None,
-        logprob_models: Mapping[str, Teacher] = MappingProxyType({}),
-        tally: EpisodeTally | None = None,
-    ) -> None:
-        self._schedule = schedule
-        self._sampler = sampler
-        self._trainer = trainer
-        self._dispatcher = dispatcher
-        self._ledger = ledger
-        self._observer = observer
-        self._checkpointer = checkpointer
+    schedule: RunSchedule
+    sampler: Sampler
+    trainer: TrainerLink
+    dispatcher: Dispatcher
+    ledger: Ledger
+    rules: Mapping[str, GroupRules]
+    environments: Mapping[str, Environment]
+    observer: Observer
+    checkpointer: Checkpointer
+    probes: Probes | None = None
+    """Logprobs of the weights that the sampler begins with; None = nothing is compared then."""
+    logprob_models: Mapping[str, Teacher] = field(default_factory=dict)
+    tally: EpisodeTally = field(default_factory=EpisodeTally)
+
+    def __post_init__(self) -> None:
         self._stopping = asyncio.Event()
         self._producer = Producer(
-            schedule=schedule, dispatcher=dispatcher, trainer=trainer, rules=rules,
-            logprob_models=logprob_models, tally=tally or EpisodeTally(), stopping=self._stopping,
+            schedule=self.schedule, dispatcher=self.dispatcher, trainer=self.trainer, rules=self.rules,
+            logprob_models=self.logprob_models, tally=self.tally, stopping=self._stopping,
         )  # fmt: skip
-        self._weight_sync = WeightSync(sampler, probes, schedule.canary_tolerance)
+        self._weight_sync = WeightSync(self.sampler, self.probes, self.schedule.canary_tolerance)
         self._metrics = StepMetrics(
-            sampler=sampler, dispatcher=dispatcher, ledger=ledger, rules=rules, environments=environments,
-            observer=observer,
+            sampler=self.sampler, dispatcher=self.dispatcher, ledger=self.ledger, rules=self.rules,
+            environments=self.environments, observer=self.observer,
         )  # fmt: skip
         self._saved = -1
         self.step = 0
@@ -114,26 +107,26 @@ class Orchestrator:
                 await self._save()
                 await self._evaluate()
             self._saved = self.step
-            self._dispatcher.start(version=self.step, batch=self.step)
+            self.dispatcher.start(version=self.step, batch=self.step)
             self._metrics.begin(lag)
             await self._train()
-            cut_short = self.step < self._schedule.max_steps and not self._stopping.is_set()
-            drained = self._dispatcher.drained if cut_short else None
-            finished = self.step >= self._schedule.max_steps or drained is not None
-            await self._dispatcher.stop()
+            cut_short = self.step < self.schedule.max_steps and not self._stopping.is_set()
+            drained = self.dispatcher.drained if cut_short else None
+            finished = self.step >= self.schedule.max_steps or drained is not None
+            await self.dispatcher.stop()
             if drained is not None:
-                logger.warning("the run ends after %d of %d steps: %s", self.step, self._schedule.max_steps, drained)
-                if self.step % self._schedule.eval_interval:  # not evaluated yet
+                logger.warning("the run ends after %d of %d steps: %s", self.step, self.schedule.max_steps, drained)
+                if self.step % self.schedule.eval_interval:  # not evaluated yet
                     await self._evaluate()
             if finished:
-                self._ledger.drop({"unused_at_end": self._dispatcher.discard()})
-                self._ledger.check(pending=0)
+                self.ledger.drop({"unused_at_end": self.dispatcher.discard()})
+                self.ledger.check(pending=0)
             if self._saved != self.step:
                 await self._save()
             return finished
         finally:
             lag.close()
-            await self._dispatcher.stop()
+            await self.dispatcher.stop()
 
     async def _train(self) -> None:
         producer = asyncio.create_task(self._producer.run(self.step), name="producer")
@@ -145,7 +138,7 @@ class Orchestrator:
         except (VerbatimError, OSError):
             # An external failure: completed batches are valid, so checkpoint them.
             self._stopping.set()
-            await asyncio.gather(producer, self._dispatcher.stop(), return_exceptions=True)
+            await asyncio.gather(producer, self.dispatcher.stop(), return_exceptions=True)
             await self._keep_what_was_trained()
             raise
         finally:
@@ -153,7 +146,7 @@ class Orchestrator:
 
     async def _watch(self) -> None:
         """Raise why, once the trainer or the engine can do nothing more; else it ends with neither."""
-        watches = [asyncio.ensure_future(watch) for watch in (self._trainer.watch(), watch_engine(self._sampler))]
+        watches = [asyncio.ensure_future(watch) for watch in (self.trainer.watch(), watch_engine(self.sampler))]
         try:
             while True:
                 done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -186,15 +179,15 @@ class Orchestrator:
         state = self.state_dict() if report.state is not None else None
         try:
             seconds = await self._load_weights(report)
-            self._dispatcher.advance(self.step)
+            self.dispatcher.advance(self.step)
         except (VerbatimError, OSError):
             await self._record(submitted, report, {})
             raise
         await self._record(submitted, report, {"time/wait_for_trainer": waited, "time/weight_sync": seconds})
-        if self.step % self._schedule.eval_interval == 0 or self.step == self._schedule.max_steps:
+        if self.step % self.schedule.eval_interval == 0 or self.step == self.schedule.max_steps:
             await self._evaluate()
         if state is not None:
-            await self._checkpointer.save(report.version, self._trainer, state, report.state)
+            await self.checkpointer.save(report.version, self.trainer, state, report.state)
             self._saved = report.version
 
     async def _load_weights(self, report: StepReport) -> float:
@@ -219,13 +212,13 @@ class Orchestrator:
             f"the trainer was given {expected} tokens and trained {report.num_trained_tokens}"
         )
         self.has_learned |= any(
-            bool(s.advantages[s.loss_mask].any()) if self._schedule.learns_from_advantages else s.num_trained_tokens > 0
+            bool(s.advantages[s.loss_mask].any()) if self.schedule.learns_from_advantages else s.num_trained_tokens > 0
             for group in submitted.batch for s in group.samples
         )  # fmt: skip
         for group in submitted.batch:
-            self._ledger.settle_group(group.group.index, trained=group.num_trained_tokens, dropped=group.dropped)
-        self._ledger.masked_by_loss += int(report.metrics.get("masked_by_loss", 0))
-        self._dispatcher.settled()
+            self.ledger.settle_group(group.group.index, trained=group.num_trained_tokens, dropped=group.dropped)
+        self.ledger.masked_by_loss += int(report.metrics.get("masked_by_loss", 0))
+        self.dispatcher.settled()
         self._producer.submitted.popleft()
         self.step += 1
         self.weights = report.weights
@@ -251,22 +244,22 @@ class Orchestrator:
     async def _evaluate(self) -> None:
         """Measure the policy in use; the weights stay as they are until it is done. A stop cuts it short,
         unless it is the last one."""
-        for setup in self._schedule.eval_setups:
+        for setup in self.schedule.eval_setups:
             running = asyncio.ensure_future(
-                evaluate(setup, episodes=self._schedule.eval_episodes, seed=self._schedule.eval_seed)
+                evaluate(setup, episodes=self.schedule.eval_episodes, seed=self.schedule.eval_seed)
             )
             stop = asyncio.ensure_future(self._stopping.wait())
             try:
                 await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
-                if not running.done() and self.step < self._schedule.max_steps:
+                if not running.done() and self.step < self.schedule.max_steps:
                     return
                 await running
             finally:
                 await cancel_all([running, stop])
-            await asyncio.to_thread(self._observer.on_eval, self.step, running.result())
+            await asyncio.to_thread(self.observer.on_eval, self.step, running.result())
 
     async def _save(self) -> None:
-        await self._checkpointer.save(self.step, self._trainer, self.state_dict())
+        await self.checkpointer.save(self.step, self.trainer, self.state_dict())
         self._saved = self.step
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,9 +267,9 @@ class Orchestrator:
         return {
             "step": self.step,
             "has_learned": self.has_learned,
-            "dispatcher": self._dispatcher.state_dict(),
-            "ledger": self._ledger.state_dict(),
-            "pending_tokens": self._dispatcher.num_pending_tokens,
+            "dispatcher": self.dispatcher.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "pending_tokens": self.dispatcher.num_pending_tokens,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -284,7 +277,7 @@ class Orchestrator:
         sampled again."""
         self.step = state["step"]
         self.has_learned = state.get("has_learned", self.step > 0)  # a state of an earlier version does not say
-        self._dispatcher.load_state_dict(state["dispatcher"])
-        self._ledger.load_state_dict(state["ledger"])
-        self._ledger.drop({"cancelled": state["pending_tokens"]})
-        self._ledger.check(pending=0)
+        self.dispatcher.load_state_dict(state["dispatcher"])
+        self.ledger.load_state_dict(state["ledger"])
+        self.ledger.drop({"cancelled": state["pending_tokens"]})
+        self.ledger.check(pending=0)

@@ -44,7 +44,6 @@ class LoopLag:
         return lag
 
     def close(self) -> None:
-        """Stop measuring."""
         self._ended.set()
         self._task.cancel()
         self._watcher.join()

@@ -21,13 +21,7 @@ _REMEDIES = {
 
 
 def why_nothing_was_trained(ledger: Ledger, tally: EpisodeTally, *, num_steps: int, seq_len: int) -> str:
-    """Which reason took the tokens, which failures there were, and what to do.
-
-    Args:
-        ledger: The ledger of the whole run.
-        tally: The episodes of this process.
-        num_steps: Steps that were done.
-        seq_len: Most tokens of an episode's context.
+    """Which reason took the tokens of the whole run, which failures there were in this process, and what to do.
 
     Example:
         >>> ledger, tally = Ledger(), EpisodeTally()

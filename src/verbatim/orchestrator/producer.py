@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.credit.base import function_name
@@ -31,90 +31,80 @@ class Submitted:
     number: int
     """Counted from 0: step `number + 1` trains it."""
     batch: list[AssembledGroup]
-    """Its groups."""
     report: asyncio.Task[StepReport]
-    """The trainer's answer."""
     wait_for_batch: float
     """Seconds that the producer waited for its rollouts."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Producer:
     """Collects groups, assembles batches and hands them to the trainer, in order.
 
     The dispatcher decides how far it may be ahead.
-
-    Args:
-        schedule: Says how many batches there are.
-        dispatcher: Gives the groups.
-        trainer: Takes the batches.
-        rules: How groups become samples, by environment.
-        logprob_models: Score the samples, by the name of their logprob stream.
-        tally: Is told of episodes that credit finds unusable.
-        stopping: Ends it before the next batch is handed over.
     """
 
-    def __init__(
-        self, *, schedule: RunSchedule, dispatcher: Dispatcher, trainer: TrainerLink, rules: Mapping[str, GroupRules],
-        logprob_models: Mapping[str, Teacher], tally: EpisodeTally, stopping: asyncio.Event,
-    ) -> None:  # fmt: skip
-        self._schedule = schedule
-        self._dispatcher = dispatcher
-        self._trainer = trainer
-        self._rules = rules
-        self._logprob_models = logprob_models
-        self._tally = tally
-        self._stopping = stopping
-        self._warned_of_turn_rewards: set[str] = set()
-        self.submitted: deque[Submitted] = deque()
-        """Batches that the trainer has and that are not settled, oldest first."""
-        self.more = asyncio.Event()
-        """Set when a batch is handed over."""
-        self.handover = asyncio.Lock()
-        """Held while a batch is handed over, and while new weights are published: the last tokens of a batch may be
-        of weights that the canary has not seen yet."""
+    schedule: RunSchedule
+    dispatcher: Dispatcher
+    trainer: TrainerLink
+    rules: Mapping[str, GroupRules]
+    """How groups become samples, by environment."""
+    logprob_models: Mapping[str, Teacher]
+    """Score the samples, by the name of their logprob stream."""
+    tally: EpisodeTally
+    """Is told of episodes that credit finds unusable."""
+    stopping: asyncio.Event
+    """Ends it before the next batch is handed over."""
+    submitted: deque[Submitted] = field(default_factory=deque)
+    """Batches that the trainer has and that are not settled, oldest first."""
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a batch is handed over."""
+    handover: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a batch is handed over, and while new weights are published: the last tokens of a batch may be of
+    weights that the canary has not seen yet."""
+    _warned_of_turn_rewards: set[str] = field(default_factory=set)
 
     async def run(self, first: int) -> None:
         """Hand over the batches from number `first` on, as they fill up."""
-        for number in range(first, self._schedule.max_steps):
+        for number in range(first, self.schedule.max_steps):
             began = time.perf_counter()
             groups = await self._next_groups()
             if groups is None:
                 return
             waited = time.perf_counter() - began
             batch = await asyncio.to_thread(self._assemble, groups, number)
-            if self._logprob_models:
-                batch = await add_logprob_streams(batch, self._logprob_models)
+            if self.logprob_models:
+                batch = await add_logprob_streams(batch, self.logprob_models)
             samples = [sample for group in batch for sample in group.samples]
-            due = (number + 1) % self._schedule.checkpoint_interval == 0 and number + 1 < self._schedule.max_steps
+            due = (number + 1) % self.schedule.checkpoint_interval == 0 and number + 1 < self.schedule.max_steps
             async with self.handover:
-                if self._stopping.is_set():
+                if self.stopping.is_set():
                     return
                 report = asyncio.create_task(
-                    self._trainer.train(samples, version=number + 1, checkpoint=due), name=f"batch-{number}"
+                    self.trainer.train(samples, version=number + 1, checkpoint=due), name=f"batch-{number}"
                 )
                 self.submitted.append(Submitted(number=number, batch=batch, report=report, wait_for_batch=waited))
             self.more.set()
 
     async def _next_groups(self) -> list[Group] | None:
         """The groups of the next batch; None where there are no more, or the run stops."""
-        batch = asyncio.ensure_future(self._dispatcher.next_batch())
-        stop = asyncio.ensure_future(self._stopping.wait())
+        batch = asyncio.ensure_future(self.dispatcher.next_batch())
+        stop = asyncio.ensure_future(self.stopping.wait())
         try:
             await asyncio.wait({batch, stop}, return_when=asyncio.FIRST_COMPLETED)
             groups = batch.result() if batch.done() else None
-            return None if self._stopping.is_set() else groups  # not settled, they are run again after a resume
+            return None if self.stopping.is_set() else groups  # not settled, they are run again after a resume
         finally:
             await cancel_all([batch, stop])
 
     def _assemble(self, groups: Sequence[Group], number: int) -> list[AssembledGroup]:
         batch = []
         for group in groups:
-            rules = self._rules[group.env]
+            rules = self.rules[group.env]
             self._warn_of_turn_rewards(group, rules)
             assembled = assemble_group(group, rules, number)
             for before, after in zip(group.trajectories, assembled.group.trajectories, strict=True):
                 if before.error is None and after.error is not None:
-                    self._tally.failed(after)
+                    self.tally.failed(after)
             batch.append(assembled)
         return batch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, get_args, runtime_checkable
 
 from verbatim.curriculum import Flatness
@@ -36,27 +37,22 @@ class ReportsMetrics(Protocol):
         """By name; rates are since the call before."""
 
 
+@dataclass(kw_only=True, eq=False)
 class StepMetrics:
     """Gathers the metrics of each step, which checks the ledger too, and tells the observer of them."""
 
-    def __init__(
-        self, *, sampler: Sampler, dispatcher: Dispatcher, ledger: Ledger, rules: Mapping[str, GroupRules],
-        environments: Mapping[str, Environment], observer: Observer,
-    ) -> None:  # fmt: skip
-        self._sampler = sampler
-        self._dispatcher = dispatcher
-        self._ledger = ledger
-        self._rules = rules
-        self._environments = environments
-        self._observer = observer
-        self._sampled_before = 0
-        self._stats_before = (0, 0.0)
-        self._step_began = 0.0
+    sampler: Sampler
+    dispatcher: Dispatcher
+    ledger: Ledger
+    rules: Mapping[str, GroupRules]
+    environments: Mapping[str, Environment]
+    observer: Observer
+    _stats_before: tuple[int, float] = (0, 0.0)
 
     def begin(self, lag: LoopLag) -> None:
         """The first step begins; `lag` measures the event loop."""
         self._lag = lag
-        self._sampled_before = self._ledger.sampled
+        self._sampled_before = self.ledger.sampled
         self._step_began = time.perf_counter()
 
     async def record(
@@ -64,47 +60,43 @@ class StepMetrics:
     ) -> None:
         """The step of this batch is done: check the ledger, and tell the observer.
 
-        Args:
-            submitted: The batch.
-            report: What the trainer says of it.
-            timings: `time/...` of the step, where they are known.
-            waiting: Batches that the trainer has now.
+        The trainer has `waiting` more batches now; `timings` are `time/...` of the step, where they are known.
         """
-        pending = self._dispatcher.num_pending_tokens
-        self._ledger.check(pending)
+        pending = self.dispatcher.num_pending_tokens
+        self.ledger.check(pending)
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         metrics = {
             **report.metrics,
-            **self._ledger.metrics(pending),
+            **self.ledger.metrics(pending),
             "policy_version": report.version,
             "time/step": seconds,
             "time/wait_for_batch": submitted.wait_for_batch,
             **timings,
-            "queue/groups_in_flight": self._dispatcher.num_running,
-            "queue/groups_ready": self._dispatcher.num_ready,
+            "queue/groups_in_flight": self.dispatcher.num_running,
+            "queue/groups_ready": self.dispatcher.num_ready,
             "queue/batches_submitted": waiting,
             **self._lag.read(),
             **self._sampler_metrics(seconds),
-            **(self._sampler.metrics() if isinstance(self._sampler, ReportsMetrics) else {}),
-            **self._dispatcher.metrics(),
+            **(self.sampler.metrics() if isinstance(self.sampler, ReportsMetrics) else {}),
+            **self.dispatcher.metrics(),
         }
-        await asyncio.to_thread(self._tell, submitted, metrics, self._dispatcher.take_dropped())
+        await asyncio.to_thread(self._tell, submitted, metrics, self.dispatcher.take_dropped())
 
     def _tell(
         self, submitted: Submitted, metrics: Mapping[str, float], dropped: Sequence[tuple[Flatness | None, Group]]
     ) -> None:
         batch, number = submitted.batch, submitted.number
-        oldest = max(rules.max_off_policy_steps for rules in self._rules.values())
+        oldest = max(rules.max_off_policy_steps for rules in self.rules.values())
         successes = {
-            t.trajectory_id: succeeded(self._environments[t.env], t) for g in batch for t in g.group.trajectories
+            t.trajectory_id: succeeded(self.environments[t.env], t) for g in batch for t in g.group.trajectories
         }
         everything = {
             **rollout_metrics(batch, number, successes, oldest),
-            **truncation_metrics(batch, self._rules),
+            **truncation_metrics(batch, self.rules),
             **metrics,
         }
-        counts = {(env, kind): 0 for env in self._rules for kind in get_args(Flatness)}
+        counts = {(env, kind): 0 for env in self.rules for kind in get_args(Flatness)}
         for kind, group in dropped:
             if kind is None:
                 everything["staleness/dropped"] += len(group.completed)
@@ -112,14 +104,14 @@ class StepMetrics:
                 counts[group.env, kind] += len(group.completed)
         everything |= {f"filtered_rollouts/{env}/{kind}": count for (env, kind), count in counts.items()}
         groups = [*(g.group for g in batch), *(group for _, group in dropped)]
-        self._observer.on_step(number + 1, everything, groups)
+        self.observer.on_step(number + 1, everything, groups)
 
     def _sampler_metrics(self, seconds: float) -> dict[str, float]:
         """The sampler's metrics since the last step. An engine that reports no busy time counts as always busy."""
-        if not isinstance(self._sampler, ReportsStats):
-            sampled, self._sampled_before = self._ledger.sampled - self._sampled_before, self._ledger.sampled
+        if not isinstance(self.sampler, ReportsStats):
+            sampled, self._sampled_before = self.ledger.sampled - self._sampled_before, self.ledger.sampled
             return {"sampler/tokens_per_second": sampled / seconds if seconds > 0 else 0.0}
-        stats, before = self._sampler.stats(), self._stats_before
+        stats, before = self.sampler.stats(), self._stats_before
         self._stats_before = (stats.sampled_tokens, stats.busy_seconds)
         busy = stats.busy_seconds - before[1]
         return {

@@ -139,8 +139,7 @@ def _check_model(config: RunConfig, environments: Environments, data: Sequence[C
     if config.model.name is not None:
         find_source(config.model.name)  # a folder or id that is not there is refused before torch is imported
     from verbatim.models.build import build_tokenizer
-    from verbatim.models.folder import check_model_config
-    from verbatim.models.loading import check_weights, load_tokenizer
+    from verbatim.models.loading import check_model_config, check_weights, load_tokenizer
 
     if config.model.name is not None:
         check_weights(config.model.name)

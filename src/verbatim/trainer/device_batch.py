@@ -73,12 +73,7 @@ class DeviceBatch:
         return hidden_UD.index_select(0, self.source_positions_M)
 
     def inputs(self, logprobs_M: Tensor, at: slice | Tensor) -> LossInputs:
-        """Loss inputs of some targets, and of nothing else.
-
-        Args:
-            logprobs_M: The trainer's, of these targets; their dtype becomes that of the inputs.
-            at: Which targets.
-        """
+        """Loss inputs of some targets, and of nothing else, in the dtype of the trainer's logprobs of these targets."""
         dtype = logprobs_M.dtype
         return LossInputs(
             trainer_logprobs=logprobs_M,
@@ -97,12 +92,8 @@ def tree_plan(position_ids: Int32, ends: Int32, device: torch.device) -> Attenti
 
 
 def whole_trajectory(pieces: Sequence[LossInputs], offsets_M: Tensor, length: int) -> LossInputs:
-    """One trajectory's pieces, each target at its place in `length` tokens; both logprobs 0 everywhere else.
-
-    Args:
-        pieces: Its loss inputs, from one or several micro-batches.
-        offsets_M: Where the pieces' tokens stand, all pieces one after the other: int64.
-        length: Tokens of the trajectory's samples.
+    """One trajectory's loss inputs from the pieces in its micro-batches, each target at its place in `length` tokens;
+    both logprobs 0 everywhere else. The places of all pieces, one after the other, are `offsets_M`: int64.
     """
 
     def lay(parts: list[Tensor], fill: float = 0.0) -> Tensor:

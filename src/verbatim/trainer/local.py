@@ -16,12 +16,7 @@ from verbatim.types import TrainingSample
 
 
 class LocalTrainer:
-    """A `transport.TrainerLink` to a trainer in this process. The event loop stays free while it computes.
-
-    Args:
-        worker: Does the work.
-        num_threads: Threads of its matrix products; None takes torch's setting.
-    """
+    """A `transport.TrainerLink` to a trainer in this process. The event loop stays free while it computes."""
 
     def __init__(self, worker: TrainerWorker, *, num_threads: int | None = None) -> None:
         self._worker = worker
@@ -30,12 +25,10 @@ class LocalTrainer:
         )
 
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
-        """Train on one batch and publish the weights."""
         train = partial(self._worker.train, samples, version, checkpoint=checkpoint)
         return await asyncio.get_running_loop().run_in_executor(self._thread, train)
 
     async def save(self, folder: Path, version: int) -> None:
-        """Write weights, optimizer and schedule."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._worker.save, folder, version)
 
     async def watch(self) -> None:
@@ -43,7 +36,6 @@ class LocalTrainer:
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown(wait=True)
 
 

@@ -34,7 +34,6 @@ class MetricSums:
             self._weights.append(weight)
 
     def result(self) -> dict[str, float]:
-        """One number per name."""
         if not self._values:
             return {}
         device = self._values[-1].device

@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
-from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
 from verbatim.models.own_attention import (
-    FAULTS,
     LENGTH,
     TOLERANCE,
     Gradient,
     TinyPair,
-    describe,
     gradient,
     largest_difference,
     mask_settings,
@@ -26,6 +23,7 @@ from verbatim.models.own_attention import (
     tiny_pair,
     weights_of,
 )
+from verbatim.models.refusal import FAULTS, describe
 from verbatim.models.round_trip import check_round_trip
 from verbatim.models.tiny import NoTinyCopy
 from verbatim.packing import find_packer
@@ -80,8 +78,6 @@ def _refuse_without_gradient(model: CausalLM) -> None:
     try:
         gradient(pair.own, lambda: torch.autograd.backward(pair.own_logprobs(ids).sum()))
     except FAULTS as error:
-        if is_out_of_memory(error):
-            raise
         raise ModelError(f"{type(model.model).__name__} cannot be trained: its backward pass fails "
                          f"({describe(error)}); use a model of another class") from error  # fmt: skip
 
@@ -125,8 +121,6 @@ def packed_fault(
     try:
         found = gradient(pair.ours.model, backward)
     except FAULTS as error:
-        if is_out_of_memory(error):
-            raise
         return f"the forward or backward pass fails ({describe(error)})"
     if worst > TOLERANCE:
         return f"logprobs differ by {worst:.1g} from those of its own attention"

@@ -1,7 +1,8 @@
-"""Builds AdamW over a model's parameters; saves and loads its state as safetensors."""
+"""Builds AdamW over a model's parameters, computes its learning rates, saves and loads its state as safetensors."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -26,6 +27,25 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     # fused: one kernel instead of a dozen, on CPU and CUDA alike
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr,
                              betas=(config.beta1, config.beta2), eps=config.eps, fused=True)  # fmt: skip
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """The learning rate of an optimizer step; 0 is the first of `total_steps`.
+
+    A straight line from 0 before the first optimizer step to the peak at number `warmup_steps`, then the schedule,
+    which reaches `min_lr_ratio` as the last one is done: at `step = total_steps`. So none is taken at a rate of 0.
+
+    Example: `total_steps = 6`, `warmup_steps = 1`, linear to 0: 0.5, 1, 0.8, 0.6, 0.4, 0.2 of the peak.
+    """
+    assert 0 <= step <= total_steps, f"optimizer step {step} of {total_steps}"
+    warmup = config.warmup_steps
+    if step < warmup:
+        return config.lr * ((step + 1) / (warmup + 1))
+    if config.schedule == "constant":
+        return config.lr
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    left = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:

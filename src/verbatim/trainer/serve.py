@@ -24,12 +24,8 @@ def serve(
 ) -> None:
     """Train until the orchestrator ends the run.
 
-    Args:
-        worker: Executes the messages.
-        exchange: The session that messages come from.
-        heartbeat: Publishes the progress.
-        look: Called while waiting; raises when the orchestrator is gone.
-        on_step: Called after each step with the new version and the metrics.
+    `look` is called while waiting, and raises when the orchestrator is gone; `on_step` is called after each step with
+    the new version and the metrics.
     """
     number = 0
     while True:

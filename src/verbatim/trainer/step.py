@@ -35,11 +35,9 @@ class GradientPass:
     lm: TargetLogprobs
     """Asks the model that gradients are added to."""
     loss: Loss
-    """The loss that is minimised."""
     denominator: int
     """What the sum over the optimizer step is divided by, at least 1."""
     metrics: MetricSums
-    """The sums that are added to."""
     num_trained: int = 0
     """Targets whose gradient was taken, so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)

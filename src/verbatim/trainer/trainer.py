@@ -30,8 +30,7 @@ from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.model_check import packing_for
-from verbatim.trainer.optim import build_optimizer, load_optimizer, save_optimizer
-from verbatim.trainer.schedule import lr_factor
+from verbatim.trainer.optim import build_optimizer, learning_rate, load_optimizer, save_optimizer
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
 from verbatim.trainer.tree_check import trees_are_right
@@ -246,14 +245,7 @@ class Trainer:
             raise RunStopped(f"the gradient's norm is {norm.item()} although the loss is finite; not finite in "
                              f"{len(bad)} parameters: {', '.join(bad[:3])}")  # fmt: skip
         torch.nn.utils.clip_grads_with_norm_(parameters, self.config.optim.max_grad_norm, norm)
-        optim = self.config.optim
-        lr = optim.lr * lr_factor(
-            self.num_optimizer_steps,
-            total_steps=self.total_optimizer_steps,
-            schedule=optim.schedule,
-            warmup_steps=optim.warmup_steps,
-            min_lr_ratio=optim.min_lr_ratio,
-        )
+        lr = learning_rate(self.config.optim, self.num_optimizer_steps, self.total_optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # Counted first: memory may run out in the middle, and such weights are between two optimizer steps.

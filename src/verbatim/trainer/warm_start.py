@@ -22,13 +22,8 @@ def warm_start(
 ) -> None:
     """Take `steps` optimizer steps on `batch_size` conversations each, in shuffled passes over all of them.
 
-    Args:
-        trainer: Made with the `sft` loss.
-        conversations: The samples of each.
-        steps: How many optimizer steps.
-        batch_size: Conversations of one optimizer step; at most all of them.
-        seed: Seeds the shuffling.
-        on_step: Called with the optimizer step's number, from 1, and its metrics.
+    The trainer is made with the `sft` loss; a conversation is its samples. `on_step` is called with the optimizer
+    step's number, from 1, and its metrics.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     order: list[int] = []

@@ -23,7 +23,6 @@ class LoggedTrajectory:
     """A trajectory and its line in the file."""
 
     trajectory: Trajectory
-    """Its turns, as exact ids."""
     line: int
     """Its first line, from 1."""
     tools: tuple[str, ...] = ()
@@ -53,10 +52,8 @@ class Problems:
     kept: list[Unreadable] = field(default_factory=list)
     """The first of them, in order."""
     count: int = 0
-    """Number of all of them."""
 
     def add(self, line: int, why: str) -> None:
-        """Add one."""
         self.count += 1
         if len(self.kept) < _KEPT:
             self.kept.append(Unreadable(line, why))

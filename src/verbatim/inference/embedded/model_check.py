@@ -10,18 +10,16 @@ import torch
 from verbatim.errors import ModelError
 from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.embedded.decoder import Decoder, DecoderConfig
-from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
 from verbatim.models.own_attention import (
-    FAULTS,
     LENGTH,
     TOLERANCE,
     TinyPair,
-    describe,
     mask_settings,
     probe_ids,
     tiny_pair,
 )
+from verbatim.models.refusal import FAULTS, describe
 from verbatim.models.round_trip import check_round_trip
 from verbatim.models.tiny import WINDOW
 
@@ -66,8 +64,6 @@ def decoding_fault(pair: TinyPair, *, deterministic: bool = False) -> str | None
     except ModelError:
         raise
     except FAULTS as error:
-        if is_out_of_memory(error):
-            raise
         return f"decoding fails ({describe(error)})"
     return f"sampled logprobs differ by {worst:.1g} from those of its own attention" if worst > TOLERANCE else None
 

@@ -27,7 +27,6 @@ class Padding:
         self._as_is = torch.equal(token_of_place, torch.arange(len(place_of_token)))
 
     def __len__(self) -> int:
-        """U."""
         return len(self._place_of_token_U)
 
     def spread(self, x_UHD: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
