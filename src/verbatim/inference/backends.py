@@ -30,6 +30,7 @@ class BackendInputs:
 
 SAMPLERS: Mapping[str, str | Callable[[BackendInputs, Any], Any]] = {
     "torch": "verbatim.inference.embedded.backend:torch_backend",
+    "vllm": "verbatim.inference.vllm.backend:vllm_backend",
 }
 """`backend(inputs: BackendInputs, settings) -> Sampler` by name, or where each lives; `async def` where starting takes
 time. The annotation of `settings`, a subclass of `BackendSettings`, has the keys of [inference.NAME]. Importing a

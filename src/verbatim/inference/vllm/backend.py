@@ -1,0 +1,20 @@
+"""Starts or finds vLLM servers from [inference.vllm], as an inference backend. Importing this loads nothing heavy."""
+
+from __future__ import annotations
+
+from verbatim.inference.backends import BackendInputs
+from verbatim.inference.base import Sampler
+from verbatim.inference.vllm.settings import VllmSettings
+
+
+async def vllm_backend(inputs: BackendInputs, settings: VllmSettings) -> Sampler:
+    """The pool of servers, each checked, with the weights in `inputs.model`.
+
+    Raises:
+        UsageError: a server that cannot sample exactly, or cannot take weights; says what to type.
+        SamplerFault: a server that does not start or answer.
+    """
+    from verbatim.inference.vllm.servers import ServerPool, Servers
+
+    servers = Servers(inputs, settings)
+    return ServerPool(servers, await servers.open())
