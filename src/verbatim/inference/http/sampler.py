@@ -191,9 +191,9 @@ class HttpSampler:
             raise SamplerFault(f"{self.url}: {error}, the first of {len(token_ids)} left out") from None
         return np.concatenate([np.full(1, np.nan, dtype=np.float32), rest])
 
-    async def cached_logprob(self, token_ids: Int32) -> float:
+    async def cached_logprob(self, token_ids: Int32) -> tuple[float, int | None]:
         """Logprob of the last id given those before it, at temperature 1, from a vLLM: a new and ordinary request,
-        which reads and writes the prefix cache.
+        which reads and writes the prefix cache. And how many tokens it read there; None = the server does not say.
 
         Raises:
             RecordError: fewer than two ids.
@@ -204,7 +204,7 @@ class HttpSampler:
         body = scoring.last_logprob_body(token_ids, self._model_name(), self.cache_salt)
         answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
         try:
-            return scoring.read_last_logprob(answer, token_ids)
+            return scoring.read_last_logprob(answer, token_ids), scoring.read_cached_tokens(answer)
         except ValueError as error:
             raise SamplerFault(f"{self.url}: {error}") from None
 

@@ -29,6 +29,7 @@ EXACT_OPTIONS: Sequence[str] = (
     "--generation-config", "vllm",  # the model's own sampling defaults stay off
     "--enable-prefix-caching",
     "--enable-chunked-prefill",
+    "--enable-prompt-tokens-details",  # how many tokens came from the prefix cache
 )  # fmt: skip
 """What exactness needs; `control` checks the same of servers that exist."""
 

@@ -12,9 +12,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
 from verbatim.inference.http.protocol import GENERATE, brief
+from verbatim.inference.http.scoring import read_cached_tokens, scoring_body
 from verbatim.inference.vllm.base import ReplicaLoad
 from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports
 
@@ -175,10 +178,21 @@ class VllmControl:
             raise UsageError(f"{self._name} ({self._client.url}): its plug-in is of another version of Verbatim "
                              f"({error}); {_USE_PLUGIN}") from error  # fmt: skip
 
-    async def has_token_endpoint(self) -> bool:
-        """Whether it takes token ids (`--enable-scale-out`)."""
+    async def missing_flag(self, model: str | None) -> str | None:
+        """What the token endpoint needs and the server was started without, as found by one request; None = nothing.
+
+        Raises:
+            SamplerFault: the request failed.
+        """
+        body = scoring_body(np.zeros(1, dtype=np.int32), model)
         async with self._phase("token endpoint"):
-            return await self._client.ask("POST", GENERATE, b"{}", lambda answer: answer.status != 404)
+            answer = await self._client.ask("POST", GENERATE, encode(body), _read_unless_missing)
+        if answer is None:
+            return "it takes no token ids: add --enable-scale-out"
+        if read_cached_tokens(answer) is None:
+            return ("it does not say what it reads from its prefix cache, so that an old one would not show: add "
+                    "--enable-prompt-tokens-details")  # fmt: skip
+        return None
 
     async def load_metrics(self) -> ReplicaLoad:
         """How busy the server is.
@@ -223,6 +237,11 @@ _HOW_TO_START: Mapping[int, str] = {
 
 def _status_or_facts(answer: Answer) -> Any:
     return answer.status if answer.status in _HOW_TO_START else read_json(answer)
+
+
+def _read_unless_missing(answer: Answer) -> Any:
+    """None for a server without the route; a 404 that names the model is a failure."""
+    return None if answer.status == 404 and "model" not in answer.text.lower() else read_json(answer)
 
 
 def _read_any(answer: Answer) -> str:

@@ -98,6 +98,18 @@ class PublishedFolder:
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ModelError(f"{path}: the weights cannot be read: {error}") from error
 
+    def refuse_other_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse a folder whose tensors are not those of the one before.
+
+        Raises:
+            ModelError: names the tensors.
+        """
+        other = [f"{name} (found {self.shapes.get(name, 'none')}, expected {expected.get(name, 'none')})"
+                 for name in sorted(self.shapes.keys() | expected.keys())
+                 if self.shapes.get(name) != expected.get(name)]  # fmt: skip
+        if other:
+            raise ModelError(f"{self.path} has other tensors than the weights before: {_named(other)}")
+
     def tensor(self, name: str) -> Tensor:
         """A tensor, mapped from its file."""
         found: Tensor = self._where[name].get_tensor(name)  # type: ignore[no-untyped-call]

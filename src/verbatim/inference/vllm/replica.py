@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -78,6 +78,7 @@ class VllmReplica:
             max_retries=max_retries, ours=False,
         )  # fmt: skip
         self._name = name
+        self._model = model
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._version = policy_version
@@ -88,6 +89,8 @@ class VllmReplica:
         self._control = VllmControl(self._control_client, name=name, phase_timeout=phase_timeout)
         self._transport = make_transport(weight_transfer)
         self._pieces: Sequence[Piece] = ()
+        self._shapes: Mapping[str, tuple[int, ...]] | None = None
+        self._cache_is_new = False
         self.unverified: tuple[str, ...] = ()
         """Tensors that no digest tells of, as of the last update: only logprobs show whether they are stale."""
 
@@ -138,7 +141,8 @@ class VllmReplica:
         """Load a Hugging Face folder while the server is paused, and prove that its kernels are built from it.
 
         Raises:
-            ModelError: the folder is damaged, or holds numbers that are not finite; the server goes on as it was.
+            ModelError: the folder is damaged, has other tensors than the one before, or holds numbers that are not
+                finite; the server goes on as it was.
             UsageError: an invalid version.
             SamplerFault: a phase failed or took too long, or the server's weights are not those of the folder: names
                 the replica, the phase and the tensors. The server stays paused.
@@ -161,6 +165,7 @@ class VllmReplica:
         proof = await asyncio.to_thread(folder.compare, reports)
         if proof.fault is not None:
             return proof.fault
+        self._shapes = folder.shapes
         self._pieces = [piece for report in reports for piece, _, _ in report.digests]
         if proof.unmapped and proof.unmapped != self.unverified:
             logger.warning("%s: no digest tells whether these tensors were loaded, only logprobs do: %s", self._name,
@@ -171,6 +176,7 @@ class VllmReplica:
         emptied = await control.forget_prefixes(running_too=self._on_weight_update == "recompute")
         if not emptied and self._on_weight_update == "recompute":
             raise SamplerFault(f"{self._name}: empty prefix cache: the server could not, so old prefixes would be used")
+        self._cache_is_new = True
         await control.resume()
         self._version = version
         return None
@@ -178,6 +184,8 @@ class VllmReplica:
     def _open(self, path: Path) -> PublishedFolder:
         """Read the folder once, before the server is paused: its digests, and that all its numbers are finite."""
         folder = open_folder(path)
+        if self._shapes is not None:
+            folder.refuse_other_shapes(self._shapes)
         folder.prepare([piece for piece in self._pieces if piece.name in folder.shapes])
         return folder
 
@@ -211,8 +219,9 @@ class VllmReplica:
             facts, name=f"{self._name} ({self.url})", transfer=self._transport.engine, vocab_size=self._vocab_size,
             context_length=self._context_length,
         )  # fmt: skip
-        if not await self._control.has_token_endpoint():
-            raise UsageError(f"{self._name} ({self.url}): it takes no token ids: add --enable-scale-out")
+        missing = await self._control.missing_flag(self._model)
+        if missing is not None:
+            raise UsageError(f"{self._name} ({self.url}) cannot be used: {missing}")
 
     async def prove_path(self, folder: Path) -> None:
         """Send every tensor of the weights that the server already has, once, and see that each one arrives.
@@ -230,12 +239,20 @@ class VllmReplica:
         """Logprob of the last id given those before it, at temperature 1, by a new and ordinary request: it reads the
         prefix cache, and writes it.
 
+        The first such request after an update must find nothing there, whatever was asked before it: that shows an old
+        cache where learning rates are too small for logprobs to show it. So its ids must be in no other request.
+
         Raises:
             RecordError: fewer than two ids, or an id outside the vocabulary.
-            SamplerFault: the server failed, or cannot be reached.
+            SamplerFault: the server failed, cannot be reached, or read prefixes that older weights computed.
         """
         ids = check_ids(token_ids, self._vocab_size, "token_ids")
-        return await self._http.cached_logprob(ids)
+        is_first, self._cache_is_new = self._cache_is_new, False
+        found, num_cached = await self._http.cached_logprob(ids)
+        if is_first and num_cached:
+            raise SamplerFault(f"{self._name}: a new request read {num_cached} tokens from the prefix cache of the "
+                               f"weights before version {self._version}")  # fmt: skip
+        return found
 
     async def load_metrics(self) -> ReplicaLoad:
         """How busy the server is.

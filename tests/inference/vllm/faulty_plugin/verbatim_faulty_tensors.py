@@ -1,0 +1,26 @@
+"""Wrong tensors, by the name of the fault."""
+
+from collections.abc import Iterator
+
+import torch
+
+LAYER, Q, K = "model.layers.1.", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+
+
+def wrong(fault: str, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors as the fault has them."""
+    if fault == "stale head":
+        tensors.pop("lm_head.weight", None)
+    elif fault == "stale layer":
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYER)}
+    elif fault == "swapped q and k":
+        tensors[Q], tensors[K] = tensors[K], tensors[Q]
+    elif fault == "not a number":
+        tensors[Q] = tensors[Q].clone()
+        tensors[Q][0, 0] = torch.nan
+    elif fault == "one number":
+        tensors[K] = tensors[K].clone()
+        tensors[K][-1, -1] += 1e-6
+    elif fault == "stale norm":
+        tensors.pop("model.norm.weight")
+    yield from tensors.items()

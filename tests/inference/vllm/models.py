@@ -1,0 +1,64 @@
+"""Tiny models for vLLM's tests, and their next versions. vLLM's kernels for CPUs need heads of at least 32 numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from verbatim.config.schema import BuildConfig
+from verbatim.inference.embedded.whole_sequence import sequence_logprobs
+from verbatim.models.build import build_tokenizer, random_model
+from verbatim.models.head import CausalLM
+from verbatim.models.loading import save_model
+
+SIZES = BuildConfig(
+    hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=96, vocab_size=320, context_length=512
+)
+
+
+class TinyModel:
+    """A trainer that publishes random steps.
+
+    Args:
+        folder: Where its versions are published.
+        tied: Whether the head shares the embedding's weights.
+    """
+
+    def __init__(self, folder: Path, *, tied: bool) -> None:
+        self._tokenizer = build_tokenizer(["hello world 123\n", "a longer text\n"] * 20, vocab_size=320,
+                                          context_length=512)  # fmt: skip
+        model = random_model(SIZES, self._tokenizer, 0)
+        if not tied:
+            model.config.tie_word_embeddings = False
+            torch.manual_seed(0)
+            model = type(model)(model.config)
+        self.model = model.eval()
+        self._folder = folder
+        self.vocab_size = int(model.config.vocab_size)
+        self.published = self.publish("v0")
+
+    def publish(self, name: str) -> Path:
+        """Write the weights of now."""
+        path = self._folder / name
+        path.mkdir(parents=True)
+        save_model(self.model, self._tokenizer, path)
+        return path
+
+    def step(self, name: str, size: float) -> Path:
+        """Change every weight by about `size`, and publish."""
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+        return self.publish(name)
+
+    def logprobs(self, ids: np.ndarray) -> np.ndarray:
+        """The trainer's logprobs of all ids but the first: float32 [L - 1]."""
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        return sequence_logprobs(CausalLM(self.model), tokens, 1.0).numpy()[1:]
+
+    def ids(self, count: int, seed: int = 0) -> np.ndarray:
+        """Random ids."""
+        return np.random.default_rng(seed).integers(0, self.vocab_size, count, dtype=np.int32)

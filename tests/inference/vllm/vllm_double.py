@@ -1,0 +1,322 @@
+"""A cheap double of the routes of a vLLM server: a tiny torch model behind them, and faults that can be planted.
+
+`test_real_server.py` holds it against the real server's answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from verbatim.inference.vllm.command import PLUGIN
+
+for folder in (PLUGIN, Path(__file__).parent / "faulty_plugin"):
+    sys.path.append(str(folder))
+from verbatim_faulty_tensors import wrong  # noqa: E402
+from verbatim_vllm_digest import digest  # noqa: E402
+
+BLOCK = 128
+"""Tokens of a block of the prefix cache, as on a CPU."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class VllmDouble:
+    """The server. Attributes may be set at any time.
+
+    Args:
+        folder: The weights that it starts with.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.fault = ""
+        self.hangs_at = ""
+        self.fails_at = ""
+        self.key: str | None = None
+        self.calls: list[str] = []
+        self.running = asyncio.Event()
+        self.running.set()
+        self.version = "default"
+        self.in_flight = 0
+        self.keeps_blocks = False
+        self.seconds_per_token = 0.0
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tied = bool(self._model.config.tie_word_embeddings)
+        if self.tied:  # a head of its own, as a packed kernel is
+            self._model.lm_head.weight = torch.nn.Parameter(self._model.lm_head.weight.detach().clone())
+        self._names = set(load_file(folder / "model.safetensors"))
+        self._report: dict[str, Any] | None = None
+        self._cache: dict[tuple[str, bytes], dict[str, torch.Tensor]] = {}
+        self.facts = {
+            "format": 1, "model": str(folder), "vocab_size": int(self._model.config.vocab_size), "max_model_len": 512,
+            "dtype": "float32", "quantization": None, "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm", "prefix_caching": True, "chunked_prefill": True, "speculative": False,
+            "weight_transfer": "verbatim_files",
+        }  # fmt: skip
+        self.missing: set[str] = set()
+        self.says_cached_tokens = True
+        self.queries = self.hits = self.generated = 0
+
+    # ---- routes
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/weight_info", self._weight_info)
+        app.router.add_get("/v1/models", self._models)
+        for path, answer in (
+            ("/pause", self._pause), ("/resume", self._resume), ("/start_weight_update", self._start),
+            ("/update_weights", self._update), ("/finish_weight_update", self._finish),
+            ("/update_weight_version", self._set_version), ("/reset_prefix_cache", self._reset),
+            ("/collective_rpc", self._rpc), ("/inference/v1/generate", self._generate),
+        ):  # fmt: skip
+            app.router.add_post(path, answer)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.calls.append(request.path)
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "this server needs a key"}}, status=401)
+        if request.path in self.missing:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if request.path == self.hangs_at:
+            await asyncio.sleep(60)
+        if request.path == self.fails_at:
+            return web.json_response({"error": {"message": "it burns", "code": 500}}, status=500)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        figures = {"num_requests_running": self.in_flight, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.5,
+                   "prefix_cache_queries_total": self.queries, "prefix_cache_hits_total": self.hits,
+                   "generation_tokens_total": self.generated}  # fmt: skip
+        lines = [f'vllm:{name}{{engine="0",model_name="policy"}} {float(value)}' for name, value in figures.items()]
+        return web.Response(text="\n".join(["# HELP vllm:num_requests_running Number of requests", *lines]))
+
+    async def _weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "max_model_len": self.facts["max_model_len"]}]})
+
+    async def _pause(self, _: web.Request) -> web.Response:
+        self.running.clear()
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        self.running.set()
+        return web.json_response({"status": "resumed"})
+
+    async def _start(self, _: web.Request) -> web.Response:
+        if self.fault != "update skipped":
+            self._report = None
+        return web.json_response({"message": "Weight update started"})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        path = (await request.json())["update_info"]["path"]
+        if self.fault != "update skipped":
+            self._load(path)
+        return web.json_response({"message": "Weights updated"})
+
+    async def _finish(self, _: web.Request) -> web.Response:
+        return web.json_response({"message": "Weight update finished"})
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        if self.fault == "version not advanced":
+            return web.json_response({"success": True})
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True, "new_version": self.version})
+
+    async def _reset(self, request: web.Request) -> web.Response:
+        if self.fault == "stale prefix":
+            return web.json_response({"success": True})
+        if self.keeps_blocks and request.query["reset_running_requests"] == "false":
+            return web.json_response({"success": False})
+        self._cache.clear()
+        return web.json_response({"success": True})
+
+    async def _rpc(self, request: web.Request) -> web.Response:
+        method = (await request.json())["method"]
+        if method == "verbatim_facts" and self.fault != "no plug-in":
+            return web.json_response({"results": [self.facts]})
+        if method == "verbatim_report":
+            return web.json_response(
+                {"results": [{"format": 1, "engine": "FilesEngine", "report": self._report}]}
+            )
+        return web.json_response({"error": {"message": f"no attribute {method!r}", "code": 500}}, status=500)
+
+    # ---- weights
+
+    def _load(self, path: str) -> None:
+        found: dict[str, Any] = {"path": path, "error": None, "loaded": True, "tensors": [], "stale": [],
+                                 "unmapped": [], "seconds": 0.0}  # fmt: skip
+        self._report = found
+        try:
+            published = load_file(Path(path) / "model.safetensors")
+            missing = self._names - set(published)
+            if missing:
+                raise ValueError(f"the folder has nothing for {sorted(missing)[0]}")
+        except Exception as error:  # noqa: BLE001 - the client is told
+            found.update(error=f"{type(error).__name__}: {error}", loaded=False)
+            return
+        try:
+            self._fill(dict(wrong(self.fault, published)), found)
+        except RuntimeError as error:
+            found["error"] = f"RuntimeError: {error}"
+
+    def _fill(self, tensors: dict[str, torch.Tensor], found: dict[str, Any]) -> None:
+        held = dict(self._model.named_parameters())
+        for name in sorted(self._names):
+            if name in tensors:
+                with torch.no_grad():
+                    held[name].copy_(tensors[name])
+            if name in tensors or "norm" in name:
+                found["tensors"].append(self._entry(name, held[name], "live" if "norm" in name else "kernel"))
+            else:
+                found["stale"].append(name)
+        if self.tied and self.fault == "stale head":
+            found["stale"].append(f"{EMBEDDING} (as lm_head)")
+        elif self.tied:
+            with torch.no_grad():
+                held[HEAD].copy_(held[EMBEDDING])
+            found["tensors"].append(self._entry(EMBEDDING, held[HEAD], "kernel"))
+
+    @staticmethod
+    def _entry(name: str, tensor: torch.Tensor, source: str) -> list[Any]:
+        return [name, 0, 0, list(tensor.shape), "float32", digest(tensor), source]
+
+    # ---- tokens
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        params, ids = body["sampling_params"], list(body["token_ids"])
+        salt = "" if self.fault == "stale prefix" else body.get("cache_salt", "")
+        self.in_flight += 1
+        try:
+            await self.running.wait()
+            return web.json_response(await self._answer(params, ids, salt))
+        finally:
+            self.in_flight -= 1
+
+    async def _answer(self, params: dict[str, Any], prompt: list[int], salt: str) -> dict[str, Any]:
+        scored = params.get("prompt_logprobs") is not None
+        cached, weights = (0, None) if scored else self._cached(salt, prompt)
+        content, versions, ids = [], [], list(prompt)
+        rng = np.random.default_rng(params.get("seed", len(self.calls)))
+        for _ in range(params["max_tokens"]):
+            await self.running.wait()
+            await asyncio.sleep(self.seconds_per_token)
+            logprobs = self._logprobs(ids, weights)[-1]
+            token = int(rng.choice(len(logprobs), p=np.exp(logprobs) / np.exp(logprobs).sum()))
+            asked = [token, *params.get("logprob_token_ids", [])]
+            entries = [{"token_id": token_id, "logprob": float(np.float32(logprobs[token_id])), "rank": 1}
+                       for token_id in dict.fromkeys(asked)]  # fmt: skip
+            content.append({**entries[0], "top_logprobs": entries[: params.get("logprobs") or 1]})
+            versions.append(self.version)
+            ids.append(token)
+            if token in params.get("stop_token_ids", []):
+                break
+        self.generated += len(content)
+        self._remember(salt, prompt)
+        rows = None
+        if scored:
+            table = self._logprobs(prompt, None)
+            known = [float(np.float32(table[at][token])) for at, token in enumerate(prompt[1:])]
+            rows = [None, *({str(token): {"logprob": value, "rank": 1, "decoded_token": ""}}
+                            for token, value in zip(prompt[1:], known, strict=True))]  # fmt: skip
+        return {
+            "request_id": "generate-tokens-1", "model": "policy", "created": 1,
+            "usage": {
+                "prompt_tokens": len(prompt), "total_tokens": len(ids), "completion_tokens": len(content),
+                "prompt_tokens_details": {"cached_tokens": cached} if self.says_cached_tokens else None,
+                "completion_tokens_details": None,
+            },
+            "prompt_logprobs": rows, "prompt_token_id_logprobs": None, "prompt_token_ids": None,
+            "mm_placeholders": None, "metrics": None, "kv_transfer_params": None, "ec_transfer_params": None,
+            "output_mode": "tokens",
+            "choices": [{
+                "index": 0, "finish_reason": "stop" if ids[-1] in params.get("stop_token_ids", []) else "length",
+                "stop_reason": None, "token_ids": ids[len(prompt):], "routed_experts": None, "sampling_mask": None,
+                "weight_versions": spans(versions),
+                "logprobs": {"content": content} if params.get("logprobs") is not None else None,
+            }],
+        }  # fmt: skip
+
+    def _logprobs(self, ids: list[int], weights: dict[str, torch.Tensor] | None) -> np.ndarray:
+        with torch.inference_mode():
+            tokens = torch.tensor([ids])
+            if weights is None:
+                logits = self._model(tokens).logits
+            else:
+                logits = torch.func.functional_call(self._model, weights, (tokens,)).logits
+            return np.asarray(logits[0].double().log_softmax(-1))
+
+    def _cached(self, salt: str, prompt: list[int]) -> tuple[int, dict[str, torch.Tensor] | None]:
+        self.queries += len(prompt)
+        for size in range((len(prompt) - 1) // BLOCK * BLOCK, 0, -BLOCK):
+            weights = self._cache.get((salt, np.array(prompt[:size]).tobytes()))
+            if weights is not None:
+                self.hits += size
+                return size, weights
+        return 0, None
+
+    def _remember(self, salt: str, prompt: list[int]) -> None:
+        weights = {name: tensor.detach().clone() for name, tensor in self._model.named_parameters()}
+        for size in range(BLOCK, len(prompt) + 1, BLOCK):
+            self._cache.setdefault((salt, np.array(prompt[:size]).tobytes()), weights)
+
+
+def spans(versions: list[str]) -> list[dict[str, Any]]:
+    """Versions of tokens as vLLM writes them."""
+    found: list[dict[str, Any]] = []
+    for at, version in enumerate(versions):
+        if found and found[-1]["version"] == version:
+            found[-1]["end"] = at + 1
+        else:
+            found.append({"version": version, "start": at, "end": at + 1})
+    return found
+
+
+@contextlib.asynccontextmanager
+async def serving(double: VllmDouble) -> AsyncIterator[str]:
+    """Its root while it is served on loopback."""
+    runner = web.AppRunner(double.app(), handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    try:
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    finally:
+        await runner.cleanup()
+
+
+def shape_of(value: Any) -> Any:
+    """The keys and types of JSON, for comparing two servers' answers; a list stands for its first item."""
+    if isinstance(value, dict):
+        if all(key.isdigit() for key in value) and value:
+            return {"<id>": shape_of(next(iter(value.values())))}
+        return {key: shape_of(item) for key, item in sorted(value.items())}
+    if isinstance(value, list):
+        return [shape_of(value[-1])] if value else []
+    return type(value).__name__
+
+
+def as_json(value: Any) -> str:
+    """For messages of failed comparisons."""
+    return json.dumps(value, indent=1, sort_keys=True, default=str)
