@@ -106,7 +106,7 @@ def test_the_same_rendering_spends_the_same():
     for _ in range(2):
         meter = Meter()
         given = meter.given([USER, ANSWER], None)
-        spent.append((meter.left, meter.room, meter.output, [meter.length(value) for value in given]))
+        spent.append((meter.left, meter.room, meter.output, [meter.size(value) for value in given]))
     assert spent[0] == spent[1]
 
 

@@ -6,8 +6,8 @@ A template holds values of JSON's types only, so that what it can call is known 
 from __future__ import annotations
 
 from functools import cache
-from types import BuiltinMethodType, GeneratorType, MethodType
-from typing import Any
+from types import BuiltinMethodType, MethodType
+from typing import Any, ClassVar
 
 from jinja2 import pass_context
 from jinja2.exceptions import SecurityError
@@ -17,19 +17,21 @@ from jinja2.utils import Cycler, Joiner
 from markupsafe import Markup
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from verbatim.renderers.metering.filters import FILTERS, metered_filter, metered_test
-from verbatim.renderers.metering.formats import FormatMethod
-from verbatim.renderers.metering.meter import CONTAINERS, Meter, Overrun
-from verbatim.renderers.metering.methods import call_method
-from verbatim.renderers.metering.operations import BINARY, OPERATORS
+from verbatim.renderers.metering.calls import call_method, count_operation, metered_filter, metered_test
+from verbatim.renderers.metering.meter import Meter, Overrun
+
+LOOKED_AT, WRITTEN, ROUNDS, SPEND = (f"verbatim {name}" for name in ("looked at", "written", "rounds", "spend"))
+"""Filters with which a compiled template counts."""
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_KEYS = frozenset({str, int, float, bool, type(None), slice})
+_OWNERS = frozenset({str, Markup, bytes, int, bool, float, list, tuple, dict, range})
+"""Types with methods that templates may call."""
 _CALL = 10
 """Steps that the call of a macro is worth: it takes as long."""
 _LONGEST_DATE_FORMAT = 200
-_SMALL = 1_000
-"""Items of a list or tuple that is used as a key."""
+_MOST_REMEMBERED = 10_000
+_PLENTY = 1 << 60
+"""Smaller numbers are added without a look."""
 
 
 class MeteredContext(Context):
@@ -49,78 +51,62 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as `transformers` sets it up, counted."""
 
     context_class = MeteredContext
-    intercepted_binops = frozenset(OPERATORS)
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+    callables: tuple[Any, ...] = ()
+    """What templates are given, and the methods of."""
+    _safe: ClassVar[dict[tuple[type, str], bool]] = {}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operation, counted before it makes something big."""
-        return BINARY[operator](context.meter, left, right)  # type: ignore[attr-defined]  # a MeteredContext
+        meter: Meter = context.meter  # type: ignore[attr-defined]  # a MeteredContext
+        if type(left) is type(right) is str and operator == "+":  # what templates do most
+            meter.make(len(left) + len(right))
+            return left + right
+        if type(left) is type(right) is int and left < _PLENTY > right and operator in ("+", "-"):
+            return super().call_binop(context, operator, left, right)
+        count_operation(meter, operator, left, right)
+        return meter.made(super().call_binop(context, operator, left, right))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """As the sandbox has it; the fields of messages without the detour over their attributes."""
-        kind = type(obj)
-        if kind is dict and attribute not in _DICT_ATTRIBUTES:
-            try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         try:
-            value = getattr(obj, attribute)
-        except AttributeError:
-            try:
-                return obj[attribute]
-            except (TypeError, LookupError):
-                return self.undefined(obj=obj, name=attribute)
-        wrapped = self.wrap_str_format(value) if attribute in ("format", "format_map") else None
-        if wrapped is not None:
-            return wrapped
-        return value if _is_safe(self, kind, attribute, obj, value) else self.unsafe_undefined(obj, attribute)
+            if self._safe[type(obj), attribute]:
+                return getattr(obj, attribute)
+        except (KeyError, AttributeError):
+            pass
+        return super().getattr(obj, attribute)
 
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """As the sandbox has it; a key that takes long to look up is refused."""
-        if type(argument) not in _KEYS and not isinstance(argument, (str, Undefined)):
-            _refuse_big(argument)
-        return super().getitem(obj, argument)
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As the sandbox has it, which looks at the type and the name only: they come again and again."""
+        key = type(obj), attr
+        if key not in self._safe:
+            if len(self._safe) > _MOST_REMEMBERED:
+                self._safe.clear()
+            self._safe[key] = super().is_safe_attribute(obj, attr, value)
+        return self._safe[key]
 
-    def wrap_str_format(self, value: Any) -> Any:
-        """`format` of a text, which only `call` knows how to call."""
-        if (
-            isinstance(value, (MethodType, BuiltinMethodType))
-            and value.__name__ in ("format", "format_map")
-            and isinstance(value.__self__, str)
-        ):
-            return FormatMethod(value.__self__, value.__name__ == "format_map")
-        return None
+    def wrap_str_format(self, value: Any) -> None:
+        """`format` of a text stays a method, which `call` sandboxes."""
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a method of JSON's types, or one of the functions that templates are given."""
         meter: Meter = __context.meter
-        if kwargs:  # for functions that are given the context: there are none
-            kwargs.pop("_loop_vars", None)
-            kwargs.pop("_block_vars", None)
-        if type(__obj) is BuiltinMethodType:
-            return call_method(meter, __obj, args, kwargs)
+        kwargs.pop("_loop_vars", None)  # for functions that are given the context: there are none
+        kwargs.pop("_block_vars", None)
         if type(__obj) is Macro:
             meter.step(_CALL + len(args) + len(kwargs))
             return __context.call(__obj, *args, **kwargs)
-        args = tuple(meter.counted(arg) if type(arg) is GeneratorType else arg for arg in args)
-        if type(__obj) is LoopContext:
-            return __context.call(__obj, *(meter.counted(arg) for arg in args), **kwargs)
+        owner = __obj.__self__ if isinstance(__obj, (BuiltinMethodType, MethodType)) else __obj
+        if type(owner) in _OWNERS and owner is not __obj:
+            return call_method(__self, meter, __obj, args, kwargs)
         meter.look(*args, *kwargs.values())
-        if type(__obj) is FormatMethod:
-            return __obj.apply(__self, meter, args, kwargs)
-        if isinstance(__obj, MethodType) and isinstance(__obj.__self__, (str, Markup)):
-            return call_method(meter, __obj, args, kwargs)
-        if isinstance(__obj, (BlockReference, Joiner, Undefined)) or not callable(__obj):
+        if isinstance(owner, (LoopContext, Cycler, BlockReference, Joiner, Undefined)) or not callable(__obj):
             return __context.call(__obj, *args, **kwargs)
-        if isinstance(__obj, MethodType) and isinstance(__obj.__self__, (LoopContext, Cycler)):
-            return __context.call(__obj, *args, **kwargs)
-        owner = __obj.__self__ if isinstance(__obj, MethodType) else __obj
         if any(owner is known for known in __self.callables):
             return meter.made(__context.call(__obj, *args, **kwargs))
         raise SecurityError(f"a chat template must not call a {type(__obj).__name__}")
-
-    callables: tuple[Any, ...] = ()
-    """What templates are given, and the methods of."""
 
 
 @cache
@@ -128,10 +114,11 @@ def metered_environment() -> MeteredEnvironment:
     """The one environment of all templates."""
     like: Any = _compile_jinja_template("").environment
     environment = MeteredEnvironment(
-        trim_blocks=like.trim_blocks, lstrip_blocks=like.lstrip_blocks, finalize=_finalize,
+        trim_blocks=like.trim_blocks, lstrip_blocks=like.lstrip_blocks, finalize=_written,
         extensions=[type(extension) for extension in like.extensions.values()],
     )  # fmt: skip
-    environment.filters = {**{name: metered_filter(name, call) for name, call in like.filters.items()}, **FILTERS}
+    environment.filters = {name: metered_filter(name, call) for name, call in like.filters.items()}
+    environment.filters |= {LOOKED_AT: _looked_at, WRITTEN: _written, ROUNDS: _rounds, SPEND: _spend}
     environment.tests = {name: metered_test(name, call) for name, call in like.tests.items()}
     given = {name: value for name, value in like.globals.items() if name != "lipsum"}  # it makes text of any length
     date = given["strftime_now"]
@@ -148,35 +135,25 @@ def metered_environment() -> MeteredEnvironment:
     return environment
 
 
-def _is_safe(environment: MeteredEnvironment, kind: type, attribute: str, obj: Any, value: Any) -> bool:
-    """Whether the sandbox lets an attribute be read, which depends on the type and the name."""
-    safe = _SAFE.get((kind, attribute))
-    if safe is None:
-        if len(_SAFE) > _MOST_REMEMBERED:
-            _SAFE.clear()
-        safe = _SAFE[kind, attribute] = environment.is_safe_attribute(obj, attribute, value)
-    return safe
-
-
-_SAFE: dict[tuple[type, str], bool] = {}
-_MOST_REMEMBERED = 10_000
+@pass_context
+def _looked_at(context: MeteredContext, value: Any) -> Any:
+    context.meter.look(value)
+    return value
 
 
 @pass_context
-def _finalize(context: MeteredContext, value: Any) -> Any:
-    """Whatever is written, counted."""
+def _written(context: MeteredContext, value: Any) -> Any:
     context.meter.write(value)
     return value
 
 
-def _refuse_big(key: Any) -> None:
-    waiting, seen = [key], 0
-    while waiting:
-        part = waiting.pop()
-        seen += 1
-        if seen > _SMALL:
-            raise Overrun("it uses a large value as a key")
-        if isinstance(part, dict):
-            waiting += (inner for pair in part.items() for inner in pair)
-        elif type(part) in CONTAINERS:
-            waiting += part
+@pass_context
+def _rounds(context: MeteredContext, items: Any, steps: int = 1, characters: int = 0) -> Any:
+    return context.meter.counted(items, abs(steps), abs(characters))  # a template can find these filters by their names
+
+
+@pass_context
+def _spend(context: MeteredContext, value: Any, steps: int = 1, characters: int = 0) -> Any:
+    context.meter.step(abs(steps))
+    context.meter.make(abs(characters))
+    return value

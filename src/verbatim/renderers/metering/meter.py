@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from types import GeneratorType
 from typing import Any
 
 STEPS, STEPS_PER_VALUE, STEPS_PER_CHARACTER = 100_000, 5_000, 10
@@ -24,9 +25,7 @@ _SLICE = 50_000
 """Steps between two looks at the clock."""
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})
-_SMALL = (1, 8)
-"""The size of a number."""
-CONTAINERS = frozenset({list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items())})
+_CONTAINERS: tuple[type, ...] = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
 """Types whose members are gone through; dicts apart."""
 
 
@@ -36,20 +35,20 @@ class Overrun(Exception):
 
 class Meter:
     """The budget of one rendering. Steps and characters are counted, so the same rendering always ends alike; the
-    time is for what takes long all the same."""
+    time is for what takes long all the same. Whatever counts raises `Overrun` when it is too much."""
 
     __slots__ = ("_rest", "_sizes", "_until", "left", "output", "room")
 
-    def __init__(self, steps: int = STEPS, seconds: float = SECONDS) -> None:
+    def __init__(self) -> None:
         self._sizes: dict[int, tuple[int, int]] = {}
         self.left = 0
         """Steps until the next look at the clock."""
-        self._rest = steps
+        self._rest = STEPS
         self.room = CHARACTERS
         """Characters that may still be made."""
         self.output = OUTPUT
         """Characters that may still be written."""
-        self._until = time.thread_time() + seconds
+        self._until = time.thread_time() + SECONDS
 
     def given(self, *values: Any, copies: int = 0) -> list[Any]:
         """The values as a template may see them, which are rendered with this budget: in JSON's own types, so that no
@@ -59,78 +58,67 @@ class Meter:
         made anew.
         """
         plain = [self._plain(value) for value in values]
-        items = sum(self._size(value)[0] for value in plain)
-        characters = sum(self._size(value)[1] for value in plain)
+        items = sum(self.size(value)[0] for value in plain)
+        characters = sum(self.size(value)[1] for value in plain)
         self._rest += STEPS_PER_VALUE * items + STEPS_PER_CHARACTER * characters
         self.room += (COPIES + copies) * characters
         self.output += OUTPUT_PER_VALUE * items + OUTPUT_PER_CHARACTER * characters
         return plain
 
     def step(self, steps: int) -> None:
-        """Count what is about to be done.
-
-        Raises:
-            Overrun: it is too much.
-        """
+        """Count what is about to be done."""
         self.left -= steps
         if self.left < 0:
-            self._more()
+            if time.thread_time() > self._until:
+                raise Overrun(f"it takes more than {SECONDS:g} s")
+            wanted = min(max(_SLICE, -self.left), self._rest)
+            self._rest -= wanted
+            self.left += wanted
+            if self.left < 0:
+                raise Overrun("it takes too many steps")
 
     def make(self, characters: int) -> None:
-        """Count text before it is made.
-
-        Raises:
-            Overrun: it is too much.
-        """
+        """Count text before it is made."""
         self.room -= characters
         if self.room < 0:
             raise Overrun("it makes too much text")
-        if characters >= 1 << _SCANNED:
+        if characters >> _SCANNED:
             self.step(characters >> _SCANNED)
 
     def look(self, *values: Any, times: int = 1) -> None:
-        """Count values that are looked at as a whole: compared, written, sorted, used as keys.
-
-        Raises:
-            Overrun: it is too much.
-        """
+        """Count values that are looked at as a whole: compared, sorted, used as keys."""
         for value in values:
             if type(value) is str:
-                if len(value) * times >= 1 << _SCANNED:
-                    self.step((len(value) * times) >> _SCANNED)
+                if len(value) * times >> _SCANNED:
+                    self.step(len(value) * times >> _SCANNED)
             elif type(value) not in _SCALARS:
-                items, characters = self._size(value)
-                self.step(items * times + ((characters * times) >> _SCANNED))
+                items, characters = self.size(value)
+                self.step(items * times + (characters * times >> _SCANNED))
 
-    def write(self, value: Any, times: int = 1) -> None:
+    def write(self, value: Any) -> None:
         """Count the text of a value before it is made."""
         if type(value) is str:
-            self.room -= len(value) * times
-            if self.room < 0 or len(value) * times >= 1 << _SCANNED:
-                self.room += len(value) * times
-                self.make(len(value) * times)
+            if len(value) >> _SCANNED or len(value) > self.room:
+                self.make(len(value))
+            else:
+                self.room -= len(value)
         elif type(value) not in _SCALARS:
-            items, characters = self._size(value)
-            self.step(items * times)
-            self.make((characters + 16 * items) * times)
+            items, characters = self.size(value)
+            self.step(items)
+            self.make(characters + 16 * items)
 
     def made(self, value: Any) -> Any:
         """A result, counted after it was made: for what cannot be much larger than what it was made of."""
-        kind = type(value)
-        if kind is str:
-            self.write(value)
-        elif kind is list or isinstance(value, tuple):
-            self.step(len(value))
-        elif kind not in _SCALARS and isinstance(value, (str, bytes)):
+        if isinstance(value, (str, bytes)):
             self.make(len(value))
+        elif isinstance(value, (list, tuple)):
+            self.step(len(value))
+        elif type(value) is GeneratorType:
+            return self.counted(value)
         return value
 
     def whole(self, pieces: Iterable[str]) -> str:
-        """All that the template writes.
-
-        Raises:
-            Overrun: it is too much to be a prompt.
-        """
+        """All that the template writes."""
         written = []
         for piece in pieces:
             self.output -= len(piece)
@@ -139,10 +127,6 @@ class Meter:
             written.append(piece)
         return "".join(written)
 
-    def length(self, value: Any) -> int:
-        """Characters of all text in a value."""
-        return len(value) if isinstance(value, (str, bytes)) else self._size(value)[1]
-
     def counted(self, items: Any, steps: int = 1, characters: int = 0) -> Any:
         """What a loop goes through: all rounds counted at once where it is known how many there will be."""
         try:
@@ -150,83 +134,61 @@ class Meter:
         except TypeError:
             return self._one_by_one(items, steps, characters)
         self.step(rounds * steps)
-        if characters:
-            self.make(rounds * characters)
+        self.make(rounds * characters)
         return items
 
     def _one_by_one(self, items: Any, steps: int, characters: int) -> Iterator[Any]:
         for item in items:
             self.step(steps)
-            if characters:
-                self.make(characters)
+            self.make(characters)
             self.look(item)
             yield item
 
-    def _more(self) -> None:
-        if time.thread_time() > self._until:
-            raise Overrun(f"it takes more than {SECONDS:g} s")
-        wanted = max(_SLICE, -self.left)
-        wanted = min(wanted, self._rest)
-        self._rest -= wanted
-        self.left += wanted
-        if self.left < 0:
-            raise Overrun("it takes too many steps")
-
-    def _size(self, value: Any, depth: int = 0) -> tuple[int, int]:
+    def size(self, value: Any, depth: int = 0) -> tuple[int, int]:
         """(items, characters) of a value, as often as they would be written. What is shared is counted each time, at
         the price of a walk; what was given is known."""
         if isinstance(value, (str, bytes)):
             return 1, len(value)
         if id(value) in self._sizes:
             return self._sizes[id(value)]
-        parts: Any
+        if depth > MAX_DEPTH:
+            raise Overrun(f"it nests values deeper than {MAX_DEPTH} levels")
         if isinstance(value, dict):
-            parts = [part for pair in value.items() for part in pair]
-        elif type(value) in CONTAINERS or isinstance(value, tuple):
+            parts: Any = [*value, *value.values()]
+        elif isinstance(value, _CONTAINERS):
             parts = value
         elif isinstance(value, range):
             return len(value), 8 * len(value)
+        elif type(value) in _SCALARS:
+            return 1, 8
         else:  # a method is written with what it is of
             of = getattr(value, "__self__", None)
-            return (1, 64) if of is None or depth > MAX_DEPTH else self._size(of, depth + 1)
+            return (1, 64) if of is None else self.size(of, depth + 1)
+        self.step(len(value))
         items = characters = 1
-        if depth > MAX_DEPTH:
-            raise Overrun(f"it nests values deeper than {MAX_DEPTH} levels")
-        self.step(len(parts))
         for part in parts:
             if type(part) is str:
                 items, characters = items + 1, characters + len(part)
-            elif type(part) in _SCALARS:
-                items, characters = items + 1, characters + 8
             else:
-                inner = self._size(part, depth + 1)
-                items, characters = items + inner[0], characters + inner[1]
+                more = self._sizes.get(id(part)) or self.size(part, depth + 1)
+                items, characters = items + more[0], characters + more[1]
         return items, characters
 
     def _plain(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _SCALARS:
+        if type(value) in _SCALARS:
             return value
-        items = characters = 1
-        plain: Any
-        if kind is dict or isinstance(value, Mapping):
-            plain = {}
-            for key, part in value.items():
-                name = key if type(key) is str else self._plain(key)
-                plain[name] = made = part if type(part) in _SCALARS else self._plain(part)
-                inner = (1, len(made)) if type(made) is str else self._sizes.get(id(made), _SMALL)
-                items += inner[0] + 1
-                characters += inner[1] + (len(name) if type(name) is str else 8)
+        if isinstance(value, Mapping):
+            plain: Any = {
+                key if type(key) is str else self._plain(key): part if type(part) in _SCALARS else self._plain(part)
+                for key, part in value.items()
+            }
         elif isinstance(value, (list, tuple)):
-            plain = [self._plain(part) for part in value]
-            for part in plain:
-                inner = (1, len(part)) if type(part) is str else self._sizes.get(id(part), _SMALL)
-                items += inner[0]
-                characters += inner[1]
+            plain = [part if type(part) in _SCALARS else self._plain(part) for part in value]
             plain = plain if isinstance(value, list) else tuple(plain)
         else:
             return self._of_another_type(value)
-        self._sizes[id(plain)] = items, characters
+        self.left += len(plain)  # what is given is measured at no cost
+        self._sizes[id(plain)] = self.size(plain)
         return plain
 
     def _of_another_type(self, value: Any) -> Any:

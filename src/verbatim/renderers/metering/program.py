@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template, nodes
-from jinja2.visitor import NodeTransformer
 
-from verbatim.renderers.metering.environment import metered_environment
-from verbatim.renderers.metering.filters import COMPARED, JOINED, KEY, ROUNDS, SIZED, SPEND
+from verbatim.renderers.metering.environment import LOOKED_AT, ROUNDS, SPEND, WRITTEN, metered_environment
 
 
 @lru_cache(maxsize=64)
@@ -18,123 +16,76 @@ def compiled(source: str) -> Template:
     """The program of a template, counted. `chat_template.compile_template` adds the model's name to its errors.
 
     Before each loop all its rounds are counted, each by the size of the loop's body; a macro and a block by theirs when
-    they begin. What else can take long or grow goes through the filters of `filters` and the environment's operators.
+    they begin. Operands and keys that may be large are looked at as a whole. What else can take long or grow goes
+    through the environment.
     """
     environment = metered_environment()
-    tree: nodes.Template = _Counting().visit(environment.parse(source))
+    tree = environment.parse(source)
+    for node in [tree, *tree.find_all(nodes.Node)]:
+        _count(node)
     tree.set_environment(environment)
     return environment.from_string(tree)
 
 
-_Body = nodes.Template | nodes.Block | nodes.Macro | nodes.CallBlock
+def _count(node: nodes.Node) -> None:
+    """Put the counting of one node into the tree."""
+    match node:
+        case nodes.Template() | nodes.Block() | nodes.Macro() | nodes.CallBlock():
+            node.body.insert(0, _spend(node, *_weight(node.body)))
+        case nodes.For():
+            steps, characters = _weight([*node.body, *([] if node.test is None else [node.test])])
+            if node.recursive:  # its rounds come from calls, too
+                node.body.insert(0, _spend(node, steps, characters))
+                steps = characters = 1
+            node.iter = _filtered(node.iter, ROUNDS, steps, characters)
+        case nodes.Concat():
+            node.nodes = [_filtered(part, WRITTEN) for part in node.nodes]
+        case nodes.Compare(ops=[operand]) if _is_quick(node.expr, operand):
+            pass
+        case nodes.Compare():
+            node.expr = _filtered(node.expr, LOOKED_AT)
+            for operand in node.ops:
+                operand.expr = _filtered(operand.expr, LOOKED_AT)
+        case nodes.Getitem(arg=nodes.Slice()):  # a copy
+            node.node = _filtered(node.node, WRITTEN)
+        case nodes.Getitem():
+            node.arg = _filtered(node.arg, LOOKED_AT)
+        case nodes.Pair():
+            node.key = _filtered(node.key, LOOKED_AT)
 
 
-class _Counting(NodeTransformer):
-    """Puts the counting into a template's tree."""
-
-    def visit_Template(self, node: nodes.Template) -> nodes.Node:
-        """The template's own lines, once."""
-        return self._begins(node)
-
-    def visit_Block(self, node: nodes.Block) -> nodes.Node:
-        """As a macro: it may be called by its name."""
-        return self._begins(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        """Its body, at each call."""
-        return self._begins(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        """Its body, whenever it is called back."""
-        return self._begins(node)
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        """All its rounds, before the first."""
-        tested = [] if node.test is None else [node.test]
-        steps, characters = _weight([*node.body, *tested])
-        self.generic_visit(node)
-        if node.recursive:  # its rounds come from calls, too
-            node.body.insert(0, _spend(steps, characters, node.lineno))
-            steps = characters = 1
-        node.iter = _filtered(node.iter, ROUNDS, nodes.Const(steps), nodes.Const(characters))
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """`~`."""
-        self.generic_visit(node)
-        return _filtered(nodes.List(node.nodes, lineno=node.lineno), JOINED)
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        """Comparisons of what may be large; one with a word or a number of the template ends with that."""
-        self.generic_visit(node)
-        if len(node.ops) == 1:
-            operand = node.ops[0]
-            if operand.op in ("in", "notin"):
-                small = isinstance(operand.expr, (nodes.List, nodes.Tuple)) and all(
-                    isinstance(item, nodes.Const) for item in operand.expr.items
-                )
-            else:
-                small = isinstance(node.expr, nodes.Const) or isinstance(operand.expr, nodes.Const)
-            if small:
-                return node
-        parts = [part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr)]
-        return _filtered(node.expr, COMPARED, *parts)
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        """Slices, which copy."""
-        self.generic_visit(node)
-        return _filtered(node, SIZED) if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
-        """Keys, which are looked at as a whole."""
-        self.generic_visit(node)
-        if not isinstance(node.key, nodes.Const):
-            node.key = _filtered(node.key, KEY)
-        return node
-
-    def _begins(self, node: _Body) -> nodes.Node:
-        steps, characters = _weight(node.body)
-        self.generic_visit(node)
-        if steps > 1 or characters:
-            node.body.insert(0, _spend(steps, characters, node.lineno))
-        return node
+def _is_quick(left: nodes.Expr, operand: nodes.Operand) -> bool:
+    """Whether a comparison ends with a word or a number of the template, or with a list of such."""
+    right = operand.expr
+    if operand.op in ("in", "notin"):
+        return isinstance(right, (nodes.List, nodes.Tuple)) and all(isinstance(i, nodes.Const) for i in right.items)
+    return isinstance(left, nodes.Const) or isinstance(right, nodes.Const)
 
 
-_APART = (nodes.Macro, nodes.CallBlock, nodes.Block)
-"""Their bodies are counted when they begin."""
+_APART = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
+"""Their bodies are counted by themselves."""
 
 
-def _weight(parts: Sequence[Any]) -> tuple[int, int]:
+def _weight(parts: Iterable[nodes.Node]) -> tuple[int, int]:
     """(nodes, characters of plain text) of statements and expressions, less what is counted by itself."""
-    steps, characters = 1, 0  # a round of nothing takes time, too
-    waiting = list(parts)
-    while waiting:
-        node = waiting.pop()
-        steps += 1
-        if isinstance(node, nodes.TemplateData):
-            characters += len(node.data)
-        elif isinstance(node, nodes.For):
-            waiting += [node.iter, *node.else_]
-        elif isinstance(node, _APART):
-            waiting += [child for field in node.fields if field != "body" for child in _children(node, field)]
-        else:
-            waiting += node.iter_child_nodes()
-    return steps, characters
+    own = list(_own(parts))
+    # A round of nothing takes time, too.
+    return 1 + len(own), sum(len(node.data) for node in own if isinstance(node, nodes.TemplateData))
 
 
-def _children(node: nodes.Node, field: str) -> list[nodes.Node]:
-    value = getattr(node, field)
-    return [child for child in (value if isinstance(value, list) else [value]) if isinstance(child, nodes.Node)]
+def _own(parts: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
+    for node in parts:
+        yield node
+        yield from _own(node.iter_child_nodes(exclude=("body", "test") if isinstance(node, _APART) else ()))
 
 
-def _filtered(value: Any, name: str, *args: Any) -> nodes.Filter:
-    for arg in args:
-        if arg.lineno is None:
-            arg.set_lineno(value.lineno)
-    return nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
+def _filtered(value: Any, name: str, *args: int) -> Any:
+    if isinstance(value, nodes.Const) and not args:
+        return value
+    constants: list[nodes.Expr] = [nodes.Const(arg, lineno=value.lineno) for arg in args]
+    return nodes.Filter(value, name, constants, [], None, None, lineno=value.lineno)
 
 
-def _spend(steps: int, characters: int, line: int) -> nodes.ExprStmt:
-    value = nodes.Const(None, lineno=line)
-    spent = _filtered(value, SPEND, nodes.Const(steps, lineno=line), nodes.Const(characters, lineno=line))
-    return nodes.ExprStmt(spent, lineno=line)
+def _spend(node: nodes.Node, steps: int, characters: int) -> nodes.Node:
+    spent = _filtered(nodes.Const(None, lineno=node.lineno), SPEND, steps, characters)
+    return nodes.ExprStmt(spent, lineno=node.lineno)
