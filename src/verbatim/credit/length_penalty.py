@@ -31,9 +31,7 @@ def penalised(rollouts: Sequence[Trajectory], penalty: LengthPenaltyConfig) -> l
     return [rollout.replace(reward=reward) for rollout, reward in zip(rollouts, shaped, strict=True)]
 
 
-def above_target(
-    rewards: Sequence[float], costs: Sequence[int], *, target: int, slope: float
-) -> list[float]:
+def above_target(rewards: Sequence[float], costs: Sequence[int], *, target: int, slope: float) -> list[float]:
     """`s - slope max(0, c - target)` for each reward s and its cost c.
 
     Example: `s = 1`, `c = 7` turns, `target = 5`, `slope = 0.05`: 0.9.

@@ -29,9 +29,7 @@ class Reply:
 class Agent(Protocol):
     """Samples turns for an environment that owns its control flow."""
 
-    async def sample(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main"
-    ) -> Message:
+    async def sample(self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main") -> Message:
         """Record one turn of the named agent and return the assistant's message.
 
         Raises:

@@ -7,9 +7,7 @@ from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
 from verbatim.losses.ratios import ratio_metrics, share, trained_tokens
 
 
-def cispo_loss(
-    inputs: LossInputs, *, eps_low: Fraction = 1.0, eps_high: NonNegativeFloat = 5.0
-) -> LossOutputs:
+def cispo_loss(inputs: LossInputs, *, eps_low: Fraction = 1.0, eps_high: NonNegativeFloat = 5.0) -> LossOutputs:
     """The sum over trained tokens of weighted log-likelihoods.
 
     ```

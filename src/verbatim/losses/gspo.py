@@ -8,9 +8,7 @@ from verbatim.losses.ppo import clipped_surrogate
 from verbatim.losses.ratios import share, trained_tokens
 
 
-def gspo_loss(
-    inputs: LossInputs, *, eps_low: Fraction = 3e-4, eps_high: NonNegativeFloat = 4e-4
-) -> LossOutputs:
+def gspo_loss(inputs: LossInputs, *, eps_low: Fraction = 3e-4, eps_high: NonNegativeFloat = 4e-4) -> LossOutputs:
     """The mean over one trajectory's trained tokens of PPO's surrogate on the trajectory's ratio.
 
     ```

@@ -18,11 +18,7 @@ AboveOne = Annotated[float, Field(gt=1)]
 
 
 def ppo_loss(
-    inputs: LossInputs,
-    *,
-    eps_low: Fraction = 0.2,
-    eps_high: NonNegativeFloat = 0.28,
-    dual_clip: AboveOne | None = None,
+    inputs: LossInputs, *, eps_low: Fraction = 0.2, eps_high: NonNegativeFloat = 0.28, dual_clip: AboveOne | None = None
 ) -> LossOutputs:
     """The sum over trained tokens of PPO's pessimistic surrogate.
 

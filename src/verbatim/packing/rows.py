@@ -10,9 +10,7 @@ from verbatim.packing.layout import Row, first_fit_decreasing, rows_of, targets_
 from verbatim.types import MicroBatch, TrainingSample
 
 
-def pack_rows(
-    samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool
-) -> list[MicroBatch]:
+def pack_rows(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
     """Micro-batches of whole samples, in which every trained token is a target exactly once.
 
     Each sample is a row with positions from 0. Samples without a trained token are not laid out, but count in the

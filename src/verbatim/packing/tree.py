@@ -17,9 +17,7 @@ from verbatim.types import Int32, MicroBatch, TrainingSample
 Int64 = NDArray[np.int64]
 
 
-def pack_tree(
-    samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool
-) -> list[MicroBatch]:
+def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
     """Micro-batches that compute each distinct (prefix, token) once, and in which every trained token is a target once.
 
     The samples, sorted by their tokens, are the leaves of a forest in depth-first order: each shares with the one

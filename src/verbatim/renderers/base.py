@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from verbatim.types import Int32, Message, ToolCall
+
+Schemas: TypeAlias = Sequence[Mapping[str, Any]] | None
+"""Schemas of tools, in OpenAI's format; None without tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +50,12 @@ class Renderer(Protocol):
     """A sampled turn ends with one of these."""
 
     def render_ids(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
     ) -> Int32:
         """The ids of a whole conversation: int32 [L]."""
 
     def parse_response(
-        self,
-        completion_ids: Int32,
-        prompt_ids: Int32 | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
         """Read a completion; never raises on what a model may sample.
 
@@ -66,11 +63,7 @@ class Renderer(Protocol):
         """
 
     def bridge_to_next_turn(
-        self,
-        prev_prompt_ids: Int32,
-        prev_completion_ids: Int32,
-        new_messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
         """The next prompt, as the previous turn's ids verbatim plus the new messages and the generation prompt.
 

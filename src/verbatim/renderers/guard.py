@@ -34,6 +34,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.renderers.base import Schemas
 from verbatim.renderers.chat_template import ChatTemplate
 from verbatim.types import Message
 
@@ -145,7 +146,7 @@ class Guard:
             marked.append(written)
         return marked
 
-    def tools(self, tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    def tools(self, tools: Schemas) -> list[dict[str, Any]] | None:
         """Mark every string of tool schemas; None without tools."""
         return [self.value(tool) for tool in tools] if tools else None
 

@@ -11,9 +11,9 @@ import numpy as np
 from renderers.parsing import parse_gpt_oss
 
 from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
-from verbatim.renderers.base import ParsedResponse
-from verbatim.renderers.family_responses import read_completion
+from verbatim.renderers.base import ParsedResponse, Schemas
 from verbatim.renderers.guard import GuardedTokenizer
+from verbatim.renderers.responses import read_completion
 from verbatim.types import Int32, Message
 
 _TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
@@ -57,10 +57,7 @@ class HarmonyRenderer:
             raise ModelError(str(error)) from error
 
     def render_ids(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
     ) -> Int32:
         """The ids of a whole conversation: int32 [L].
 
@@ -74,10 +71,7 @@ class HarmonyRenderer:
         return self._encode(fields, guard.tools(tools), add_generation_prompt)
 
     def parse_response(
-        self,
-        completion_ids: Int32,
-        prompt_ids: Int32 | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
         """Read a completion; never raises on what a model may sample. Text without any header is content."""
         ids = completion_ids.tolist()
@@ -89,11 +83,7 @@ class HarmonyRenderer:
         return read_completion(self._parser, self._tokenizer, ids, None, tools)
 
     def bridge_to_next_turn(
-        self,
-        prev_prompt_ids: Int32,
-        prev_completion_ids: Int32,
-        new_messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
         """The ids of a call verbatim, plus the tool's answer and the generation prompt; None for anything else.
 

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.renderers.base import Schemas
 from verbatim.renderers.guard import BREAK, ESCAPE, LITERAL
+from verbatim.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
 from verbatim.renderers.tool_syntax import ToolSyntax
 
 Render = Callable[[list[dict[str, Any]], bool], str]
@@ -61,9 +63,7 @@ class HermesFormat:
     plain_tags: frozenset[str] = frozenset(TAGS)
     """Tags that are text for the tokenizer. The others are tokens, which text cannot become."""
 
-    def wrap(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> list[dict[str, Any]]:
+    def wrap(self, messages: Sequence[Mapping[str, Any]], tools: Schemas) -> list[dict[str, Any]]:
         """Rewrite messages to roles and texts only.
 
         Example, `opening="system"`: one user's message "hi" and a tool become a system message with the schemas and
@@ -95,9 +95,7 @@ class HermesFormat:
         else:
             written.append({"role": role, "content": text})
 
-    def _with_tools(
-        self, written: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
+    def _with_tools(self, written: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         section = _section(tools)
         if self.opening == "system":
             if not written or written[0]["role"] != "system":
@@ -154,19 +152,20 @@ def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
 
 
 def _shows(render: Render, made: HermesFormat) -> bool:
-    return _section([_TOOL]) in _rendered(render, made.wrap([_ASK], [_TOOL]))
+    return _section([TOOL]) in _rendered(render, made.wrap([ASK], [TOOL]))
 
 
 def _keeps(render: Render, made: HermesFormat) -> bool:
-    before = _rendered(render, made.wrap([_ASK], [_TOOL]))
-    return _rendered(render, made.wrap([_ASK, _ANSWER, _ASK], [_TOOL])).startswith(before)
+    before = _rendered(render, made.wrap([ASK], [TOOL]))
+    return _rendered(render, made.wrap([ASK, ANSWER, ASK], [TOOL])).startswith(before)
 
 
 def _answers(render: Render, made: HermesFormat) -> bool:
-    for later in ([], [_ANSWER, _ASK]):
-        text = _rendered(render, made.wrap([_ASK, _CALLS, _RESULT, _RESULT, *later], None))
+    called = calling(num_calls=2)
+    for later in ([], [ANSWER, ASK]):
+        text = _rendered(render, made.wrap([ASK, called, RESULT, RESULT, *later], None))
         # A template that puts its own tags around the answers of tools would double ours.
-        own = [_call(call) for call in _CALLS["tool_calls"]] + [f"{_answer(_RESULT)}\n{_answer(_RESULT)}"]
+        own = [_call(call) for call in called["tool_calls"]] + [f"{_answer(RESULT)}\n{_answer(RESULT)}"]
         if not all(part in text for part in own) or text.count("<tool_response>") != 2:
             return False
     return True
@@ -202,13 +201,3 @@ def _answer(message: Mapping[str, Any]) -> str:
 def _json(value: Any) -> str:
     """JSON text that contains none of the tags and reads back as the same value."""
     return _TAG_START.sub(r"\\u003c", json.dumps(value, ensure_ascii=False))
-
-
-_ASK: dict[str, Any] = {"role": "user", "content": "zq question zq"}
-_ANSWER: dict[str, Any] = {"role": "assistant", "content": "zq answer zq"}
-_CALLS: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [
-    {"id": f"zqcall00{n}", "type": "function", "function": {"name": "zqlook", "arguments": {"zqat": f"zqbonn{n}"}}}
-    for n in range(2)]}  # fmt: skip
-_RESULT: dict[str, Any] = {"role": "tool", "content": "zq result", "tool_call_id": "zqcall000", "name": "zqlook"}
-_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "zqlook", "description": "zq", "parameters": {
-    "type": "object", "properties": {"zqat": {"type": "string"}}, "required": ["zqat"]}}}  # fmt: skip

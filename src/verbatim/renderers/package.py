@@ -12,9 +12,9 @@ from renderers.base import create_renderer as create_family
 from renderers.configs import config_from_name
 
 from verbatim.errors import EnvironmentFault, ModelError
-from verbatim.renderers.base import ParsedResponse
-from verbatim.renderers.family_responses import read_completion
+from verbatim.renderers.base import ParsedResponse, Schemas
 from verbatim.renderers.guard import GuardedTokenizer
+from verbatim.renderers.responses import read_completion
 from verbatim.renderers.tool_support import ToolSupport, probe
 from verbatim.types import Int32, Message
 
@@ -54,10 +54,7 @@ class PackageRenderer:
         self._rendered: dict[str, Int32] = {}
 
     def render_ids(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
     ) -> Int32:
         """The ids of a whole conversation: int32 [L], read-only, since the episodes of a group share them.
 
@@ -75,9 +72,7 @@ class PackageRenderer:
         """Which parts of tools the family writes."""
         return probe(lambda messages, tools: self.decode(self.write_ids(messages, tools, True)), reads=True)  # type: ignore[arg-type]
 
-    def write_ids(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
-    ) -> Int32:
+    def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
         """As `render_ids`, even if the family leaves out a part of the messages."""
         key = repr((messages, tools, add_generation_prompt))
         ids = self._rendered.get(key)
@@ -102,10 +97,7 @@ class PackageRenderer:
         return ids
 
     def parse_response(
-        self,
-        completion_ids: Int32,
-        prompt_ids: Int32 | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
         """Read a completion; never raises on what a model may sample.
 
@@ -118,11 +110,7 @@ class PackageRenderer:
         return read_completion(self._family, self._tokenizer, ids[:stop], prompt, tools)
 
     def bridge_to_next_turn(
-        self,
-        prev_prompt_ids: Int32,
-        prev_completion_ids: Int32,
-        new_messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
         """The previous turn's ids verbatim, plus the new messages and the generation prompt; or None.
 

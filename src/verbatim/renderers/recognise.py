@@ -12,12 +12,9 @@ from typing import Any
 from renderers.base import MODEL_RENDERER_MAP
 
 from verbatim.errors import EnvironmentFault, ModelError
-from verbatim.renderers.base import Renderer
+from verbatim.renderers.base import Renderer, Schemas
 from verbatim.renderers.guard import BREAK, ESCAPE, GuardedTokenizer
 from verbatim.types import Message
-
-Dialogue = tuple[str, Sequence[Message], Sequence[Mapping[str, Any]] | None]
-"""(what it is about, messages, tools)"""
 
 
 def family_by_name(tokenizer: GuardedTokenizer) -> str | None:
@@ -124,12 +121,7 @@ def _instead(renderer: Renderer) -> str:
     return 'use renderer = "template"'
 
 
-def _ids(
-    renderer: Renderer,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    generation: bool,
-) -> list[int] | None:
+def _ids(renderer: Renderer, messages: Sequence[Message], tools: Schemas, generation: bool) -> list[int] | None:
     """The ids that a renderer returns, even if it leaves out tools; None where it refuses the dialogue."""
     write = getattr(renderer, "write_ids", renderer.render_ids)
     try:
@@ -140,10 +132,7 @@ def _ids(
 
 
 def _template_ids(
-    tokenizer: GuardedTokenizer,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    generation: bool,
+    tokenizer: GuardedTokenizer, messages: Sequence[Message], tools: Schemas, generation: bool
 ) -> list[int] | None:
     """The ids that the chat template gives; None where it refuses the dialogue.
 
@@ -225,7 +214,7 @@ _TOOLS = [{"type": "function", "function": {
     "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
 }}]  # fmt: skip
 
-PROBES: Sequence[tuple[str, Sequence[Message], Sequence[Mapping[str, Any]] | None]] = (
+PROBES: Sequence[tuple[str, Sequence[Message], Schemas]] = (
     ("one question", [_ASK], None),
     ("a system message", [_SYSTEM, _ASK], None),
     ("a question with tools", [_ASK], _TOOLS),

@@ -13,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 
 from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
-from verbatim.renderers.base import ParsedResponse
+from verbatim.renderers.base import ParsedResponse, Schemas
 from verbatim.renderers.bridge import TemplateBridge
 from verbatim.renderers.derived_syntax import derive
 from verbatim.renderers.guard import GuardedTokenizer
 from verbatim.renderers.hermes import SYNTAX, TAGS, HermesFormat, fit
 from verbatim.renderers.messages import check_messages
+from verbatim.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
 from verbatim.renderers.tool_support import COMPLETE, ToolSupport, probe
 from verbatim.renderers.tool_syntax import hide, shown
 from verbatim.types import Int32, Message
@@ -57,7 +58,7 @@ class TemplateRenderer:
             raise ModelError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
         self._arguments_as_text = False
         try:
-            for given, dialogue in product((None, [_TOOL]), ([_ASK], [_ASK, _ANSWER], [_ASK, _CALL, _RESULT])):
+            for given, dialogue in product((None, [TOOL]), ([ASK], [ASK, ANSWER], [ASK, calling(), RESULT])):
                 self._renders(dialogue, given)
             self._find_out(tools)
         except TemplateFault as error:
@@ -66,8 +67,8 @@ class TemplateRenderer:
     def _find_out(self, tools: Literal["hermes"] | None) -> None:
         """Find the template's properties by rendering."""
         tokens = self._tokenizer.control_tokens
-        self._arguments_as_text = not self._renders([_ASK, _CALL]) and self._renders(
-            [_ASK, with_arguments(_CALL, as_text=True)]
+        self._arguments_as_text = not self._renders([ASK, calling()]) and self._renders(
+            [ASK, with_arguments(calling(), as_text=True)]
         )
         self._hermes: HermesFormat | None = None
         if tools is not None:
@@ -90,10 +91,7 @@ class TemplateRenderer:
         )
 
     def render_ids(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
     ) -> Int32:
         """The ids of a whole conversation: int32 [L].
 
@@ -106,9 +104,7 @@ class TemplateRenderer:
         self.tool_support.refuse(messages, tools, "the model's chat template")
         return self.write_ids(messages, tools, add_generation_prompt)
 
-    def write_ids(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
-    ) -> Int32:
+    def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
         """As `render_ids`, for valid messages, even if the template leaves out a part of them."""
         marked, shown_tools = self._marked(messages, tools)
         text = self._render(marked, self._given(shown_tools), add_generation_prompt)
@@ -118,7 +114,7 @@ class TemplateRenderer:
         return ids
 
     def write_lines(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
+        self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool
     ) -> list[tuple[str, int]]:
         """The text behind `write_ids`, piece by piece, each with the line of the template that wrote it."""
         marked, shown_tools = self._marked(messages, tools)
@@ -126,10 +122,7 @@ class TemplateRenderer:
         return template.lines(self._with_arguments(marked), self._given(shown_tools), add_generation_prompt)
 
     def parse_response(
-        self,
-        completion_ids: Int32,
-        prompt_ids: Int32 | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
         """Read a completion; never raises on what a model may sample."""
         reasoning, text = self._thought_apart(completion_ids, prompt_ids)
@@ -139,11 +132,7 @@ class TemplateRenderer:
         return ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=calls)
 
     def bridge_to_next_turn(
-        self,
-        prev_prompt_ids: Int32,
-        prev_completion_ids: Int32,
-        new_messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
         """The previous turn's ids verbatim, plus the new messages and the generation prompt.
 
@@ -182,9 +171,7 @@ class TemplateRenderer:
         assert self._hermes is not None
         return f"schemas in a {self._hermes.opening} message, answers in a {self._hermes.answering} message"
 
-    def _marked(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
-    ) -> tuple[list[dict[str, Any]], Any]:
+    def _marked(self, messages: Sequence[Message], tools: Schemas) -> tuple[list[dict[str, Any]], Any]:
         """(messages, schemas) behind the guard; the messages as the template is given them."""
         guard = self._tokenizer.guard
         shown_tools = guard.tools(tools)
@@ -261,26 +248,26 @@ class TemplateRenderer:
 
     def _find_preamble(self) -> str:
         """The text between generation prompt and answer, thinking aside; some formats name the addressee there."""
-        start = self._render([_ASK], None, True)
-        whole = self._render([_ASK, _ANSWER], None, False)
-        preamble = whole.removeprefix(start).partition(_ANSWER["content"])[0] if whole.startswith(start) else ""
+        start = self._render([ASK], None, True)
+        whole = self._render([ASK, ANSWER], None, False)
+        preamble = whole.removeprefix(start).partition(ANSWER["content"])[0] if whole.startswith(start) else ""
         return preamble if preamble.strip() and _OPEN not in preamble else ""
 
     def _answer_ends(self) -> list[int]:
         """The token that ends an answer: the first control token after it, if need be the one that begins the next
         message; and the token that ends a turn with calls."""
-        answered = self._controls([_ASK, _ANSWER], after=_ANSWER["content"])
+        answered = self._controls([ASK, ANSWER], after=ANSWER["content"])
         if not answered:
             try:
-                answered = self._controls([_ASK, _ANSWER, _ASK], after=_ANSWER["content"])
+                answered = self._controls([ASK, ANSWER, ASK], after=ANSWER["content"])
             except EnvironmentFault:
                 answered = []
         return [*answered[:1], *(self._call_ends() if self._hermes is None else ())]
 
     def _call_ends(self) -> list[int]:
         try:
-            called, twice = ([_ASK, {**_CALL, "tool_calls": _CALL["tool_calls"] * number}] for number in (1, 2))
-            one, next_turn = self._controls(called), self._controls([*called, _RESULT])
+            called, twice = ([ASK, calling(num_calls=number)] for number in (1, 2))
+            one, next_turn = self._controls(called), self._controls([*called, RESULT])
         except EnvironmentFault:
             return []
         try:
@@ -288,7 +275,7 @@ class TemplateRenderer:
         except EnvironmentFault:
             both = one
         # What is written twice for two calls ends a call, not the turn.
-        if not one or one == self._controls([_ASK]) or next_turn[: len(one)] != one:
+        if not one or one == self._controls([ASK]) or next_turn[: len(one)] != one:
             return []
         return one[-1:] if both.count(one[-1]) == one.count(one[-1]) else next_turn[len(one) :][:1]
 
@@ -297,15 +284,6 @@ class TemplateRenderer:
         text = self._render(messages, None, False)
         control = set(self._tokenizer.control_tokens.values())
         return [i for i in self._tokenizer.encode(text.rpartition(after)[2] if after else text) if i in control]
-
-
-_ASK: dict[str, Any] = {"role": "user", "content": "zq question zq"}
-_ANSWER: dict[str, Any] = {"role": "assistant", "content": "zq answer zq"}
-_CALL: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [
-    {"id": "zqcall000", "type": "function", "function": {"name": "zq", "arguments": {"zq": "zq"}}}]}  # fmt: skip
-_RESULT: dict[str, Any] = {"role": "tool", "content": "zq", "tool_call_id": "zqcall000", "name": "zq"}
-_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "zq", "description": "zq", "parameters": {
-    "type": "object", "properties": {"zq": {"type": "string", "description": "zq"}}, "required": ["zq"]}}}  # fmt: skip
 
 
 def _generation_stops(folder: str) -> list[int]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.renderers.base import Schemas
+from verbatim.renderers.probe_messages import ASK, NAME, RESULT, SYSTEM, TOOL, VALUE, calling
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 """(messages, tools) -> text with a generation prompt; raises EnvironmentFault where the format refuses them."""
@@ -58,9 +60,7 @@ class ToolSupport:
             return ("writes no tool calls",)
         return () if self.read else ("writes tool calls in a form that is not known, so that none could be read",)
 
-    def refuse(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, who: str
-    ) -> None:
+    def refuse(self, messages: Sequence[Mapping[str, Any]], tools: Schemas, who: str) -> None:
         """Refuse a conversation of which `who` would leave out a part.
 
         Schemas that are not shown are allowed where the system message names every tool: the environment then describes
@@ -94,26 +94,26 @@ _NO_ANSWERS = "does not write the answers of tools"
 
 def probe(render: Render, *, reads: bool) -> ToolSupport:
     """Render conversations with unique words and look for these; `reads` is kept as `read`."""
-    plain = _rendered(render, [_ASK])
+    plain = _rendered(render, [ASK])
     return ToolSupport(
-        shown=_NAME in plain,
-        shown_below_system=_NAME in _rendered(render, [_SYSTEM, _ASK]),
+        shown=NAME in plain,
+        shown_below_system=NAME in _rendered(render, [SYSTEM, ASK]),
         called=all(_is_called(render, content) for content in ("", "zq content")),
         read=reads,
-        answered=all(_RESULT["content"] in _rendered(render, [_ASK, _calling(content), _RESULT])
+        answered=all(RESULT["content"] in _rendered(render, [ASK, calling(content), RESULT])
                      for content in ("", "zq content")),
     )  # fmt: skip
 
 
 def _is_called(render: Render, content: str) -> bool:
     # The name of the tool may stand in the call's id (Kimi).
-    called = [_ASK, _calling(content)]
-    return _VALUE in (_rendered(render, [*called, _RESULT]) or _rendered(render, called))
+    called = [ASK, calling(content)]
+    return VALUE in (_rendered(render, [*called, RESULT]) or _rendered(render, called))
 
 
 def _rendered(render: Render, messages: list[dict[str, Any]]) -> str:
     try:
-        return render(messages, [_TOOL])
+        return render(messages, [TOOL])
     except EnvironmentFault:
         return ""
 
@@ -126,17 +126,3 @@ def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
 def _name(tool: Any) -> str:
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""
-
-
-def _calling(content: str) -> dict[str, Any]:
-    function = {"name": _NAME, "arguments": {"zqat": _VALUE}}
-    call = {"id": "zqcall000", "type": "function", "function": function}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
-
-
-_NAME, _VALUE = "zqlook", "zqbonn"
-_SYSTEM: dict[str, Any] = {"role": "system", "content": "zq system zq"}
-_ASK: dict[str, Any] = {"role": "user", "content": "zq question zq"}
-_RESULT: dict[str, Any] = {"role": "tool", "content": "zq result", "tool_call_id": "zqcall000", "name": "zqother"}
-_TOOL: dict[str, Any] = {"type": "function", "function": {"name": _NAME, "description": "zq", "parameters": {
-    "type": "object", "properties": {"zqat": {"type": "string"}}, "required": ["zqat"]}}}  # fmt: skip

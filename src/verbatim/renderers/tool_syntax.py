@@ -19,8 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verbatim.renderers.responses import check_call, is_json, unreadable
-from verbatim.renderers.schemas import types_of, word
+from verbatim.renderers.responses import check_call, is_json, types_of, unreadable, word
 from verbatim.types import ParseStatus, ToolCall
 
 Form = Literal["whole", "named", "tagged", "python"]

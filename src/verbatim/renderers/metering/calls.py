@@ -93,9 +93,7 @@ def count_operation(meter: Meter, operator: str, left: Any, right: Any) -> None:
         meter.look(left, right)
 
 
-def call_method(
-    environment: Any, meter: Meter, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def call_method(environment: Any, meter: Meter, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The result of a method of a text, a number, a list or a dict.
 
     Raises:
