@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -35,8 +36,8 @@ class Columns:
     prompt: str | None = None
     """Field of a text that becomes the only message, for rows without messages; it stays in the payload too."""
 
-    def ids(self, values: Sequence[Any], where: Sequence[str]) -> tuple[str, ...]:
-        """The examples' ids, from the values of this field.
+    def ids(self, values: Sequence[Any], where: Callable[[int], str]) -> tuple[str, ...]:
+        """The examples' ids, from the values of this field; `where` names a row for messages.
 
         Raises:
             UsageError: some rows have no id, or two have the same.
@@ -44,7 +45,8 @@ class Columns:
         if all(value is None for value in values):
             return tuple(str(index) for index in range(len(values)))
         seen: dict[str, str] = {}
-        for value, place in zip(values, where, strict=True):
+        for index, value in enumerate(values):
+            place = where(index)
             if not isinstance(value, str | int) or isinstance(value, bool):
                 raise UsageError(f"{place}: {self.id}: found {value!r:.80}, expected a text or a whole number, as in "
                                  "other rows; or name another field as the id")  # fmt: skip
@@ -76,7 +78,9 @@ class Columns:
 class _Source(Sequence[Example]):
     """Examples that are created from their rows on access."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], where: Sequence[str], ids: Sequence[Any], columns: Columns):
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], where: Callable[[int], str], ids: Sequence[Any], columns: Columns
+    ) -> None:
         self._rows = rows
         self._where = where
         self._columns = columns
@@ -96,7 +100,7 @@ class _Source(Sequence[Example]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         place = range(len(self))[index]
-        return self._columns.example(self._rows[place], self._ids[place], self._where[place])
+        return self._columns.example(self._rows[place], self._ids[place], self._where(place))
 
 
 class JsonlExamples(_Source):
@@ -128,7 +132,7 @@ class JsonlExamples(_Source):
         lines = _read_lines(Path(path))
         where = [f"{path}:{number}" for number in lines]
         rows = list(lines.values())
-        super().__init__(rows, where, [row.get(id_field) for row in rows], columns)
+        super().__init__(rows, where.__getitem__, [row.get(id_field) for row in rows], columns)
         for _ in self:  # errors come now, not in the middle of a run
             pass
 
@@ -166,20 +170,11 @@ class HuggingFaceExamples(_Source):
         rows = _load(source, split, name, revision)
         ids = rows[id_field][:] if id_field in rows.column_names else [None] * len(rows)
         label = str(source) if isinstance(source, str | Path) else "the data set"
-        super().__init__(rows, _RowNames(f"{label}, {split}, row", len(rows)), ids, columns)
+        super().__init__(rows, partial(_row_name, f"{label}, {split}"), ids, columns)
 
 
-class _RowNames(Sequence[str]):
-    """The names of a data set's rows, "LABEL 0", "LABEL 1", ..., without storing them."""
-
-    def __init__(self, label: str, count: int) -> None:
-        self._label, self._count = label, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        return f"{self._label} {range(self._count)[index]}"
+def _row_name(label: str, index: int) -> str:
+    return f"{label}, row {index}"
 
 
 def _load(source: Any, split: str, name: str | None, revision: str | None) -> Any:

@@ -29,8 +29,6 @@ from verbatim.renderers.tool_syntax import ToolSyntax
 Render = Callable[[list[dict[str, Any]], bool], str]
 """(messages, add_generation_prompt) -> what the chat template writes; raises EnvironmentFault where it refuses."""
 
-HERMES = "hermes"
-"""The value of `orchestrator.renderer.tools`."""
 SYNTAX = ToolSyntax(form="whole", before="", opens="<tool_call>", closes="</tool_call>")
 """The syntax of calls."""
 TAGS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
