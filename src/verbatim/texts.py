@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Container
 
 LONGEST_ERROR = 2000
 """Most characters kept of an exception's text."""
@@ -42,6 +44,16 @@ def shown(value: object, limit: int = 200) -> str:
         return cut(repr(value), limit)
     except BaseException as failure:  # noqa: BLE001  as above
         return f"a {type(value).__name__} (its repr raised {type(failure).__name__})"
+
+
+def numbered(name: str, taken: Container[str]) -> str:
+    """The name; where it is taken, with the first free number from 2 on.
+
+    >>> numbered("rule", ()), numbered("rule", ("rule", "rule_2"))
+    ('rule', 'rule_3')
+    """
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    return next(candidate for candidate in names if candidate not in taken)
 
 
 def printable(text: str) -> str:

@@ -238,13 +238,13 @@ def test_a_result_of_another_task_is_not_taken_for_this_ones(place: Path, capsys
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "tasks.jsonl:1: expected a JSON object on each line"),
+        ("{", "tasks.jsonl:1: no JSON"),
         ('{"messages": []}', "tasks.jsonl:1: expected {"),
-        ("[]", "tasks.jsonl:1: expected {"),
+        ("[]", "tasks.jsonl:1: found [], expected a JSON object"),
         ("", "tasks.jsonl holds no task"),
         ('{"messages": [{"role": "user"}], "tools": "add"}', "tasks.jsonl:1: expected \"tools\": [{"),
         ('{"messages": [{"role": "user"}], "tools": [{"name": "add"}]}', "tasks.jsonl:1: expected \"tools\": [{"),
-        ("\udcff", "tasks.jsonl is no UTF-8 text (byte 0)"),
+        ("\udcff", "tasks.jsonl is not UTF-8 text"),
         ('{"id": 1, "messages": [{"role": "user"}]}\n\n{"id": "1", "messages": [{"role": "user"}]}',
          "tasks.jsonl:3: the id '1' stands in line 1 too"),
     ],

@@ -165,6 +165,7 @@ def test_a_backend_of_ones_own_has_its_table_under_its_last_name(file: Path):
         ("[inference.torch]\nspeed = 0\n", "FILE:9: inference.torch.speed: found 0 (an integer), expected greater"),
         ("[inference.other]\nspeed = 4\n", 'FILE:9: inference.other.speed: unknown key "speed" in [inference.other]; '
          "it belongs to [inference.torch]."),
+        ('backend = ["torch"]\n', 'FILE:8: inference.backend: found ["torch"] (a list), expected a valid string'),
         ("torch = 3\n", "FILE:8: inference.torch: found 3 (an integer), expected a table"),
         ("[inference]\nbackend = 3\n", None),
     ],

@@ -226,6 +226,16 @@ def test_a_model_that_the_sampler_refuses_leaves_no_run_behind(place: Path, mode
     assert main(["rl", "run.toml", "--max-steps", "1", *options]) == 0
 
 
+def test_a_file_of_conversations_is_read_line_by_line_as_utf_8(tmp_path: Path):
+    file = tmp_path / "talk.jsonl"
+    said = {"messages": [{"role": "assistant", "content": "a\u2028b"}]}  # a line separator is no end of a line here
+    file.write_text(json.dumps(said, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_conversations(file) == [("", said["messages"], [])]
+    file.write_bytes(b"\xff\n")
+    with pytest.raises(UsageError, match=r"talk\.jsonl is not UTF-8 text"):
+        read_conversations(file)
+
+
 @pytest.mark.parametrize("tools", ['"look"', '["look"]', '{"name": "look"}'])
 def test_tools_that_are_no_schemas_in_a_file_of_conversations_are_refused(tmp_path: Path, tools: str):
     file = tmp_path / "talk.jsonl"

@@ -28,15 +28,14 @@ _SHOWN = 10
 """Breaks that people are shown in full."""
 _LARGEST = 2**26
 """Bytes of a file that is looked at as a whole."""
-_EPILOG = (
-    "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read or checked; "
-    "with --template: 0 every kind of message may be appended and tools are written and read, 1 if not"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, --template, --model, --json and --limit."""
-    parser.epilog = _EPILOG
+    parser.epilog = (
+        "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read or checked; "
+        "with --template: 0 every kind of message may be appended and tools are written and read, 1 if not"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "file", type=Path, nargs="?", metavar="FILE", help="a log of trajectories: ours, vLLM's or verifiers'"

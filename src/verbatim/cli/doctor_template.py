@@ -15,7 +15,9 @@ from rich import box
 from rich.table import Table
 
 from verbatim.errors import ModelError, TemplateFault
+from verbatim.models.loading import load_tokenizer
 from verbatim.plain_console import PlainConsole
+from verbatim.renderers import create_renderer
 from verbatim.renderers.bridge_probes import SITUATIONS, BridgeProbe, probe_bridges
 from verbatim.renderers.chat_template import compile_template
 from verbatim.renderers.guard import GuardedTokenizer
@@ -79,11 +81,11 @@ def _tokenizers(asked: str) -> list[tuple[str, Any]]:
             raise ModelError(f"{asked} cannot be read as text ({error}); expected a chat_template.jinja") from error
         compile_template(source, asked)
         return [("default", stand_in_tokenizer(source, asked))]
-    given = _tokenizer(asked).chat_template
+    given = load_tokenizer(asked).chat_template
     found = []
     for name, source in (given if isinstance(given, dict) else {"default": given}).items():
         compile_template(source, asked)
-        tokenizer = _tokenizer(asked)
+        tokenizer = load_tokenizer(asked)
         tokenizer.chat_template = source
         found.append((name, tokenizer))
     return found
@@ -121,16 +123,8 @@ def _renderer(asked: str) -> str:
     """What `auto` takes; of a template alone nothing is known."""
     if Path(asked).is_file():
         return "not known of a template alone; give a model's folder or name"
-    from verbatim.renderers import create_renderer
-
-    name = create_renderer("auto", _tokenizer(asked)).name
+    name = create_renderer("auto", load_tokenizer(asked)).name
     return "template, so the table holds" if name == "template" else f"{name}, which bridges by rules of its own"
-
-
-def _tokenizer(asked: str) -> Any:
-    from verbatim.models.loading import load_tokenizer
-
-    return load_tokenizer(asked)
 
 
 def _show(console: PlainConsole, title: str, template: _Template) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +12,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from verbatim.cli import exit_status
-from verbatim.cli.interrupts import two_presses
+from verbatim.cli.serve_command import key_of, run_until_asked, until_stopped
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import SamplerFault, UsageError
-from verbatim.inference.base import watch_engine
 from verbatim.inference.http.server import LAST_PORT
 from verbatim.plain_console import PlainConsole
-from verbatim.rollouts.main_loop import run_main
 from verbatim.run.logs import log_to_console
 from verbatim.run.rollouts import inference_settings, make_sampler
 from verbatim.run.tables import component_tables
@@ -77,23 +74,15 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         raise UsageError(f"{args.file} builds its model when it is trained; name one: --model FOLDER")
     inference_settings(config).check()
-    stop = asyncio.Event()
-
-    def ask(loop: asyncio.AbstractEventLoop) -> bool:
-        loop.call_soon_threadsafe(stop.set)
-        return True
-
     serve = _serve_vllm if config.inference.backend == "vllm" else _serve_sampler
-    run_main(serve(config, str(model), args, key, console, stop), two_presses(ask))
+    run_until_asked(lambda stop: serve(config, str(model), args, key, console, stop))
     return exit_status.FINISHED
 
 
 def _key(args: argparse.Namespace) -> str | None:
     if not 1 <= args.port <= LAST_PORT:
         raise UsageError(f"--port {args.port}: expected 1 to {LAST_PORT}")
-    key = os.environ.get(args.api_key_env) if args.api_key_env is not None else None
-    if args.api_key_env is not None and not key:
-        raise UsageError(f"--api-key-env {args.api_key_env}: that variable is empty; put the key into it")
+    key = key_of(args)
     if key is None and args.host not in _LOOPBACK:
         raise UsageError(f"--host {args.host}: whoever reaches this server could load other weights; give it a key: "
                          "--api-key-env VARIABLE")  # fmt: skip
@@ -110,13 +99,7 @@ async def _serve_sampler(
     try:
         async with serve_sampler(sampler, host=args.host, port=args.port, api_key=key) as server:
             _say_how(console, config, [server.url])
-            engine = asyncio.create_task(watch_engine(sampler))
-            stopped = asyncio.create_task(stop.wait())
-            done, pending = await asyncio.wait({engine, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            for task in pending:
-                task.cancel()
-            for task in done:
-                task.result()
+            await until_stopped(sampler, stop)
     finally:
         await sampler.close()
 

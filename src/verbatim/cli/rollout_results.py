@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from verbatim.checkpoints.lock import FolderLock
 from verbatim.disk import rename, sync_descriptor
+from verbatim.environments.sources import read_json_lines
 from verbatim.errors import UsageError
 from verbatim.monitors.jsonl import JsonlWriter
 from verbatim.trajectory_json import trajectory_to_json
@@ -51,16 +52,8 @@ def read_jobs(path: Path, samples: int) -> list[Job]:
     jobs: list[Job] = []
     lines: dict[str, int] = {}
     copies: Counter[str] = Counter()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no UTF-8 text (byte {error.start}); expected JSON lines") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        record = _read_task(line, f"{path}:{number}")
+    for number, record in read_json_lines(path, "task").items():
+        _check_task(record, f"{path}:{number}")
         digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
         task = str(record.get("id", f"{digest}-{copies[digest]}"))
         copies[digest] += 1
@@ -72,26 +65,19 @@ def read_jobs(path: Path, samples: int) -> list[Job]:
             Job(task=task, sample=k, digest=digest, conversation={**record, "id": task, "sample_index": k})
             for k in range(samples)
         ]
-    if not jobs:
-        raise UsageError(f"{path} holds no task")
     return jobs
 
 
-def _read_task(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: expected a JSON object on each line ({error})") from None
-    messages = record.get("messages") if isinstance(record, dict) else None
+def _check_task(record: Mapping[str, Any], where: str) -> None:
+    messages, tools = record.get("messages"), record.get("tools", [])
     well_formed = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
     if not messages or not well_formed:
-        raise UsageError(f'{where}: expected {{"messages": [{{"role": "user", "content": ...}}]}}, found {line[:80]}')
-    tools = record.get("tools", [])
+        raise UsageError(f'{where}: expected {{"messages": [{{"role": "user", "content": ...}}]}}, found '
+                         f"{json.dumps(record):.80}")  # fmt: skip
     listed = tools if isinstance(tools, list) else [tools]
     if not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in listed):
         raise UsageError(f'{where}: expected "tools": [{{"type": "function", "function": {{"name": ...}}}}], found '
-                         f"{record['tools']!r:.80}")  # fmt: skip
-    return dict(record)
+                         f"{tools!r:.80}")  # fmt: skip
 
 
 class ResultFile:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.overrides:
         raise UsageError(f"verbatim serve has no option {args.overrides[0]}; see verbatim serve --help")
-    api_key = None
-    if args.api_key_env is not None:
-        api_key = os.environ.get(args.api_key_env)
-        if not api_key:
-            raise UsageError(f"--api-key-env {args.api_key_env}: that variable is empty; put the key into it")
+    api_key = key_of(args)
     for name in ("context_length", "max_batch_size", "threads"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -83,14 +80,29 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--weights-folder {args.weights_folder}: there is no such folder")
     console = PlainConsole()
     log_to_console(PlainConsole(stderr=True), logging.WARNING)
+    run_until_asked(lambda stop: _serve(args, api_key, console, stop))
+    return exit_status.FINISHED
+
+
+def key_of(args: argparse.Namespace) -> str | None:
+    """The key in the variable that --api-key-env names."""
+    if args.api_key_env is None:
+        return None
+    key = os.environ.get(args.api_key_env)
+    if not key:
+        raise UsageError(f"--api-key-env {args.api_key_env}: that variable is empty; put the key into it")
+    return key
+
+
+def run_until_asked(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run a server, which ends when the event is set: the first Ctrl-C or SIGTERM does so."""
     stop = asyncio.Event()
 
     def ask(loop: asyncio.AbstractEventLoop) -> bool:
         loop.call_soon_threadsafe(stop.set)
         return True
 
-    run_main(_serve(args, api_key, console, stop), two_presses(ask))
-    return exit_status.FINISHED
+    run_main(serve(stop), two_presses(ask))
 
 
 async def _serve(args: argparse.Namespace, api_key: str | None, console: Console, stop: asyncio.Event) -> None:
@@ -107,13 +119,13 @@ async def _serve(args: argparse.Namespace, api_key: str | None, console: Console
         ) as server:  # fmt: skip
             console.print(f"{server.model} at {server.url} (chat completions: {server.url}/v1)" if renderer is not None
                           else f"{server.model} at {server.url} (token ids only)", soft_wrap=True)  # fmt: skip
-            await _until_stopped(sampler, stop)
+            await until_stopped(sampler, stop)
             console.print("stopping")
     finally:
         await sampler.close()
 
 
-async def _until_stopped(sampler: Sampler, stop: asyncio.Event) -> None:
+async def until_stopped(sampler: Sampler, stop: asyncio.Event) -> None:
     """Until Ctrl-C or SIGTERM.
 
     Raises:

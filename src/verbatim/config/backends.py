@@ -111,8 +111,10 @@ def _tables_of(
         given = given.get(part) if isinstance(given, Mapping) else None
     if given is None:
         given = section.model_fields["backend"].default
+    if not isinstance(given, str):  # refused as any key of the wrong type
+        return _Tables(tuple(found.items()), ""), []
     known = _Tables(tuple(found.items()), given if given in table else "")
-    if not isinstance(given, str) or given in table:
+    if given in table:
         return known, []
     try:
         settings = find_backend(given, table, what=section.what).settings

@@ -23,8 +23,15 @@ from verbatim.config.components import ComponentTables, Problem, check_component
 from verbatim.config.explain import Places, explain, refuse, short, unknown_key
 from verbatim.config.fields import field_at, section_at
 from verbatim.config.origins import KeyPath, dotted, line_numbers
-from verbatim.config.overrides import UNSET, Override, apply_override, parse_overrides, parse_value
-from verbatim.config.python_values import NotPlain, assign, assignments
+from verbatim.config.overrides import (
+    UNSET,
+    Override,
+    apply_override,
+    assign,
+    assignments,
+    parse_overrides,
+    parse_value,
+)
 from verbatim.config.schema import RunConfig
 from verbatim.errors import ConfigError
 
@@ -51,7 +58,7 @@ def load_config(
     document = _parse(text, path)
     places = Places(file=str(path), lines=line_numbers(text))
     overridden = _apply(document, parse_overrides(overrides), places)
-    for key, value in _assignments(settings or {}, caller):
+    for key, value in assignments(settings or {}, caller):
         assign(document, key, value)
         places.set(key, Override(flag=f"{caller}({dotted(key)}={short(value)})", text=None))
     return _checked(document, places, tables, overridden)
@@ -73,18 +80,9 @@ def make_config(
     """
     document: dict[str, Any] = {}
     for given in settings:
-        for key, value in _assignments(given, caller):
+        for key, value in assignments(given, caller):
             assign(document, key, value)
     return _checked(document, Places(file=f"{caller}()", lines={}), tables)
-
-
-def _assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath, Any]]:
-    try:
-        return list(assignments(settings))
-    except NotPlain as error:
-        raise ConfigError(f"{caller}(): {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{caller}(): a table or a list holds itself, or is nested too deeply") from None
 
 
 def _checked(

@@ -1,19 +1,25 @@
-"""Dotted command-line overrides: `--orchestrator.batch-size 64` sets one key of the document.
+"""Reads what replaces the keys of a file: options of the command line (`--orchestrator.batch-size 64`), and settings in
+Python.
 
-Keys are in kebab or snake case, list elements are named by their index. A value is read as TOML, then as
+Keys of options are in kebab or snake case, list elements are named by their index. A value is read as TOML, then as
 JSON, then as plain text; it replaces what was there. `null` unsets a key, so that its default applies.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.config.origins import KeyPath
+import numpy as np
+from pydantic import BaseModel
+
+from verbatim.config.origins import KeyPath, dotted
 from verbatim.errors import ConfigError
+from verbatim.texts import shown
 
 UNSET = "null"
 """The value that removes a key."""
@@ -131,3 +137,76 @@ def _key(container: Any, part: str, path: KeyPath, override: Override) -> str | 
         raise ConfigError(f"{override}: {name} is a list of {len(container)}; expected an index from 0 to "
                           f"{len(container)}, found {part!r}")  # fmt: skip
     return int(part)
+
+
+def assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath, Any]]:
+    """Each key that is set in Python, with its path from the top, and its value as TOML has it.
+
+    A dot in a key of the top level leads into a table, as in TOML. Paths become strings, tuples lists, numpy's numbers
+    Python's. None stays: it unsets a key.
+
+    >>> assignments({"trainer.optim.lr": 1e-4, "orchestrator": {"filters": (), "group_size": 4}}, "verbatim.run")
+    [(('trainer', 'optim', 'lr'), 0.0001), (('orchestrator', 'filters'), []), (('orchestrator', 'group_size'), 4)]
+
+    Raises:
+        ConfigError: a value that TOML does not have; names the caller, the key, and what was found.
+    """
+    try:
+        return [item for key, value in settings.items() for item in _leaves(value, tuple(str(key).split(".")))]
+    except ConfigError as error:
+        raise ConfigError(f"{caller}(): {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{caller}(): a table or a list holds itself, or is nested too deeply") from None
+
+
+def assign(document: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Set the key at `path` in place, or remove it where the value is None; missing tables on the way are made."""
+    *tables, last = map(str, path)
+    for name in tables:
+        inner = document.get(name)
+        if not isinstance(inner, dict):
+            inner = document[name] = {}
+        document = inner
+    if value is None:
+        document.pop(last, None)
+    else:
+        document[last] = value
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, _text_key(key, path)))
+    else:
+        yield path, None if value is None else _plain(value, path)
+
+
+def _plain(value: Any, path: KeyPath) -> Any:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{dotted(path)}: found {shown(value, 80)}, expected text that UTF-8 can write") from None
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {_text_key(key, path): _plain(inner, (*path, key)) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, (*path, index)) for index, inner in enumerate(value)]
+    hint = '; name a component of your own: {"type": "my_module.my_function"}' if callable(value) else ""
+    raise ConfigError(f"{dotted(path)}: found {shown(value, 80)} ({type(value).__name__}), expected a string, a "
+                      f"number, a boolean, a list or a table (dict){hint}")  # fmt: skip
+
+
+def _text_key(key: object, path: KeyPath) -> str:
+    if not isinstance(key, str):
+        raise ConfigError(f"{dotted(path)}: found the key {shown(key, 80)} ({type(key).__name__}), expected a string")
+    return key

@@ -129,7 +129,7 @@ class JsonlExamples(_Source):
         prompt_field: str | None = None,
     ) -> None:
         columns = Columns(id=id_field, messages=messages_field, tools=tools_field, prompt=prompt_field)
-        lines = _read_lines(Path(path))
+        lines = read_json_lines(Path(path))
         where = [f"{path}:{number}" for number in lines]
         rows = list(lines.values())
         super().__init__(rows, where.__getitem__, [row.get(id_field) for row in rows], columns)
@@ -200,9 +200,13 @@ def _load(source: Any, split: str, name: str | None, revision: str | None) -> An
     return loaded[split]
 
 
-def _read_lines(path: Path) -> dict[int, Mapping[str, Any]]:
-    """The JSON objects of a file by line number."""
-    rows: dict[int, Mapping[str, Any]] = {}
+def read_json_lines(path: Path, what: str = "example") -> dict[int, dict[str, Any]]:
+    """The JSON objects of a file by line number; empty lines are skipped.
+
+    Raises:
+        UsageError: no such file, an invalid line, or a file without any; names file and line.
+    """
+    rows: dict[int, dict[str, Any]] = {}
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
@@ -217,7 +221,7 @@ def _read_lines(path: Path) -> dict[int, Mapping[str, Any]]:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text: {error}") from error
     if not rows:
-        raise UsageError(f"{path} holds no example")
+        raise UsageError(f"{path} holds no {what}")
     return rows
 
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verbatim.config import resolve
 from verbatim.config.schema import RunConfig, TeacherConfig
 from verbatim.config.sections import BackendSettings, table_of
 from verbatim.environments import ENVIRONMENTS
@@ -28,7 +27,6 @@ from verbatim.run.environments import (
 )
 from verbatim.run.parts import logprob_models, make_loss, make_monitors, make_rules
 from verbatim.run.rollouts import inference_settings, make_renderer, plays_elsewhere, rollout_settings
-from verbatim.run.tables import component_tables
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +69,7 @@ def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRON
 
 
 def _check_loss(config: RunConfig) -> None:
-    loss = config.trainer.loss
-    if loss.custom_path is None:
-        resolve(loss, component_tables().losses, what="loss", where="trainer.loss")
+    if config.trainer.loss.custom_path is None:
         return  # ours are known to be right, and torch takes seconds to import
     from verbatim.losses.results import try_loss
 

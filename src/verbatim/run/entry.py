@@ -120,8 +120,7 @@ def _run(
 ) -> RunResult:  # fmt: skip
     if "callbacks" in settings:
         raise ConfigError(f"{caller}(): callbacks are called monitors here: monitors=[my_monitor]")
-    _check_arguments(resume, environments, caller)
-    _check_monitors(monitors, caller)
+    _check_arguments(resume, environments, monitors, caller)
     console = PlainConsole(quiet=quiet)
     shown_log = PlainConsole(stderr=True) if quiet else console
     with _only_run(caller), log_for_a_while(shown_log, logging.WARNING if quiet else logging.INFO):
@@ -192,7 +191,7 @@ def _only_run(caller: str) -> Iterator[None]:
         _ONE_RUN.release()
 
 
-def _check_arguments(resume: object, environments: object, caller: str) -> None:
+def _check_arguments(resume: object, environments: object, monitors: Sequence[Monitor], caller: str) -> None:
     if not isinstance(resume, bool | str | os.PathLike):
         raise ConfigError(f"{caller}(): resume: found {shown(resume, 80)} ({type(resume).__name__}), expected True for "
                           "the latest run of this name, or a run folder")  # fmt: skip
@@ -200,8 +199,6 @@ def _check_arguments(resume: object, environments: object, caller: str) -> None:
         raise ConfigError(f"{caller}(): environments: found {shown(environments, 80)}, expected ids and what they "
                           'stand for: {"words": Words()}')  # fmt: skip
 
-
-def _check_monitors(monitors: Sequence[Monitor], caller: str) -> None:
     if not isinstance(monitors, list | tuple):
         raise ComponentError(f"{caller}(): monitors: found {shown(monitors, 80)} ({type(monitors).__name__}), "
                              "expected a list: monitors=[my_monitor]")  # fmt: skip

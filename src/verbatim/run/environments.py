@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from verbatim.config.schema import EnvConfig, RunConfig
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import create_environment, demonstrations_of, examples_of
+from verbatim.environments.sources import read_json_lines
 from verbatim.errors import ComponentError, ConfigError, EnvironmentFault, ModelError, TemplateFault, UsageError
 from verbatim.renderers.base import Renderer
 from verbatim.renderers.tool_support import USE_HERMES
@@ -87,14 +87,9 @@ def read_conversations(path: Path) -> list[Conversation]:
     Raises:
         UsageError: no such file, or a line that is no conversation; names the line.
     """
-    if not path.is_file():
-        raise UsageError(f"warm_start.data: there is no file {path}")
-    rows: list[Conversation] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
+    conversations: list[Conversation] = []
+    for number, row in read_json_lines(path, "conversation").items():
         try:
-            row = json.loads(line)
             messages: list[Message] = row["messages"]
             if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
                 raise ValueError("role and content are texts")
@@ -103,14 +98,12 @@ def read_conversations(path: Path) -> list[Conversation]:
             tools = row.get("tools") or []
             if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
                 raise ValueError("tools is a list of tool schemas")
-            rows.append(("", messages, tools))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}; {error!r}'
             ) from error
-    if not rows:
-        raise UsageError(f"{path} holds no conversation")
-    return rows
+        conversations.append(("", messages, tools))
+    return conversations
 
 
 def check_environments(config: RunConfig, environments: Environments) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 from verbatim.config.schema import RunConfig
 from verbatim.environments import ENVIRONMENTS
 from verbatim.errors import ConfigError
+from verbatim.imports import is_import_path
 from verbatim.run.rollouts import plays_elsewhere
-from verbatim.texts import shown
+from verbatim.texts import numbered, shown
 
 _EXPECTED = (
     'a bundled id ("guess_number"), an import path ("my_module.MyEnvironment"), a class or function that makes an '
@@ -49,7 +50,7 @@ def environment_tables(given: Any, where: str) -> tuple[list[dict[str, Any]], di
 
 def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
     if isinstance(given, str):
-        return {"import_path" if "." in given or ":" in given else "id": given}
+        return {"import_path" if is_import_path(given) else "id": given}
     makes = inspect.isclass(given) or inspect.isroutine(given)
     if not makes and not (hasattr(given, "examples") and hasattr(given, "start")):
         found = f"{shown(given, 80)} ({type(given).__name__})"
@@ -57,10 +58,7 @@ def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
     if makes and (path := _import_path(given)) is not None:
         return {"import_path": path}
     name = given.__name__ if makes else type(given).__name__
-    id_, number = name, 1
-    while id_ in objects or id_ in ENVIRONMENTS:
-        number += 1
-        id_ = f"{name}_{number}"
+    id_ = numbered(name, {*objects, *ENVIRONMENTS})
     objects[id_] = given
     return {"id": id_}
 

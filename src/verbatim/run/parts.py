@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Mapping
 from inspect import signature
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.config import resolve
 from verbatim.config.schema import ComponentConfig, RunConfig, TeacherConfig
+from verbatim.config.sections import table_of
 from verbatim.curriculum import ExampleSchedule, PoolRules
 from verbatim.environments.resolve import examples_of
 from verbatim.errors import ComponentError
@@ -23,6 +23,7 @@ from verbatim.rollouts import RolloutSetup, derive_seed
 from verbatim.run.environments import Environments
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.tables import component_tables
+from verbatim.texts import numbered
 from verbatim.trajectories import Ledger
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
 def make_rules(config: RunConfig, environments: Environments) -> dict[str, GroupRules]:
     """How each environment's groups become samples."""
     tables, orchestrator = component_tables(), config.orchestrator
-    unknown = _what_filters_cannot_read(config)
+    unknown = {"advantages"} if follows_a_teacher(config) else set()
+    if orchestrator.training_mode == "sft":  # a teacher's texts have no logprobs
+        unknown.add("logprobs")
     filters: dict[str, Any] = {}
     for i, component in enumerate(orchestrator.filters):
         name = _filter_name(component, filters)
@@ -61,15 +64,12 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
                 "an `action` field and `__call__(trajectory) -> bool`"
             )
         filters[name] = rule
-    advantages = {
-        label: resolve(
-            env.advantage or orchestrator.advantage, tables.advantages, what="advantage", where="orchestrator.advantage"
-        )
-        for label, (env, _) in environments.train.items()
-    }
-    return {
-        label: GroupRules(
-            advantage=advantages[label],
+    rules = {}
+    for label, (env, _) in environments.train.items():
+        component = env.advantage or orchestrator.advantage
+        advantage = resolve(component, tables.advantages, what="advantage", where="orchestrator.advantage")
+        rules[label] = GroupRules(
+            advantage=advantage,
             length_penalty=env.length_penalty or orchestrator.length_penalty,
             filters=filters,
             strategy=env.trajectory_strategy or orchestrator.trajectory_strategy,
@@ -80,20 +80,13 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
             needs_rewards=needs_rewards(config),
             reads_turn_rewards=(
                 orchestrator.training_mode != "rl"  # nothing is promised of rewards there
-                or not getattr(advantages[label], "compares_rewards", False)
+                or not getattr(advantage, "compares_rewards", False)
             ),
             truncated_sampling=(
                 orchestrator.training_mode != "sft" and (env.sampling or orchestrator.sampling).is_truncated
             ),
         )
-        for label, (env, _) in environments.train.items()
-    }
-
-
-def _what_filters_cannot_read(config: RunConfig) -> set[str]:
-    """What filters would read and this run lacks: advantages with a teacher, logprobs where its texts are imitated."""
-    unknown = {"advantages"} if follows_a_teacher(config) else set()
-    return unknown | {"logprobs"} if config.orchestrator.training_mode == "sft" else unknown
+    return rules
 
 
 def _filter_name(component: ComponentConfig, taken: Mapping[str, Any]) -> str:
@@ -102,11 +95,8 @@ def _filter_name(component: ComponentConfig, taken: Mapping[str, Any]) -> str:
 
     Example: two filters "repetition" and one "my_filters.TooLong" are `repetition`, `repetition_2` and `TooLong`.
     """
-    name = component.type
-    if component.custom_path is not None:
-        name = component.custom_path.replace(":", ".").rpartition(".")[2]
-    numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
-    return next(candidate for candidate in numbered if candidate not in taken)
+    name = table_of(component.custom_path) if component.custom_path is not None else component.type
+    return numbered(name, taken)
 
 
 def make_dispatcher(

@@ -23,13 +23,7 @@ from verbatim.rollouts.backends import RUNNERS, RunnerInputs
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
     """The engine's parameters."""
-    return SamplingParams(
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-    )
+    return SamplingParams(**sampling.model_dump(exclude={"accept_truncation_mismatch"}))
 
 
 def make_setups(

@@ -97,29 +97,22 @@ def serve_trainer(
         session: The folder below the exchange where both processes meet; None where this process was started by itself.
         parent: The process that started this one: without it, this one ends.
     """
+    from verbatim.trainer.local import set_num_threads
+    from verbatim.trainer.serve import serve
+
     exchange = Exchange.open(folder.exchange, session)
     publish_bytes(exchange.config, dump_config(config).encode())
     on_beat = _end_with(parent) if parent is not None else None
     with Heartbeat(exchange.trainer_beat, on_beat=on_beat) as heartbeat:
-        return _serve(config, folder, exchange, heartbeat, console, asked_to_end, supervised=session is not None)
-
-
-def _serve(
-    config: RunConfig, folder: RunFolder, exchange: Exchange, heartbeat: Heartbeat, console: Console,
-    asked_to_end: AskedToEnd, *, supervised: bool,
-) -> bool:  # fmt: skip
-    from verbatim.trainer.local import set_num_threads
-    from verbatim.trainer.serve import serve
-
-    worker, ready = open_trainer(config, lambda: make_environments(config), folder, console, states=exchange.states)
-    set_num_threads(threads_of(config, config.trainer.num_threads))
-    exchange.ready(ready)
-    with asked_to_end(exchange, heartbeat) as stopped:
-        if supervised:
-            serve(worker, exchange, heartbeat, look=lambda: None)
-        else:
-            _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console)
-    return stopped()
+        worker, ready = open_trainer(config, lambda: make_environments(config), folder, console, states=exchange.states)
+        set_num_threads(threads_of(config, config.trainer.num_threads))
+        exchange.ready(ready)
+        with asked_to_end(exchange, heartbeat) as stopped:
+            if session is not None:  # the orchestrator has started this process, and watches it
+                serve(worker, exchange, heartbeat, look=lambda: None)
+            else:
+                _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console)
+        return stopped()
 
 
 def _serve_by_itself(

@@ -47,7 +47,7 @@ def read_beat(path: Path) -> Beat | None:
 
 
 class Heartbeat:
-    """Publishes that this process lives, and what it does, on a thread of its own, until it is closed.
+    """Publishes that this process lives, and what it does, on a thread of its own, until the block ends.
 
     Args:
         path: Its file.
@@ -75,16 +75,12 @@ class Heartbeat:
         """Tell the other side that this process was asked to end."""
         self._wants_to_stop = True
 
-    def close(self) -> None:
-        """Stop beating. May be called again."""
-        self._ended.set()
-        self._thread.join()
-
     def __enter__(self) -> Heartbeat:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._ended.set()
+        self._thread.join()
 
     def _main(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
