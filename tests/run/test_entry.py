@@ -31,9 +31,9 @@ SETTINGS = {
         "filters": [{"type": "zero_advantage"}],
     },
     "trainer": {"separate_process": False, "optim": {"lr": 1e-2}},
-    "inference": {"torch": {"max_batch_size": 8}},
+    "inference": {"torch": {"max_batch_size": 8, "deterministic": True}},
 }  # fmt: skip
-"""Those of `TOML`."""
+"""Those of `TOML`, and deterministic: on a busy machine other requests meet in a batch, which changes the last bit."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)  # it takes seconds
     with workplace(tmp_path / "work", {"lots": LOTS}) as folder:
-        (folder / "run.toml").write_text(TOML.format(model=model) + 'import_path = "lots.Lots"\n')
+        toml = TOML.format(model=model).replace("max_batch_size = 8\n", "max_batch_size = 8\ndeterministic = true\n")
+        (folder / "run.toml").write_text(toml + 'import_path = "lots.Lots"\n')
         yield folder
 
 
