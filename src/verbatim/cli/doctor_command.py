@@ -16,8 +16,7 @@ from pathlib import Path
 from verbatim.cli import exit_status
 from verbatim.doctor import BreakClass, Doctor, LogFile, known_formats, recognise
 from verbatim.doctor.as_json import JsonReport
-from verbatim.doctor.choice import Choice
-from verbatim.doctor.diagnosis import TemplateLine
+from verbatim.doctor.diagnosis import Choice, TemplateLine
 from verbatim.doctor.logs import Format
 from verbatim.doctor.show import ConsoleReport
 from verbatim.doctor.text import TokenText

@@ -18,7 +18,7 @@ from verbatim.models.own_attention import (
     tiny_pair,
 )
 from verbatim.models.refusal import FAULTS, describe
-from verbatim.models.rope import fixed_length
+from verbatim.models.rope import probe_length
 
 ROW = 6
 """Tokens of each of the two rows of the test."""
@@ -58,9 +58,7 @@ def plan_attention(model: Any) -> str | None:
 @torch.no_grad()
 def _refuse_unless_causal(model: Any) -> None:
     """Refuse a model in which a prediction changes with later tokens."""
-    config = model.config.get_text_config()
-    ends = (getattr(config, "max_position_embeddings", None), fixed_length(config))
-    length = min([8 * ROW, *(end for end in ends if end)])
+    length = probe_length(model.config.get_text_config(), 8 * ROW)
     ids = torch.arange(length, device=model.device)[None] * 5 % model.get_input_embeddings().weight.shape[0]
     try:
         longer, alone = (model(input_ids=x, use_cache=False).logits[0, :ROW].float() for x in (ids, ids[:, :ROW]))

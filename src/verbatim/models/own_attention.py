@@ -19,7 +19,7 @@ from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION
 from verbatim.models.head import CausalLM
 from verbatim.models.refusal import FAULTS, describe
-from verbatim.models.rope import fixed_length
+from verbatim.models.rope import probe_length
 from verbatim.models.tiny import WINDOW, NoTinyCopy, tiny_copy
 
 LENGTH = 3 * WINDOW
@@ -155,9 +155,7 @@ def _refuse_unless_it_works(own: Any) -> None:
 @torch.no_grad()
 def _refuse_unless_causal(own: Any) -> None:
     """Refuse a selection of keys that depends on later tokens once there are more than a window holds."""
-    config, vocab_size = own.config.get_text_config(), own.get_input_embeddings().weight.shape[0]
-    ends = (getattr(config, "max_position_embeddings", None), fixed_length(config))
-    most = min([LENGTH, *(end for end in ends if end)])
+    vocab_size, most = own.get_input_embeddings().weight.shape[0], probe_length(own.config.get_text_config(), LENGTH)
     ids = torch.randint(vocab_size, (most,), generator=torch.Generator().manual_seed(1))
     whole = own(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
     for length in (WINDOW // 2, WINDOW + 3, 2 * WINDOW + 5):

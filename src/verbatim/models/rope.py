@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MOVING = ("dynamic", "longrope")
-"""Scalings that depend on it."""
-
 
 def fixed_length(config: Any) -> int | None:
     """Most tokens of a sequence that `dynamic` or `longrope` encodings of a configuration leave unchanged; None = there
@@ -22,10 +19,15 @@ def fixed_length(config: Any) -> int | None:
     return min(lengths, default=None)
 
 
+def probe_length(config: Any, most: int) -> int:
+    """Tokens of a probe: at most these, and no more than the positions of a configuration take unchanged."""
+    return min(n for n in (most, getattr(config, "max_position_embeddings", None), fixed_length(config)) if n)
+
+
 def rope_name(config: Any) -> str:
     """The scaling that changes positions, for a message: " ('longrope' rope)", or ""."""
     names = {str(p.get("rope_type")) for p in _encodings(getattr(config, "rope_parameters", None))}
-    found = sorted(names & set(MOVING))
+    found = sorted(names & {"dynamic", "longrope"})
     return f" ({found[0]!r} rope)" if found else ""
 
 

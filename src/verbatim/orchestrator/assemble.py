@@ -1,4 +1,5 @@
-"""Builds batches from groups: credit, filters, samples. Every sampled token is in a sample or counted as dropped."""
+"""Builds batches from groups (credit, filters, samples), and their metrics. Every sampled token is in a sample or
+counted as dropped."""
 
 from __future__ import annotations
 
@@ -198,6 +199,26 @@ def truncation_metrics(groups: Sequence[AssembledGroup], rules: Mapping[str, Gro
     cut = sum(g.num_trained_tokens for g in groups if rules[g.group.env].truncated_sampling)
     trained = sum(g.num_trained_tokens for g in groups)
     return {"truncation_mismatch": cut / trained if trained else float("nan")}
+
+
+def rollout_distributions(groups: Sequence[Group], batch: int) -> dict[str, list[float]]:
+    """Rewards, advantages, lengths and ages of the completed rollouts.
+
+    A group that online difficulty filtering dropped has no advantages; everything else of it is counted. Where an
+    advantage function gives one to each turn, each of them is a value.
+
+    The groups are those of the batch, credited, and those that were filtered out meanwhile; batches count from 0.
+    """
+    completed = [t for group in groups for t in group.completed]
+    advantages = [t.advantage for t in completed]
+    advantages += [turn.advantage for t in completed if t.advantage is None for turn in t.turns]
+    return {
+        "distribution/reward": [t.reward for t in completed if t.reward is not None],
+        "distribution/advantage": [value for value in advantages if value is not None],
+        "distribution/completion_tokens": [t.num_sampled_tokens for t in completed],
+        "distribution/turns": [len(t.turns) for t in completed],
+        "distribution/staleness": [age(t, batch) for t in completed],
+    }
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -25,7 +25,7 @@ from verbatim.monitors.learning_curve import LearningCurve
 from verbatim.monitors.metrics_log import MetricsLog, is_metrics
 from verbatim.monitors.restore import restore
 from verbatim.monitors.trajectory_log import TrajectoryLog, is_trajectory
-from verbatim.orchestrator.distributions import rollout_distributions
+from verbatim.orchestrator.assemble import rollout_distributions
 from verbatim.orchestrator.evaluate import Evaluation
 from verbatim.run.summary import summary_of
 from verbatim.texts import error_text
