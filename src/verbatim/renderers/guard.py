@@ -8,8 +8,8 @@ Two halves that know nothing of each other's context, so that any renderer may c
 - `GuardedTokenizer` encodes. A control token's string without a break inside was written by the template, and is
   encoded as that token. Breaks are then removed, and everything else is plain text.
 
-So ids decode to exactly the text that was given, and the control tokens in them are the template's own. Text that
-holds no control token without its breaks takes the tokenizer's ordinary path, with the ids it always had.
+So ids decode to exactly the text that was given, and the control tokens in them are the template's own. Plain text has
+the ids that the tokenizer itself gives it.
 
 What marks cannot help against, `recognise.check_guarded` refuses: a template that writes both ends of a control token
 around a text, or undoes an escape in it.
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -181,10 +180,6 @@ class GuardedTokenizer:
         if short:
             raise ModelError(f"the tokenizer's special token {short[0]!r} is a single character, which text cannot be "
                              "kept from containing")  # fmt: skip
-        # Where text is normalised before control tokens are looked for, text without any could turn into one.
-        self._always_marked = self._ordinary.normalizer is not None and any(
-            t.normalized for t in added.values() if _is_control(t)
-        )
         alone = {t.content for t in added.values() if t.single_word}
         longest_first = sorted(self.control_tokens, key=len, reverse=True)
         patterns = [rf"(?<!\w){re.escape(t)}(?!\w)" if t in alone else re.escape(t) for t in longest_first]
@@ -208,12 +203,12 @@ class GuardedTokenizer:
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """The ids of marked text."""
         assert not add_special_tokens, "a renderer writes its own control tokens"
-        return list(self._lookup(text)[0])
+        return list(self._lookup(text, False)[0])
 
     def __call__(self, text: str, add_special_tokens: bool = False, **_: Any) -> dict[str, Any]:
         """The ids of marked text with their offsets, which the attribution to messages needs."""
         assert not add_special_tokens, "a renderer writes its own control tokens"
-        ids, offsets = self._lookup(text)
+        ids, offsets = self._lookup(text, True)
         return {"input_ids": list(ids), "offset_mapping": list(offsets)}
 
     def chat_text(
@@ -264,51 +259,26 @@ class GuardedTokenizer:
         """The id of a token, or of each token of a list."""
         return self._id_of(tokens) if isinstance(tokens, str) else self._tokenizer.convert_tokens_to_ids(tokens)
 
-    def _lookup(self, text: str) -> _Encoded:
-        return self._encode_short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text)
+    def _lookup(self, text: str, offsets: bool) -> _Encoded:
+        return self._encode_short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text, offsets)
 
-    def _encode(self, text: str) -> _Encoded:
-        ordinary = self._without_breaks(text)
-        if ordinary is not None:
-            plain, breaks = ordinary
-            encoding = self._ordinary.encode(plain, add_special_tokens=False)
-            if not breaks:
-                return tuple(encoding.ids), tuple(encoding.offsets)
-            width = len(BREAK)
-            moved = ((a + width * bisect_right(breaks, a), b + width * bisect_left(breaks, b))
-                     for a, b in encoding.offsets)  # fmt: skip
-            return tuple(encoding.ids), tuple((a, max(a, b)) for a, b in moved)
+    def _encode(self, text: str, offsets: bool = True) -> _Encoded:
+        """The ids of marked text; and, if asked for, where each came from."""
         ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
+        places: list[tuple[int, int]] = []
         for pieces in self._sections(text):
             encoding = self._marked.encode("".join(piece for piece, _, _ in pieces), add_special_tokens=False)
             ids += [self._ids.get(i, i) for i in encoding.ids]
+            if not offsets:
+                continue
             # Where each character came from; one that stands for several begins and ends where they do.
             spans = [
                 (start + i, start + i + 1) if len(piece) == width else (start, start + width)
                 for piece, start, width in pieces
                 for i in range(len(piece))
             ]
-            offsets += [(spans[a][0], spans[b - 1][1]) if b > a else (0, 0) for a, b in encoding.offsets]
-        return tuple(ids), tuple(offsets)
-
-    def _without_breaks(self, text: str) -> tuple[str, list[int]] | None:
-        """The text without breaks, and their positions in it; None if removing them would change its control tokens."""
-        if self._always_marked or LITERAL in text or _ASCII_LITERAL in text:
-            return None
-        if ESCAPE not in text and _ASCII not in text:
-            return text, []
-        breaks: list[int] = []
-        tokens = []
-        for found in self._scan.finditer(text):
-            place = found.start() - len(BREAK) * len(breaks)
-            if found[0] in (BREAK, _ASCII_BREAK):
-                breaks += [place] * (len(found[0]) // len(BREAK))
-            else:
-                tokens.append((place, found[0]))
-        plain = text.replace(BREAK, "").replace(_ASCII_BREAK, "")
-        same = tokens == [(found.start(), found[0]) for found in self._scan.finditer(plain)]
-        return (plain, breaks) if same else None
+            places += [(spans[a][0], spans[b - 1][1]) if b > a else (0, 0) for a, b in encoding.offsets]
+        return tuple(ids), tuple(places)
 
     def _sections(self, text: str) -> Iterator[list[tuple[str, int, int]]]:
         """Lists of (what to encode, where it stood in the marked text, how wide it was there)."""
