@@ -316,7 +316,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_no_half_made_run(typed, place
     with disk_that_fills_up(64):
         status, said = typed("--run-dir", "mine")
     assert status == 1
-    assert "stopped: the run folder mine cannot be written to: File too large (mine); choose another one" in said
+    assert "stopped: the run folder mine cannot be written to: File too large (mine); choose another folder" in said
     assert snapshot(place / "mine") == {}
     assert typed("--run-dir", "mine")[0] == 0
 

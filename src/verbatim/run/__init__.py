@@ -26,9 +26,7 @@ class _RunPackage(ModuleType):
         """`verbatim.run.entry.run`."""
         from verbatim.run.entry import run
 
-        return run(
-            config, resume=resume, environments=environments, monitors=monitors, quiet=quiet, **settings
-        )
+        return run(config, resume=resume, environments=environments, monitors=monitors, quiet=quiet, **settings)
 
 
 sys.modules[__name__].__class__ = _RunPackage
