@@ -96,6 +96,23 @@ async def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_pa
     assert "\x1b" not in str(e.value)
 
 
+async def test_the_first_error_of_a_long_log_is_told(tmp_path):
+    code = """
+print("(Worker) ValueError: the device is gone")
+for n in range(40):
+    print("  File line", n)
+print("RuntimeError: see root cause above")
+raise SystemExit(1)
+"""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "replica_0.log").write_text("OSError: of an earlier start\n" * 30)
+    with pytest.raises(SamplerFault) as e:
+        await server(tmp_path, code).start(30)
+    said = str(e.value)
+    assert "(Worker) ValueError: the device is gone" in said and "see root cause above" in said
+    assert "earlier start" not in said and "File line 1\n" not in said
+
+
 async def test_a_server_that_never_answers_is_ended_at_the_deadline(tmp_path):
     process = server(tmp_path, "import time; print('loading'); time.sleep(600)")
     with pytest.raises(SamplerFault, match=r"(?s)does not answer at http://127.0.0.1:\d+ after 1 s.*loading"):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -24,8 +25,9 @@ logger = logging.getLogger(__name__)
 _ASK_EVERY = 0.5
 _ANSWER = 5.0
 """Seconds for one answer to "are you there?"."""
-_QUOTED = 12
+_QUOTED = 8
 """Last lines of its log in a message."""
+_ERROR = re.compile(r"\b\w*(Error|Exception): \S")
 _SAY_EVERY = 60.0
 """Seconds between two lines that say that a server is still being waited for."""
 
@@ -56,6 +58,7 @@ class ServerProcess:
         self.name = name
         self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         self._command, self._environment, self._log = command, environment, log
+        self._log_begins = 0
         self._keeper: asyncio.subprocess.Process | None = None
 
     @property
@@ -85,6 +88,7 @@ class ServerProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         with self._log.open("ab") as log:
+            self._log_begins = log.tell()
             self._keeper = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", keeper.__file__, *self._command,
                 stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=dict(self._environment),
@@ -127,13 +131,16 @@ class ServerProcess:
         return f"signal {status - 128}" if status is not None and status > 128 else f"status {status}"
 
     def end_of_log(self) -> str:
-        """The last lines of its log that say something, for a message."""
+        """The first error in its log since its start, and the last lines, for a message: the processes of a server
+        report the failure of each other, and the first one has the cause."""
         try:
-            lines = self._log.read_bytes()[-8192:].decode("utf-8", "replace").splitlines()
+            written = self._log.read_bytes()[self._log_begins :]
         except OSError as error:
             return f"Its log {self._log} cannot be read: {error}"
-        last = [f"  {printable(line)}" for line in lines if line.strip()][-_QUOTED:]
-        return "\n".join([f"The end of {self._log}:", *last])
+        lines = [printable(line) for line in written.decode("utf-8", "replace").splitlines() if line.strip()]
+        first = next((n for n, line in enumerate(lines[:-_QUOTED]) if _ERROR.search(line)), None)
+        cause = [] if first is None else [f"  {lines[first]}", "  ..."]
+        return "\n".join([f"From {self._log}:", *cause, *(f"  {line}" for line in lines[-_QUOTED:])])
 
     async def stop(self) -> None:
         """End it and everything that it started, frozen or not."""

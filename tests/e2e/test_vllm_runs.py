@@ -1,0 +1,149 @@
+"""Runs that sample through real vLLM servers: `make test-vllm`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from e2e.tiny_runs import LOTS, build_tiny_model, workplace
+
+pytestmark = pytest.mark.vllm
+
+PYTHON = Path(os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
+MARK = "VERBATIM_TEST_OF_VLLM"
+RUN = f"""
+max_steps = {{steps}}
+[model]
+name = "{{model}}"
+[orchestrator]
+batch_size = 16
+group_size = 4
+seq_len = 384
+max_async_level = 1
+sampling = {{{{ max_tokens = 24 }}}}
+[trainer.optim]
+lr = 1e-3
+[checkpoint]
+interval = 5
+[inference]
+backend = "vllm"
+[inference.vllm]
+python = "{PYTHON}"
+replicas = {{replicas}}
+args = ["--enforce-eager", "--block-size", "16"]
+env = {{{{ VLLM_CPU_KVCACHE_SPACE = "1", OMP_NUM_THREADS = "1", VLLM_CPU_OMP_THREADS_BIND = "nobind" }}}}
+[[orchestrator.filters]]
+type = "zero_advantage"
+[[orchestrator.train.env]]
+import_path = "lots.Lots"
+args = {{{{ delay = 0.05 }}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("vllm") / "model")
+
+
+@pytest.fixture
+def place(tmp_path: Path):
+    with workplace(tmp_path, {"lots": LOTS}):
+        yield tmp_path
+
+
+def start(place: Path, model: Path, *, steps: int, replicas: int) -> subprocess.Popen[bytes]:
+    (place / "run.toml").write_text(RUN.format(model=model, steps=steps, replicas=replicas))
+    return subprocess.Popen(
+        [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "mine"], cwd=place,
+        env={**os.environ, MARK: str(place), "PYTHONPATH": os.pathsep.join([str(place), *sys.path])},
+    )  # fmt: skip
+
+
+def train_steps(place: Path) -> list[dict]:
+    path = place / "mine" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def assert_every_token_is_in_the_ledger(place: Path) -> None:
+    last = train_steps(place)[-1]["metrics"]
+    dropped = sum(value for name, value in last.items() if name.startswith("ledger/dropped/"))
+    booked = last["ledger/trained"] + last["ledger/masked_by_loss"] + dropped + last["ledger/pending"]
+    assert last["ledger/sampled"] == booked > 0
+
+
+def servers(place: Path) -> list[int]:
+    """Process ids of the vLLM servers of this test's run, with their workers and keepers."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            mine = entry.name.isdigit() and f"{MARK}={place}".encode() in (entry / "environ").read_bytes().split(b"\0")
+            if mine and b"vllm" in (entry / "cmdline").read_bytes().lower():
+                found.append(int(entry.name))
+    return found
+
+
+def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
+    with start(place, model, steps=20, replicas=1) as run:
+        assert run.wait(600) == 0
+    steps = train_steps(place)
+    assert [line["step"] for line in steps] == list(range(1, 21))
+    for line in steps:
+        metrics = line["metrics"]
+        assert metrics["replicas/serving"] == 1 and metrics["replicas/failed_checks"] == 0
+        assert metrics["replica/0/policy_version"] == line["step"]
+        assert metrics["trained_tokens"] > 0
+        if metrics["staleness/max"] == 0:
+            assert metrics["mismatch_kl"] < 1e-8
+    assert_every_token_is_in_the_ledger(place)
+    assert servers(place) == []
+    versions = {
+        version
+        for line in (place / "mine" / "trajectories.jsonl").read_text().splitlines()
+        for turn in json.loads(line)["trajectory"]["turns"]
+        for version in turn["policy_versions"]
+    }
+    assert {0, 10, 18} <= versions and max(versions) <= 19
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_replica_that_dies_is_started_again_while_the_other_goes_on(place, model, blow):
+    with start(place, model, steps=30, replicas=2) as run:
+        try:
+            end = time.monotonic() + 400
+            while len(train_steps(place)) < 3:
+                assert run.poll() is None and time.monotonic() < end
+                time.sleep(0.2)
+            target = next(pid for pid in servers(place) if b"-m\0vllm." in Path(f"/proc/{pid}/cmdline").read_bytes()
+                          and b"keeper" not in Path(f"/proc/{pid}/cmdline").read_bytes())  # fmt: skip
+            os.kill(target, blow)
+            assert run.wait(600) == 0
+        finally:
+            run.kill()
+    steps = train_steps(place)
+    assert [line["step"] for line in steps] == list(range(1, 31))
+    assert min(line["metrics"]["replicas/serving"] for line in steps) == 1
+    assert_every_token_is_in_the_ledger(place)
+    assert servers(place) == []
+
+
+def test_a_killed_run_leaves_no_server_behind(place, model):
+    with start(place, model, steps=1000, replicas=1) as run:
+        end = time.monotonic() + 400
+        while len(train_steps(place)) < 2:
+            assert run.poll() is None and time.monotonic() < end
+            time.sleep(0.2)
+        assert servers(place)
+        run.kill()
+    end = time.monotonic() + 60
+    while servers(place) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert servers(place) == []
