@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def raise_ctrl_c(which: str = "Ctrl-C") -> NoReturn:
@@ -30,3 +30,11 @@ def is_ctrl_c(error: BaseException) -> bool:
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
     return innermost is not None and innermost.tb_frame.f_code in _HANDLERS
+
+
+def is_running(task: asyncio.Task[Any] | None) -> bool:
+    """Whether this is the task that runs now; False while its coroutine is garbage collected."""
+    try:
+        return asyncio.current_task() is task
+    except RuntimeError:  # no event loop runs any more
+        return False

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from verbatim.errors import ComponentError
-from verbatim.tools import bounded_schema
+from verbatim.tools import json_arguments
 from verbatim.tools.base import ToolArgumentsError
 from verbatim.tools.json_arguments import JsonArguments
 from verbatim.tools.manager import ToolManager
@@ -44,7 +44,7 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_arguments_that_cannot_be_checked_in_time_are_refused(name, monkeypatch):
-    monkeypatch.setattr(bounded_schema, "SECONDS", 0.2)
+    monkeypatch.setattr(json_arguments, "SECONDS", 0.2)
     schema, arguments = SCHEMAS[name]
     checked = JsonArguments(schema, "tool look")
     began = time.process_time()
@@ -54,7 +54,7 @@ def test_arguments_that_cannot_be_checked_in_time_are_refused(name, monkeypatch)
 
 
 async def test_such_a_call_is_answered_and_counted(monkeypatch):
-    monkeypatch.setattr(bounded_schema, "SECONDS", 0.2)
+    monkeypatch.setattr(json_arguments, "SECONDS", 0.2)
     tools = ToolManager([{"name": "look", "parameters": SCHEMAS["a pattern"][0], "function": lambda at: at}])
     outcome = await tools.dispatch(ToolCall(name="look", arguments={"at": TEXT}, raw=""), timeout=5, output_limit=None)
     assert outcome.error_kind == "invalid_arguments"
@@ -111,7 +111,7 @@ def test_a_schema_that_cannot_be_bounded_is_refused(schema, complaint):
      (r"\({2}", 2), ("^(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3})$", 33), ("a{}", 3)],
 )  # fmt: skip
 def test_the_size_of_a_pattern_with_its_repeats_written_out(pattern, size):
-    assert bounded_schema._written_out(pattern) == size
+    assert json_arguments._written_out(pattern) == size
 
 
 def test_usual_patterns_are_taken():

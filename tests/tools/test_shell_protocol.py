@@ -3,7 +3,7 @@
 import re
 
 from verbatim.tools.isolation import SandboxLimits
-from verbatim.tools.shell_protocol import Answer, ShellProtocol
+from verbatim.tools.sandbox import Answer, ShellProtocol
 
 
 def token_of(protocol: ShellProtocol) -> bytes:

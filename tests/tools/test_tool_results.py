@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from verbatim.tools import FunctionTool, ToolResult
-from verbatim.tools.results import as_result
+from verbatim.tools.function_tool import as_result
 
 
 class Color(enum.Enum):

@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from docstring_parser import Docstring
 
 _SECTIONS = "Args|Arguments|Parameters|Params|Returns|Raises|Exceptions|Except|Yields"
 _SECTION = re.compile(rf"^[ \t]*(?:{_SECTIONS}):", re.MULTILINE)
@@ -36,12 +32,8 @@ class FunctionDoc:
 
 
 def read_docstring(text: str, names: Collection[str]) -> FunctionDoc:
-    """Parse Google, NumPy or Sphinx style: the one that describes most of the arguments.
-
-    Args:
-        text: The docstring from `inspect.getdoc`.
-        names: The function's parameters; descriptions of other names are dropped.
-    """
+    """Parse Google, NumPy or Sphinx style: the one that describes most of the function's parameters, `names`.
+    Descriptions of other names are dropped."""
     if "\n" not in text.strip():
         return FunctionDoc(description=text.strip())
     from docstring_parser import ParseError, google, numpydoc, rest  # imported here: most docstrings are one line
@@ -56,29 +48,17 @@ def read_docstring(text: str, names: Collection[str]) -> FunctionDoc:
         arguments = {name: said for name, said in arguments.items() if said}
         score = 2 * len(arguments) + (parsed.returns is not None) + bool(parsed.raises)
         if score > best_score:
-            in_google = style is google
-            best = FunctionDoc(
-                description=_before_sections(text) if in_google else parsed.description or "",
-                arguments=arguments,
-                returns=_google_returns(text) if in_google else _description_of_value(parsed),
-            )
-            best_score = score
+            description, returns = parsed.description or "", parsed.returns.description if parsed.returns else None
+            if style is google:
+                found = _RETURNS.search(text)
+                description, returns = _before_sections(text), found[1].strip() if found else None
+            best, best_score = FunctionDoc(description=description, arguments=arguments, returns=returns), score
     return best
 
 
 def _before_sections(text: str) -> str:
     match = _SECTION.search(text)
     return (text[: match.start()] if match else text).strip()
-
-
-def _google_returns(text: str) -> str | None:
-    match = _RETURNS.search(text)
-    return match[1].strip() if match else None
-
-
-def _description_of_value(parsed: Docstring) -> str | None:
-    returns = parsed.returns
-    return returns.description if returns is not None else None
 
 
 def _with_indented_continuations(text: str) -> str:

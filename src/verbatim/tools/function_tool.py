@@ -1,22 +1,33 @@
-"""Builds a tool from a typed Python function: the signature gives the schema, the docstring the descriptions."""
+"""Builds a tool from a typed Python function: the signature gives the schema, the docstring the descriptions, and the
+return value becomes the text that the model reads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import functools
 import inspect
+import json
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Set
+from concurrent.futures import Future
+from enum import Enum
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from verbatim.errors import ComponentError
 from verbatim.texts import shown
 from verbatim.tools.base import ToolResult
 from verbatim.tools.docstrings import read_docstring
-from verbatim.tools.json_arguments import JsonArguments
-from verbatim.tools.results import as_result
 from verbatim.tools.signature import Signature, Subject, read_signature
+
+if TYPE_CHECKING:
+    from verbatim.tools.json_arguments import JsonArguments
 
 
 class FunctionTool:
@@ -78,6 +89,8 @@ class FunctionTool:
         self._arguments: Signature | JsonArguments
         said, value = "", None
         if parameters is not None:
+            from verbatim.tools.json_arguments import JsonArguments  # here: most tools need no jsonschema
+
             self._arguments = JsonArguments(parameters, f"tool {self.name}")
             said = read_docstring(subject.doc, tuple(parameters.get("properties", ()))).description
         else:
@@ -115,29 +128,78 @@ class FunctionTool:
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
     # Not the loop's pool: a hung tool would block one of its few threads for ever, and keep the process from ending.
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()  # from here on it holds what the call gives, whether or not that is awaited
     context = contextvars.copy_context()
 
-    def settle(value: object, error: BaseException | None) -> None:
-        if future.done():  # timed out or cancelled
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(value)
-
     def work() -> None:
-        value: object = None
-        failure: BaseException | None = None
         try:
             value = context.run(call)
-        except StopIteration as error:  # a future cannot hold it
-            failure = RuntimeError(f"the tool raised StopIteration: {error}")
+        except StopIteration as error:  # the event loop's futures cannot hold it
+            result.set_exception(RuntimeError(f"the tool raised StopIteration: {error}"))
         except BaseException as error:  # noqa: BLE001  passed to the caller, which counts it
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, failure)
+            result.set_exception(error)
+        else:
+            result.set_result(value)
 
     threading.Thread(target=work, daemon=True, name="verbatim-tool").start()
-    return await future
+    return await asyncio.wrap_future(result)
+
+
+def as_result(value: object) -> ToolResult:
+    """A `ToolResult` or string unchanged, None as "", any other value as JSON.
+
+    Dataclasses, pydantic models and mappings are objects; an enumeration's member is its value; a set is a sorted list,
+    so that it reads the same in every process; dates, paths and numpy values are converted by pydantic and numpy.
+
+    >>> as_result({"towns": {"Ulm", "Bonn"}}).content
+    '{"towns": ["Bonn", "Ulm"]}'
+
+    Raises:
+        TypeError: a value without a JSON form.
+    """
+    if isinstance(value, ToolResult):
+        return value
+    value = value.value if isinstance(value, Enum) else value
+    if value is None:
+        return ToolResult(content="")
+    return ToolResult(content=value if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON's own types."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, BaseModel):
+        return _plain(value.model_dump())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {_key(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, Set):
+        return _sorted([_plain(item) for item in value])
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, PathLike):
+        return _plain(fspath(value))
+    try:
+        return to_jsonable_python(value)
+    except ValueError as error:
+        raise TypeError(f"a {type(value).__name__} has no JSON form; return a string, a dict or a dataclass") from error
+
+
+def _sorted(items: list[Any]) -> list[Any]:
+    """Sorted by value, or by JSON text if the values do not compare."""
+    try:
+        return sorted(items)
+    except TypeError:
+        return sorted(items, key=functools.partial(json.dumps, ensure_ascii=False, sort_keys=True))
+
+
+def _key(key: Any) -> Any:
+    plain = _plain(key)
+    return plain if plain is None or isinstance(plain, str | int | float) else json.dumps(plain, ensure_ascii=False)

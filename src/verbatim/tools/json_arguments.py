@@ -1,28 +1,42 @@
-"""Validates a call's arguments against an untrusted JSON schema, within a deadline."""
+"""Validates a call's arguments against an untrusted JSON schema, by jsonschema's validators with a deadline: a pattern,
+a reference or a long list in a schema cannot hang a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import regex
+from jsonschema import SchemaError, ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend, validator_for
+from referencing import Registry
 
 from verbatim.errors import ComponentError
 from verbatim.tools.base import ToolArgumentsError
 
-if TYPE_CHECKING:
-    from jsonschema import ValidationError
-
+SECONDS = 1.0
+"""Seconds to check the arguments of one call."""
 MOST_ERRORS = 20
 """Most errors that are reported for one call."""
 MOST_VALUES = 100_000
 """Most values of one schema: lists, objects, texts and numbers."""
+MOST_CHARACTERS = 10_000
+"""Most characters of a pattern."""
+
+_deadline: ContextVar[float] = ContextVar("deadline")
 
 
 class JsonArguments:
-    """Validates arguments against a JSON schema.
+    """Validates arguments against a JSON schema. Nothing that the schema refers to is fetched.
 
     Hostile schemas and arguments can take for ever to check (a pattern that backtracks, references that double at each
-    step): after `bounded_schema.SECONDS` the arguments count as invalid.
+    step): after `SECONDS` the arguments count as invalid.
 
     Example:
         >>> schema = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
@@ -35,54 +49,190 @@ class JsonArguments:
     """
 
     def __init__(self, schema: Mapping[str, Any], where: str) -> None:
-        from jsonschema import SchemaError  # imported here: most tools are typed functions and need no jsonschema
-
-        from verbatim.tools.bounded_schema import bounded_validator
-
         self.schema = schema
         if not isinstance(schema, Mapping) or schema.get("type") != "object":
             raise ComponentError(f"{where}: parameters {schema!r:.80}; expected a JSON schema such as "
                                  '{"type": "object", "properties": {"place": {"type": "string"}}}')  # fmt: skip
-        _refuse_large(schema, where)
         try:
-            self._validator = bounded_validator(schema)
+            _refuse_unbounded(schema)
+            known = validator_for(schema)
+            known.check_schema(schema)
+            self._validator = _bounded(known)(_without_dialects(schema), registry=Registry())
         except SchemaError as error:
             raise ComponentError(f"{where}: its parameters are no JSON schema: {error.message[:500]}") from error
         except (ValueError, OverflowError, RecursionError) as error:
             raise ComponentError(f"{where}: its parameters cannot be checked: {error}") from error
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments if they are valid.
-
-        Raises:
-            ToolArgumentsError: they are invalid; says where and why.
-        """
-        from verbatim.tools.bounded_schema import TooLong, timed
-
+        """The arguments, if they are valid; else a ToolArgumentsError that says where and why."""
+        token = _deadline.set(time.monotonic() + SECONDS)
         try:
-            with timed():
-                wrong = list(islice(self._validator.iter_errors(dict(arguments)), MOST_ERRORS))
-        except (TooLong, RecursionError) as error:
-            why = str(error) if isinstance(error, TooLong) else "its references never end"
+            wrong = list(islice(self._validator.iter_errors(dict(arguments)), MOST_ERRORS))
+        except (_TooLong, RecursionError) as error:
+            why = f"that takes more than {SECONDS:g} s" if isinstance(error, _TooLong) else "its references never end"
             raise ToolArgumentsError(f"they cannot be checked against the tool's schema: {why}") from error
+        finally:
+            _deadline.reset(token)
         if wrong:
             wrong.sort(key=lambda error: list(map(str, error.path)))
             raise ToolArgumentsError("; ".join(map(_explain, wrong)))
         return dict(arguments)
 
 
-def _refuse_large(schema: Mapping[str, Any], where: str) -> None:
-    waiting: list[Any] = [schema]
-    seen = 0
-    while waiting:
-        value = waiting.pop()
-        seen += 1
-        if seen > MOST_VALUES:
-            raise ComponentError(f"{where}: its parameters hold more than {MOST_VALUES:,} values; expected a schema "
-                                 "that fits into a prompt")  # fmt: skip
-        waiting += value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-
-
 def _explain(error: ValidationError) -> str:
     where = ".".join(map(str, error.path))
     return f"{where}: {error.message[:200]}" if where else error.message[:200]
+
+
+# ---- jsonschema's keywords, with a deadline
+
+
+class _TooLong(Exception):
+    """The check exceeded its time."""
+
+
+def _time_left() -> float:
+    left = _deadline.get() - time.monotonic()
+    if left <= 0:
+        raise _TooLong
+    return left
+
+
+@cache
+def _bounded(known: type[Validator]) -> Any:
+    own: dict[str, Callable[..., Any]] = {
+        "pattern": _pattern, "patternProperties": _pattern_properties, "additionalProperties": _additional_properties,
+        "uniqueItems": _unique_items,
+    }  # fmt: skip
+    keywords: Mapping[str, Callable[..., Any]] = {**known.VALIDATORS, **own}
+    return extend(known, {name: _ticking(keyword) for name, keyword in keywords.items()})
+
+
+def _ticking(keyword: Callable[..., Any]) -> Callable[..., Any]:
+    def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+        _time_left()
+        return keyword(validator, value, instance, schema)
+
+    return check
+
+
+def _found(pattern: str, text: str) -> bool:
+    try:
+        return regex.search(pattern, text, timeout=_time_left()) is not None
+    except TimeoutError:
+        raise _TooLong from None
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "string") and not _found(pattern, instance):
+        yield ValidationError(f"{instance[:200]!r} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if not validator.is_type(instance, "object"):
+        return
+    for pattern, inner in patterns.items():
+        for name, value in instance.items():
+            if _found(pattern, name):
+                yield from validator.descend(value, inner, path=name, schema_path=pattern)
+
+
+def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if not validator.is_type(instance, "object"):
+        return
+    named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    extras = [name for name in instance if name not in named and not any(_found(p, name) for p in patterns)]
+    if validator.is_type(allowed, "object"):
+        for name in extras:
+            yield from validator.descend(instance[name], allowed, path=name)
+    elif not allowed and extras:
+        shown = ", ".join(repr(name[:80]) for name in extras[:10])
+        were = "was" if len(extras) == 1 else "were"
+        yield ValidationError(f"Additional properties are not allowed ({shown} {were} unexpected)")
+
+
+def _unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if wanted and validator.is_type(instance, "array") and len(set(map(_frozen, instance))) < len(instance):
+        yield ValidationError(f"{repr(instance)[:200]} has non-unique elements")
+
+
+def _frozen(value: Any) -> Any:
+    """A hashable key of a JSON value: 1 equals 1.0, but not true."""
+    if isinstance(value, Mapping):
+        return "object", frozenset((name, _frozen(inner)) for name, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        return "array", tuple(map(_frozen, value))
+    return ("boolean", value) if isinstance(value, bool) else value
+
+
+def _without_dialects(schema: Any) -> Any:
+    """Remove `$schema`, because jsonschema would check parts that name a dialect with its own validators."""
+    if isinstance(schema, Mapping):
+        return {
+            name: _without_dialects(inner) for name, inner in schema.items()
+            if name != "$schema" or not isinstance(inner, str)
+        }  # fmt: skip
+    return [_without_dialects(inner) for inner in schema] if isinstance(schema, (list, tuple)) else schema
+
+
+# ---- schemas that no deadline bounds
+
+
+def _refuse_unbounded(schema: Any) -> None:
+    """Refuse a schema that is too large, whose patterns take too much memory, or that jsonschema would search by
+    patterns without a deadline."""
+    waiting, num_values = [schema], 0
+    unevaluated = by_pattern = False
+    while waiting:
+        value = waiting.pop()
+        num_values += 1
+        if num_values > MOST_VALUES:
+            raise ValueError(f"they hold more than {MOST_VALUES:,} values; expected a schema that fits into a prompt")
+        if isinstance(value, Mapping):
+            named = value.get("patternProperties")
+            unevaluated |= "unevaluatedProperties" in value
+            by_pattern |= bool(named)
+            if unevaluated and by_pattern:
+                raise ValueError("patternProperties beside unevaluatedProperties; give additionalProperties instead")
+            patterns = [value.get("pattern"), *(named if isinstance(named, Mapping) else ())]
+            for pattern in (given for given in patterns if isinstance(given, str)):
+                if len(pattern) > MOST_CHARACTERS or _written_out(pattern) > MOST_CHARACTERS:
+                    raise ValueError(f"the pattern {pattern[:80]!r} has, its repeats written out, more than "
+                                     f"{MOST_CHARACTERS:,} characters")  # fmt: skip
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+
+
+def _written_out(pattern: str) -> int:
+    """Length of a pattern with each `{n}` expanded: `regex` allocates memory for it before it searches.
+
+    >>> _written_out("[a-z]{2}-(a{10}){10}")
+    103
+    """
+    sizes, last = [0], [0]  # sizes of open groups, and of the last item in each
+    for part in _PARTS.finditer(pattern):
+        text = part[0]
+        if text == "(":
+            sizes.append(0)
+            last.append(0)
+        elif text == ")" and len(sizes) > 1:
+            last[-1:], inner = [], sizes.pop()
+            sizes[-1] += inner
+            last[-1] = inner
+        elif part["most"] is not None:
+            times = int(part["most"]) if len(part["most"]) < 9 else MOST_CHARACTERS + 1
+            sizes[-1] += last[-1] * (max(times, 1) - 1)
+            last[-1] *= max(times, 1)
+        else:
+            sizes[-1] += 1
+            last[-1] = 1
+        if sizes[-1] > MOST_CHARACTERS:
+            return sizes[-1]
+    return sum(sizes)
+
+
+_PARTS = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL
+)
+"""Escapes, classes, repeats and single characters."""

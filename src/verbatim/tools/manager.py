@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,12 +18,14 @@ from verbatim.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
 from verbatim.tools.function_tool import FunctionTool
 from verbatim.tools.mcp import McpTools
 from verbatim.types import Message, ToolCall
-from verbatim.user_code import is_ctrl_c
+from verbatim.user_code import is_ctrl_c, is_running
 
 MAX_ERROR_CHARACTERS = 500
 """Most characters of an exception's text."""
 _LONGEST_REFUSAL = 16_384
 """Most characters of a message about invalid arguments."""
+_SURROGATES = re.compile("[\ud800-\udfff]")
+"""Lone surrogates (from `os.fsdecode`, for example) have no encoding."""
 
 _KEYS = ("name", "description", "parameters", "function")
 """Keys of a tool given as a dict."""
@@ -133,9 +134,8 @@ class ToolManager(Mapping[str, Tool]):
             task.add_done_callback(_forget)
             text = f"Error: {tool.name} did not answer within {timeout:g} seconds. Try something smaller."
             return _outcome(call, ToolResult(content=text), "timeout", output_limit)
-        kind, result = _settled(task, tool)
-        outcome = _outcome(call, result, kind, output_limit)
-        return dataclasses.replace(outcome, fault=_fault(task, result)) if kind == "exception" else outcome
+        kind, result, fault = _settled(task, tool)
+        return _outcome(call, result, kind, output_limit, fault)
 
     def _refuse(self, call: ToolCall) -> tuple[str, str] | None:
         if call.status != "ok":
@@ -149,6 +149,7 @@ class ToolManager(Mapping[str, Tool]):
 
 
 async def _run(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+    task = asyncio.current_task()
     try:
         return await tool(dict(arguments))
     except SystemExit as error:  # in a task it would end the whole run
@@ -156,54 +157,43 @@ async def _run(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
     except (Exception, asyncio.CancelledError):
         raise
     except BaseException as error:  # so would KeyboardInterrupt
-        if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not _is_running()):
+        if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not is_running(task)):
             raise
         raise RuntimeError(f"it raised {error_text(error)}") from error
 
 
-def _is_running() -> bool:
-    """Whether the coroutine runs on its task; False while it is garbage collected."""
+def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, ToolResult, BaseException | None]:
+    """The result of a finished tool, or its failure: its kind, the message, and what it raised where that is a fault of
+    the tool."""
+    fault: BaseException | None
     try:
-        return asyncio.current_task() is not None
-    except RuntimeError:
-        return False
-
-
-def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, ToolResult]:
-    """The result of a finished tool, or its failure as a message."""
-    try:
-        result: object = task.result()
+        given: object = task.result()
     except ToolArgumentsError as error:
-        return "invalid_arguments", ToolResult(content=f"Error: {tool.name}: {cut(str(error), _LONGEST_REFUSAL)}")
+        said = f"Error: {tool.name}: {cut(str(error), _LONGEST_REFUSAL)}"
+        return "invalid_arguments", ToolResult(content=said), None
     except ToolFailed as error:
-        return "exception", ToolResult(content=f"Error: {tool.name} failed: {error}")
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  a failure of the tool, and counted
-        reason = error_text(error, MAX_ERROR_CHARACTERS)
-        return "exception", ToolResult(content=f"Error: {tool.name} failed: {reason}")
-    if isinstance(result, str):
-        return None, ToolResult(content=result)
-    if not isinstance(result, ToolResult) or not isinstance(result.content, str):
-        found = type(result.content if isinstance(result, ToolResult) else result).__name__
-        return "exception", ToolResult(content=f"Error: {tool.name} failed: it returned {found}, not text")
-    done: object = result.done
-    if not isinstance(done, bool | np.bool_):
-        found = f"done={shown(done, 80)}, not True or False"
-        return "exception", ToolResult(content=f"Error: {tool.name} failed: it returned {found}")
-    return None, result
+        said, fault = str(error), None
+    except asyncio.CancelledError as error:
+        said, fault = error_text(error), asyncio.CancelledError("what it awaited was cancelled")
+    except Exception as error:  # noqa: BLE001  a failure of the tool, and counted
+        said, fault = error_text(error, MAX_ERROR_CHARACTERS), error
+    else:
+        result = ToolResult(content=given) if isinstance(given, str) else given
+        content, done = getattr(result, "content", None), getattr(result, "done", None)
+        if not isinstance(result, ToolResult) or not isinstance(content, str):
+            said = f"it returned {type(content if isinstance(result, ToolResult) else result).__name__}, not text"
+        elif not isinstance(done, bool | np.bool_):
+            said = f"it returned done={shown(done, 80)}, not True or False"
+        else:
+            return None, result, None
+        fault = TypeError(f"{tool.name} failed: {said}")
+    return "exception", ToolResult(content=f"Error: {tool.name} failed: {said}"), fault
 
 
-def _fault(task: asyncio.Future[ToolResult], answer: ToolResult) -> BaseException | None:
-    """The tool's exception, or a TypeError for an invalid return value; None for `ToolFailed`."""
-    if task.cancelled():
-        return asyncio.CancelledError("what it awaited was cancelled")
-    error = task.exception()
-    if error is None:
-        return TypeError(answer.content.removeprefix("Error: "))
-    return None if isinstance(error, ToolFailed) else error
-
-
-def _outcome(call: ToolCall, result: ToolResult, kind: str | None, limit: int | None) -> ToolOutcome:
-    content = _as_unicode(result.content)
+def _outcome(
+    call: ToolCall, result: ToolResult, kind: str | None, limit: int | None, fault: BaseException | None = None
+) -> ToolOutcome:
+    content = _SURROGATES.sub("\ufffd", result.content)
     if limit is not None and len(content) > limit:
         note = f"\n[cut: the answer had {len(content)} characters]"
         content = content[: max(0, limit - len(note))] + note[:limit]
@@ -211,12 +201,7 @@ def _outcome(call: ToolCall, result: ToolResult, kind: str | None, limit: int | 
     message: Message = {"role": "tool", "content": content, "tool_call_id": call.id}
     if isinstance(call.name, str):
         message["name"] = call.name
-    return ToolOutcome(message=message, done=result.done, reward=result.reward, error_kind=kind)
-
-
-def _as_unicode(text: str) -> str:
-    """Replace lone surrogates (from `os.fsdecode`, for example), which have no encoding, with U+FFFD."""
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    return ToolOutcome(message=message, done=result.done, reward=result.reward, error_kind=kind, fault=fault)
 
 
 def _as_tools(item: object) -> list[Tool]:

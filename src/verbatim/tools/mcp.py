@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from verbatim.errors import ComponentError, UsageError
 from verbatim.tools.base import Tool, ToolFailed, ToolResult
-from verbatim.tools.json_arguments import JsonArguments
+from verbatim.tools.function_tool import FunctionTool
 
 INSTALL = "MCP servers need the mcp package: pip install 'verbatim-rl[mcp]'"
 
@@ -35,9 +35,7 @@ class McpTools:
             raise UsageError(f"{name}: connect_timeout = {timeout}; expected more than 0 seconds")
         self.name = name
         """The command line or address."""
-        self._connect = connect
-        self._prefix = prefix
-        self._timeout = timeout
+        self._connect, self._prefix, self._timeout = connect, prefix, timeout
         self._stack: ExitStack | None = None
         self._portal: Any = None
         self._session: Any = None
@@ -71,12 +69,11 @@ class McpTools:
             raise UsageError(f"McpTools.stdio({command!r:.80}, {args!r:.80}); expected a program and a list of its "
                              'arguments: McpTools.stdio("python", ["server.py"])')  # fmt: skip
 
-        def connect(on_end: Callable[[], None]) -> Any:
-            from mcp.client.stdio import StdioServerParameters
+        server = {"command": command, "args": list(args), "env": dict(env or {}), "cwd": cwd}
 
+        def connect(on_end: Callable[[], None]) -> Any:
             from verbatim.tools.mcp_session import start_server
 
-            server = StdioServerParameters(command=command, args=list(args), env=dict(env or {}), cwd=cwd)
             return start_server(server, on_end)
 
         return cls(" ".join([command, *args]), connect, prefix=prefix, timeout=connect_timeout)
@@ -90,7 +87,7 @@ class McpTools:
         Args:
             url: Its endpoint, such as "http://localhost:8000/mcp".
             headers: Sent with each request.
-            prefix: In front of each tool's name, where two servers have tools of one name.
+            prefix: As for `stdio`.
             connect_timeout: Seconds until it has answered.
         """
 
@@ -144,22 +141,31 @@ class McpTools:
             stack.close()
 
     def refresh(self) -> None:
-        """List the tools again. Existing managers keep their tools, so that schemas in prompts stay valid.
-
-        Raises:
-            ComponentError: as in `open`.
-        """
+        """List the tools again; a ComponentError as in `open`. Existing managers keep their tools, so that schemas in
+        prompts stay valid."""
         try:
-            listed = self._portal.call(self._session.tools)
-        except ToolFailed as error:
+            self._tools = tuple(
+                FunctionTool(
+                    partial(self._run, tool.name), name=self._prefix + tool.name, parameters=tool.input_schema,
+                    description=inspect.cleandoc(tool.description or ""),
+                )
+                for tool in self._portal.call(self._session.tools)
+            )  # fmt: skip
+        except (ToolFailed, ComponentError) as error:
             raise ComponentError(f"MCP server {self.name}: {error}") from error
-        self._tools = tuple(_McpTool(tool, self._prefix, self._call) for tool in listed)
 
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+    async def _run(self, tool: str, /, **arguments: Any) -> ToolResult:
+        """Run a tool on the server; a ToolFailed also if it answers with data other than text."""
         if self._stack is None:
             raise ToolFailed("its source is closed")
         # Cancelling this future cancels the call and notifies the server.
-        return await asyncio.wrap_future(self._portal.start_task_soon(self._session.call, name, arguments))
+        result = await asyncio.wrap_future(self._portal.start_task_soon(self._session.call, tool, arguments))
+        content = "\n".join(_text(block) for block in result.content)
+        if result.is_error:
+            raise ToolFailed(content or "it gave no reason")
+        if not result.content and result.structured_content is not None:
+            content = json.dumps(result.structured_content, ensure_ascii=False)
+        return ToolResult(content=content)
 
     def __enter__(self) -> Self:
         return self.open()
@@ -178,38 +184,6 @@ class McpTools:
 
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.close)
-
-
-class _McpTool:
-    """One tool of a server, as a `Tool`."""
-
-    def __init__(self, listed: Any, prefix: str, call: Callable[[str, Mapping[str, Any]], Any]) -> None:
-        self.name: str = prefix + listed.name
-        self._arguments = JsonArguments(listed.input_schema, f"MCP tool {listed.name}")
-        self._call = partial(call, listed.name)
-        about = {"description": inspect.cleandoc(listed.description)} if listed.description else {}
-        self.schema: Mapping[str, Any] = {
-            "type": "function",
-            "function": {"name": self.name, **about, "parameters": dict(listed.input_schema)},
-        }
-
-    def __repr__(self) -> str:
-        return f"McpTool({self.name!r})"
-
-    async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Validate the arguments, and run the tool on the server.
-
-        Raises:
-            ToolArgumentsError: the arguments do not fit the schema.
-            ToolFailed: the server reports a failure, is lost, or answers with data other than text.
-        """
-        result = await self._call(self._arguments.validate(arguments))
-        content = "\n".join(_text(block) for block in result.content)
-        if result.is_error:
-            raise ToolFailed(content or "it gave no reason")
-        if not result.content and result.structured_content is not None:
-            content = json.dumps(result.structured_content, ensure_ascii=False)
-        return ToolResult(content=content)
 
 
 def _text(block: Any) -> str:

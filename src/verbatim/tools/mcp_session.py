@@ -39,8 +39,8 @@ class _Link:
     """Set when it has failed, is lost or is closed."""
     failure: str | None = "its source is closed"
     """Why it is not connected; None = connected."""
-    client: Client | None = None
-    """The client, once it is connected."""
+    client: Any = None
+    """The `Client`, once it is connected."""
 
 
 class McpSession:
@@ -53,9 +53,7 @@ class McpSession:
     """
 
     def __init__(self, name: str, connect: Callable[[Callable[[], None]], Streams], timeout: float) -> None:
-        self._name = name
-        self._connect = connect
-        self._timeout = timeout
+        self._name, self._connect, self._timeout = name, connect, timeout
         self._group: TaskGroup | None = None
         self._link: _Link | None = None
 
@@ -74,19 +72,14 @@ class McpSession:
                     group.cancel_scope.cancel()
 
     async def tools(self) -> list[Tool]:
-        """The server's present tools.
-
-        Raises:
-            ToolFailed: the server cannot be reached, or does not answer.
-        """
-        link = await self._connected()
-        assert link.client is not None
+        """The server's present tools; a ToolFailed where it cannot be reached, or does not answer."""
+        client = (await self._connected()).client
         found: list[Tool] = []
         cursor: str | None = None
         try:
             with anyio.fail_after(self._timeout):
                 while True:
-                    page = await link.client.list_tools(cursor=cursor, cache_mode="refresh")
+                    page = await client.list_tools(cursor=cursor, cache_mode="refresh")
                     found += page.tools
                     cursor = page.next_cursor
                     if cursor is None:
@@ -97,14 +90,9 @@ class McpSession:
             raise ToolFailed(f"it did not list its tools: {error.message}") from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """Run one tool.
-
-        Raises:
-            ToolFailed: the server refused, cannot be reached, or was lost meanwhile.
-        """
+        """Run one tool; a ToolFailed if the server refused, cannot be reached, or was lost meanwhile."""
         for is_last in (False, True):
             link = await self._connected()
-            assert link.client is not None
             try:
                 return await link.client.call_tool(name, dict(arguments))
             except MCPError as error:
@@ -118,10 +106,8 @@ class McpSession:
         raise AssertionError("the second attempt returns or raises")
 
     async def _connected(self) -> _Link:
-        """The connection; if it is lost, all callers wait for the same new one.
-
-        A task of its own opens it, so that a caller that times out does not end it for the others.
-        """
+        """The connection; if it is lost, all callers wait for the same new one. A task of its own opens it, so that a
+        caller that times out does not end it for the others."""
         if self._link is None or self._link.over.is_set():
             if self._group is None:
                 raise ToolFailed("its source is closed")
@@ -155,11 +141,9 @@ class McpSession:
 
 
 @asynccontextmanager
-async def start_server(server: StdioServerParameters, on_end: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
-    """Start a server process; it and its children end with the context.
-
-    Its end is noticed at once rather than at the next call, so that the next call starts a new server.
-    """
+async def start_server(server: Mapping[str, Any], on_end: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
+    """Start a server process; it and its children end with the context. Its end is noticed at once rather than at the
+    next call, so that the next call starts a new server."""
     sender, receiver = anyio.create_memory_object_stream[Any](0)
 
     async def pass_on(read: Any) -> None:
@@ -170,7 +154,8 @@ async def start_server(server: StdioServerParameters, on_end: Callable[[], None]
         on_end()
 
     # Not sys.stderr: a notebook's has no file descriptor.
-    async with stdio_client(server, errlog=sys.__stderr__) as (read, write), anyio.create_task_group() as group:
+    started = stdio_client(StdioServerParameters(**server), errlog=sys.__stderr__)
+    async with started as (read, write), anyio.create_task_group() as group:
         group.start_soon(pass_on, read)
         yield receiver, write
         group.cancel_scope.cancel()

@@ -89,16 +89,14 @@ class Signature:
     """JSON schema of the return value; None without an annotation that JSON can express."""
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Validate strictly as JSON: "5" is not an integer, but a date may be a string.
-
-        Raises:
-            ToolArgumentsError: invalid arguments; says where and why.
-        """
+        """Validate strictly as JSON: "5" is not an integer, but a date may be a string. A ToolArgumentsError says what
+        is wrong where."""
         unknown = [name for name in arguments if name not in self.names]
         if unknown:
             near = get_close_matches(unknown[0], self.names, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise ToolArgumentsError(f"unknown argument {unknown[0]}; expected {_listed(self.names)}.{hint}")
+            expected = ", ".join(self.names) or "no arguments"
+            raise ToolArgumentsError(f"unknown argument {unknown[0]}; expected {expected}.{hint}")
         try:
             checked = self.model.model_validate_json(json.dumps(dict(arguments)), strict=True)
         except ValidationError as error:
@@ -106,26 +104,23 @@ class Signature:
         return {name: getattr(checked, field) for name, field in self.names.items()}
 
 
+# Cached by the plain function, so that creating a tool for each episode builds no new model.
+@lru_cache(maxsize=1024)
 def read_signature(subject: Subject) -> Signature:
     """The parameters of a callable that are not bound yet.
 
     Raises:
         ComponentError: a parameter without a type, of a type without a JSON form, or `*args` or `**kwargs`.
     """
-    return _read(subject.function, subject.doc, subject.num_bound, subject.bound)
-
-
-# Cached by the plain function, so that creating a tool for each episode builds no new model.
-@lru_cache(maxsize=1024)
-def _read(function: Callable[..., Any], doc: str, num_bound: int, bound: frozenset[str]) -> Signature:
+    function, num_bound = subject.function, subject.num_bound
     where = f"tool {getattr(function, '__qualname__', function)!s}"
     try:
         hints = typing.get_type_hints(function, include_extras=True)
         parameters = list(inspect.signature(function).parameters.values())
     except (NameError, TypeError, ValueError) as error:
         raise ComponentError(f"{where}: its type hints cannot be read: {error}") from error
-    parameters = [parameter for parameter in parameters[num_bound:] if parameter.name not in bound]
-    said = read_docstring(doc, [parameter.name for parameter in parameters])
+    parameters = [parameter for parameter in parameters[num_bound:] if parameter.name not in subject.bound]
+    said = read_docstring(subject.doc, [parameter.name for parameter in parameters])
     fields: dict[str, Any] = {}
     for index, parameter in enumerate(parameters):
         _check_parameter(parameter, hints, where, is_first=index == 0 and not num_bound)
@@ -228,7 +223,3 @@ def _explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "missing":
         return f"{where}: missing"
     return f"{where}: {error['msg'][:1].lower()}{error['msg'][1:]}, found {found[:80]}"
-
-
-def _listed(names: Mapping[str, str]) -> str:
-    return ", ".join(names) if names else "no arguments"
