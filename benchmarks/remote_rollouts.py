@@ -42,6 +42,7 @@ from verbatim.rollouts import (
     RolloutSetup,
     trajectory_from_messages,
 )
+from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
 
@@ -113,7 +114,8 @@ async def cost(bench: Bench, repeats: int, *, with_ray: bool) -> dict[str, float
     """Milliseconds of each player."""
     remote = bench.remote(["guess_number"], "guess_number")
     async with contextlib.AsyncExitStack() as stack:
-        processes = await stack.enter_async_context(process_runner(remote, bench.sampler, bench.renderer, workers=2))
+        inputs = RunnerInputs(setups=remote, sampler=bench.sampler, renderer=bench.renderer, workers=2)
+        processes = await stack.enter_async_context(process_runner(inputs))
         players: dict[str, tuple[EpisodeRunner, Sequence[int]]] = {
             "local": (LocalRunner(), []),
             "processes": (processes, processes.pools["train", "guess_number"].pids),
@@ -121,7 +123,8 @@ async def cost(bench: Bench, repeats: int, *, with_ray: bool) -> dict[str, float
         if with_ray:
             from verbatim.rollouts.ray.runner import ray_runner
 
-            actors = await stack.enter_async_context(ray_runner(remote, bench.sampler, bench.renderer, workers=2))
+            inputs = RunnerInputs(setups=remote, sampler=bench.sampler, renderer=bench.renderer, workers=2)
+            actors = await stack.enter_async_context(ray_runner(inputs))
             players["ray"] = (actors, actors.pids)
         wall: dict[str, list[float]] = defaultdict(list)
         cpu: dict[str, float] = defaultdict(float)
@@ -153,7 +156,8 @@ async def gain(bench: Bench, repeats: int) -> dict[str, float]:
     """How much sooner two busy environments are through with a process each."""
     labels, busy = ("one", "two"), Busy()
     remote = bench.remote(labels, f"{Path(__file__).stem}.Busy")
-    async with process_runner(remote, bench.sampler, bench.renderer, workers=1) as processes:
+    inputs = RunnerInputs(setups=remote, sampler=bench.sampler, renderer=bench.renderer, workers=1)
+    async with process_runner(inputs) as processes:
         wall: dict[str, list[float]] = defaultdict(list)
         for index in range(repeats + 1):
             for name, player in (("local", LocalRunner()), ("processes", processes)):

@@ -12,7 +12,7 @@ import pytest
 
 from verbatim.cli import main as shell
 from verbatim.cli.interrupts import two_presses
-from verbatim.rollouts.main_loop import cancel_then_raise, run_main
+from verbatim.rollouts.main_loop import CtrlC, run_main
 
 STUBBORN = """
     import asyncio, re, time
@@ -248,7 +248,7 @@ def full():
     raise MemoryError
 
 
-@pytest.mark.parametrize("presses", [cancel_then_raise, two_presses()], ids=["a function", "a command"])
+@pytest.mark.parametrize("presses", [CtrlC().handled_here, two_presses()], ids=["a function", "a command"])
 def test_memory_that_runs_out_in_a_callback_ends_what_would_wait_for_it(presses):
     async def main():
         arrived = asyncio.Event()

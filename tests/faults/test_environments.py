@@ -28,6 +28,7 @@ from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, LocalRunner, RolloutSetup, supervised
 from verbatim.rollouts import episode as episode_module
+from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers.episodes import RemoteSetup
@@ -254,7 +255,8 @@ async def test_played_in_processes_it_costs_its_own_episodes(tmp_path, campaign,
                         params=SamplingParams(), limits=limits_of(mode))  # fmt: skip
     relay = Relay()
     run = Run(tmp_path, Misbehaving(**args), relay, steps=2)
-    async with process_runner({("train", "bad"): setup}, run.sampler, ByteRenderer(), workers=2) as player:
+    inputs = RunnerInputs(setups={("train", "bad"): setup}, sampler=run.sampler, renderer=ByteRenderer(), workers=2)
+    async with process_runner(inputs) as player:
         relay.runner = player
         await run.go()
         pids = player.pools["train", "bad"].pids

@@ -24,6 +24,7 @@ from verbatim.config import load_config
 from verbatim.errors import ConfigError, RunStopped
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
+from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.run.tables import component_tables
@@ -46,7 +47,8 @@ class Flips(Coins):
 async def in_processes(orchestrator, sampler, name, **args):
     """The orchestrator of `loop_runs.make`, its episodes in two processes."""
     remote = RemoteSetup(env="coins", name=name, args=args, params=SamplingParams(), limits=EpisodeLimits())
-    async with process_runner({("train", "coins"): remote}, sampler, ByteRenderer(), workers=2) as player:
+    inputs = RunnerInputs(setups={("train", "coins"): remote}, sampler=sampler, renderer=ByteRenderer(), workers=2)
+    async with process_runner(inputs) as player:
         dispatcher = orchestrator.dispatcher
         dispatcher.setups = {
             label: dataclasses.replace(setup, runner=player) for label, setup in dispatcher.setups.items()

@@ -22,6 +22,7 @@ from verbatim.cli.main import main
 from verbatim.errors import RunStopped
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
+from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.ray.runner import ray_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
 
@@ -47,7 +48,8 @@ class Flips(Coins):
 async def on_actors(orchestrator, sampler, name, **args):
     """The orchestrator of `loop_runs.make`, its episodes on two actors."""
     remote = RemoteSetup(env="coins", name=name, args=args, params=SamplingParams(), limits=EpisodeLimits())
-    async with ray_runner({("train", "coins"): remote}, sampler, ByteRenderer(), workers=2) as player:
+    inputs = RunnerInputs(setups={("train", "coins"): remote}, sampler=sampler, renderer=ByteRenderer(), workers=2)
+    async with ray_runner(inputs) as player:
         dispatcher = orchestrator.dispatcher
         dispatcher.setups = {
             label: dataclasses.replace(setup, runner=player) for label, setup in dispatcher.setups.items()

@@ -19,7 +19,8 @@ from verbatim.environments.base import Episode, Reply
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, LocalRunner, RolloutSetup
-from verbatim.rollouts.processes.runner import process_runner
+from verbatim.rollouts.backends import RunnerInputs
+from verbatim.rollouts.processes.runner import ProcessSettings, process_runner
 from verbatim.rollouts.ray.runner import ray_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.token_tree import TokenPath
@@ -149,13 +150,18 @@ class Players:
 
     def pool(self, workers=2, **name):
         """Of Ray actors."""
-        return ray_runner(self.remote(**name), self.sampler, ByteRenderer(), workers=workers)
+        inputs = RunnerInputs(
+            setups=self.remote(**name), sampler=self.sampler, renderer=ByteRenderer(), workers=workers
+        )  # fmt: skip
+        return ray_runner(inputs)
 
     @contextlib.asynccontextmanager
-    async def processes(self, workers=2, *, name="rollouts.players.Doublings", **more):
+    async def processes(self, workers=2, *, name="rollouts.players.Doublings", settings=None, logs=None):
         """A pool of processes of this machine."""
-        remote = self.remote(name)
-        async with process_runner(remote, self.sampler, ByteRenderer(), workers=workers, **more) as player:
+        inputs = RunnerInputs(
+            setups=self.remote(name), sampler=self.sampler, renderer=ByteRenderer(), workers=workers, logs=logs
+        )
+        async with process_runner(inputs, settings or ProcessSettings()) as player:
             yield player.pools["train", "doubles"]
 
     def setup(self, player):

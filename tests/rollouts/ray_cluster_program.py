@@ -12,13 +12,15 @@ from ray.cluster_utils import Cluster
 from byte_renderer import ByteRenderer
 from rollouts.players import Players, SecondTurnsWait, contents
 from rollouts.waiting import until
+from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.ray.cluster import OBJECT_STORE_BYTES, connect
-from verbatim.rollouts.ray.runner import ray_runner
+from verbatim.rollouts.ray.runner import RaySettings, ray_runner
 
 
 async def play(cluster, nodes, add_node):
     players = Players(SecondTurnsWait())
-    actors = ray_runner(players.remote(), players.sampler, ByteRenderer(), workers=2, address=cluster.address)
+    inputs = RunnerInputs(setups=players.remote(), sampler=players.sampler, renderer=ByteRenderer(), workers=2)
+    actors = ray_runner(inputs, RaySettings(address=cluster.address))
     async with actors as pool:
         running = asyncio.create_task(players.group(pool, size=6).run())
         await until(lambda: len(players.sampler.requests) == 6)

@@ -13,7 +13,7 @@ from verbatim.environments.base import Episode, Reply
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
-from verbatim.rollouts.supervised import num_left_behind
+from verbatim.rollouts.supervised import left_behind
 from verbatim.rollouts.tally import failure_kind
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.tools import FunctionTool
@@ -145,7 +145,7 @@ def short(monkeypatch):
 
 @pytest.mark.parametrize("where", ["start", "reply", "run", "score"])
 async def test_what_ignores_its_deadline_is_left_behind_and_its_episode_is_closed(where, short):
-    freed, environment, before = asyncio.Event(), Tasks(), num_left_behind()
+    freed, environment, before = asyncio.Event(), Tasks(), len(left_behind)
     environment.faults[where] = swallowing(freed)
     started = time.perf_counter()
     (trajectory,), tally = await group_of(environment, timeout=0.05)
@@ -155,10 +155,10 @@ async def test_what_ignores_its_deadline_is_left_behind_and_its_episode_is_close
     )
     assert tally.failures == {failure_kind(trajectory.error): 1}
     assert [episode.num_closed for episode in environment.started] == ([] if where == "start" else [1])
-    assert num_left_behind() == before + 1
+    assert len(left_behind) == before + 1
     freed.set()
     await asyncio.sleep(0.1)
-    assert num_left_behind() == before
+    assert len(left_behind) == before
     assert [episode.num_closed for episode in environment.started] == [1]  # not closed again
 
 

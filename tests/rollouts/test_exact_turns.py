@@ -43,8 +43,8 @@ async def test_one_that_is_not_trained_has_no_logprobs_and_is_counted_all_the_sa
     loop = loop_over(say("no"))
     completion = await loop.complete(ids(1), PARAMS, trained=False)
     assert completion.logprobs is not None  # whoever asked is told
-    assert loop.last_turn.logprobs is None
-    assert len(loop.last_turn.completion_ids) == 3
+    assert loop.turns[-1].logprobs is None
+    assert len(loop.turns[-1].completion_ids) == 3
 
 
 async def test_a_completion_that_was_cut_off_is_returned_and_the_next_may_follow():

@@ -24,8 +24,9 @@ from verbatim.errors import ComponentError, RunStopped, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import EpisodeLimits, GroupRun, LocalRunner, RolloutSetup
+from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.processes import worker as process_worker
-from verbatim.rollouts.processes.runner import process_runner
+from verbatim.rollouts.processes.runner import ProcessSettings, process_runner
 from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers import worker as pool_worker
 from verbatim.rollouts.workers.episodes import RemoteSetup, packed_plan
@@ -240,7 +241,7 @@ async def test_a_worker_that_takes_too_much_is_replaced(monkeypatch, trouble, li
     if limit is not None:
         monkeypatch.setattr(process_worker, limit, 50)
     players = Players(trouble={"4": trouble})
-    async with players.processes(workers=1, memory_mb=300) as pool:
+    async with players.processes(workers=1, settings=ProcessSettings(worker_memory_mb=300)) as pool:
         (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
         good = await players.group(pool, "3").run()
         assert pool.num_lost == 1
@@ -331,7 +332,7 @@ async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(
         monkeypatch.setattr(process_worker, "_kill_group", lambda leader: None)
         (tmp_path / "refuse_and_linger").touch()
         starting = asyncio.create_task(pool._start(alone=True) if alone else pool._replace())
-        await until(lambda: made and made[0]._frames._transport and made[0]._frames._transport.is_closing())
+        await until(lambda: made and made[0]._peer._transport and made[0]._peer._transport.is_closing())
         assert runs(made[0]._process.pid)
         starting.cancel()
         await asyncio.wait({starting})
@@ -423,7 +424,8 @@ async def test_a_teacher_plays_in_processes_too():
         api = OpenAI(model="teacher", base_url=server.url)
         remote = RemoteSetup(env="sums", name="rollouts.test_teacher_loop.Sums", args={}, params=params, limits=limits,
                              teacher=api)  # fmt: skip
-        pool = process_runner({("train", "sums"): remote}, sampler, ByteRenderer(), workers=1)
+        inputs = RunnerInputs(setups={("train", "sums"): remote}, sampler=sampler, renderer=ByteRenderer(), workers=1)
+        pool = process_runner(inputs)
         async with pool as player, api.connect() as teacher:
             for who in (player, LocalRunner()):
                 setup = RolloutSetup(

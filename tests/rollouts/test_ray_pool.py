@@ -21,6 +21,7 @@ from verbatim.errors import RunStopped, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import EpisodeLimits, GroupRun, LocalRunner, RolloutSetup
+from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.ray.cluster import connect
 from verbatim.rollouts.ray.runner import ray_runner
 from verbatim.rollouts.workers import pool as worker_pool
@@ -232,7 +233,8 @@ async def test_a_teacher_plays_on_actors_too(local_ray):
         api = OpenAI(model="teacher", base_url=server.url)
         remote = RemoteSetup(env="sums", name="rollouts.test_teacher_loop.Sums", args={}, params=params, limits=limits,
                              teacher=api)  # fmt: skip
-        pool = ray_runner({("train", "sums"): remote}, sampler, ByteRenderer(), workers=1)
+        inputs = RunnerInputs(setups={("train", "sums"): remote}, sampler=sampler, renderer=ByteRenderer(), workers=1)
+        pool = ray_runner(inputs)
         async with pool as player, api.connect() as teacher:
             for who in (player, LocalRunner()):
                 setup = RolloutSetup(

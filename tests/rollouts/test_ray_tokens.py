@@ -13,7 +13,7 @@ from verbatim.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout, Recorder
-from verbatim.rollouts.workers.counting_sampler import CountingSampler
+from verbatim.rollouts.draws import CountingSampler
 
 
 def request(session):
@@ -56,7 +56,7 @@ async def test_giving_up_ends_what_is_being_drawn_and_the_count_is_final():
     await sampler.generate(request(f"{current.session}/main"))
     hanging = asyncio.create_task(sampler.generate(request(f"{current.session}/main")))
     await until(lambda: engine.num_in_flight == 1)
-    await current.give_up()
+    await current.end()
     assert engine.num_in_flight == 0
     for request_of_a_lost_worker in (hanging, sampler.generate(request(f"{current.session}/main"))):
         completion = await request_of_a_lost_worker

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verbatim.cli import exit_status
-from verbatim.rollouts.main_loop import Presses, cancel_then_raise
+from verbatim.rollouts.main_loop import Presses
 from verbatim.texts import printable
 from verbatim.user_code import raise_ctrl_c
 
@@ -45,8 +45,7 @@ def two_presses(
     @contextlib.contextmanager
     def presses(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
-            with cancel_then_raise(loop, main):
-                yield
+            yield
             return
         cancelled_by: str | None = None
 

@@ -41,10 +41,7 @@ class AgentLoop(EpisodeLoop):
         session: str | None = None,
     ) -> None:
         super().__init__(limits=limits, recorder=recorder)
-        self.sampler = sampler
-        """The sampler of every completion."""
-        self.renderer = renderer
-        """The renderer of the sampler's model."""
+        self.sampler, self.renderer = sampler, renderer
         ends = [token for token in renderer.stop_token_ids if token < sampler.vocab_size]  # a tokenizer may have more
         self.params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))))
         """How tokens are drawn; the renderer's stop tokens included."""
@@ -58,11 +55,6 @@ class AgentLoop(EpisodeLoop):
     def turns(self) -> tuple[Turn, ...]:
         """Everything that was recorded, in order."""
         return tuple(self.recorder.turns)
-
-    @property
-    def last_turn(self) -> Turn:
-        """The turn that was recorded last."""
-        return self.recorder.turns[-1]
 
     async def complete(
         self, prompt_ids: Int32, params: SamplingParams, agent: str = "main", *, trained: bool = True

@@ -1,29 +1,30 @@
-"""Runs turns over a chat-completions server, which answers with text: for teachers and `APIMultiTurnRollout`."""
+"""Runs turns over a chat-completions server, which answers with text: for `APIMultiTurnRollout`, and for teachers,
+whose turns are converted to the ids of the student that imitates them."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verbatim.errors import RecordError
+from verbatim.errors import ModelError, RecordError, UsageError
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.answer import ChatAnswer
 from verbatim.inference.chat.client import Connection
 from verbatim.inference.chat.request import chat_body, samples_as_modelled
-from verbatim.renderers.base import ParsedResponse
-from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, Prompt
+from verbatim.renderers.base import ParsedResponse, Renderer
+from verbatim.rollouts.demonstrations import trajectory_from_messages
+from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, Prompt, Thread
 from verbatim.rollouts.recorder import Recorder
-from verbatim.rollouts.student_turns import StudentTurns
-from verbatim.types import Message, ParseStatus, ToolCall, TurnTiming
+from verbatim.types import Message, ParseStatus, ToolCall, Turn, TurnTiming
 
 
 class ChatLoop(EpisodeLoop):
-    """Answers prompts with a chat server.
-
-    Turns are recorded in the ids that the server tells (`extra_body={"return_token_ids": True}`), or in those of a
-    student that imitates the server's texts, or not at all; then they are counted.
+    """Answers prompts with a chat server. Turns are recorded in the ids that the server tells
+    (`extra_body={"return_token_ids": True}`); without ids they are only counted.
 
     Args:
         connection: To the server.
@@ -31,10 +32,12 @@ class ChatLoop(EpisodeLoop):
         limits: Where the episode is cut off.
         recorder: Gets the turns.
         seed_of: The seed of the request with this number; None sends none.
-        student: Records the turns in a student's ids; None = in the server's.
         extra_body: Goes into every request as it is.
         send_reasoning: Whether earlier thinking is sent back.
     """
+
+    engine = "api"
+    needs_content = False
 
     def __init__(
         self,
@@ -44,19 +47,12 @@ class ChatLoop(EpisodeLoop):
         limits: EpisodeLimits,
         recorder: Recorder,
         seed_of: Callable[[int], int | None],
-        student: StudentTurns | None = None,
         extra_body: Mapping[str, Any] | None = None,
         send_reasoning: bool = False,
     ) -> None:
         super().__init__(limits=limits, recorder=recorder)
-        self.engine = "api" if student is None else "sampler"
-        self.needs_content = student is not None
-        self._connection = connection
-        self._params = params
-        self._seed_of = seed_of
-        self._student = student
-        self._extra_body = extra_body or {}
-        self._send_reasoning = send_reasoning
+        self._connection, self._params, self._seed_of = connection, params, seed_of
+        self._extra_body, self._send_reasoning = extra_body or {}, send_reasoning
         self._num_answers = 0
         self._usage: Counter[str] = Counter()
         self._request_errors: Counter[str] = Counter()
@@ -72,26 +68,7 @@ class ChatLoop(EpisodeLoop):
         errors = {"request_errors": dict(self._request_errors)} if self._request_errors else {}
         return {"model": self._connection.api.model, "usage": dict(self._usage), **errors}
 
-    def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
-        """Add what became known after the answer: its reward, the seconds that its tools took, and whether its calls
-        fitted a tool."""
-        if self._student is not None:
-            self._student.amend_last(reward=reward, tool_seconds=tool_seconds, parse_status=parse_status)
-        else:
-            super().amend_last_turn(reward=reward, tool_seconds=tool_seconds, parse_status=parse_status)
-
-    def finish(self) -> None:
-        """Record the turns in the student's ids, where there is a student.
-
-        Raises:
-            RecordError: the student's template cannot write what was said.
-        """
-        if self._student is not None:
-            self._student.record(self.recorder, {agent: thread.messages for agent, thread in self._threads.items()})
-
     async def _answer(self, prompt: Prompt) -> Answer:
-        if self._student is not None:
-            self._student.begin(prompt)
         seed = self._seed_of(self._begin_turn())
         body = chat_body(
             self._connection.api.model, prompt.messages, prompt.schemas, self._params, extra_body=self._extra_body,
@@ -111,11 +88,9 @@ class ChatLoop(EpisodeLoop):
         )  # fmt: skip
 
     def _message(self, said: ChatAnswer, calls: tuple[ToolCall, ...]) -> Message:
-        """The assistant's message. A student imitates well-formed calls only; else every attempted call is in it, in
-        the words of the model."""
-        parsed = ParsedResponse(content=said.content, reasoning_content=said.reasoning, tool_calls=calls)
-        message = parsed.message()
-        if calls and self._student is None:
+        """The assistant's message. Every attempted call is in it, in the words of the model."""
+        message = ParsedResponse(content=said.content, reasoning_content=said.reasoning, tool_calls=calls).message()
+        if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name or "unnamed", "arguments": call.raw}}
                 for call in calls
@@ -125,8 +100,6 @@ class ChatLoop(EpisodeLoop):
     def _record(self, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
         """Write the turn down in the ids that the server told, of every turn or of none; its index."""
         index = self._num_answers - 1
-        if self._student is not None:
-            return self._student.hold(answer, prompt, self._threads.get(prompt.agent), state_key)
         if answer.completion_ids is not None:
             self.recorder.count(len(answer.completion_ids))
         if answer.completion_ids is None or answer.prompt_ids is None:
@@ -140,3 +113,75 @@ class ChatLoop(EpisodeLoop):
         if index > len(self.recorder.turns):
             raise RecordError(f"turn {index}: the answer has token ids; no earlier one had")
         return super()._record(answer, prompt, state_key)
+
+
+class TeacherLoop(ChatLoop):
+    """Answers prompts with a teacher, and records its turns in the ids of a student, which imitates texts.
+
+    The ids are those of the student's own renderer. They are made when the episode is over, because a template may
+    write an answer differently once something follows it. The teacher's logprobs are unknown.
+
+    Args:
+        renderer: The student's.
+        chat: The arguments of `ChatLoop`.
+    """
+
+    engine = "sampler"
+    needs_content = True
+
+    def __init__(self, *, renderer: Renderer, **chat: Any) -> None:
+        super().__init__(**chat)
+        self._renderer = renderer
+        self._held: list[dict[str, Any]] = []
+        self._schemas: dict[str, Sequence[Mapping[str, Any]]] = {}
+
+    def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
+        """Add what became known after the answer."""
+        held = self._held[-1]
+        held["reward"], held["timing"] = reward, dataclasses.replace(held["timing"], tools=tool_seconds)
+        held["parse_status"] = held["parse_status"] if held["parse_status"] != "ok" else parse_status
+
+    def finish(self) -> None:
+        """Record every turn in the student's ids, in the order in which they were said; a RecordError if the student's
+        template cannot write it."""
+        written: dict[str, list[Turn]] = {}
+        for agent, thread in self._threads.items():
+            num_said = sum(held["agent"] == agent for held in self._held)
+            try:
+                turns = trajectory_from_messages(self._renderer, thread.messages, self._schemas[agent] or None).turns
+            except ModelError:
+                raise
+            except UsageError as error:
+                raise RecordError(f"agent {agent}: {error}") from error
+            written[agent] = list(turns[-num_said:])
+        for held in self._held:
+            turn = written[held["agent"]].pop(0)
+            self.recorder.count(len(turn.completion_ids))
+            self.recorder.record(prompt_ids=turn.prompt_ids, completion_ids=turn.completion_ids, **held)
+
+    async def _answer(self, prompt: Prompt) -> Answer:
+        thread = prompt.thread
+        if thread is None:
+            self._schemas[prompt.agent] = copy.deepcopy(prompt.schemas)
+        elif not prompt.num_known or thread.tools != prompt.tools:
+            raise _other_history(prompt, thread)
+        return await super()._answer(prompt)
+
+    def _message(self, said: ChatAnswer, calls: tuple[ToolCall, ...]) -> Message:
+        """The assistant's message: a student imitates well-formed calls only."""
+        return ParsedResponse(content=said.content, reasoning_content=said.reasoning, tool_calls=calls).message()
+
+    def _record(self, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
+        """Keep the turn; its number."""
+        thread = self._threads.get(prompt.agent)
+        if thread is not None and thread is not prompt.thread:  # another turn of the agent has ended meanwhile
+            raise _other_history(prompt, thread)
+        self._held.append(answer.turn_fields(prompt.agent, state_key))
+        return len(self._held) - 1
+
+
+def _other_history(prompt: Prompt, thread: Thread) -> RecordError:
+    return RecordError(
+        f"agent {prompt.agent}: its conversation or its tools are not what they were in turn {thread.turn}; what a "
+        "teacher said is imitated in one conversation, so give another history another agent name"
+    )

@@ -7,29 +7,35 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from verbatim.environments.base import Episode
 from verbatim.errors import UsageError
 from verbatim.inference.base import SamplingParams
+from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.base import Conversation, Opening, read_openings
 from verbatim.rollouts.episode import EpisodeRun
 from verbatim.rollouts.group import run_together
 from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
-from verbatim.rollouts.offered import Managers, offered_tools
-from verbatim.rollouts.program_loop import run_in_program
-from verbatim.rollouts.progress import progress_bar
+from verbatim.rollouts.main_loop import run_in_program
 from verbatim.rollouts.traces import TraceFolder
-from verbatim.tools import ToolManager
+from verbatim.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
 from verbatim.types import Trajectory
+
+logger = logging.getLogger(__name__)
 
 Self = TypeVar("Self", bound="ConversationRollout")
 
+Managers: TypeAlias = ToolManager | Sequence[ToolManager | None] | None
+"""One for all conversations, or a list with one for each; None runs nothing: a call is answered with an error."""
 Start: TypeAlias = Callable[[int, Opening], tuple[EpisodeLoop, int | None]]
 """Makes the loop of the episode at this place in the list; and the seed that its trajectory names."""
 
@@ -43,8 +49,8 @@ class ConversationRollout(abc.ABC):
     """
 
     tool_manager: Managers = None
-    """What runs the calls: one for all, or a list with one for each trajectory. Where it is None, a call is answered
-    with an error, and counted."""
+    """What runs the calls: one for all, or a list with one for each trajectory. Without one, a call is answered with an
+    error, and counted."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """How tokens are drawn."""
     max_turns: int = 6
@@ -136,21 +142,17 @@ class ConversationRollout(abc.ABC):
     async def run_each(
         self, trajectories: Sequence[Conversation], finished: Callable[[int, Trajectory], object], **overrides: Any
     ) -> None:
-        """The same, holding none: `finished` gets each with its place in the list, as soon as it ends.
-
-        Raises:
-            UsageError: as `__call__`.
-            Exception: whatever `finished` raises; what is under way is cancelled, and given to it as such.
-        """
+        """The same, holding none: `finished` gets each with its place in the list, as soon as it ends. What it raises
+        is raised; what is under way then is cancelled, and given to it as such."""
         settings = self._override(overrides)
         openings = read_openings(trajectories)
-        offered = offered_tools(openings, settings.tool_manager)
+        offered = _offered_tools(openings, settings.tool_manager)
         waiting = iter(zip(range(len(openings)), openings, offered, strict=True))
         traces: TraceFolder | None = None
         if settings.trace_dir is not None:
             traces = TraceFolder(Path(settings.trace_dir), trace_callback=settings.trace_callback,
                                  success_callback=settings.success_callback)  # fmt: skip
-        with progress_bar(len(openings), settings.progress) as advance:
+        with _progress_bar(len(openings), settings.progress) as advance:
 
             def ended(index: int, trajectory: Trajectory) -> None:
                 finished(index, trajectory)
@@ -231,3 +233,62 @@ class _Conversation(Episode):
 
     async def score(self, trajectory: Trajectory) -> None:
         return None
+
+
+def _offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolManager]:
+    """For each conversation its own schemas, run by the manager's tools of these names; or else the manager's own.
+
+    A schema that no tool of the manager runs is offered all the same; a call of it is answered with an error.
+    """
+    managers = [given] * len(openings) if given is None or isinstance(given, ToolManager) else list(given)
+    if len(managers) != len(openings):
+        raise UsageError(f"tool_manager holds {len(managers)} tool managers for {len(openings)} trajectories; give one "
+                         "for each, or a single one for all")  # fmt: skip
+    pairs = list(zip(openings, managers, strict=True))
+    idle = sum(bool(opening.tools) and manager is None for opening, manager in pairs)
+    if idle:
+        logger.warning(
+            "%d of %d conversations describe tools that nothing runs; a model that calls one is told so: pass "
+            "tool_manager=ToolManager([...])", idle, len(openings),
+        )  # fmt: skip
+    found = []
+    for opening, manager in pairs:
+        runs = ToolManager() if manager is None else manager
+        found.append(ToolManager(_Shown(schema, runs) for schema in opening.tools) if opening.tools else runs)
+    return found
+
+
+class _Shown:
+    """A tool whose schema comes with the conversation and whose function comes from the manager."""
+
+    def __init__(self, schema: Mapping[str, Any], manager: ToolManager) -> None:
+        self.name: str = schema["function"]["name"]
+        self.schema = schema
+        self._tool: Tool | None = manager.get(self.name)
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
+        if self._tool is None:
+            raise ToolArgumentsError("it is described, but nothing runs it here. Answer without it.")
+        return await self._tool(arguments)
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajectory], None]]:
+    """Draws for as long as the block lasts (None = where standard error is a terminal); what it yields is told of each
+    trajectory that ended."""
+    console = PlainConsole(stderr=True)
+    num_failed = 0
+    progress = Progress(
+        TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        console=console, disable=not (console.is_terminal if shown is None else shown),
+    )  # fmt: skip
+    task = progress.add_task("rollouts", total=total, failed="")
+
+    def advance(trajectory: Trajectory) -> None:
+        nonlocal num_failed
+        num_failed += trajectory.error is not None
+        progress.update(task, advance=1, failed=f"{num_failed} failed" if num_failed else "")
+
+    with progress:
+        yield advance

@@ -23,7 +23,7 @@ def trajectory_from_messages(
 ) -> Trajectory:
     """Every assistant message as a turn, its ids from rendering the prompt, and the prompt with the message.
 
-    Prompts are bridged as in a rollout, so the tokens are those that a rollout of the same conversation has.
+    Prompts are bridged as in a rollout, so a rollout of the same conversation has the same tokens.
     The close token belongs to the completion; logprobs are missing (nothing was sampled). A message is rendered
     together with the tool answers that follow it, because templates write a last message in a way of its own
     (Qwen3 puts an empty thinking block before it), but without a user's message, which may strip its thinking.

@@ -14,8 +14,8 @@ from verbatim.environments.base import Episode, Reply
 from verbatim.errors import ComponentError, EnvironmentFault
 from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.rewards import add_reward, checked_reward
+from verbatim.rollouts.supervised import UserCalls
 from verbatim.rollouts.tally import TOOL_FAULTS, failure_kind, traceback_tail
-from verbatim.rollouts.user_calls import UserCalls
 from verbatim.texts import cut, shown
 from verbatim.tools.manager import ToolManager, ToolOutcome
 from verbatim.types import PARSE_STATUSES, Message, ParseStatus, StopReason, ToolCall
@@ -27,13 +27,7 @@ TIMELINE = "timeline"
 
 
 class Dialogue:
-    """One episode's turns until it ends. What it has said and noted can be read at any time.
-
-    Args:
-        loop: Takes the turns.
-        calls: Guard the environment's code.
-        timed: Whether each generation and tool call is entered in `info["timeline"]`.
-    """
+    """One episode's turns until it ends. What it has said and noted can be read at any time."""
 
     def __init__(self, *, loop: EpisodeLoop, calls: UserCalls, timed: bool) -> None:
         self._loop, self._limits, self._calls = loop, loop.limits, calls
@@ -46,11 +40,8 @@ class Dialogue:
         """What is noted for the trajectory's `info`: tool errors, tool faults, the timeline."""
 
     def take(self, messages: Any, what: str) -> None:
-        """Append an environment's messages to the conversation.
-
-        Raises:
-            EnvironmentFault: they are not a list of messages; `what` names them.
-        """
+        """Append an environment's messages to the conversation; an EnvironmentFault if `what` is no list of
+        messages."""
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise EnvironmentFault(f"{what}: {shown(messages)}; expected a list of messages")
         for index, message in enumerate(messages):
@@ -63,12 +54,7 @@ class Dialogue:
         self.messages.extend(messages)
 
     async def run(self, episode: Episode) -> StopReason:
-        """Take turns until one ends the episode; why it ended.
-
-        Raises:
-            EpisodeOver: a limit cut it off.
-            RolloutError: the environment or the engine failed.
-        """
+        """Take turns until one ends the episode; why it ended. An EpisodeOver if a limit cut it off."""
         with self._calls.guard("the episode's tools"):
             tools = _checked_tools(episode)
         malformed_in_a_row = 0

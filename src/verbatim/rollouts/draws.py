@@ -1,21 +1,20 @@
-"""Sends the requests of one episode to the sampler and counts every token, whatever becomes of its completion."""
+"""Sends requests to the sampler and counts every token for its episode, whatever becomes of the completion; also for
+episodes in other processes, so that the number of tokens lost with a worker is exact."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 from verbatim.errors import SamplerFault
-from verbatim.inference.base import Completion, Sampler, SampleRequest
+from verbatim.inference.base import Completion, Sampler, SampleRequest, nothing_sampled
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost, settle
+from verbatim.inference.proxy import SamplerProxy
 from verbatim.rollouts.recorder import Recorder
 
 
 class Draws:
-    """Asks the sampler. Tokens are counted before their completion is delivered, and also where it never is.
-
-    Args:
-        recorder: Is told of the tokens.
-    """
+    """Asks the sampler. The recorder counts tokens before their completion is delivered, and also where it never is."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -23,18 +22,13 @@ class Draws:
         self.over = False
         """Nothing more is drawn."""
         self.num_delivered = 0
-        """Tokens of completions that were handed over."""
+        """Tokens of completions that were handed over; whether they arrived in another process is unknown here."""
         self.num_cut_off = 0
         """Tokens of those that were not."""
 
     async def draw(self, sampler: Sampler, request: SampleRequest) -> Completion:
-        """A completion. A call that is cancelled ends when the engine has said how many tokens it had drawn.
-
-        Raises:
-            asyncio.CancelledError: it is cancelled, or `over`.
-            SamplerFault: the engine failed.
-            RecordError: the recorder is closed.
-        """
+        """A completion. A call that is cancelled, by its caller or because it is all `over`, ends when the engine has
+        said how many tokens it had drawn."""
         if self.over:
             raise asyncio.CancelledError
         drawing = asyncio.create_task(self._draw(sampler, request))
@@ -55,6 +49,11 @@ class Draws:
         self._recorder.count(len(completion.ids))
         return completion
 
+    @property
+    def num_tokens(self) -> int:
+        """All tokens drawn so far."""
+        return self.num_delivered + self.num_cut_off
+
     async def end(self) -> bool:
         """Cut off what is under way. All tokens are counted when this returns: whether anything was."""
         self.over = True
@@ -63,3 +62,43 @@ class Draws:
             task.cancel()
         await settle(drawing)
         return bool(drawing)
+
+
+class Attempt(Draws):
+    """One attempt at an episode: its requests carry `session`, and its recorder counts their tokens."""
+
+    def __init__(self, session: str, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.session = session
+
+
+class CountingSampler(SamplerProxy):
+    """A `Sampler` for the requests of registered attempts only."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        super().__init__(sampler)
+        self._attempts: dict[str, Attempt] = {}
+        self._numbers = itertools.count()
+
+    def open(self, recorder: Recorder) -> Attempt:
+        """Register a new attempt; close it when nothing waits for it."""
+        found = Attempt(f"attempt-{next(self._numbers)}", recorder)
+        self._attempts[found.session] = found
+        return found
+
+    def close_attempt(self, found: Attempt) -> None:
+        """Refuse further requests of this attempt."""
+        del self._attempts[found.session]
+
+    async def generate(self, request: SampleRequest) -> Completion:
+        """The engine's completion; after the attempt's end a cancelled one without tokens, and once it is closed a
+        SamplerFault."""
+        found = self._attempts.get(request.session.partition("/")[0])
+        if found is None:
+            raise SamplerFault(f"no episode draws as {request.session!r:.80}; it ended, or is run elsewhere by now")
+        try:
+            return await found.draw(self._sampler, request)
+        except asyncio.CancelledError:
+            if found.over:
+                return nothing_sampled()
+            raise

@@ -15,9 +15,8 @@ from verbatim.rollouts import supervised
 from verbatim.rollouts.dialogue import Dialogue
 from verbatim.rollouts.loop import TOOLS_OFFERED, EpisodeLoop, EpisodeOver
 from verbatim.rollouts.rewards import read_score
-from verbatim.rollouts.supervised import Leash, LeftBehind, supervise
+from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
 from verbatim.rollouts.tally import TRACEBACK, traceback_tail
-from verbatim.rollouts.user_calls import UserCalls
 from verbatim.texts import LONGEST_ERROR, cut, shown
 from verbatim.trajectory_json import why_not_json
 from verbatim.types import Example, RolloutIdentity, StopReason, Trajectory
@@ -29,29 +28,21 @@ TURN_REWARDS_SUM = "turn_rewards_sum_to_reward"
 
 
 async def run_episode(
-    *,
-    environment: Environment,
-    example: Example,
-    seed: int,
-    loop: EpisodeLoop,
-    identity: RolloutIdentity,
+    *, environment: Environment, example: Example, seed: int, loop: EpisodeLoop, identity: RolloutIdentity
 ) -> Trajectory:
     """Run one episode and score it.
 
-    The environment's code runs on a task of its own. It is cancelled at the episode's deadline; where it ignores that
-    for `supervised.GRACE` seconds, it is left behind: the episode has failed, and the run goes on.
+    If the environment, a tool under its own control flow, or the engine failed, the trajectory's `error` says what
+    happened and the turns up to there are kept. That holds for whatever the environment raises, SystemExit and
+    KeyboardInterrupt included. At its deadline the environment's code is cancelled; where it ignores that for
+    `supervised.GRACE` seconds, it is left behind: the episode has failed, and the run goes on.
 
     Args:
         environment: Starts the episode.
         example: The dataset row it is about.
         seed: Seeds the environment's own randomness.
-        loop: Takes the turns, under its limits; its recorder holds them, also those of an episode that fails.
+        loop: Takes the turns, under its limits; its recorder holds them.
         identity: Which rollout it is, for the record.
-
-    Returns:
-        The trajectory. If the environment, a tool under its own control flow, or the engine failed, `error` says
-        what happened and the turns up to there are kept. That holds for whatever the environment raises, SystemExit and
-        KeyboardInterrupt included.
 
     Raises:
         asyncio.CancelledError: the run is shutting down; the recorder still holds what was sampled.
@@ -62,12 +53,12 @@ async def run_episode(
 
 
 class EpisodeRun:
-    """One episode under way. What it holds is the record, at any time.
+    """One episode under way, as in `run_episode`. What it holds is the record, at any time.
 
     Args:
         start: Starts the environment's episode.
-        loop: As for `run_episode`.
-        identity: As for `run_episode`.
+        loop: Takes the turns.
+        identity: Which rollout it is.
         timed: Whether the start and the seconds of each generation and tool call are kept in `info["timeline"]`.
     """
 
@@ -77,8 +68,7 @@ class EpisodeRun:
     ) -> None:  # fmt: skip
         self._start, self._loop, self._identity = start, loop, identity
         self._recorder, self._timeout = loop.recorder, loop.limits.timeout
-        self._leash = Leash(self._timeout + supervised.GRACE)
-        self._calls = UserCalls(self._leash)
+        self._calls = UserCalls(self._timeout + supervised.GRACE)
         self._dialogue = Dialogue(loop=loop, calls=self._calls, timed=timed)
         self._episode: Episode | None = None
         self._closing = False
@@ -94,12 +84,12 @@ class EpisodeRun:
             asyncio.CancelledError: the caller is cancelled; `trajectory` still gives what there is.
         """
         try:
-            await supervise(self._run(), self._leash)
+            await supervise(self._run(), self._calls)
         except LeftBehind:
             self._was_left_behind()
             await self._close_after_all()
         except asyncio.CancelledError:
-            if self._leash.told_to_end:
+            if self._calls.told_to_end:
                 self._stop_reason = StopReason.CANCELLED
                 raise
             self._fail(EnvironmentFault(f"{self._calls.now} cancelled the task that it runs on"))
@@ -170,8 +160,8 @@ class EpisodeRun:
 
     def _fail(self, fault: RolloutError) -> None:
         """Record a fault that ends the episode."""
-        self._error, self._stop_reason = self._said(fault), StopReason.API_ERROR
-        self._keep_traceback(fault)
+        self._stop_reason = StopReason.API_ERROR
+        self._note(fault)
 
     def _was_left_behind(self) -> None:
         """The environment's code still runs, and nothing of what it does from now on counts."""
@@ -190,17 +180,16 @@ class EpisodeRun:
     async def _close_after_all(self) -> None:
         """Close the episode of a task that was left behind before it came to that."""
         if not self._closing:
-            self._leash = Leash(math.inf)
-            self._calls = UserCalls(self._leash)
+            self._calls = UserCalls(math.inf)
             with contextlib.suppress(LeftBehind):
-                await supervise(self._close(), self._leash)
+                await supervise(self._close(), self._calls)
 
     async def _close(self) -> None:
         """Close the episode, exactly once; what goes wrong in it counts where nothing else has."""
         if self._episode is None or self._closing:
             return
-        self._closing = self._leash.may_not_be_cancelled = True
-        self._leash.within(CLOSING + supervised.GRACE)
+        self._closing = self._calls.may_not_be_cancelled = True
+        self._calls.within(CLOSING + supervised.GRACE)
         fault: RolloutError | None = None
         try:
             async with asyncio.timeout(CLOSING) as self._calls.deadline:
@@ -213,17 +202,14 @@ class EpisodeRun:
         except RolloutError as raised:
             fault = raised
         if fault is not None and self._error is None:
-            self._error = self._said(fault)
-            self._keep_traceback(fault)
+            self._note(fault)
 
-    def _said(self, fault: RolloutError) -> str:
-        """The fault as an error of the trajectory: its kind, and what it says."""
+    def _note(self, fault: RolloutError) -> None:
+        """Make the fault the trajectory's error: its kind, and what it says. Where the user's code raised is kept too:
+        the log quotes it, here or on another host."""
         kinds = {EnvironmentFault: "environment", SamplerFault: self._loop.engine, RecordError: "record",
                  TemplateFault: "template"}  # fmt: skip
-        return f"{kinds.get(type(fault), 'rollout')}: {cut(str(fault), 2 * LONGEST_ERROR)}"
-
-    def _keep_traceback(self, fault: RolloutError) -> None:
-        """Keep where the user's code raised: the log quotes it, here or on another host."""
+        self._error = f"{kinds.get(type(fault), 'rollout')}: {cut(str(fault), 2 * LONGEST_ERROR)}"
         if fault.__cause__ is not None:
             self._dialogue.info[TRACEBACK] = traceback_tail(fault.__cause__)
 

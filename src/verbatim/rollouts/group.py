@@ -15,9 +15,8 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.rewards import checked_number
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.supervised import Leash, LeftBehind, supervise
+from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
 from verbatim.rollouts.tally import TRACEBACK, traceback_tail
-from verbatim.rollouts.user_calls import UserCalls
 from verbatim.texts import LONGEST_ERROR, cut, shown
 from verbatim.types import Example, Group, RolloutIdentity, Trajectory
 
@@ -56,11 +55,8 @@ class GroupRun:
         return sum(recorder.num_sampled_tokens for recorder in self._recorders)
 
     async def run(self) -> Group:
-        """Run all episodes to their end. A failing episode fails alone.
-
-        Raises:
-            RunStopped: no worker is left to run them.
-        """
+        """Run all episodes to their end; a RunStopped if no worker is left to run them. A failing episode fails
+        alone."""
         ended = await run_together(self._episode(i, recorder) for i, recorder in enumerate(self._recorders))
         trajectories = [
             _set_aside(trajectory, recorder.late) for trajectory, recorder in zip(ended, self._recorders, strict=True)
@@ -114,7 +110,7 @@ def _rewarded_by_its_turns(trajectory: Trajectory) -> Trajectory:
     try:
         reward = checked_number(math.fsum(rewards), "the turns together")
     except EnvironmentFault as fault:
-        return trajectory.replace(error=f"environment: {fault}")
+        return _failed(trajectory, fault)
     return trajectory.replace(reward=reward, info={**trajectory.info, TURN_REWARDS_SUM: True})
 
 
@@ -128,8 +124,7 @@ async def _score_together(
     completed = [t for t in trajectories if t.error is None]
     if not completed:
         return trajectories
-    leash = Leash(timeout + supervised.GRACE)
-    calls = UserCalls(leash)
+    calls = UserCalls(timeout + supervised.GRACE)
 
     async def score() -> list[float]:
         async with asyncio.timeout(timeout) as calls.deadline:
@@ -141,25 +136,24 @@ async def _score_together(
                     )
                 return [checked_number(value, f"score_group, for rollout {i}") for i, value in enumerate(given)]
 
+    why = f"score_group took more than {timeout:g} s"
     fault: BaseException
     try:
-        rewards = await supervise(score(), leash)
+        rewards = await supervise(score(), calls)
     except EnvironmentFault as error:
-        fault, reason = error, f"environment: {cut(str(error), 2 * LONGEST_ERROR)}"
+        fault, why = error, str(error)
     except TimeoutError as error:
-        fault, reason = error, f"environment: score_group took more than {timeout:g} s"
-    except LeftBehind as error:
         fault = error
-        reason = f"environment: score_group took more than {timeout:g} s, ignored its cancellation, and was left behind"
+    except LeftBehind as error:
+        fault, why = error, f"{why}, ignored its cancellation, and was left behind"
     except asyncio.CancelledError as error:
-        if leash.told_to_end:
+        if calls.told_to_end:
             raise
-        fault, reason = error, "environment: score_group cancelled the task that it runs on"
+        fault, why = error, "score_group cancelled the task that it runs on"
     else:
         by_id = {id(t): r for t, r in zip(completed, rewards, strict=True)}
         return [t.replace(reward=by_id[id(t)]) if id(t) in by_id else t for t in trajectories]
-    info = {TRACEBACK: traceback_tail(fault.__cause__)} if fault.__cause__ is not None else {}
-    return [t if t.error else t.replace(error=reason, info={**t.info, **info}) for t in trajectories]
+    return [t if t.error else _failed(t, fault, why) for t in trajectories]
 
 
 def _judged(environment: Environment, trajectory: Trajectory) -> Trajectory:
@@ -167,10 +161,15 @@ def _judged(environment: Environment, trajectory: Trajectory) -> Trajectory:
     own = getattr(environment, "is_success", None)
     if trajectory.error is not None or own is None:
         return trajectory
-    calls = UserCalls(Leash(math.inf))
+    calls = UserCalls(math.inf)
     try:
         with calls.guard("is_success"):
             return trajectory.replace(info={**trajectory.info, IS_SUCCESS: bool(own(trajectory))})
     except EnvironmentFault as fault:
-        info = {**trajectory.info, TRACEBACK: traceback_tail(fault.__cause__)}
-        return trajectory.replace(error=f"environment: {cut(str(fault), 2 * LONGEST_ERROR)}", info=info)
+        return _failed(trajectory, fault)
+
+
+def _failed(trajectory: Trajectory, fault: BaseException, why: str = "") -> Trajectory:
+    error = f"environment: {cut(why or str(fault), 2 * LONGEST_ERROR)}"
+    info = {TRACEBACK: traceback_tail(fault.__cause__)} if fault.__cause__ is not None else {}
+    return trajectory.replace(error=error, info={**trajectory.info, **info})

@@ -118,10 +118,6 @@ class EpisodeLoop(abc.ABC):
     """Takes the turns of one episode, whichever agent speaks; implements `environments.base.Agent`.
 
     A subclass says how a prompt becomes an answer. Everything else about a turn is here.
-
-    Args:
-        limits: Where the episode is cut off.
-        recorder: Gets every turn.
     """
 
     engine = "sampler"
@@ -158,11 +154,7 @@ class EpisodeLoop(abc.ABC):
         return {}
 
     async def sample(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        agent: str = "main",
-        state_key: str | None = None,
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main", state_key: str | None = None
     ) -> Message:
         """Record one turn of the named agent and return the assistant's message.
 
@@ -191,8 +183,8 @@ class EpisodeLoop(abc.ABC):
         return thread.messages if thread is not None else ()
 
     def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
-        """Add what became known after the completion: its reward, the seconds that its tools took, and whether the
-        calls that could be read also fitted a tool."""
+        """Add what became known after the completion: its reward, the seconds of its tools, and whether its readable
+        calls fitted a tool."""
         if not self.recorder.turns:
             return
         turn = self.recorder.turns[-1]
@@ -204,11 +196,7 @@ class EpisodeLoop(abc.ABC):
         )
 
     def finish(self) -> None:  # noqa: B027  most engines record each turn at once
-        """The conversation is over: record what is not recorded yet.
-
-        Raises:
-            RecordError: it cannot be recorded.
-        """
+        """The conversation is over: record what is not recorded yet; a RecordError if that cannot be."""
 
     async def end(self) -> bool:
         """End the episode: cut off what is still being sampled, and count it. Returns whether anything was."""

@@ -68,17 +68,19 @@ class Recorder:
         return index
 
     def count(self, num_tokens: int) -> None:
-        """A sampler returned this many tokens, whether or not they can be recorded.
-
-        Raises:
-            RecordError: the episode has ended; they are counted all the same, and dropped as `error`.
-        """
-        self._book(num_tokens)
+        """A sampler returned this many tokens, whether or not they can be recorded. After the end they are counted all
+        the same, dropped as `error`, and a RecordError is raised."""
+        self.count_cut_off(num_tokens)
         self.refuse_if_closed()
 
     def count_cut_off(self, num_tokens: int) -> None:
         """A sampler drew this many tokens for a completion that it will not return. None of them can be recorded."""
-        self._book(num_tokens)
+        if self._on_sampled is not None:
+            self._on_sampled(num_tokens)
+        if not self._closed:
+            self.num_sampled_tokens += num_tokens
+        elif self._on_dropped is not None:
+            self._on_dropped({"error": num_tokens})
 
     def count_lost(self, num_tokens: int) -> None:
         """Replicas of the sampler drew this many tokens and were lost; the request was sent again elsewhere."""
@@ -86,14 +88,6 @@ class Recorder:
             self._on_sampled(num_tokens)
         if num_tokens and self._on_dropped is not None:
             self._on_dropped({"lost_replica": num_tokens})
-
-    def _book(self, num_tokens: int) -> None:
-        if self._on_sampled is not None:
-            self._on_sampled(num_tokens)
-        if not self._closed:
-            self.num_sampled_tokens += num_tokens
-        elif self._on_dropped is not None:
-            self._on_dropped({"error": num_tokens})
 
     def lose(self, num_tokens: int) -> None:
         """Book tokens as lost because the process that they were sampled for ended."""
@@ -117,11 +111,7 @@ class Recorder:
         self._closed = True
 
     def refuse_if_closed(self) -> None:
-        """Raise, and remember that the episode went on after its end.
-
-        Raises:
-            RecordError: the episode has ended.
-        """
+        """Raise a RecordError if the episode has ended, and remember that it went on."""
         if self._closed:
             raise self.went_on()
 

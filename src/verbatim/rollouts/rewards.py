@@ -12,18 +12,13 @@ from verbatim.texts import shown
 
 LARGEST = 3.4028234663852886e38
 """The largest float32: advantages are trained in it, and a larger reward would become infinite."""
-
-
 MOST_PARTS = 1000
 """Parts of a score: each is a metric of its own."""
 
 
 def checked_reward(reward: Any, who: str) -> float | None:
-    """A turn's own reward; None where it has no reward.
-
-    Raises:
-        EnvironmentFault: it is no finite number that float32 can hold; fails the trajectory.
-    """
+    """A turn's own reward; None where it has no reward. An EnvironmentFault if float32 cannot hold it as a finite
+    number."""
     if reward is None:
         return None
     try:
@@ -36,11 +31,8 @@ def checked_reward(reward: Any, who: str) -> float | None:
 
 
 def add_reward(so_far: float | None, reward: Any, who: str) -> float | None:
-    """What the calls of one turn have earned together, after one more; None while none of them has earned anything.
-
-    Raises:
-        EnvironmentFault: as `checked_reward`, of the reward or of the sum.
-    """
+    """What the calls of one turn have earned together, after one more; None while none of them has earned anything. The
+    sum is checked too."""
     more = checked_reward(reward, who)
     if more is None or so_far is None:
         return so_far if more is None else more
@@ -48,18 +40,15 @@ def add_reward(so_far: float | None, reward: Any, who: str) -> float | None:
 
 
 def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
-    """What `score` returned: the reward, and its parts where it has parts.
-
-    Raises:
-        EnvironmentFault: it is no number, or none that float32 can hold; or it has too many parts.
-    """
+    """What `score` returned: the reward, and its parts where it has parts. An EnvironmentFault if float32 cannot hold
+    them as finite numbers, or if there are too many parts."""
     if score is None:
         return None, {}
     if isinstance(score, Mapping) and len(score) > MOST_PARTS:
         raise EnvironmentFault(f"{who} returned {len(score):,} parts; expected at most {MOST_PARTS:,}")
     try:
-        parts = {str(name): one_number(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
-        reward = math.fsum(parts.values()) if isinstance(score, Mapping) else one_number(score)
+        parts = {str(name): _one_number(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
+        reward = math.fsum(parts.values()) if isinstance(score, Mapping) else _one_number(score)
     except (TypeError, ValueError, OverflowError) as error:
         raise EnvironmentFault(
             f"{who} returned {shown(score)}; expected a number or {{part: number}} ({shown(str(error))[1:-1]})"
@@ -70,24 +59,15 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
 
 
 def checked_number(value: Any, who: str) -> float:
-    """A reward that has to be there, of any kind of number.
-
-    Raises:
-        EnvironmentFault: as `read_score`.
-    """
+    """A reward that has to be there, of any kind of number; an EnvironmentFault as of `read_score`."""
     reward, _ = read_score(shown(value, 80) if isinstance(value, Mapping) else value, who)
     if reward is None:
         raise EnvironmentFault(f"{who} returned None; expected a finite number")
     return reward
 
 
-def one_number(value: Any) -> float:
-    """What `score` returned, or a part of it: any kind of number, numpy's and torch's included, as a float.
-
-    Raises:
-        TypeError: a text, even one that reads like a number; a list; None.
-        ValueError: an array of several, or more than a float can hold.
-    """
+def _one_number(value: Any) -> float:
+    """Any kind of number as a float, numpy's and torch's included; no text, even one that reads like a number."""
     if isinstance(value, str | bytes):
         raise TypeError(f"{shown(value, 80)} is a text: write float(...) around it if it is meant as a number")
     try:

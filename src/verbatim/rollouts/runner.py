@@ -13,12 +13,11 @@ from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts.agent_loop import AgentLoop
-from verbatim.rollouts.chat_loop import ChatLoop
+from verbatim.rollouts.chat_loop import TeacherLoop
 from verbatim.rollouts.episode import run_episode
 from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.student_turns import StudentTurns
 from verbatim.rollouts.tally import EpisodeTally
 from verbatim.types import Example, RolloutIdentity, Trajectory
 
@@ -47,13 +46,8 @@ class EpisodeRunner(Protocol):
     """Takes one episode to its end."""
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """The finished episode; what goes wrong in it is on the trajectory.
-
-        Args:
-            setup: What all episodes of the environment share.
-            task: The episode.
-            recorder: Counts every sampled token as it appears.
-        """
+        """The finished episode; what goes wrong in it is on the trajectory. The recorder counts every sampled token as
+        it appears."""
 
     def metrics(self) -> Mapping[str, float]:
         """The runner's own metrics of a step."""
@@ -64,9 +58,9 @@ class LocalRunner:
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
         """The finished episode."""
-        loop = _policy_loop(setup, task, recorder) if setup.teacher is None else _teacher_loop(setup, task, recorder)
         return await run_episode(
-            environment=setup.environment, example=task.example, seed=task.seed, loop=loop, identity=task.identity
+            environment=setup.environment, example=task.example, seed=task.seed, loop=_loop(setup, task, recorder),
+            identity=task.identity,
         )  # fmt: skip
 
     def metrics(self) -> Mapping[str, float]:
@@ -74,17 +68,14 @@ class LocalRunner:
         return {}
 
 
-def _policy_loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> EpisodeLoop:
-    return AgentLoop(
-        sampler=setup.sampler, renderer=setup.renderer, params=setup.params, limits=setup.limits, recorder=recorder,
-        seed=task.seed, session=task.session,
-    )  # fmt: skip
-
-
-def _teacher_loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> EpisodeLoop:
-    assert setup.teacher is not None
-    return ChatLoop(
-        connection=setup.teacher, limits=setup.limits, recorder=recorder, student=StudentTurns(setup.renderer),
+def _loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> EpisodeLoop:
+    if setup.teacher is None:
+        return AgentLoop(
+            sampler=setup.sampler, renderer=setup.renderer, params=setup.params, limits=setup.limits,
+            recorder=recorder, seed=task.seed, session=task.session,
+        )  # fmt: skip
+    return TeacherLoop(
+        connection=setup.teacher, renderer=setup.renderer, limits=setup.limits, recorder=recorder,
         # The teacher ends a turn by itself: stop tokens are ids of the student's.
         params=dataclasses.replace(setup.params, stop_token_ids=()),
         seed_of=lambda number: derive_seed(task.seed, number) % 2**31,

@@ -1,36 +1,48 @@
-"""Runs user code in a task of its own: cancelled at its deadline, and abandoned where it goes on."""
+"""Runs a user's code on a task of its own: whatever it raises is the fault of its episode, and where it goes on after
+its deadline it is abandoned."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
+
+from verbatim.errors import EnvironmentFault, ModelError, RolloutError
+from verbatim.rollouts.loop import EpisodeOver
+from verbatim.texts import error_text
+from verbatim.user_code import is_ctrl_c, is_running
 
 GRACE = 10.0
 """Seconds that user code may take to end once it was cancelled. What still runs then is not waited for."""
 
 T = TypeVar("T")
 
-_left_behind: set[asyncio.Task[Any]] = set()
-"""Held here, because the event loop holds its tasks by weak references."""
+left_behind: set[asyncio.Task[Any]] = set()
+"""Tasks of this process that ignored their cancellation and still run; the event loop holds its tasks weakly."""
 
 
 class LeftBehind(Exception):
     """The task ignored its cancellation; it may still run, and its result is not used."""
 
 
-class Leash:
-    """Until when a supervised task may run; may be moved while it runs."""
+class UserCalls:
+    """The calls into the user's code on one task, which is left behind after `seconds` (see `within`)."""
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._handle: asyncio.TimerHandle | None = None
         self.over: asyncio.Future[None] = self._loop.create_future()
+        """Done when the task is to be left behind."""
         self.told_to_end = False
         """The supervisor has cancelled the task: a CancelledError in it is not the user's own."""
         self.may_not_be_cancelled = False
         """It is cleaning up, under a deadline of its own: the supervisor only waits."""
+        self.deadline: asyncio.Timeout | None = None
+        """Cancels the task when the time of what runs now is over."""
+        self.now = "start"
+        """What runs, or ran last."""
         self.within(seconds)
 
     def within(self, seconds: float) -> None:
@@ -45,51 +57,76 @@ class Leash:
             self._handle.cancel()
         self.over.cancel()
 
+    @contextlib.contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """A `with` block around user code.
+
+        Raises:
+            EnvironmentFault: it raised anything at all: SystemExit, KeyboardInterrupt, GeneratorExit and a
+                CancelledError of its own making included. Ctrl-C and our own cancellation pass through.
+            TimeoutError: it returned after its time, because it swallowed the cancellation.
+        """
+        self.now, task = what, asyncio.current_task()
+        try:
+            yield
+        except (EpisodeOver, RolloutError, ModelError):  # a model that cannot do what is asked fails all alike
+            raise
+        except asyncio.CancelledError as error:
+            if self._is_over():
+                raise
+            raise EnvironmentFault(f"{what} awaited something that was cancelled") from error
+        except BaseException as error:
+            # GeneratorExit also ends a coroutine that is thrown away.
+            if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not is_running(task)):
+                raise
+            raise EnvironmentFault(f"{what} raised {error_text(error)}") from error
+        if self._is_over():
+            raise TimeoutError
+
+    def _is_over(self) -> bool:
+        """Whether the task was told to end: a CancelledError is not the user's own, and a result comes too late."""
+        return self.told_to_end or (self.deadline is not None and self.deadline.expired())
+
     def _end(self) -> None:
         if not self.over.done():
             self.over.set_result(None)
 
 
-async def supervise(work: Coroutine[Any, Any, T], leash: Leash, *, name: str | None = None) -> T:
+async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:
     """Run a coroutine on a task of its own; what it returns.
 
-    Where the caller is cancelled, the task is too, and is waited for as long as its leash says, `GRACE` at first.
+    Where the caller is cancelled, the task is too, and is waited for as long as `calls` says, `GRACE` at first.
 
     Raises:
-        LeftBehind: it still ran when its leash was over.
-        asyncio.CancelledError: the caller is cancelled; or the task was, by itself (`leash.told_to_end` is False).
+        LeftBehind: it still ran when its time was over.
+        asyncio.CancelledError: the caller is cancelled; or the task was, by itself (`calls.told_to_end` is False).
         BaseException: what the coroutine raised.
     """
-    task = asyncio.create_task(work, name=name)
-    either: set[asyncio.Future[Any]] = {task, leash.over}
+    task = asyncio.create_task(work)
+    either: set[asyncio.Future[Any]] = {task, calls.over}
     try:
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            leash.told_to_end = True
-            if not leash.may_not_be_cancelled:
-                leash.within(GRACE)
+            calls.told_to_end = True
+            if not calls.may_not_be_cancelled:
+                calls.within(GRACE)
                 task.cancel()
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             raise
         if not task.done():
-            leash.told_to_end = True
+            calls.told_to_end = True
             raise LeftBehind
         return task.result()
     finally:
-        leash.let_go()
+        calls.let_go()
         if not task.done():
             task.cancel()
-            _left_behind.add(task)
+            left_behind.add(task)
         task.add_done_callback(_forget)
 
 
-def num_left_behind() -> int:
-    """Tasks of this process that ignored their cancellation and still run."""
-    return len(_left_behind)
-
-
 def _forget(task: asyncio.Task[Any]) -> None:
-    _left_behind.discard(task)
+    left_behind.discard(task)
     if not task.cancelled():
         task.exception()

@@ -24,14 +24,11 @@ _TAIL_LINES, _TAIL_CHARACTERS = 12, 2000
 
 class EpisodeTally:
     """Counts episodes. A run that trains nothing is explained from it, and a failure is in the log when it happens, not
-    when a person looks at the metrics.
-
-    Args:
-        purpose: What the episodes are for, as the log calls them: "train" or "eval".
-    """
+    when a person looks at the metrics."""
 
     def __init__(self, purpose: str = "train") -> None:
         self.purpose = purpose
+        """What the episodes are for, as the log calls them: "train" or "eval"."""
         self.num_episodes = 0
         """Episodes that ended, failed ones included."""
         self.num_without_turn = 0

@@ -36,12 +36,9 @@ class TraceFolder:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        trace_callback: Callable[[Trajectory], Any] | None = None,
+        self, folder: Path, *, trace_callback: Callable[[Trajectory], Any] | None = None,
         success_callback: Callable[[Trajectory], Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.folder = folder
         self._wanted = trace_callback or (lambda trajectory: True)
         self._succeeded = success_callback or _ended_well

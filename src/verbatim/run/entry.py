@@ -18,7 +18,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.errors import ComponentError, ConfigError, NothingTrained, RunStopped, UsageError
 from verbatim.monitors.base import METHODS, Monitor
 from verbatim.plain_console import PlainConsole
-from verbatim.rollouts.program_loop import run_in_program
+from verbatim.rollouts.main_loop import run_in_program
 from verbatim.run.execute import execute
 from verbatim.run.given_environments import environment_tables, keep_here, makers
 from verbatim.run.logs import log_for_a_while

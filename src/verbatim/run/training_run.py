@@ -22,7 +22,7 @@ from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
 from verbatim.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
 from verbatim.rollouts import EpisodeTally, RolloutSetup
-from verbatim.rollouts.program_loop import Ask
+from verbatim.rollouts.main_loop import Ask
 from verbatim.run.environments import Environments
 from verbatim.run.parts import make_dispatcher, make_logprob_models, make_rules, make_schedule
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner

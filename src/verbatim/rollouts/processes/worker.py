@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import functools
 import os
-import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import verbatim
-from verbatim import errors
 from verbatim.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference.base import nothing_sampled
-from verbatim.rollouts.processes.frames import Frames
+from verbatim.rollouts.draws import CountingSampler
+from verbatim.rollouts.processes.peer import Peer
 from verbatim.rollouts.runner import EpisodeTask
 from verbatim.rollouts.workers import worker
-from verbatim.rollouts.workers.counting_sampler import CountingSampler
-from verbatim.rollouts.workers.worker import CannotBeSent, WorkerLost
-from verbatim.rollouts.workers.worker_context import WorkerContext
-from verbatim.texts import error_text
-from verbatim.user_code import is_ctrl_c
+from verbatim.rollouts.workers.worker import WorkerContext, WorkerLost, dumped
 
 PATIENCE = 2.0
 """Seconds for a worker to end by itself: to close its environments and run their `atexit` functions."""
@@ -44,103 +38,71 @@ _START = (
     "import sys; _, root, fd, parent, _ = sys.argv; root in sys.path or sys.path.insert(0, root); "
     "from verbatim.rollouts.processes.child import main; main(int(fd), int(parent))"
 )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ProcessPlan:
-    """The settings of one environment's worker processes."""
-
-    label: str
-    """The environment's label."""
-    plan: bytes
-    """The plan of its episodes, from `packed_plan`."""
-    context: WorkerContext
-    """Working directory and search path of this process."""
-    log: Path
-    """File for their output."""
-    memory_mb: int | None
-    """Most memory of one process in MB (2**20 bytes); None = no limit."""
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""As on Ray: many workers with a thread for every core would slow each other down."""
 
 
 class ProcessWorker:
-    """A `Worker` in a process group of its own, which a Ctrl-C at the terminal does not reach.
-
-    It ends with this process, for any reason.
+    """A `Worker` that ends with this process, for any reason. Its process group is its own: a Ctrl-C at the terminal
+    does not reach it.
 
     Args:
-        plan: Its settings.
+        label: The environment's label.
+        plan: The result of `packed_plan`.
         sampler: Answers its requests.
+        context: Working directory and search path of this process.
+        log: The file for its output.
+        memory_mb: Most memory in MB (2**20 bytes); None = no limit.
     """
 
-    def __init__(self, plan: ProcessPlan, sampler: CountingSampler) -> None:
-        self._plan = plan
-        self._sampler = sampler
+    def __init__(
+        self, label: str, plan: bytes, sampler: CountingSampler, *, context: WorkerContext, log: Path,
+        memory_mb: int | None,
+    ) -> None:  # fmt: skip
+        self._label, self._plan, self._sampler, self._context = label, plan, sampler, context
+        self._log, self._memory_mb = log, memory_mb
         self._process: asyncio.subprocess.Process | None = None
         self._overseeing: asyncio.Task[None] | None = None
-        self._frames = Frames(self._received)
-        self._ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._episodes_running: dict[int, asyncio.Future[bytes]] = {}
-        self._asking: dict[int, asyncio.Task[None]] = {}
-        self._numbers = itertools.count()
+        self._peer = Peer({
+            "generate": functools.partial(self._asked, sampler.generate),
+            "prompt_logprobs": functools.partial(self._asked, sampler.prompt_logprobs),
+            "broke": self._broke,
+        })  # fmt: skip
         self._why: str | None = None
 
     # ---- the Worker protocol
 
     async def start(self) -> int:
-        """Start the process and create the environment in it. Returns the process id.
-
-        Raises:
-            UsageError: the system cannot start a process, or the environment could not be created.
-        """
-        what = f"a worker process of environment {self._plan.label!r}"
-        try:
-            await self._spawn()
-        except OSError as error:
-            raise UsageError(f"{what} cannot be started: {error}") from error
+        """Start the process and create the environment in it; the process id."""
+        what = f"a worker process of environment {self._label!r}"
         sampler = self._sampler
         facts = {"context_length": sampler.context_length, "vocab_size": sampler.vocab_size,
                  "policy_version": sampler.policy_version}  # fmt: skip
-        self._frames.send("begin", self._plan.context, facts, self._plan.plan)
         try:
+            await self._spawn()
             async with asyncio.timeout(worker.START_TIMEOUT):
-                return await self._ready
-        except TimeoutError:
-            raise UsageError(f"{what} did not start within {worker.START_TIMEOUT:.0f} s; what it prints is in "
-                             f"{self._plan.log}") from None  # fmt: skip
-        except WorkerLost as error:
-            raise UsageError(f"{what} did not start: {error}{self._last_words()}") from None
-        except UsageError as error:
-            raise UsageError(f"in {what}: {error}") from None
-        finally:
-            if not self._ready.done() or self._ready.cancelled() or self._ready.exception() is not None:
-                self.kill()
+                pid: int = await self._peer.call("begin", self._context, facts, self._plan)
+        except BaseException as error:
+            self.kill()
+            if isinstance(error, TimeoutError):
+                said = f"{what} did not start within {worker.START_TIMEOUT:.0f} s; what it prints is in {self._log}"
+            elif isinstance(error, OSError):
+                said = f"{what} cannot be started: {error}"
+            elif isinstance(error, WorkerLost):
+                said = f"{what} did not start: {error}{self._last_words()}"
+            elif isinstance(error, UsageError):
+                said = f"in {what}: {error}"
+            else:
+                raise
+            raise UsageError(said) from error
+        return pid
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """Run one episode.
-
-        Raises:
-            WorkerLost: the process has ended; says how.
-            CannotBeSent: the example cannot be pickled or unpickled.
-        """
+        """Run one episode."""
         if self._why is not None:
             raise WorkerLost(self._why)
-        try:
-            packed = pickle.dumps(task, protocol=pickle.HIGHEST_PROTOCOL)
-        except BaseException as error:
-            if is_ctrl_c(error):
-                raise
-            raise CannotBeSent(error_text(error, 500)) from error
-        number = next(self._numbers)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._episodes_running[number] = answer
-        self._frames.send("run", number, label, packed)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            self._frames.send("cancel", number)
-            raise
-        finally:
-            del self._episodes_running[number]
+        packed: bytes = await self._peer.call("run", label, dumped(task))
+        return packed
 
     def kill(self) -> None:
         """Kill the process and its children."""
@@ -151,38 +113,35 @@ class ProcessWorker:
         """Let the process end by itself for `PATIENCE` seconds; then kill it."""
         if self._overseeing is None:
             return
-        self._frames.close()
+        self._peer.close()
         await asyncio.wait({self._overseeing}, timeout=PATIENCE)
         self.kill()
         await asyncio.wait({self._overseeing}, timeout=PATIENCE)
-        left = {self._overseeing, *self._asking.values()}
-        for task in left:
-            task.cancel()  # a process that the kernel cannot end is not waited for
-        await asyncio.wait(left, timeout=PATIENCE)
+        self._overseeing.cancel()  # a process that the kernel cannot end is not waited for
+        await asyncio.wait({self._overseeing, *self._peer.cancel()}, timeout=PATIENCE)
 
     # ---- the process
 
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         root = str(Path(verbatim.__file__).parents[1])
-        command = (sys.executable, "-P", "-c", _START, root, str(theirs.fileno()), str(os.getpid()), self._plan.label)
+        command = (sys.executable, "-P", "-c", _START, root, str(theirs.fileno()), str(os.getpid()), self._label)
         try:
-            with theirs, self._plan.log.open("ab") as log:
+            with theirs, self._log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *command, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True, env={**_ONE_THREAD, **os.environ},
                 )  # fmt: skip
             self._overseeing = asyncio.create_task(self._oversee(self._process), name=f"worker-{self._process.pid}")
-            await asyncio.get_running_loop().create_unix_connection(lambda: self._frames, sock=ours)
+            await asyncio.get_running_loop().create_unix_connection(lambda: self._peer, sock=ours)
         except BaseException:
             ours.close()
-            self._frames.connection_lost(None)  # also if it was never connected
-            self.kill()
+            self._peer.connection_lost(None)  # also if it was never connected
             raise
 
     async def _oversee(self, process: asyncio.subprocess.Process) -> None:
         """Monitor the process until it has ended; its running episodes are then lost."""
-        exited, closed = asyncio.create_task(process.wait()), self._frames.closed
+        exited, closed = asyncio.create_task(process.wait()), self._peer.closed
         either: set[asyncio.Future[Any]] = {exited, closed}
         try:
             while not (exited.done() or closed.done()):
@@ -197,21 +156,22 @@ class ProcessWorker:
             _kill_group(process.pid)  # its children
         finally:
             exited.cancel()
-            self._frames.close()
-            self._end(self._why or self._how_it_ended(process))
+            self._peer.close()
+            self._why = self._why or self._how_it_ended(process)
+            self._peer.fail(WorkerLost(self._why))
             await asyncio.wait({exited})
 
     def _outgrown(self, pid: int) -> str | None:
         """Which limit the process exceeds; None if none, or if the system does not report it."""
         with contextlib.suppress(OSError):
-            if self._plan.log.stat().st_size > MOST_LOGGED:
-                os.truncate(self._plan.log, 0)
+            if self._log.stat().st_size > MOST_LOGGED:
+                os.truncate(self._log, 0)
         try:
             memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") // 2**20
             num_threads, num_files = len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
         except (OSError, ValueError, IndexError):
             return None
-        limit = self._plan.memory_mb
+        limit = self._memory_mb
         if limit is not None and memory > limit:
             return f"it used {memory:,} MB of memory; orchestrator.rollout.processes.worker_memory_mb = {limit}"
         if num_threads > MOST_THREADS:
@@ -220,8 +180,8 @@ class ProcessWorker:
 
     def _how_it_ended(self, process: asyncio.subprocess.Process) -> str:
         code = process.returncode
-        if self._frames.broken is not None:
-            return f"it sent unreadable data: {self._frames.broken}"
+        if self._peer.broken is not None:
+            return f"it sent unreadable data: {self._peer.broken}"
         if code is None:
             return "it cannot be ended"
         if code < 0:
@@ -229,96 +189,38 @@ class ProcessWorker:
                 return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process ended with status {code}"
 
-    def _end(self, why: str) -> None:
-        self._why = why
-        asked: list[asyncio.Future[Any]] = [self._ready, *self._episodes_running.values()]
-        for waiting in asked:
-            if not waiting.done():
-                waiting.set_exception(WorkerLost(why))
-        if not self._ready.cancelled():
-            self._ready.exception()  # marks it as retrieved: nothing waits for it if `start` was cancelled
-
     def _last_words(self) -> str:
         try:
-            with self._plan.log.open("rb") as log:
-                log.seek(max(0, self._plan.log.stat().st_size - 2000))
+            with self._log.open("rb") as log:
+                log.seek(max(0, self._log.stat().st_size - 2000))
                 lines = log.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
-        return f"; the last lines of {self._plan.log}:\n    " + "\n    ".join(lines[-8:]) if lines else ""
+        return f"; the last lines of {self._log}:\n    " + "\n    ".join(lines[-8:]) if lines else ""
 
-    # ---- messages of the process
+    # ---- what the process calls
 
-    def _received(self, what: str, *parts: Any) -> None:
-        methods: dict[str, Callable[..., None]] = {
-            "ready": self._is_ready, "refused": self._refused, "ended": self._ended, "unread": self._unread,
-            "broke": self._broke, "ask": self._ask, "leave": self._leave,
-        }  # fmt: skip
-        methods[what](*parts)
-
-    def _is_ready(self, pid: int) -> None:
-        if not self._ready.done():
-            self._ready.set_result(pid)
-
-    def _refused(self, message: str) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(UsageError(message))
-
-    def _ended(self, number: int, packed: bytes) -> None:
-        if (answer := self._episodes_running.get(number)) is not None and not answer.done():
-            answer.set_result(packed)
-
-    def _unread(self, number: int, why: str) -> None:
-        self._raise(number, CannotBeSent(why))
-
-    def _broke(self, number: int, kind: str, message: str) -> None:
-        """Handle an error outside the environment. Errors of this package are raised in the episode.
-
-        Any other error ends the process: the environment may have damaged the interpreter, and a fault of this package
-        appears again in the next process.
-        """
-        if kind:
-            self._raise(number, getattr(errors, kind)(message))
-            return
-        self._why = f"its code failed outside the environment: {message}"
-        self.kill()
-
-    def _raise(self, number: int, error: Exception) -> None:
-        if (answer := self._episodes_running.get(number)) is not None and not answer.done():
-            answer.set_exception(error)
-
-    def _ask(self, number: int, method: str, *given: Any) -> None:
-        assert method in ("generate", "prompt_logprobs")
-        task = asyncio.create_task(self._answer(number, method, given), name=f"{method}-{number}")
-        self._asking[number] = task
-        task.add_done_callback(lambda _: self._asking.pop(number))
-
-    async def _answer(self, number: int, method: str, given: tuple[Any, ...]) -> None:
+    async def _asked(self, method: Callable[..., Awaitable[Any]], *given: Any) -> Any:
+        """The sampler's answer. Drawn tokens are counted here, also where it fails."""
         try:
-            value = await getattr(self._sampler, method)(*given)
+            return await method(*given)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            value = nothing_sampled()  # the engine is closing
-        except (SamplerFault, RecordError) as fault:
-            # Drawn tokens are counted here; the worker does not need the number.
-            self._frames.send("fail", number, type(fault).__name__, str(fault))
-            return
-        except Exception as error:  # noqa: BLE001  (a fault of this package: it ends the run, as it does locally)
-            for answer in self._episodes_running.values():
-                if not answer.done():
-                    answer.set_exception(error)
-            return
-        self._frames.send("answer", number, value)
+            return nothing_sampled()  # the engine is closing
+        except (SamplerFault, RecordError):
+            raise
+        except Exception as error:  # a fault of this package: it ends the run, as it does locally
+            self._peer.fail(error)
+            await asyncio.shield(self._peer.closed)
+            raise
 
-    def _leave(self, number: int) -> None:
-        if number in self._asking:
-            self._asking[number].cancel()
-
-
-_ONE_THREAD: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""As on Ray: many workers with a thread for every core would slow each other down."""
+    async def _broke(self, why: str) -> None:
+        """Its code failed outside the environment: the environment may have damaged the interpreter, and a fault of
+        this package appears again in the next process."""
+        self._why = f"its code failed outside the environment: {why}"
+        self.kill()
 
 
 def _kill_group(leader: int) -> None:

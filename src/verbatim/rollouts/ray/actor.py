@@ -10,7 +10,7 @@ from verbatim.errors import UsageError
 from verbatim.renderers.renderer_spec import RendererSpec, renderer_spec
 from verbatim.rollouts.base import Conversation
 from verbatim.rollouts.ray.cluster import connect, import_ray
-from verbatim.rollouts.workers.worker_context import WorkerContext
+from verbatim.rollouts.workers.worker import WorkerContext
 from verbatim.types import Trajectory
 
 
@@ -47,7 +47,6 @@ def _pack(ray: Any, name: str, value: Any) -> bytes:
     return packed
 
 
-
 _MADE_THERE = {"sampler": "generate", "template": "render_ids"}
 """Settings that may be a factory function, with a method that distinguishes the object from the factory. It is looked
 up on the type, because `isinstance` reads properties for which a sampler over HTTP calls its server."""
@@ -61,7 +60,7 @@ class RolloutActor:
         self._packed = packed
         self._rollout: Any = None
 
-    async def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
+    async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
         """Run the engine; returns its trajectories."""
         if self._rollout is None:  # created here, not in __init__: its parts may need a running event loop
             settings = {name: _unpack(name, value) for name, value in self._packed.items()}
@@ -69,9 +68,7 @@ class RolloutActor:
         result: list[Trajectory] = await self._rollout.run(trajectories, **overrides)
         return result
 
-    async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """Same as calling it."""
-        return await self(trajectories, **overrides)
+    __call__ = run
 
 
 def _unpack(name: str, packed: bytes) -> Any:

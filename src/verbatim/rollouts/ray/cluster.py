@@ -16,11 +16,7 @@ OBJECT_STORE_BYTES = 80 * 2**20
 
 
 def import_ray() -> Any:
-    """Import the optional package `ray`.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Import the optional package `ray`; a UsageError if it is not installed."""
     try:
         import ray
     except ImportError:
@@ -30,15 +26,8 @@ def import_ray() -> Any:
 
 @contextlib.contextmanager
 def ray_running(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[Any]:
-    """Context manager for Ray. A connection that this process already has is used and stays open.
-
-    Args:
-        address: A cluster's: "auto" for the one that this host belongs to, or "10.0.0.1:6379"; None starts one here.
-        num_cpus: CPUs of a Ray started here; by default all.
-
-    Raises:
-        UsageError: Ray is not installed, or there is no cluster at this address.
-    """
+    """Context manager for Ray; `address` and `num_cpus` are those of `connect`. A connection that this process already
+    has is used and stays open."""
     ray = import_ray()
     if ray.is_initialized():
         yield ray
@@ -51,7 +40,16 @@ def ray_running(address: str | None = None, *, num_cpus: int | None = None) -> I
 
 
 def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None) -> None:
-    """Connect this process to a cluster, or to a new one, without output."""
+    """Connect this process to a cluster, without output.
+
+    Args:
+        ray: The package.
+        address: "auto" for the one that this host belongs to, or "10.0.0.1:6379"; None starts one here.
+        num_cpus: CPUs of a Ray started here; by default all.
+
+    Raises:
+        UsageError: there is no cluster at this address.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by the processes that Ray starts
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -7,63 +7,68 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from verbatim.config import BackendSettings
+from verbatim.config.sections import NonNegativeFloat
 from verbatim.errors import SamplerFault, UsageError
-from verbatim.inference.base import Sampler
+from verbatim.imports import is_installed
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
-from verbatim.renderers.base import Renderer
+from verbatim.rollouts.backends import RunnerInputs
+from verbatim.rollouts.draws import CountingSampler
 from verbatim.rollouts.ray.cluster import ray_running
 from verbatim.rollouts.runner import EpisodeTask
 from verbatim.rollouts.workers import worker
-from verbatim.rollouts.workers.counting_sampler import CountingSampler
-from verbatim.rollouts.workers.episodes import EpisodePlan, RemoteSetup, WorkerEpisodes, packed_plan
+from verbatim.rollouts.workers.episodes import RunEpisode, open_episodes, packed_plan
 from verbatim.rollouts.workers.pool import WorkerPool
-from verbatim.rollouts.workers.worker import CannotBeSent, WorkerLost
-from verbatim.rollouts.workers.worker_context import WorkerContext
+from verbatim.rollouts.workers.worker import CannotBeSent, WorkerContext, WorkerLost
 from verbatim.texts import error_text
+
+
+class RaySettings(BackendSettings):
+    """[orchestrator.rollout.ray]: Ray actors, on any number of hosts."""
+
+    cpus_per_worker: NonNegativeFloat = 1.0
+    """CPUs that an actor reserves on its host."""
+    address: str | None = None
+    """The cluster: "auto" for the one that this machine belongs to, or "10.0.0.1:6379"; by default one is started here,
+    and stopped at the end."""
+    host: str = "127.0.0.1"
+    """This machine's address, as the actors' hosts know it: the sampler is served there."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """The sampler's port; 0 takes a free one."""
+
+    def check(self) -> None:
+        """Refuse a machine without Ray."""
+        if not is_installed("ray"):
+            raise UsageError('orchestrator.rollout.backend = "ray" needs the package ray: pip install '
+                             "'verbatim-rl[ray]'")  # fmt: skip
 
 
 @contextlib.asynccontextmanager
 async def ray_runner(
-    setups: Mapping[tuple[str, str], RemoteSetup],
-    sampler: Sampler,
-    renderer: Renderer,
-    *,
-    workers: int,
-    cpus_per_worker: float = 1.0,
-    address: str | None = None,
-    host: str = "127.0.0.1",
-    port: int = 0,
+    inputs: RunnerInputs, settings: RaySettings = RaySettings()  # noqa: B008  frozen
 ) -> AsyncIterator[WorkerPool]:
     """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays here and is served to them over HTTP.
-
-    Args:
-        setups: Setups by purpose ("train", "eval") and label.
-        sampler: The sampler of the episodes.
-        renderer: The renderer of its model.
-        workers: Number of actors.
-        cpus_per_worker: CPUs of each actor.
-        address: Address of the Ray cluster; None starts Ray here.
-        host: This machine's address for the actors' hosts.
-        port: The sampler's port; 0 takes a free one.
 
     Raises:
         UsageError: Ray or the actors cannot be started; says why.
     """
-    counted, key, context = CountingSampler(sampler), secrets.token_urlsafe(24), WorkerContext.current()
-    with ray_running(address, num_cpus=max(1, math.ceil(workers * cpus_per_worker))) as ray:
-        plan = packed_plan(setups, renderer, ray.cloudpickle.dumps)
-        async with serve_sampler(counted, host=host, port=port, api_key=key) as server:
+    counted, key, context = CountingSampler(inputs.sampler), secrets.token_urlsafe(24), WorkerContext.current()
+    cpus = settings.cpus_per_worker
+    with ray_running(settings.address, num_cpus=max(1, math.ceil(inputs.workers * cpus))) as ray:
+        plan = packed_plan(inputs.setups, inputs.renderer, ray.cloudpickle.dumps)
+        async with serve_sampler(counted, host=settings.host, port=settings.port, api_key=key) as server:
 
             def make(alone: bool) -> RayWorker:
                 # A worker for a single episode reserves no CPU, because the others hold all.
-                cpus = 0.0 if alone else cpus_per_worker
-                return RayWorker(ray, EpisodeActor, (context, plan, server.url, key), cpus=cpus)
+                return RayWorker(ray, 0.0 if alone else cpus, context, plan, server.url, key)
 
-            pool = WorkerPool(make, counted, workers=workers, what="Ray actor")
+            pool = WorkerPool(make, counted, workers=inputs.workers, what="Ray actor")
             try:
                 await pool.start()
                 yield pool
@@ -78,43 +83,38 @@ class EpisodeActor:
         context.apply()
         self._plan, self._url, self._api_key = plan, url, api_key
         self._open = contextlib.AsyncExitStack()
-        self._episodes: WorkerEpisodes | None = None
+        self._run: RunEpisode | None = None
 
     async def prepare(self) -> int:
         """Create everything that episodes need. Returns the id of this process.
 
         Raises:
-            UsageError: an environment cannot be imported or created on this host.
-            SamplerFault: the sampler cannot be reached from it.
+            UsageError: as `open_episodes`.
+            SamplerFault: the sampler cannot be reached from this host.
         """
-        from ray import cloudpickle
-
-        plan: EpisodePlan = cloudpickle.loads(self._plan)
         sampler = await HttpSampler.connect(self._url, api_key=self._api_key)
-        self._episodes = await self._open.enter_async_context(WorkerEpisodes.made(plan, sampler))
+        self._run = await self._open.enter_async_context(open_episodes(self._plan, sampler))
         return os.getpid()
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
         """Run an episode; returns it packed."""
-        assert self._episodes is not None
-        return await self._episodes.run(label, task)
+        assert self._run is not None
+        return await self._run(label, task)
 
 
 class RayWorker:
-    """A `Worker` that is a Ray actor.
+    """A `Worker` that is an `EpisodeActor`.
 
     Args:
         ray: The connected package.
-        actor: The actor's class.
-        given: Arguments of its constructor.
         cpus: CPUs that it reserves.
+        given: Arguments of the actor.
     """
 
-    def __init__(self, ray: Any, actor: type, given: tuple[Any, ...], *, cpus: float) -> None:
-        self._ray = ray
+    def __init__(self, ray: Any, cpus: float, *given: Any) -> None:
+        self._ray, self._given = ray, given
         # Ray limits an actor's concurrent calls; orchestrator.max_concurrent limits them already.
-        options = {"num_cpus": cpus, "scheduling_strategy": "SPREAD", "max_concurrency": 100_000}
-        self._make: Callable[[], Any] = lambda: ray.remote(actor).options(**options).remote(*given)
+        self._options = {"num_cpus": cpus, "scheduling_strategy": "SPREAD", "max_concurrency": 100_000}
         self.handle: Any = None
         """Ray's handle, once it is started."""
         errors = ray.exceptions
@@ -124,12 +124,8 @@ class RayWorker:
         )  # fmt: skip
 
     async def start(self) -> int:
-        """Place it on a host and create its environments. Returns its process id there.
-
-        Raises:
-            UsageError: it could not be placed or created.
-        """
-        self.handle = self._make()
+        """Place it on a host and create its environments; its process id there."""
+        self.handle = self._ray.remote(EpisodeActor).options(**self._options).remote(*self._given)
         try:
             async with asyncio.timeout(worker.START_TIMEOUT):
                 pid: int = await self.handle.prepare.remote()
@@ -142,12 +138,7 @@ class RayWorker:
         return pid
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """Run one episode.
-
-        Raises:
-            WorkerLost: the actor or its host is lost.
-            CannotBeSent: the example cannot be pickled.
-        """
+        """Run one episode."""
         try:
             answer = self.handle.run.remote(label, task)
         except Exception as error:  # pickling an example raises anything

@@ -109,12 +109,8 @@ class VerifiersEpisode(Episode):
         self._rewards: dict[str, float] = {}
 
     async def run(self, agent: Any) -> None:
-        """Have verifiers play and score it, and hold its trace against what was served.
-
-        Raises:
-            EnvironmentFault: verifiers failed, or its trace is not what was sampled.
-            EpisodeOver: it was cut off.
-        """
+        """Have verifiers play and score it; an EnvironmentFault if it fails, or if its trace is not what was
+        sampled."""
         if not isinstance(agent, AgentLoop):
             raise EnvironmentFault("verifiers' environments are played by the run's sampler only, not by a teacher")
         serving = self._environment.serving()

@@ -42,11 +42,8 @@ class Switchboard(SamplerProxy):
         self._speaking = {name: who for name, who in self._speaking.items() if who[0] is not loop}
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """A turn of its episode. Where there is no turn or token left, verifiers is told to stop and score.
-
-        Raises:
-            RecordError: an unknown request, or the episode is over.
-        """
+        """A turn of its episode. Where no turn or token is left, verifiers is told to stop and score, by a
+        RecordError."""
         if request.session not in self._speaking:
             raise RecordError(f"session {request.session!r} is no episode under way")
         loop, trace = self._speaking[request.session]
@@ -63,11 +60,8 @@ class Switchboard(SamplerProxy):
 
 @dataclass(eq=False)
 class Serving:
-    """Up for as long as it is used, in one event loop.
-
-    verifiers' servers are entered and left in one task of their own, as their scopes demand, whichever episode comes
-    first and goes last.
-    """
+    """Up for as long as it is used, in one event loop. verifiers' servers are entered and left in one task, as their
+    scopes demand, whichever episode comes first and goes last."""
 
     env: Any
     """verifiers' environment."""

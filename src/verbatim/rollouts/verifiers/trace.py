@@ -28,12 +28,8 @@ Served = tuple[bytes, bytes, bytes]
 
 
 def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
-    """Whether the traces hold exactly what was served.
-
-    Raises:
-        EnvironmentFault: a sampled message that was not served, or a served one that no trace holds.
-    """
-    recorded = Counter(_served(node) for trace in traces for node in _sampled(trace))
+    """Check that the traces hold exactly what was served: no more, no less, in the same context."""
+    recorded = Counter(message for trace in traces for message in _sampled(trace))
     served = Counter(
         (turn.prompt_ids.tobytes(), turn.completion_ids.tobytes(), b"" if turn.logprobs is None
          else turn.logprobs.tobytes())
@@ -56,8 +52,8 @@ def _told(key: Served) -> str:
     return f"one has {len(prompt)} prompt ids, the completion {completion[:8].tolist()}{'...' * (len(completion) > 8)}"
 
 
-def _sampled(trace: Any) -> Iterator[tuple[list[int], list[int], list[float]]]:
-    """Prompt, completion and logprobs of each sampled message."""
+def _sampled(trace: Any) -> Iterator[Served]:
+    """Every sampled message of a trace."""
     for node in trace.nodes:
         if not node.sampled:
             continue
@@ -65,20 +61,14 @@ def _sampled(trace: Any) -> Iterator[tuple[list[int], list[int], list[float]]]:
         if node.mask != [False] * (len(node.mask) - count) + [True] * count or len(node.logprobs) != count:
             raise EnvironmentFault(f"verifiers' trace has a message with {count} sampled ids that are not at its end, "
                                    f"or not with one logprob each ({len(node.logprobs)})")  # fmt: skip
-        before: list[list[int]] = []
-        parent = node.parent
+        split = len(node.token_ids) - count
+        before, parent = [node.token_ids[:split]], node.parent
         while parent is not None:
             before.append(trace.nodes[parent].token_ids)
             parent = trace.nodes[parent].parent
-        split = len(node.token_ids) - count
-        prompt = [token for ids in reversed(before) for token in ids] + node.token_ids[:split]
-        yield prompt, node.token_ids[split:], node.logprobs
-
-
-def _served(message: tuple[list[int], list[int], list[float]]) -> Served:
-    prompt, completion, logprobs = message
-    return (np.array(prompt, np.int32).tobytes(), np.array(completion, np.int32).tobytes(),
-            np.array(logprobs, np.float32).tobytes())  # fmt: skip
+        prompt = [token for ids in reversed(before) for token in ids]
+        yield (np.array(prompt, np.int32).tobytes(), np.array(node.token_ids[split:], np.int32).tobytes(),
+               np.array(node.logprobs, np.float32).tobytes())  # fmt: skip
 
 
 def errors_of(episode: Any) -> str | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from verbatim.environments.base import Environment
 from verbatim.environments.resolve import create_environment
@@ -19,10 +19,9 @@ from verbatim.renderers.renderer_spec import RendererSpec, renderer_spec
 from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, LocalRunner, RolloutSetup
-from verbatim.rollouts.workers.worker import CannotBeSent
+from verbatim.rollouts.workers.worker import CannotBeSent, dumped, loaded
 from verbatim.texts import error_text
 from verbatim.types import Trajectory
-from verbatim.user_code import is_ctrl_c
 
 LARGEST = 512 * 2**20
 """Most bytes of one pickled episode."""
@@ -39,32 +38,15 @@ class RemoteSetup:
     args: Mapping[str, Any]
     """The environment's keyword arguments."""
     params: SamplingParams
-    """Sampling parameters."""
     limits: EpisodeLimits
-    """Limits of turns, tokens and time."""
     teacher: OpenAI | None = None
     """A chat client that answers in place of the sampler; None = the sampler."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EpisodePlan:
-    """Setups and renderer of a worker's episodes."""
-
-    setups: Mapping[tuple[str, str], RemoteSetup]
-    """Setups by purpose ("train", "eval") and label."""
-    renderer: Renderer | RendererSpec
-    """The renderer of the sampler's model."""
 
 
 def packed_plan(
     setups: Mapping[tuple[str, str], RemoteSetup], renderer: Renderer, dumps: Callable[[Any], bytes]
 ) -> bytes:
-    """The plan as bytes.
-
-    Args:
-        setups: Setups by purpose and label.
-        renderer: The renderer of the sampler's model.
-        dumps: `pickle.dumps`, or Ray's.
+    """The setups, by purpose and label, and the renderer as bytes; `dumps` is `pickle.dumps`, or Ray's.
 
     Raises:
         ComponentError: an environment that a worker cannot create; names it.
@@ -74,7 +56,7 @@ def packed_plan(
         refuse_unpicklable(setup.env, setup.name, setup.args, dumps)
     spec = renderer_spec(renderer)
     try:
-        return dumps(EpisodePlan(setups=dict(setups), renderer=spec))
+        return dumps((dict(setups), spec))
     except Exception as error:  # pickling raises anything
         raise UsageError(
             f"a {type(renderer).__name__} cannot be sent to a worker ({error_text(error)}); make it picklable, or run "
@@ -85,11 +67,7 @@ def packed_plan(
 def refuse_unpicklable(
     label: str, name: str, args: Mapping[str, Any], dumps: Callable[[Any], bytes] = pickle.dumps
 ) -> None:
-    """Check that each worker can create the environment from its name and arguments.
-
-    Raises:
-        ComponentError: a name that means something else there, or an argument that cannot be pickled.
-    """
+    """Check that each worker can create the environment from its name and arguments; a ComponentError if it cannot."""
     if name.replace(":", ".").startswith("__main__."):
         raise ComponentError(
             f"environment {label!r}: {name} is in the program itself, where a worker process cannot import it from; "
@@ -105,84 +83,66 @@ def refuse_unpicklable(
             ) from error
 
 
-class WorkerEpisodes:
-    """Runs the episodes of one worker concurrently on its event loop."""
+RunEpisode: TypeAlias = Callable[[str, EpisodeTask], Awaitable[bytes]]
+"""Runs an episode of the environment with this label; returns it packed."""
 
-    def __init__(self, setups: Mapping[tuple[str, str], RolloutSetup]) -> None:
-        self._setups = setups
 
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def made(cls, plan: EpisodePlan, sampler: Sampler) -> AsyncIterator[WorkerEpisodes]:
-        """Context manager that creates everything that episodes need.
+@contextlib.asynccontextmanager
+async def open_episodes(packed: bytes, sampler: Sampler) -> AsyncIterator[RunEpisode]:
+    """Context manager that creates what the episodes of a `packed_plan` need; gives what runs one of them.
 
-        Raises:
-            UsageError: an environment cannot be imported or created here, or the renderer differs.
-        """
-        renderer = plan.renderer.make() if isinstance(plan.renderer, RendererSpec) else plan.renderer
-        environments: dict[str, Environment] = {}
-        setups: dict[tuple[str, str], RolloutSetup] = {}
-        async with contextlib.AsyncExitStack() as stack:
-            for key, setup in plan.setups.items():
-                what = f"{setup.name} {setup.args!r}"  # one environment for equal arguments
-                if what not in environments:
-                    environments[what] = create_environment(setup.name, setup.args)
-                teacher = None
-                if setup.teacher is not None:
-                    teacher = await stack.enter_async_context(setup.teacher.connect())
-                setups[key] = RolloutSetup(
-                    env=setup.env, environment=environments[what], sampler=sampler, renderer=renderer,
-                    params=setup.params, limits=setup.limits, slots=asyncio.Semaphore(), teacher=teacher,
-                )  # fmt: skip
-            yield cls(setups)
+    Raises:
+        UsageError: an environment cannot be imported or created here, or the renderer differs.
+    """
+    plans: Mapping[tuple[str, str], RemoteSetup]
+    plans, renderer = pickle.loads(packed)  # noqa: S301  (from the run's process)
+    if isinstance(renderer, RendererSpec):
+        renderer = renderer.make()
+    environments: dict[str, Environment] = {}
+    setups: dict[tuple[str, str], RolloutSetup] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for key, plan in plans.items():
+            what = f"{plan.name} {plan.args!r}"  # one environment for equal arguments
+            if what not in environments:
+                environments[what] = create_environment(plan.name, plan.args)
+            teacher = None if plan.teacher is None else await stack.enter_async_context(plan.teacher.connect())
+            setups[key] = RolloutSetup(
+                env=plan.env, environment=environments[what], sampler=sampler, renderer=renderer, params=plan.params,
+                limits=plan.limits, slots=asyncio.Semaphore(), teacher=teacher,
+            )  # fmt: skip
 
-    async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """Run an episode; returns it packed."""
-        setup = self._setups[task.purpose, label]
-        recorder = Recorder(setup.sampler.vocab_size, trajectory_id=task.identity.trajectory_id)
-        trajectory = await LocalRunner().run(setup, task, recorder)
-        return pack(trajectory, recorder.late)
+        async def run(label: str, task: EpisodeTask) -> bytes:
+            setup = setups[task.purpose, label]
+            recorder = Recorder(sampler.vocab_size, trajectory_id=task.identity.trajectory_id)
+            trajectory = await LocalRunner().run(setup, task, recorder)
+            return pack(trajectory, recorder.late)
+
+        yield run
 
 
 def pack(trajectory: Trajectory, late: RecordError | None) -> bytes:
-    """Pickle an episode's record for the run's process.
-
-    If values of the environment in `info` or messages cannot be pickled, the rest is packed as a failed episode.
-    """
-    whole = _dumped(trajectory, late)
-    if isinstance(whole, bytes):
-        return whole
-    error = trajectory.error or f"environment: what it recorded cannot be sent from its worker: {whole}"
+    """Pickle an episode's record for the run's process. If values of the environment in `info` or messages cannot be
+    pickled, the rest is packed as a failed episode."""
+    try:
+        return _dumped(trajectory, late)
+    except CannotBeSent as why:
+        error = trajectory.error or f"environment: what it recorded cannot be sent from its worker: {why}"
     failed = trajectory.replace(error=error, info={})
     for less in (failed, failed.replace(messages=(), tools=())):
-        rest = _dumped(less, late)
-        if isinstance(rest, bytes):
-            return rest
-    raise AssertionError(f"ids and numbers cannot be pickled: {rest!r}")
+        with contextlib.suppress(CannotBeSent):
+            return _dumped(less, late)
+    raise AssertionError("ids and numbers cannot be pickled")
 
 
-def _dumped(trajectory: Trajectory, late: RecordError | None) -> bytes | str:
-    """The bytes, or the error's text."""
-    try:
-        found = pickle.dumps((trajectory, late), protocol=pickle.HIGHEST_PROTOCOL)
-    except BaseException as error:
-        if is_ctrl_c(error):
-            raise
-        return error_text(error, 500)
-    return found if len(found) <= LARGEST else f"{len(found):,} bytes; expected at most {LARGEST:,}"
+def _dumped(trajectory: Trajectory, late: RecordError | None) -> bytes:
+    found = dumped((trajectory, late))
+    if len(found) > LARGEST:
+        raise CannotBeSent(f"{len(found):,} bytes; expected at most {LARGEST:,}")
+    return found
 
 
 def unpack(packed: bytes) -> tuple[Trajectory, RecordError | None]:
-    """Read the result of `pack`. The objects are copies that pin no memory of Ray's.
-
-    Raises:
-        CannotBeSent: an object of the environment cannot be unpickled.
-    """
-    try:
-        trajectory, late = pickle.loads(packed)  # noqa: S301  (from our own child process)
-    except BaseException as error:
-        if is_ctrl_c(error):
-            raise
-        raise CannotBeSent(error_text(error, 500)) from error
+    """Read the result of `pack`. The objects are copies that pin no memory of Ray's."""
+    trajectory, late = loaded(packed)
     assert isinstance(trajectory, Trajectory)
     return trajectory, late

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from verbatim.errors import RecordError, RunStopped, UsageError
 from verbatim.rollouts import supervised
+from verbatim.rollouts.draws import Attempt, CountingSampler
 from verbatim.rollouts.episode import CLOSING
 from verbatim.rollouts.group import run_together
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
-from verbatim.rollouts.workers.counting_sampler import Attempt, CountingSampler
 from verbatim.rollouts.workers.episodes import unpack
 from verbatim.rollouts.workers.worker import CannotBeSent, Worker, WorkerLost
 from verbatim.texts import cut, error_text, printable
@@ -48,17 +48,14 @@ class WorkerPool:
     """An `EpisodeRunner`: each episode goes to the worker that runs the fewest episodes.
 
     Args:
-        make: Creates a worker without starting it. True = it runs a single episode only.
+        make: Creates a worker without starting it; told whether it runs a single episode only.
         sampler: Receives the workers' requests.
         workers: Number of workers.
         what: A worker's name in messages, such as "Ray actor".
     """
 
     def __init__(self, make: Callable[[bool], Worker], sampler: CountingSampler, *, workers: int, what: str) -> None:
-        self._make = make
-        self._sampler = sampler
-        self._num_wanted = workers
-        self._what = what
+        self._make, self._sampler, self._num_wanted, self._what = make, sampler, workers, what
         self._workers: list[_Started] = []
         self._starting: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -79,18 +76,14 @@ class WorkerPool:
         return [started.pid for started in self._workers]
 
     def metrics(self) -> Mapping[str, float]:
-        """Number of workers; and since the start, lost workers and restarted episodes."""
+        """Number of workers; since the start, lost workers and restarted episodes."""
         return {
             "rollout/workers": len(self._workers), "rollout/workers_lost": self.num_lost,
             "rollout/episodes_rerun": self.num_rerun,
         }  # fmt: skip
 
     async def start(self) -> None:
-        """Start every worker.
-
-        Raises:
-            UsageError: a worker cannot be started.
-        """
+        """Start every worker; a UsageError if one cannot be started."""
         await run_together(self._add() for _ in range(self._num_wanted))
 
     async def close(self) -> None:
@@ -107,11 +100,8 @@ class WorkerPool:
             await asyncio.wait(self._closing)
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run an episode, on other workers if the first is lost.
-
-        Raises:
-            RunStopped: no worker is left, and none can be started.
-        """
+        """Run an episode, on other workers if the first is lost; a RunStopped if no worker is left, and none can be
+        started."""
         why = ""
         for number in range(1, MOST_ATTEMPTS + 1):
             self.num_rerun += number > 1
@@ -145,7 +135,7 @@ class WorkerPool:
                 try:
                     return await self._run_on(started, setup, task, recorder)
                 finally:
-                    if started.is_lost or self._num_to_run_alone <= 1:
+                    if started.is_lost:
                         self._close(started.worker)
                     else:  # the next episode need not wait for a new worker
                         self._spare.append(started)
@@ -167,17 +157,17 @@ class WorkerPool:
         except (WorkerLost, TimeoutError) as error:
             why = str(error) or f"it did not end an episode within {GRACE:g} s of its deadline"
             self._lose(started, why)
-            await current.give_up()
+            await current.end()
             recorder.lose(current.num_tokens)
             raise WorkerLost(why) from error
         except asyncio.CancelledError:
-            await current.give_up()
+            await current.end()
             raise
         finally:
             started.num_running -= 1
             self._sampler.close_attempt(current)
         self._num_lost_in_a_row = 0
-        await current.give_up()  # a cancellation may still be on its way to the engine
+        await current.end()  # a cancellation may still be on its way to the engine
         try:
             trajectory, late = unpack(packed)
         except CannotBeSent as error:
@@ -228,14 +218,14 @@ class WorkerPool:
             logger.warning("no other %s could be started, %d are left: %s", self._what, len(self._workers),
                            printable(str(error)))  # fmt: skip
 
+    def _ended(self, starting: asyncio.Task[None]) -> None:
+        self._starting.discard(starting)
+        self._changed.set()
+
     def _pause(self) -> float:
         """Seconds to wait before a replacement: 0 after the first losses, then doubling until an episode ends."""
         extra = self._num_lost_in_a_row - self._num_wanted
         return min(LONGEST_PAUSE, 0.1 * 2 ** min(extra, 10)) if extra > 0 else 0.0
-
-    def _ended(self, starting: asyncio.Task[None]) -> None:
-        self._starting.discard(starting)
-        self._changed.set()
 
     def _close_spare(self) -> None:
         while self._spare:

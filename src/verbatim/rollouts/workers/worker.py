@@ -1,10 +1,17 @@
-"""Defines the `Worker` protocol: one process, on this or another machine, that runs episodes."""
+"""Defines the `Worker` protocol (a process, on this or another machine, that runs episodes), and what workers share."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from verbatim.rollouts.runner import EpisodeTask
+from verbatim.texts import error_text
+from verbatim.user_code import is_ctrl_c
 
 START_TIMEOUT = 120.0
 """Seconds for a worker to start and to create its environments."""
@@ -43,3 +50,53 @@ class Worker(Protocol):
 
     async def close(self) -> None:
         """End it, if it still runs, and wait until its processes have ended."""
+
+
+def dumped(value: Any) -> bytes:
+    """Pickle a value with objects of the user's; a CannotBeSent if one of them raises."""
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        raise CannotBeSent(error_text(error, 500)) from error
+
+
+def loaded(packed: bytes) -> Any:
+    """Read the result of `dumped`, from a process of this run; a CannotBeSent if an object raises."""
+    try:
+        return pickle.loads(packed)  # noqa: S301  (from our own process)
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        raise CannotBeSent(error_text(error, 500)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """The working directory and search path of the driver, for its workers."""
+
+    folder: str
+    """The working directory."""
+    search_path: tuple[str, ...]
+    """`sys.path`, absolute."""
+
+    @classmethod
+    def current(cls) -> WorkerContext:
+        """The context of this process."""
+        return cls(folder=str(Path.cwd()), search_path=tuple(os.path.abspath(entry) for entry in sys.path))
+
+    def apply(self) -> None:
+        """Adopt it as far as this host has the folders, so that relative paths and imports mean the same.
+
+        Packages installed on this host come first.
+        """
+        if Path(self.folder).is_dir():
+            os.chdir(self.folder)
+        known = set(map(os.path.abspath, sys.path))
+        sys.path.extend(entry for entry in self.search_path if entry not in known)
+
+    def apply_exactly(self) -> None:
+        """Adopt it in another process of the same machine: the same search path in the same order."""
+        os.chdir(self.folder)
+        sys.path[:] = self.search_path
