@@ -30,16 +30,9 @@ class AgentLoop(EpisodeLoop):
     """
 
     def __init__(
-        self,
-        *,
-        sampler: Sampler,
-        renderer: Renderer,
-        params: SamplingParams,
-        limits: EpisodeLimits,
-        recorder: Recorder,
-        seed: int,
-        session: str | None = None,
-    ) -> None:
+        self, *, sampler: Sampler, renderer: Renderer, params: SamplingParams, limits: EpisodeLimits,
+        recorder: Recorder, seed: int, session: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(limits=limits, recorder=recorder)
         self.sampler, self.renderer = sampler, renderer
         ends = [token for token in renderer.stop_token_ids if token < sampler.vocab_size]  # a tokenizer may have more

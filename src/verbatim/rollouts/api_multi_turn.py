@@ -28,9 +28,6 @@ class APIMultiTurnRollout(ConversationRollout):
         >>> (result,) = rollout([{"messages": [{"role": "user", "content": "Who wrote Emma?"}]}])
         >>> result["stop_reason"], result["turns"], result["messages"][-1]["content"]
         ('stop', 2, 'Jane Austen.')
-
-    Raises:
-        UsageError: a setting that cannot be.
     """
 
     api: OpenAI

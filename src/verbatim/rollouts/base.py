@@ -31,15 +31,8 @@ class Rollout(Protocol):
     """
 
     def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """As many trajectories as were given, in the same order; what was given is not changed.
-
-        Args:
-            trajectories: Where each begins.
-            overrides: Settings of the engine, for this call only.
-
-        Raises:
-            NotImplementedError: the subclass does not write it.
-        """
+        """As many trajectories as were given, in the same order; what was given is not changed. The overrides are
+        settings of the engine, for this call only."""
         raise NotImplementedError(f"{type(self).__name__} must say how conversations are taken to their end: write "
                                   "`__call__(self, trajectories, **overrides) -> list[Trajectory]`")  # fmt: skip
 

@@ -40,16 +40,9 @@ class ChatLoop(EpisodeLoop):
     needs_content = False
 
     def __init__(
-        self,
-        *,
-        connection: Connection,
-        params: SamplingParams,
-        limits: EpisodeLimits,
-        recorder: Recorder,
-        seed_of: Callable[[int], int | None],
-        extra_body: Mapping[str, Any] | None = None,
-        send_reasoning: bool = False,
-    ) -> None:
+        self, *, connection: Connection, params: SamplingParams, limits: EpisodeLimits, recorder: Recorder,
+        seed_of: Callable[[int], int | None], extra_body: Mapping[str, Any] | None = None, send_reasoning: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(limits=limits, recorder=recorder)
         self._connection, self._params, self._seed_of = connection, params, seed_of
         self._extra_body, self._send_reasoning = extra_body or {}, send_reasoning

@@ -14,13 +14,9 @@ from verbatim.types import Int32, Message, Trajectory, Turn
 
 
 def trajectory_from_messages(
-    renderer: Renderer,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    *,
-    trajectory_id: str = "",
-    env: str = "",
-) -> Trajectory:
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *,
+    trajectory_id: str = "", env: str = "",
+) -> Trajectory:  # fmt: skip
     """Every assistant message as a turn, its ids from rendering the prompt, and the prompt with the message.
 
     Prompts are bridged as in a rollout, so a rollout of the same conversation has the same tokens.

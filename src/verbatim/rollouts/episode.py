@@ -35,14 +35,8 @@ async def run_episode(
     If the environment, a tool under its own control flow, or the engine failed, the trajectory's `error` says what
     happened and the turns up to there are kept. That holds for whatever the environment raises, SystemExit and
     KeyboardInterrupt included. At its deadline the environment's code is cancelled; where it ignores that for
-    `supervised.GRACE` seconds, it is left behind: the episode has failed, and the run goes on.
-
-    Args:
-        environment: Starts the episode.
-        example: The dataset row it is about.
-        seed: Seeds the environment's own randomness.
-        loop: Takes the turns, under its limits; its recorder holds them.
-        identity: Which rollout it is, for the record.
+    `supervised.GRACE` seconds, it is left behind: the episode has failed, and the run goes on. The seed is for the
+    environment's own randomness; the turns are taken by the loop, under its limits, and held by its recorder.
 
     Raises:
         asyncio.CancelledError: the run is shutting down; the recorder still holds what was sampled.
@@ -53,14 +47,8 @@ async def run_episode(
 
 
 class EpisodeRun:
-    """One episode under way, as in `run_episode`. What it holds is the record, at any time.
-
-    Args:
-        start: Starts the environment's episode.
-        loop: Takes the turns.
-        identity: Which rollout it is.
-        timed: Whether the start and the seconds of each generation and tool call are kept in `info["timeline"]`.
-    """
+    """One episode under way, as in `run_episode`. What it holds is the record, at any time. Where it is `timed`, the
+    start and the seconds of each generation and tool call are kept in `info["timeline"]`."""
 
     def __init__(
         self, start: Callable[[], Awaitable[Episode]], loop: EpisodeLoop, identity: RolloutIdentity, *,
@@ -78,11 +66,7 @@ class EpisodeRun:
         self._error: str | None = None
 
     async def run(self) -> None:
-        """Take the episode to its end; what goes wrong is in the record.
-
-        Raises:
-            asyncio.CancelledError: the caller is cancelled; `trajectory` still gives what there is.
-        """
+        """Take the episode to its end; what goes wrong is in the record, also where the caller is cancelled."""
         try:
             await supervise(self._run(), self._calls)
         except LeftBehind:

@@ -27,17 +27,10 @@ class GroupRun:
     """One group under way. What it holds can be counted at any time, also when it is cancelled."""
 
     def __init__(
-        self,
-        setup: RolloutSetup,
-        example: Example,
-        *,
-        index: int,
-        size: int,
-        run_seed: int,
-        purpose: str = "train",
+        self, setup: RolloutSetup, example: Example, *, index: int, size: int, run_seed: int, purpose: str = "train",
         on_sampled: Callable[[int], None] | None = None,
         on_dropped: Callable[[Mapping[str, int]], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.index = index
         self.example = example
         self.setup = setup

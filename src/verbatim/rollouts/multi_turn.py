@@ -35,9 +35,6 @@ class MultiTurnRollout(ConversationRollout):
         >>> (result,) = rollout([{"messages": [{"role": "user", "content": "Who wrote Emma?"}]}])
         >>> result["stop_reason"], result["turns"], result["labels"][:3]
         ('stop', 2, [-100, -100, -100])
-
-    Raises:
-        UsageError: a setting that cannot be.
     """
 
     sampler: Sampler

@@ -25,16 +25,10 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        on_sampled: Callable[[int], None] | None = None,
-        on_dropped: Callable[[Mapping[str, int]], None] | None = None,
-        *,
-        trajectory_id: str = "",
-    ) -> None:
-        self._on_sampled = on_sampled
-        self._on_dropped = on_dropped
-        self._trajectory_id = trajectory_id
+        self, vocab_size: int, on_sampled: Callable[[int], None] | None = None,
+        on_dropped: Callable[[Mapping[str, int]], None] | None = None, *, trajectory_id: str = "",
+    ) -> None:  # fmt: skip
+        self._on_sampled, self._on_dropped, self._trajectory_id = on_sampled, on_dropped, trajectory_id
         self._tree = TokenTree(vocab_size)
         self._closed = False
         self.turns: list[Turn] = []

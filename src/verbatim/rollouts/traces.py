@@ -26,14 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class TraceFolder:
-    """Stores trajectories as they end. May be called from several threads; callbacks are called one at a time.
-
-    Args:
-        folder: Made if it is not there.
-        trace_callback: Whether a trajectory is stored; without one all are.
-        success_callback: Whether the file is called `ok-...` or `fail-...`; without one, whether the trajectory ended
-            of itself and without an error.
-    """
+    """Stores trajectories as they end, as the settings of a rollout say. May be called from several threads; callbacks
+    are called one at a time."""
 
     def __init__(
         self, folder: Path, *, trace_callback: Callable[[Trajectory], Any] | None = None,
@@ -46,10 +40,8 @@ class TraceFolder:
         folder.mkdir(parents=True, exist_ok=True)
 
     def store(self, trajectory: Trajectory) -> Path | None:
-        """Write one, if it is wanted; its file. Never raises: a trace is not worth an episode.
-
-        A callback that raises is warned about, and the trace is kept: as `fail-` where success cannot be told.
-        """
+        """Write one, if it is wanted; its file. Never raises: a trace is not worth an episode. A callback that raises
+        is warned about, and the trace is kept: as `fail-` where success cannot be told."""
         errors: list[str] = []
         with self._one_at_a_time:
             if not self._ask("trace_callback", self._wanted, trajectory, errors, otherwise=True):

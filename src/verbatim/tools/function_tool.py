@@ -111,9 +111,7 @@ class FunctionTool:
         return f"FunctionTool({self.name!r})"
 
     async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Validate the arguments and run.
-
-        `as_result` converts the return value: a string is unchanged, None is "", any other value is JSON.
+        """Validate the arguments and run; the return value is read by `as_result`.
 
         Raises:
             ToolArgumentsError: the arguments do not fit the signature.

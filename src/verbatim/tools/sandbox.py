@@ -154,12 +154,7 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         isolation: Isolation | None = None,
     ) -> Sandbox:
-        """Start a shell in a directory with these files.
-
-        Args:
-            limits: Its resource limits.
-            files: Text by relative path.
-            isolation: By default the strongest that works here.
+        """Start a shell in a directory with these files (text by relative path), isolated as strongly as works here.
 
         Raises:
             UsageError: no isolation works, or a path outside the directory.

@@ -103,13 +103,7 @@ class EpisodeActor:
 
 
 class RayWorker:
-    """A `Worker` that is an `EpisodeActor`.
-
-    Args:
-        ray: The connected package.
-        cpus: CPUs that it reserves.
-        given: Arguments of the actor.
-    """
+    """A `Worker` that is an `EpisodeActor`, made with the `given` arguments; it reserves so many CPUs."""
 
     def __init__(self, ray: Any, cpus: float, *given: Any) -> None:
         self._ray, self._given = ray, given
