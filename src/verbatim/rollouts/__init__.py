@@ -1,13 +1,12 @@
 """Runs episodes: one asyncio task for each."""
 
 from verbatim.rollouts.agent_loop import AgentLoop
-from verbatim.rollouts.api_multi_turn import APIMultiTurnRollout
 from verbatim.rollouts.base import Rollout
 from verbatim.rollouts.demonstrations import trajectory_from_messages
 from verbatim.rollouts.episode import run_episode
 from verbatim.rollouts.group import GroupRun
 from verbatim.rollouts.loop import EpisodeLimits, EpisodeOver
-from verbatim.rollouts.multi_turn import MultiTurnRollout
+from verbatim.rollouts.multi_turn import APIMultiTurnRollout, MultiTurnRollout
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeRunner, EpisodeTask, LocalRunner, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed

@@ -23,8 +23,7 @@ from pydantic_core import to_jsonable_python
 from verbatim.errors import ComponentError
 from verbatim.texts import shown
 from verbatim.tools.base import ToolResult
-from verbatim.tools.docstrings import read_docstring
-from verbatim.tools.signature import Signature, Subject, read_signature
+from verbatim.tools.signature import Signature, Subject, read_docstring, read_signature
 
 if TYPE_CHECKING:
     from verbatim.tools.json_arguments import JsonArguments
@@ -65,15 +64,9 @@ class FunctionTool:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        name: str | None = None,
-        description: str | None = None,
-        parameters: Mapping[str, Any] | None = None,
-        inline: bool = False,
-        returns: bool = False,
-    ) -> None:
+        self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None,
+        parameters: Mapping[str, Any] | None = None, inline: bool = False, returns: bool = False,
+    ) -> None:  # fmt: skip
         if not callable(function):
             raise ComponentError(f"FunctionTool({shown(function, 80)}): a {type(function).__name__} cannot be called; "
                                  "give the function itself, without parentheses: FunctionTool(thing.look)")  # fmt: skip

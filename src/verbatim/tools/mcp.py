@@ -43,15 +43,9 @@ class McpTools:
 
     @classmethod
     def stdio(
-        cls,
-        command: str,
-        args: Sequence[str] = (),
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path | None = None,
-        prefix: str = "",
-        connect_timeout: float = 30.0,
-    ) -> Self:
+        cls, command: str, args: Sequence[str] = (), *, env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None, prefix: str = "", connect_timeout: float = 30.0,
+    ) -> Self:  # fmt: skip
         """A server that is started as a process and ends with the source.
 
         Args:

@@ -42,16 +42,10 @@ class VerifiersEnvironment:
     """
 
     def __init__(
-        self,
-        taskset: str,
-        tokenizer: str,
-        renderer: str | None = None,
-        harness: str = HARNESS,
-        env: str = "",
-        train: Mapping[str, Any] | None = None,
-        eval: Mapping[str, Any] | None = None,
+        self, taskset: str, tokenizer: str, renderer: str | None = None, harness: str = HARNESS, env: str = "",
+        train: Mapping[str, Any] | None = None, eval: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._config = _read_config(taskset, env, harness, dict(config or {}))
