@@ -106,17 +106,15 @@ def _parts(given: Conversation, index: int) -> tuple[Mapping[str, Any], Mapping[
     if isinstance(given, Trajectory):
         names = ("example_id", "trajectory_id", "group_id", "sample_index", "env", "messages", "tools")
         return {name: getattr(given, name) for name in names}, _task_of(given.info)
-    if isinstance(given, Mapping) and _is_dict_of_trajectory(given):
+    if isinstance(given, Mapping) and given.keys() >= {"trajectory_id", "turns", "info"} and (
+        isinstance(given["info"], Mapping)
+    ):
         task = {name: value for name, value in given.items() if name not in TRAJECTORY_KEYS}
         return given, {**_task_of(given["info"]), **task}
     if isinstance(given, Mapping):
         return given, {name: value for name, value in given.items() if name not in _OWN}
     raise UsageError(f"trajectories[{index}] is a {type(given).__name__}; expected an Example, a Trajectory, or a "
                      'mapping such as {"messages": [...], "tools": [...]}')  # fmt: skip
-
-
-def _is_dict_of_trajectory(given: Mapping[str, Any]) -> bool:
-    return given.keys() >= {"trajectory_id", "turns", "info"} and isinstance(given["info"], Mapping)
 
 
 def _task_of(info: Any) -> Mapping[str, Any]:

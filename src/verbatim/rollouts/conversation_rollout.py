@@ -42,11 +42,7 @@ Start: TypeAlias = Callable[[int, Opening], tuple[EpisodeLoop, int | None]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConversationRollout(abc.ABC):
-    """The settings that all rollout engines have, and what a call does with them.
-
-    Raises:
-        UsageError: a setting that cannot be.
-    """
+    """The settings that all rollout engines have, and what a call does with them; a UsageError names a wrong one."""
 
     tool_manager: Managers = None
     """What runs the calls: one for all, or a list with one for each trajectory. Without one, a call is answered with an

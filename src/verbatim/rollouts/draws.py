@@ -16,8 +16,8 @@ from verbatim.rollouts.recorder import Recorder
 class Draws:
     """Asks the sampler. The recorder counts tokens before their completion is delivered, and also where it never is."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, session: str = "") -> None:
+        self._recorder, self.session = recorder, session
         self._under_way: set[asyncio.Task[Completion]] = set()
         self.over = False
         """Nothing more is drawn."""
@@ -64,29 +64,22 @@ class Draws:
         return bool(drawing)
 
 
-class Attempt(Draws):
-    """One attempt at an episode: its requests carry `session`, and its recorder counts their tokens."""
-
-    def __init__(self, session: str, recorder: Recorder) -> None:
-        super().__init__(recorder)
-        self.session = session
-
-
 class CountingSampler(SamplerProxy):
     """A `Sampler` for the requests of registered attempts only."""
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__(sampler)
-        self._attempts: dict[str, Attempt] = {}
+        self._attempts: dict[str, Draws] = {}
         self._numbers = itertools.count()
 
-    def open(self, recorder: Recorder) -> Attempt:
-        """Register a new attempt; close it when nothing waits for it."""
-        found = Attempt(f"attempt-{next(self._numbers)}", recorder)
+    def open(self, recorder: Recorder) -> Draws:
+        """Register a new attempt at an episode, whose requests carry its session; close it when nothing waits for it
+        any more."""
+        found = Draws(recorder, f"attempt-{next(self._numbers)}")
         self._attempts[found.session] = found
         return found
 
-    def close_attempt(self, found: Attempt) -> None:
+    def close_attempt(self, found: Draws) -> None:
         """Refuse further requests of this attempt."""
         del self._attempts[found.session]
 

@@ -110,10 +110,8 @@ def _rewarded_by_its_turns(trajectory: Trajectory) -> Trajectory:
 async def _score_together(
     score_group: Callable[[Sequence[Trajectory]], Any], trajectories: list[Trajectory], timeout: float  # noqa: ASYNC109
 ) -> list[Trajectory]:
-    """Group-level rewards for the completed rollouts; a scorer that fails fails its group, not the run.
-
-    It may take as long as one episode. Then it is cancelled, and left behind where it ignores that.
-    """
+    """Group-level rewards for the completed rollouts; a scorer that fails fails its group, not the run. It may take as
+    long as one episode. Then it is cancelled, and left behind where it ignores that."""
     completed = [t for t in trajectories if t.error is None]
     if not completed:
         return trajectories

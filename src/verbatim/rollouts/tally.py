@@ -84,10 +84,8 @@ class EpisodeTally:
             )  # fmt: skip
 
     def summary(self) -> list[str]:
-        """One line for what failed, one for the tools, one for evaluations; none where nothing did.
-
-        Example: `["3 of 8 train episodes failed: 3 x environment: score raised KeyError"]`.
-        """
+        """One line for what failed, one for the tools, one for evaluations; none where nothing did. Example: `["3 of 8
+        train episodes failed: 3 x environment: score raised KeyError"]`."""
         lines = []
         if self.failures:
             lines.append(f"{self.num_failed} of {self.num_episodes} {self.purpose} episodes failed: "

@@ -24,11 +24,7 @@ INSTALL = "install bubblewrap (Debian, Ubuntu: `apt-get install bubblewrap`; Fed
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """Resource limits of one sandbox.
-
-    Raises:
-        UsageError: a limit that is not positive.
-    """
+    """Resource limits of one sandbox, all above 0."""
 
     timeout: float = 5.0
     """Seconds for one command."""
@@ -65,11 +61,8 @@ class Isolation:
 
 
 def find_isolation(*, unsafe_allow: bool = False) -> Isolation:
-    """The strongest isolation that works on this machine; with `unsafe_allow`, no isolation if none works.
-
-    Raises:
-        UsageError: no isolation works; says what was tried and what to install.
-    """
+    """The strongest isolation that works on this machine; with `unsafe_allow`, no isolation if none works. Otherwise a
+    UsageError says what was tried and what to install."""
     found, tried = _try_all()
     if found is not None:
         return found

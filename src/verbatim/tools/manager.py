@@ -75,11 +75,8 @@ class ToolManager(Mapping[str, Tool]):
         self.register(*tools)
 
     def register(self, *tools: object) -> None:
-        """Add tools. An episode under way would need its conversation rendered again to show them.
-
-        Raises:
-            ComponentError: as for the constructor; then none of them is added.
-        """
+        """Add tools, or none of them where the constructor would raise. An episode under way would need its
+        conversation rendered again to show them."""
         taken = dict(self._tools)
         for tool in (tool for item in tools for tool in _as_tools(item)):
             if tool.name in taken:

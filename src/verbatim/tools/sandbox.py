@@ -186,9 +186,8 @@ class Sandbox:
     async def close(self) -> None:
         """Kill all processes inside and delete the files. May be called again."""
         self._kill()
-        process, self._process = self._process, None
-        keeper, self._keeper = self._keeper, None
-        folder, self._folder = self._folder, None
+        process, keeper, folder = self._process, self._keeper, self._folder
+        self._process = self._keeper = self._folder = None
         try:
             if process is not None:
                 await _reap(process)

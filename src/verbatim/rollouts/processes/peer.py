@@ -21,12 +21,8 @@ LARGEST = 2**30
 
 
 class Peer(asyncio.Protocol):
-    """One end of the socket.
-
-    Args:
-        methods: What the other end may call, by name. An error that is no `VerbatimError` is for the method to handle:
-            its caller would wait for ever.
-    """
+    """One end of the socket. The other end may call the methods by name. An error that is no `VerbatimError` is for the
+    method to handle: its caller would wait for ever."""
 
     def __init__(self, methods: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
         self._methods = methods

@@ -38,11 +38,8 @@ async def process_runner(
     inputs: RunnerInputs, settings: ProcessSettings = ProcessSettings()  # noqa: B008  frozen
 ) -> AsyncIterator[ProcessRunner]:
     """Context manager for an `EpisodeRunner` on worker processes, `inputs.workers` of each environment. The sampler,
-    and the episodes of other environments, stay in this process. What environments print is in `{label}.log`.
-
-    Raises:
-        UsageError: an environment's processes cannot be started; names it and says why.
-    """
+    and the episodes of other environments, stay in this process. What environments print is in `{label}.log`. A
+    UsageError names an environment whose processes cannot be started, and says why."""
     counted, context = CountingSampler(inputs.sampler), WorkerContext.current()
     by_label: dict[str, dict[tuple[str, str], RemoteSetup]] = {}
     for (purpose, label), setup in inputs.setups.items():

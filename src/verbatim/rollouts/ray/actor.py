@@ -15,11 +15,7 @@ from verbatim.types import Trajectory
 
 
 def start_rollout(kind: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
-    """The handle of an actor that holds one rollout engine; see `MultiTurnRollout.remote`.
-
-    Raises:
-        UsageError: Ray is not installed, the engine has no such setting, or a setting cannot be sent to the actor.
-    """
+    """The handle of an actor that holds one rollout engine; see `MultiTurnRollout.remote`, also for what is raised."""
     ray = import_ray()
     try:
         inspect.signature(kind).bind(**settings)

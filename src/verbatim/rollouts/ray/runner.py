@@ -53,11 +53,8 @@ class RaySettings(BackendSettings):
 async def ray_runner(
     inputs: RunnerInputs, settings: RaySettings = RaySettings()  # noqa: B008  frozen
 ) -> AsyncIterator[WorkerPool]:
-    """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays here and is served to them over HTTP.
-
-    Raises:
-        UsageError: Ray or the actors cannot be started; says why.
-    """
+    """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays here and is served to them over HTTP. A
+    UsageError says why Ray or the actors cannot be started."""
     counted, key, context = CountingSampler(inputs.sampler), secrets.token_urlsafe(24), WorkerContext.current()
     cpus = settings.cpus_per_worker
     with ray_running(settings.address, num_cpus=max(1, math.ceil(inputs.workers * cpus))) as ray:
@@ -86,12 +83,8 @@ class EpisodeActor:
         self._run: RunEpisode | None = None
 
     async def prepare(self) -> int:
-        """Create everything that episodes need. Returns the id of this process.
-
-        Raises:
-            UsageError: as `open_episodes`.
-            SamplerFault: the sampler cannot be reached from this host.
-        """
+        """Create everything that episodes need. Returns the id of this process. A SamplerFault if the sampler cannot be
+        reached from this host."""
         sampler = await HttpSampler.connect(self._url, api_key=self._api_key)
         self._run = await self._open.enter_async_context(open_episodes(self._plan, sampler))
         return os.getpid()

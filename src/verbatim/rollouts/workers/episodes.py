@@ -89,11 +89,8 @@ RunEpisode: TypeAlias = Callable[[str, EpisodeTask], Awaitable[bytes]]
 
 @contextlib.asynccontextmanager
 async def open_episodes(packed: bytes, sampler: Sampler) -> AsyncIterator[RunEpisode]:
-    """Context manager that creates what the episodes of a `packed_plan` need; gives what runs one of them.
-
-    Raises:
-        UsageError: an environment cannot be imported or created here, or the renderer differs.
-    """
+    """Context manager that creates what the episodes of a `packed_plan` need; gives what runs one of them. A UsageError
+    if an environment cannot be imported or created here, or if the renderer differs."""
     plans: Mapping[tuple[str, str], RemoteSetup]
     plans, renderer = pickle.loads(packed)  # noqa: S301  (from the run's process)
     if isinstance(renderer, RendererSpec):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from verbatim.errors import RecordError, RunStopped, UsageError
 from verbatim.rollouts import supervised
-from verbatim.rollouts.draws import Attempt, CountingSampler
+from verbatim.rollouts.draws import CountingSampler, Draws
 from verbatim.rollouts.episode import CLOSING
 from verbatim.rollouts.group import run_together
 from verbatim.rollouts.recorder import Recorder
@@ -243,7 +243,7 @@ class WorkerPool:
 
 
 def _received(
-    trajectory: Trajectory, late: RecordError | None, setup: RolloutSetup, ended: Attempt, recorder: Recorder
+    trajectory: Trajectory, late: RecordError | None, setup: RolloutSetup, ended: Draws, recorder: Recorder
 ) -> Trajectory:
     """Adjust the recorder's counts to the received trajectory."""
     if setup.teacher is not None:  # a teacher's answers are counted in the student's ids, which the worker computes

@@ -87,10 +87,8 @@ class WorkerContext:
         return cls(folder=str(Path.cwd()), search_path=tuple(os.path.abspath(entry) for entry in sys.path))
 
     def apply(self) -> None:
-        """Adopt it as far as this host has the folders, so that relative paths and imports mean the same.
-
-        Packages installed on this host come first.
-        """
+        """Adopt it as far as this host has the folders, so that relative paths and imports mean the same. Packages
+        installed on this host come first."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         known = set(map(os.path.abspath, sys.path))
