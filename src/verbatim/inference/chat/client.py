@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.errors import SamplerFault
+from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.chat.answer import BadAnswer, ChatAnswer, read_answer
 from verbatim.inference.http.client import (
     Answer,
@@ -20,6 +20,7 @@ from verbatim.inference.http.client import (
     check_limits,
     status_failure,
 )
+from verbatim.texts import shown
 
 _ACCOUNT = {"OPENAI_ORG_ID": "OpenAI-Organization", "OPENAI_PROJECT_ID": "OpenAI-Project"}
 """Environment variable: header. Who pays, where a key belongs to several; OpenAI's own client reads them too."""
@@ -30,7 +31,8 @@ class OpenAI:
     """Which model of which server, and how patiently it is asked. Does not connect by itself.
 
     Raises:
-        UsageError: a `base_url` that is no plain http(s) address, or limits with which no request could be made.
+        UsageError: no name of a model, a `base_url` that is no plain http(s) address, or limits with which no request
+            could be made.
     """
 
     model: str
@@ -51,6 +53,8 @@ class OpenAI:
     requests that sample from just that: temperature 1, nothing cut off."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model.strip():
+            raise UsageError(f'model: found {shown(self.model, 80)}, expected its name on the server, as in "gpt-5"')
         check_address(self.base_url, "base_url")
         check_limits(self.request_timeout, self.max_retries)
 
