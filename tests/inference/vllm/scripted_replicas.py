@@ -5,12 +5,13 @@ import asyncio
 import numpy as np
 
 from verbatim.errors import ModelError, SamplerFault
-from verbatim.inference import SampleRequest, SamplingParams
+from verbatim.inference import Completion, SampleRequest, SamplingParams
 from verbatim.inference.cut_off import cut_off
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inference.vllm.base import ReplicaLoad, TooSlow
 from verbatim.inference.vllm.loading import Limits
 from verbatim.inference.vllm.pool import ReplicaPool
+from verbatim.types import StopReason
 
 VOCAB = 100
 LIMITS = Limits(health_interval=0.01, health=0.05, stall=0.3, update=0.3, check=0.3, start=0.5)
@@ -21,22 +22,28 @@ def request(session="", *, prompt=(1, 2, 3), tokens=4, seed=0):
     return SampleRequest(prompt_ids=np.array(prompt, np.int32), params=params, seed=seed, session=session)
 
 
+def logprob_of(token, version):
+    """Of a token under the weights of a version."""
+    return -1.0 / (1 + token) - 0.01 * version
+
+
 class ScriptedReplica(ScriptedSampler):
-    """Says one token again and again. `held` is the version of the weights that it computes with, whatever it says.
+    """Computes with the weights of version `held`, whatever it says. By default it says one token again and again.
 
     Args:
-        faults: What goes wrong with a load, one for each load; "" loads well: "stale" keeps the weights, "label" keeps
-            the version, "refused" cannot load, "slow" never ends, "mismatch" finds wrong digests, "dies" dies.
+        faults: What goes wrong with a load, one for each load; "" loads well: "stale" keeps the weights, "label" the
+            version, "cache" the prefix cache; "refused" cannot load, "slow" never ends, "mismatch" finds wrong digests,
+            "dies" dies.
         reports: Whether a request that is cut off says how many tokens were drawn.
     """
 
-    def __init__(self, index=0, *, faults=(), version=0, reports=True, token=7, seconds_per_token=0.0, generation=0):
-        super().__init__(script=lambda r: [token] * r.params.max_tokens, vocab_size=VOCAB, context_length=200,
-                         policy_version=version, seconds_per_token=seconds_per_token)  # fmt: skip
-        self.index, self.faults, self.reports, self.generation = index, list(faults), reports, generation
+    def __init__(self, index=0, *, faults=(), version=0, reports=True, **arguments):
+        ours = {"script": lambda r: [7] * r.params.max_tokens, "vocab_size": VOCAB, "context_length": 200}
+        super().__init__(policy_version=version, **(ours | arguments))
+        self.index, self.faults, self.reports = index, list(faults), reports
         self.held, self.is_dead, self.is_frozen, self.is_closed, self.is_stalled = version, False, False, False, False
-        self.events, self.gate, self.fails = [], None, 0
-        self.logprob = lambda token: -1.0 / (1 + token) - 0.01 * self.held
+        self.events, self.gate, self.fails, self.cache = [], None, 0, {}
+        self.logprob = lambda token: logprob_of(token, self.held)
         self._hung: list[asyncio.Future[None]] = []
 
     @property
@@ -97,6 +104,21 @@ class ScriptedReplica(ScriptedSampler):
             self._hung.remove(hung)
         return drawing.result()
 
+    async def _answer(self, index, request, versions):
+        """Each token has the logprob of the weights that drew it."""
+        ids, reason = self._cut(self._look_up(index, request), request)
+        logprobs = []
+        for token in ids:
+            await asyncio.sleep(self.seconds_per_token)
+            if self._closed:
+                reason = StopReason.CANCELLED
+                break
+            versions.append(self.policy_version)
+            logprobs.append(self.logprob(int(token)))
+            self.num_drawn += 1
+        return Completion(ids=ids[: len(versions)], logprobs=np.array(logprobs, np.float32), stop_reason=reason,
+                          policy_versions=np.array(versions, np.int32))  # fmt: skip
+
     async def update_weights(self, path, version):
         await self._pass()
         self.events.append(f"load {version}")
@@ -114,6 +136,8 @@ class ScriptedReplica(ScriptedSampler):
             await self._pass()
         if fault != "stale":
             self.held = version
+        if fault != "cache":
+            self.cache = {}
         if fault == "mismatch":
             raise SamplerFault(f"{self.name}: 1 tensor is not the published one: model.norm.weight")
         if fault != "label":
@@ -122,6 +146,12 @@ class ScriptedReplica(ScriptedSampler):
     async def prompt_logprobs(self, token_ids, temperature=1.0):
         await self._pass()
         return await super().prompt_logprobs(token_ids, temperature)
+
+    async def cached_logprob(self, token_ids):
+        """The beginning of a prompt keeps the version that computed it first."""
+        await self._pass()
+        writer = self.cache.setdefault(tuple(token_ids[:4]), self.held)
+        return logprob_of(int(token_ids[-1]), writer)
 
     async def close(self):
         self.is_closed = True

@@ -255,7 +255,18 @@ async def test_replicas_that_hold_the_weights_pass_at_the_start_and_one_that_die
     async with opened(*replicas, restart=restarts) as pool:
         await pool.check_replicas(ScriptedCheck(0))
         await until(lambda: pool.metrics()["replicas/serving"] == 2)
-    assert restarts.made[0].events == ["check 0"]
+    assert set(restarts.made[0].events) == {"check 0"}
+
+
+async def test_a_replica_that_comes_back_loads_what_the_run_began_with_where_that_is_known(tmp_path):
+    """As a server that others started: what it holds is unknown. At the start nothing is loaded."""
+    replicas, restarts = [ScriptedReplica(i) for i in range(2)], Restarts()
+    async with opened(*replicas, restart=restarts, weights=tmp_path) as pool:
+        await pool.check_replicas(ScriptedCheck(0))
+        assert [replica.events for replica in replicas] == [["check 0"]] * 2
+        replicas[1].die()
+        await until(lambda: restarts.made and pool.metrics()["replicas/serving"] == 2)
+    assert restarts.made[0].events == ["prepare 0", "load 0", "check 0"]
 
 
 async def test_200_healthy_updates_pass_without_a_false_alarm_while_requests_go_on(tmp_path, caplog):

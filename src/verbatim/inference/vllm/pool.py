@@ -49,6 +49,8 @@ class ReplicaPool:
         replicas: Each with the weights of the same version; checked by `check_replicas`.
         restart: Called with the index of a replica that died: ends its server where it still is, starts it again, and
             returns it. The pool loads the current weights. None = a replica that died stays out.
+        weights: The folder of the weights that the replicas begin with: one that comes back loads it. None = they are
+            started with them.
         most_running: Most requests in flight on one replica; the others wait in line here.
         limits: Limits of time.
         on_close: Called by `close`, after the replicas were closed.
@@ -59,6 +61,7 @@ class ReplicaPool:
         replicas: Sequence[Replica],
         *,
         restart: Restart | None = None,
+        weights: Path | None = None,
         most_running: int = 256,
         limits: Limits | None = None,
         on_close: Callable[[], Awaitable[None]] | None = None,
@@ -67,7 +70,7 @@ class ReplicaPool:
         self._members = [Member(index, replica) for index, replica in enumerate(replicas)]
         self._places = Places(Router(most_running=most_running))
         self._version = replicas[0].policy_version
-        target = Target(path=None, version=self._version, check=None)
+        target = Target(path=weights, version=self._version, check=None)
         self._roster = Roster(self._members, self._places, restart, limits or Limits(), target)
         self._metrics = PoolMetrics(time.monotonic)
         self._updating = asyncio.Lock()
@@ -176,7 +179,7 @@ class ReplicaPool:
         """
         self._begin()
         async with self._updating:
-            wrong = await self._roster.check_first(Target(path=None, version=self._version, check=check))
+            wrong = await self._roster.check_first(check)
         if wrong:
             said = "; ".join(f"{name}: {why}" for name, why in wrong.items())
             raise RunStopped(f"replicas do not hold policy version {self._version}, with which the run begins. {said}")

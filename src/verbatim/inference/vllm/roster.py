@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.base import WeightCheck
 from verbatim.inference.vllm.base import Replica, ReplicaLoad, TooSlow
 from verbatim.inference.vllm.loading import Limits, Target, illness, load_and_check, within
 from verbatim.inference.vllm.member import GivenUp, Life, Member
@@ -102,10 +103,12 @@ class Roster:
             self._changed.clear()
             await self._changed.wait()
 
-    async def check_first(self, target: Target) -> dict[str, str]:
+    async def check_first(self, check: WeightCheck) -> dict[str, str]:
         """Check the weights that the replicas begin with. What is wrong, by name of replica."""
-        self.target = target
+        begins_with = replace(self.target, check=check)
+        self.target = replace(begins_with, path=None)  # they have them: nothing is loaded
         found = await asyncio.gather(*(self._bring(member) for member in self.members))
+        self.target = begins_with
         return {member.name: why for member, why in zip(self.members, found, strict=True) if why is not None}
 
     async def _bring(self, member: Member) -> str | None:
