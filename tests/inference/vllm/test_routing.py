@@ -1,6 +1,14 @@
 """Where requests go: to the replica that holds their prefix, unless that one is overloaded, full or gone."""
 
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
 from verbatim.inference.vllm.routing import OVERLOAD, SLACK, Router
+
+ROOT = Path(__file__).parents[3]
 
 
 def router_of(*replicas, **arguments):
@@ -113,3 +121,35 @@ def test_the_load_of_an_idle_replica_is_exactly_0():
     for place in places:
         router.leave(place)
     assert places[0].seat.load == 0
+
+
+# ---- simulated, smaller than by benchmarks/routing.py
+
+
+@pytest.fixture(scope="module")
+def simulate():
+    """`simulate` and `Perfect` of the benchmark, which is no package."""
+    spec = importlib.util.spec_from_file_location("routing_benchmark", ROOT / "benchmarks" / "routing.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its records look their annotations up there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.mark.parametrize("lost", [0, 4])
+def test_nearly_all_of_the_cache_is_found_and_the_work_is_spread(simulate, lost):
+    """32 replicas, 2,048 episodes of 10 turns; a third of the way 4 replicas are lost."""
+    settings = {"replicas": 32, "episodes": 2048, "turns": 10, "lost": lost, "concurrent": 2048, "seed": 3}
+    perfect, ours = (simulate.simulate(kind, **settings) for kind in (simulate.Perfect, simulate.Routing))
+    assert perfect.hits / perfect.prompts > 0.85
+    assert ours.hits / ours.prompts >= 0.95 * perfect.hits / perfect.prompts
+    assert ours.imbalance <= 1.15
+    assert len(ours.busy) == 32 - lost
+
+
+def test_the_simulation_tells_good_routing_from_bad(simulate):
+    settings = {"replicas": 16, "episodes": 512, "turns": 6, "lost": 0, "concurrent": 512, "seed": 3}
+    by_hash, in_turn = (simulate.simulate(kind, **settings) for kind in (simulate.Hash, simulate.InTurn))
+    assert by_hash.imbalance > 1.2
+    assert in_turn.hits / in_turn.prompts < 0.1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MOST_SESSIONS = 65_536
 """Sessions that are remembered; those that asked longest ago are forgotten first."""
-OVERLOAD = 1.25
+OVERLOAD = 1.2
 """A replica is overloaded beyond this share of the mean load..."""
 SLACK = 2.0
 """...and this much more: with few requests in flight, shares say little."""
