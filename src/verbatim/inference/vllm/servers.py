@@ -65,26 +65,27 @@ class Servers:
             UsageError: a server that cannot sample exactly, or cannot take weights; says what to type.
             SamplerFault: a server that does not start or answer.
         """
+        opened: dict[int, VllmReplica] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                opening = [group.create_task(self._open(index)) for index in range(len(self))]
-        except BaseExceptionGroup as failed:
+                for index in range(len(self)):
+                    group.create_task(self._open(index, opened))
+        except BaseException as error:
+            for replica in opened.values():
+                await replica.close()
             await self.close()
-            raise failed.exceptions[0] from None
-        except BaseException:
-            await self.close()
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
             raise
-        return [task.result() for task in opening]
+        return [opened[index] for index in sorted(opened)]
 
-    async def _open(self, index: int) -> VllmReplica:
+    async def _open(self, index: int, opened: dict[int, VllmReplica]) -> None:
         replica = await self.start(index) if self.are_ours else self._replica(index, self._settings.urls[index])
+        opened[index] = replica
         await replica.check_server()
-        path, version = self.weights
-        if path.is_dir():
+        path, _ = self.weights
+        if path.is_dir():  # a hub id has no folder to send; the canary checks what the server loaded of it
             await replica.prove_path(path)
-            if not self.are_ours:  # what it was started with is not known
-                await replica.update_weights(path, version)
-        return replica
 
     async def start(self, index: int) -> VllmReplica:
         """Start a server, again if it was there before, with the weights of `weights`.
