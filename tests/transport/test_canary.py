@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from trainer.trainer_helpers import VOCAB, make_batch, write_model
 from verbatim.config.schema import OptimConfig, TrainerConfig
@@ -105,9 +106,9 @@ SAID = "logprobs of a new request over the prefix cache differ by {} on average 
     [
         ([-1.0, -2.0], None),
         ([-1.0, -2.0004], SAID.format("0.0002") + "more than 0.0001"),
-        ([-1.0, -2.00002], None),  # 1e-5, a fifth of what the weights changed: 5e-5
-        ([-1.0, -2.00004],
-         SAID.format("2e-05") + "and the weights changed them by 5e-05: the cache is that of the weights before"),
+        ([-1.0, -2.000008], None),  # 4e-6, less than a tenth of what the weights changed: 5e-5
+        ([-1.0, -2.000012],
+         SAID.format("6e-06") + "and the weights changed them by 5e-05: the cache is that of the weights before"),
         ([np.nan, -2.0], SAID.format("nan") + "more than 0.0001"),
     ],
 )  # fmt: skip
@@ -119,13 +120,17 @@ def test_a_prefix_cache_that_outlived_its_weights_is_found(over_the_cache, fault
     assert find_stale_prefix(new, over_the_cache, whole, before=old, tolerance=1e-4) == fault
 
 
-@pytest.mark.parametrize(("tolerance", "allowed"), [(1e-4, 5e-6), (0.1, 0.1)])
-def test_a_difference_that_rounding_explains_is_no_stale_cache(tolerance, allowed):
-    """The weights did not move. In float32 rounding may take a twentieth of the tolerance, in bfloat16 all of it."""
-    same, whole = probes([-1.0, 0.0]), np.array([-1, 0], np.float32)
-    for before in (same, None):
-        assert find_stale_prefix(same, [-1.0, 1.98 * allowed], whole, before=before, tolerance=tolerance) is None
-    assert find_stale_prefix(same, [-1.0, 2.02 * allowed], whole, before=same, tolerance=tolerance) is not None
+@pytest.mark.parametrize(
+    ("tolerance", "rounding", "allowed"), [(1e-4, 0.0, 2e-6), (1e-4, 1e-6, 4e-6), (0.1, 0.01, 0.04)]
+)
+def test_a_difference_that_rounding_explains_is_no_stale_cache(tolerance, rounding, allowed):
+    """The weights did not move. Allowed are a fiftieth of the tolerance, and four times the distance to the trainer."""
+    same, whole = probes([-1.0, 0.0]), np.array([-1 - 2 * rounding, 0], np.float32)
+    for times, is_stale in ((0.95, False), (1.05, True)):
+        over_the_cache = [float(whole[0]), 2 * times * allowed]
+        found = find_stale_prefix(same, over_the_cache, whole, before=same, tolerance=tolerance)
+        assert (found is not None) == is_stale
+    assert find_stale_prefix(same, [float(whole[0]), 2.1 * allowed], whole, before=None, tolerance=tolerance) is None
 
 
 # ---- with a real trainer and a real sampler
@@ -228,3 +233,32 @@ def test_the_vocabulary_of_the_probes_is_the_models(model, tmp_path):
     before, _ = trained(model, tmp_path.parent, ORDINARY)
     assert {int(ids.max()) < VOCAB for ids in before.token_ids} == {True}
     assert all(len(ids) == len(logprobs) + 1 for ids, logprobs in zip(before.token_ids, before.logprobs, strict=True))
+
+
+@pytest.mark.parametrize("lr", [ORDINARY, TINY])
+def test_a_new_request_over_the_cache_of_the_old_weights_is_found_and_one_over_their_own_is_not(model, tmp_path, lr):
+    """As transformers computes it: a block of 16 tokens of the last probe comes from a cache."""
+    before, report = trained(model, tmp_path.parent, lr)
+    old, new = (AutoModelForCausalLM.from_pretrained(f, attn_implementation="eager") for f in (model, report.weights))
+
+    def last_logprob(ids, logits):
+        return float(logits[0, -1].log_softmax(-1)[ids[-1]])
+
+    @torch.no_grad()
+    def over_the_cache_of(writer):
+        rows = []
+        for ids in cached_prefixes(report.probes):
+            tokens = torch.from_numpy(ids.astype(np.int64))[None]
+            cache = writer(tokens[:, :16], use_cache=True).past_key_values
+            rows.append(last_logprob(ids, new(tokens[:, 16:-1], past_key_values=cache, use_cache=True).logits))
+        return rows
+
+    ids = report.probes.token_ids[-1].astype(np.int64)
+    with torch.no_grad():
+        logits = new(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
+    whole = logits[torch.arange(len(ids) - 1), torch.from_numpy(ids[1:])].numpy()
+    for writer, is_stale in ((new, False), (old, True)):
+        fault = find_stale_prefix(
+            report.probes, over_the_cache_of(writer), whole, before=before, tolerance=tolerance_of("float32")
+        )
+        assert (fault is not None) == is_stale, fault

@@ -28,12 +28,13 @@ float32 and a few hundredths in bfloat16."""
 NEARER = 2.0
 """How much nearer to the old weights' logprobs than to the new ones' the sampler's may be."""
 
-STALE_SHARE = 0.25
-"""Share of a step's change of logprobs by which those over the prefix cache may differ from those past it."""
-ROUNDING = 0.05
-"""Share of a float32 tolerance that rounding may take there: the same engine computes both. bfloat16's takes all."""
-_LESS_PRECISE = 0.01
-"""Tolerances above this one are those of bfloat16."""
+STALE_SHARE = 0.1
+"""Share of a step's change of logprobs by which those over the prefix cache may differ from those past it. Over a cache
+of the weights before they differ by about 0.3 of it."""
+ROUNDING = 4.0
+"""How many times the rounding between the trainer and the engine may be between two computations of the engine..."""
+LEAST_ROUNDING = 0.02
+"""...and at least this share of the tolerance."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,8 +107,8 @@ def find_stale_prefix(
     """How an engine's logprobs show that its prefix cache outlived the weights that filled it; None if they do not.
 
     The same engine computed the same tokens twice: over its prefix cache, and past it. What differs between the two
-    is rounding, or an old cache. Where the step before changed these tokens by more than the tolerance, the two may
-    differ by the tolerance; else by a quarter of that change, and by what rounding allows.
+    is rounding, or an old cache. They may differ by a tenth of what the step changed these tokens by, and by rounding,
+    whose size is known from the engine's difference from the trainer; never by more than the tolerance.
 
     Args:
         published: The trainer's logprobs.
@@ -126,8 +127,8 @@ def find_stale_prefix(
     if before is not None:
         new, old = (p.logprobs[-1][-len(cached) :].astype(np.float64) for p in (published, before))
         change = float(np.abs(new - old).mean())
-        rounding = tolerance if tolerance > _LESS_PRECISE else tolerance * ROUNDING
-        if difference > max(change * STALE_SHARE, rounding):
+        rounding = ROUNDING * float(np.abs(whole.astype(np.float64) - published.logprobs[-1]).mean())
+        if difference > max(change * STALE_SHARE, rounding, LEAST_ROUNDING * tolerance):
             return f"{said}, and the weights changed them by {change:.2g}: the cache is that of the weights before"
     return None
 

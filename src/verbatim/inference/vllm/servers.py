@@ -158,9 +158,11 @@ class ServerPool(ReplicaPool):
     """The replicas of these servers. A server that is started again begins with the newest weights."""
 
     def __init__(self, servers: Servers, replicas: Sequence[VllmReplica]) -> None:
+        path, _ = servers.weights
         super().__init__(
-            replicas, restart=servers.start if servers.are_ours else servers.find, on_close=servers.close
-        )
+            replicas, restart=servers.start if servers.are_ours else servers.find, on_close=servers.close,
+            weights=path if path.is_dir() else None,
+        )  # fmt: skip
         self._servers = servers
 
     async def update_replicas(self, path: Path, version: int, check: WeightCheck | None) -> None:
