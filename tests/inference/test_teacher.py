@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import verbatim.inference.teacher as teachers
 from verbatim.config.schema import TeacherConfig
 from verbatim.errors import ModelError, RunStopped
-from verbatim.inference.http import client
+from verbatim.inference.http import client, protocol
 from verbatim.inference.teacher import LocalTeacher, make_teacher
 
 KEY = "sk-canary-of-the-teacher"
@@ -29,14 +29,19 @@ class Server(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == protocol.GENERATE and not self.server.has_token_endpoint:
+            self.send_error(self.server.refusal)
+            return
         self.server.seen.append((self.path, body, self.headers.get("Authorization")))
         status, answer = self.server.script.pop(0) if self.server.script else (200, None)
         if status == 0:
             self.connection.close()
             return
         rows = [None] + [{"7": {"logprob": -0.1, "rank": 1}, str(i): {"logprob": -i / 4, "rank": 2}}
-                         for i in body["prompt"][1:]]  # fmt: skip
-        text = answer if answer is not None else json.dumps({"choices": [{"text": "x", "prompt_logprobs": rows}]})
+                         for i in body.get("prompt", body.get("token_ids"))[1:]]  # fmt: skip
+        told = {"prompt_logprobs": rows, "choices": []} if self.path == protocol.GENERATE else {
+            "choices": [{"text": "x", "prompt_logprobs": rows}]}  # fmt: skip
+        text = answer if answer is not None else json.dumps(told)
         data = text.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -52,6 +57,7 @@ def server(monkeypatch):
     monkeypatch.setattr(client, "FIRST_PAUSE", 0.001)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.seen, server.script = [], []
+    server.has_token_endpoint, server.refusal = False, 404
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -70,6 +76,25 @@ def asked(server, token_ids):
             await teacher.close()
 
     return asyncio.run(ask())
+
+
+def test_a_server_with_a_token_endpoint_is_asked_there(server, monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    server.has_token_endpoint = True
+    assert asked(server, ids(5, 6, 8))[1:].tolist() == [-1.5, -2.0]
+    ((path, body, key),) = server.seen
+    assert path == "/inference/v1/generate"
+    assert body["token_ids"] == [5, 6, 8]
+    assert body["model"] == "big"
+    assert body["sampling_params"]["prompt_logprobs"] == 0
+    assert key == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405, 501])
+def test_a_server_that_refuses_the_token_endpoint_is_asked_for_completions(server, status):
+    server.refusal = status
+    assert asked(server, ids(5, 6, 8))[1:].tolist() == [-1.5, -2.0]
+    assert [path for path, _, _ in server.seen] == ["/v1/completions"]
 
 
 def test_a_server_is_asked_with_exact_ids_and_read_by_id(server, monkeypatch):

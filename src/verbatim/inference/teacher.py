@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from typing import Any, Protocol
 
@@ -11,7 +10,9 @@ import numpy as np
 
 from verbatim.config.schema import TeacherConfig
 from verbatim.errors import RunStopped, SamplerFault
-from verbatim.inference.http.client import HttpClient, encode, read_json
+from verbatim.inference.http.client import Answer, HttpClient, encode, read_json
+from verbatim.inference.http.protocol import GENERATE
+from verbatim.inference.http.scoring import read_scores, scoring_body
 from verbatim.inference.validation import check_ids
 from verbatim.types import Float32, Int32
 
@@ -75,7 +76,8 @@ class LocalTeacher:
 
 
 class ServerTeacher:
-    """A server with vLLM's `prompt_logprobs` on `/completions`, asked with exact ids.
+    """A vLLM server, asked with exact ids: on its token endpoint (`--enable-scale-out`), or else on `/completions`, as
+    other servers with vLLM's `prompt_logprobs` have it.
 
     Its logprobs are those of the unscaled distribution, so it only serves samples of temperature 1. A request that
     fails in passing is retried, `ATTEMPTS` attempts in all.
@@ -84,8 +86,12 @@ class ServerTeacher:
     def __init__(self, config: TeacherConfig) -> None:
         """Connect to nothing yet."""
         self._config = config
+        base = str(config.base_url).rstrip("/")
+        root = base.removesuffix("/v1")  # the token endpoint is beside /v1
+        self._completions = f"{base[len(root):]}/completions"
+        self._has_token_endpoint: bool | None = None
         self._client = HttpClient(
-            str(config.base_url),
+            root,
             api_key=os.environ.get(config.api_key_env),
             request_timeout=TIMEOUT,
             max_retries=ATTEMPTS - 1,
@@ -99,40 +105,50 @@ class ServerTeacher:
             RunStopped: the server cannot be reached, refuses, or answers without the logprobs of these ids.
         """
         assert temperature == 1.0, "the configuration admits no other temperature"
-        # The token that is generated is not looked at: servers refuse to generate none.
-        body = encode({"model": self._config.model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0,
-                       "prompt_logprobs": 1})  # fmt: skip
         try:
-            answer = await self._client.ask("POST", "/completions", body, read_json)
+            answer = await self._ask(token_ids)
         except SamplerFault as fault:
             raise RunStopped(f"the teacher gave no logprobs: {fault}") from fault
-        ids = token_ids.tolist()
         try:
-            rows = answer["choices"][0]["prompt_logprobs"]
-            found = [math.nan, *(_logprob(row, i) for row, i in zip(rows[1:], ids[1:], strict=True))]
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            return read_scores(answer, token_ids)
+        except ValueError as error:
             raise RunStopped(
-                f"the teacher at {self._config.base_url} answered without the prompt_logprobs of the {len(ids)} ids it "
-                f"was given ({type(error).__name__}: {error}); expected a server that offers them on /completions, as "
-                "vLLM does"
+                f"the teacher at {self._config.base_url} answered without the prompt_logprobs of the {len(token_ids)} "
+                f"ids it was given ({error}); expected a vLLM server, or one that offers them on /completions as vLLM "
+                "does"
             ) from error
-        return np.array(found, dtype=np.float32)
+
+    async def _ask(self, token_ids: Int32) -> Any:
+        """An answer with `prompt_logprobs`. Which endpoint there is shows in the first answers."""
+        model = self._config.model
+        if self._has_token_endpoint is not False:
+            read = read_json if self._has_token_endpoint else _read_unless_missing
+            answer = await self._client.ask("POST", GENERATE, encode(scoring_body(token_ids, model)), read)
+            self._has_token_endpoint = answer is not None
+            if answer is not None:
+                return answer
+        # The token that is generated is not looked at: servers refuse to generate none.
+        body = encode({"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1})
+        answer = await self._client.ask("POST", self._completions, body, read_json)
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        return choices[0] if isinstance(choices, list) and choices else answer
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
 
 
+_MISSING = (401, 403, 404, 405, 501)
+"""Statuses of a route that a server does not have; gateways ask for a key there, or forbid it."""
+
+
+def _read_unless_missing(answer: Answer) -> Any:
+    return None if answer.status in _MISSING else read_json(answer)
+
+
 def make_teacher(config: TeacherConfig) -> Teacher:
     """The configured teacher: a server where there is a `base_url`, else a model of this process."""
     return LocalTeacher(config) if config.base_url is None else ServerTeacher(config)
-
-
-def _logprob(row: dict[str, Any], token_id: int) -> float:
-    value = float(row[str(token_id)]["logprob"])
-    if not math.isfinite(value):
-        raise ValueError(f"logprob {value} of id {token_id}")
-    return value
 
 
 def _known(token_ids: Int32, vocab_size: int) -> Int32:

@@ -157,7 +157,7 @@ FAULTS = {
     "stale layer": r"were not built anew: model\.layers\.1\.mlp\.down_proj\.weight",
     "swapped q and k": r"other values: model\.layers\.0\.self_attn\.k_proj\.weight, model\.layers\.0\..*q_proj",
     "version not advanced": r"its weights are of version 'default', expected 1",
-    "update skipped": "has loaded no weights since it started",
+    "update skipped": "has loaded nothing in this update",
     "not a number": r"other values: model\.layers\.0\.self_attn\.q_proj",
     "one number": r"other values: model\.layers\.0\.self_attn\.k_proj",
     "stale norm": r"other values: model\.norm\.weight",
@@ -183,10 +183,10 @@ async def test_a_planted_fault_is_named_and_the_server_stays_paused_until_it_is_
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_an_update_that_is_skipped_leaves_the_report_of_the_one_before_and_shows(trainer: TinyModel, size: float):
+async def test_an_update_of_which_nothing_is_done_shows(trainer: TinyModel, size: float):
     async with connected(trainer) as (double, replica):
         await replica.update_weights(trainer.step("v1", size), 1)
-        double.fault = "update skipped"
+        double.fault = "nothing done"
         with pytest.raises(SamplerFault, match=r"other values: .* and \d+ more"):
             await replica.update_weights(trainer.step("v2", size), 2)
 
@@ -294,6 +294,17 @@ async def test_a_phase_that_hangs_is_named_with_its_replica_and_its_limit(tied: 
         double.hangs_at = route
         with pytest.raises(SamplerFault, match=f"^replica 3: {PHASES[route]}: no answer within 1.5 s$"):
             await replica.update_weights(path, 1)
+
+
+async def test_an_update_that_was_given_up_in_the_middle_is_made_again(tied: TinyModel):
+    path = tied.step("v1", 1e-3)
+    async with connected(tied) as (double, replica):
+        double.fails_at = "/finish_weight_update"
+        with pytest.raises(SamplerFault, match="finish weight update"):
+            await replica.update_weights(path, 1)
+        double.fails_at = ""
+        await replica.update_weights(path, 1)
+        assert replica.policy_version == 1
 
 
 async def test_a_server_that_is_gone_is_named(tied: TinyModel):

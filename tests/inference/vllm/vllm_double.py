@@ -56,6 +56,7 @@ class VllmDouble:
             self._model.lm_head.weight = torch.nn.Parameter(self._model.lm_head.weight.detach().clone())
         self._names = set(load_file(folder / "model.safetensors"))
         self._report: dict[str, Any] | None = None
+        self._is_updating = False
         self._cache: dict[tuple[str, bytes], dict[str, torch.Tensor]] = {}
         self.facts = {
             "format": 1, "model": str(folder), "vocab_size": int(self._model.config.vocab_size), "max_model_len": 512,
@@ -123,17 +124,22 @@ class VllmDouble:
         return web.json_response({"status": "resumed"})
 
     async def _start(self, _: web.Request) -> web.Response:
-        if self.fault != "update skipped":
+        if self._is_updating:
+            said = "start_weight_update called while a weight update is already active. Call finish first."
+            return web.json_response({"error": {"message": said, "code": 500}}, status=500)
+        self._is_updating = True
+        if self.fault != "nothing done":
             self._report = None
         return web.json_response({"message": "Weight update started"})
 
     async def _update(self, request: web.Request) -> web.Response:
         path = (await request.json())["update_info"]["path"]
-        if self.fault != "update skipped":
+        if self.fault not in ("update skipped", "nothing done"):
             self._load(path)
         return web.json_response({"message": "Weights updated"})
 
     async def _finish(self, _: web.Request) -> web.Response:
+        self._is_updating = False
         return web.json_response({"message": "Weight update finished"})
 
     async def _set_version(self, request: web.Request) -> web.Response:
@@ -243,7 +249,9 @@ class VllmDouble:
             "request_id": "generate-tokens-1", "model": "policy", "created": 1,
             "usage": {
                 "prompt_tokens": len(prompt), "total_tokens": len(ids), "completion_tokens": len(content),
-                "prompt_tokens_details": {"cached_tokens": cached} if self.says_cached_tokens else None,
+                "prompt_tokens_details": {
+                    "cached_tokens": cached, "created_cache_tokens": None, "multimodal_tokens": None,
+                } if self.says_cached_tokens else None,
                 "completion_tokens_details": None,
             },
             "prompt_logprobs": rows, "prompt_token_id_logprobs": None, "prompt_token_ids": None,

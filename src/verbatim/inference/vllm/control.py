@@ -29,6 +29,8 @@ _METRICS: Mapping[str, str] = {
     "vllm:prefix_cache_hits_total": "cache_hits",
     "vllm:generation_tokens_total": "generated_tokens",
 }
+_ALREADY = "weight update is already active"
+"""What vLLM says in `/start_weight_update`."""
 _SHARES = ("kv_usage",)
 """Averaged over the engines of a server; the others are added."""
 
@@ -74,8 +76,8 @@ class VllmControl:
     # ---- a weight update, in order
 
     async def pause(self) -> None:
-        """No more steps; requests keep their place and their cache."""
-        await self._post("pause", "/pause?mode=keep")
+        """No more steps; requests keep their place, and their cache until it is emptied."""
+        await self._post("pause", "/pause?mode=keep&clear_cache=false")
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         """Prepare the weight-transfer engine; needed once, and only by engines that have something to agree on."""
@@ -95,8 +97,14 @@ class VllmControl:
         return found
 
     async def start_update(self) -> None:
-        """Begin an update."""
-        await self._post("start weight update", "/start_weight_update")
+        """Begin an update. One that was given up in the middle, by whomever, is ended first."""
+        try:
+            await self._post("start weight update", "/start_weight_update")
+        except SamplerFault as fault:
+            if _ALREADY not in str(fault):
+                raise
+            await self.finish_update()
+            await self._post("start weight update", "/start_weight_update")
 
     async def load(self, info: Mapping[str, Any]) -> None:
         """Load weights; `info` is the engine's: {"path": ...}."""

@@ -256,7 +256,7 @@ def read_reports(answers: object) -> list[WorkerReport]:
             raise SamplerFault(f"expected reports of format {REPORT_FORMAT}, found {brief(answer)}")
         report = answer.get("report")
         if not isinstance(report, dict):
-            raise SamplerFault(f"its engine {brief(answer.get('engine'))} has loaded no weights since it started")
+            raise SamplerFault(f"its engine {brief(answer.get('engine'))} has loaded nothing in this update")
         try:
             found.append(_read_report(report))
         except (KeyError, TypeError, ValueError) as error:

@@ -69,7 +69,7 @@ class VllmReplica:
         weight_transfer: Literal["auto", "files", "http", "nccl"] = "files",
         phase_timeout: float = 120.0,
         request_timeout: float = 3600.0,
-        max_retries: int = 0,
+        max_retries: int = 2,
     ) -> None:
         check_version(policy_version)
         self._http = HttpSampler(
@@ -84,8 +84,9 @@ class VllmReplica:
         self._version = policy_version
         self._on_weight_update = on_weight_update
         self._control_client = HttpClient(
-            self._http.url, api_key=api_key, request_timeout=phase_timeout + _BEYOND_A_PHASE, max_retries=0
-        )
+            self._http.url, api_key=api_key, request_timeout=phase_timeout + _BEYOND_A_PHASE, max_retries=0,
+            headers={"Connection": "close"},  # vLLM closes a connection after an error, maybe under the next request
+        )  # fmt: skip
         self._control = VllmControl(self._control_client, name=name, phase_timeout=phase_timeout)
         self._transport = make_transport(weight_transfer)
         self._pieces: Sequence[Piece] = ()

@@ -1,0 +1,298 @@
+"""A real vLLM server: exact logprobs after every update, planted faults, and the answers that the double imitates.
+
+Run by `make test-vllm`; VERBATIM_VLLM_PYTHON names the Python of an environment with vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from inference.vllm.models import TinyModel
+from inference.vllm.test_replica import FAULTS
+from inference.vllm.vllm_double import VllmDouble, as_json, serving, shape_of
+from verbatim.config.schema import TeacherConfig
+from verbatim.errors import ModelError, SamplerFault, UsageError
+from verbatim.inference import SampleRequest, SamplingParams
+from verbatim.inference.http.client import HttpClient, encode, read_json
+from verbatim.inference.teacher import make_teacher
+from verbatim.inference.vllm.command import PLUGIN
+from verbatim.inference.vllm.process import free_port, make_process
+from verbatim.inference.vllm.replica import VllmReplica
+from verbatim.inference.vllm.settings import VllmSettings
+
+pytestmark = pytest.mark.vllm
+PYTHON = os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")
+FAULTY = Path(__file__).parent / "faulty_plugin"
+TOLERANCE = 5e-5
+SIZES = (1e-3, 1e-6)
+
+
+@dataclass
+class Served:
+    """A real server, and the trainer of its model."""
+
+    url: str
+    trainer: TinyModel
+    _fault: Path
+    steps: int = 0
+
+    def plant(self, fault: str) -> None:
+        self._fault.write_text(fault)
+
+    def step(self, size: float) -> Path:
+        self.steps += 1
+        return self.trainer.step(f"step{self.steps}", size)
+
+    def replica(self, **settings: Any) -> VllmReplica:
+        return VllmReplica(
+            self.url, **{"name": "replica 0", "model": "policy", "context_length": 512,
+                         "vocab_size": self.trainer.vocab_size, "policy_version": 0, **settings}
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp(request.param)
+    trainer = TinyModel(folder / "weights", tied=request.param == "tied")
+    fault = folder / "fault"
+    fault.write_text("")
+    settings = VllmSettings(
+        python=PYTHON,
+        args=("--enforce-eager", "--weight-transfer-config", '{"backend": "verbatim_faulty"}', "--middleware",
+              "verbatim_faulty.FaultyRoutes"),
+        env={"PYTHONPATH": f"{PLUGIN}:{FAULTY}", "VERBATIM_TEST_FAULT": str(fault), "VLLM_CPU_KVCACHE_SPACE": "1"},
+    )  # fmt: skip
+    process = make_process(settings, 0, model=trainer.published, port=free_port(), context_length=512, logs=folder,
+                           num_threads=1, uploads=folder / "uploads")  # fmt: skip
+    with asyncio.Runner() as runner:
+        runner.run(process.start(600.0))
+        try:
+            yield Served(process.url, trainer, fault)
+        finally:
+            runner.run(process.stop())
+
+
+@pytest.fixture(autouse=True)
+def healthy(served: Served) -> None:
+    served.plant("")
+
+
+def request(ids: np.ndarray, **params: Any) -> SampleRequest:
+    return SampleRequest(prompt_ids=ids, params=SamplingParams(**params), seed=0)
+
+
+async def test_logprobs_are_the_trainers_over_twenty_updates(served: Served):
+    replica, trainer = served.replica(), served.trainer
+    await replica.prove_path(trainer.published)
+    assert replica.unverified == ()
+    ids, largest = trainer.ids(160), 0.0
+    for version in range(1, 21):
+        await replica.update_weights(served.step(SIZES[version % 2]), version)
+        expected = trainer.logprobs(ids)
+        largest = max(largest, float(np.abs((await replica.prompt_logprobs(ids))[1:] - expected).max()))
+        for _ in range(2):  # the second reads the prefix cache
+            largest = max(largest, abs(await replica.cached_logprob(ids) - float(expected[-1])))
+        completion = await replica.generate(request(ids[:40], max_tokens=20))
+        assert completion.logprobs is not None and completion.policy_versions is not None
+        assert completion.policy_versions.tolist() == [version] * 20
+        whole = trainer.logprobs(np.concatenate([ids[:40], completion.ids]))
+        largest = max(largest, float(np.abs(completion.logprobs - whole[-20:]).max()))
+    assert (await replica.load_metrics()).cache_hits >= 20 * 128
+    print(f"largest |delta logprob| over 20 updates: {largest:.2g}")
+    assert largest <= TOLERANCE
+    await replica.close()
+
+
+async def test_two_hundred_healthy_updates_raise_no_alarm(served: Served):
+    replica = served.replica()
+    ids = served.trainer.ids(160)
+    for version in range(1, 201):
+        path = served.step(SIZES[version % 2])
+        await replica.update_weights(path, version)
+        shutil.rmtree(path)
+        if version % 40 == 0:
+            assert await replica.cached_logprob(ids) == pytest.approx(served.trainer.logprobs(ids)[-1], abs=TOLERANCE)
+    await replica.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_planted_fault_is_named_as_by_the_double_and_can_be_mended(served: Served, fault: str, size: float):
+    replica = served.replica()
+    before = served.step(size)
+    await replica.update_weights(before, 1)
+    path = served.step(size)
+    served.plant(fault)
+    with pytest.raises(SamplerFault) as found:
+        await replica.update_weights(path, 2)
+    double = VllmDouble(before)
+    async with serving(double) as url:
+        over_double = VllmReplica(url, name="replica 0", model="policy", context_length=512,
+                                  vocab_size=served.trainer.vocab_size, policy_version=0)  # fmt: skip
+        await over_double.update_weights(before, 1)
+        double.fault = fault
+        with pytest.raises(SamplerFault) as expected:
+            await over_double.update_weights(path, 2)
+        await over_double.close()
+    assert str(found.value).replace("FaultyEngine", "FilesEngine") == str(expected.value)
+    served.plant("")
+    await replica.update_weights(path, 2)
+    ids = served.trainer.ids(30)
+    assert np.abs((await replica.prompt_logprobs(ids))[1:] - served.trainer.logprobs(ids)).max() <= TOLERANCE
+    await replica.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_new_request_that_reads_a_prefix_of_older_weights_shows(served: Served, size: float):
+    replica = served.replica()
+    await replica.update_weights(served.step(size), 1)
+    ids = served.trainer.ids(160, seed=int(size * 1e6))
+    served.plant("stale prefix")
+    await replica.cached_logprob(ids)
+    await replica.update_weights(served.step(size), 2)
+    with pytest.raises(SamplerFault, match="read 128 tokens from the prefix cache of the weights before version 2"):
+        await replica.cached_logprob(ids)
+    served.plant("")
+    await replica.update_weights(served.step(size), 3)
+    await replica.close()
+
+
+def half_a_file(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def without_a_tensor(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, path / "model.safetensors")
+
+
+def of_another_shape(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-1].contiguous()
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("damage", [half_a_file, without_a_tensor, of_another_shape])
+async def test_a_damaged_folder_is_refused_by_the_server_too(served: Served, damage: Any):
+    """As the server sees it that reads another copy than the client."""
+    replica = served.replica()
+    path = served.step(1e-3)
+    await replica.update_weights(path, 1)
+    damaged = served.trainer.publish(f"damaged_{damage.__name__}_{served.steps}")
+    damage(damaged)
+    with pytest.raises(ModelError):
+        await replica.update_weights(damaged, 2)
+    await replica._control.pause()
+    await replica._control.start_update()
+    await replica._control.load({"path": str(damaged)})
+    (report,) = await replica._control.reports()  # and the update is not finished
+    assert report.error is not None
+    assert damage is half_a_file or "up_proj" in report.error or "gate_up_proj" in report.error
+    await replica.update_weights(path, 2)
+    await replica.close()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+async def test_requests_in_flight_go_on_with_the_version_of_each_token(served: Served, mode: Any):
+    replica, trainer = served.replica(on_weight_update=mode), served.trainer
+    await replica.update_weights(served.step(1e-3), 1)
+    ids = trainer.ids(40)
+    old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    path = served.step(1e-2)
+    running = [asyncio.create_task(replica.generate(request(ids, max_tokens=460))) for _ in range(8)]
+    while (await replica.load_metrics()).running == 0:  # noqa: ASYNC110 - the server sets no event
+        await asyncio.sleep(0.02)
+    await replica.update_weights(path, 2)
+    completion, *_ = await asyncio.gather(*running)
+    assert completion.policy_versions is not None and completion.logprobs is not None
+    assert sorted(set(completion.policy_versions.tolist())) == [1, 2]
+    switch = int((completion.policy_versions == 1).sum())
+    whole = np.concatenate([ids, completion.ids])
+    new_logprobs = trainer.logprobs(whole)[len(ids) - 1 :]
+    new = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(old)
+    old_logprobs = trainer.logprobs(whole)[len(ids) - 1 :]
+    trainer.model.load_state_dict(new)
+    assert np.abs(completion.logprobs[:switch] - old_logprobs[:switch]).max() <= TOLERANCE
+    after = np.abs(completion.logprobs[switch:] - new_logprobs[switch:]).max()
+    if mode == "recompute":
+        assert after <= TOLERANCE
+    else:
+        assert after > TOLERANCE  # the cache of the old weights goes on
+    assert await replica.cached_logprob(ids) == pytest.approx(trainer.logprobs(ids)[-1], abs=TOLERANCE)
+    await replica.close()
+
+
+async def test_weights_travel_over_http(served: Served):
+    replica = served.replica(weight_transfer="http")
+    path = served.step(1e-3)
+    await replica.update_weights(path, 1)
+    ids = served.trainer.ids(30)
+    assert np.abs((await replica.prompt_logprobs(ids))[1:] - served.trainer.logprobs(ids)).max() <= TOLERANCE
+    await replica.close()
+
+
+async def test_what_the_server_was_started_without_is_named(served: Served):
+    replica = served.replica()
+    with pytest.raises(UsageError, match=r'--weight-transfer-config .*"verbatim_files"'):  # it has the faulty engine
+        await replica.check_server()
+    await replica.close()
+
+
+async def test_a_teacher_behind_vllm_scores_exact_ids(served: Served):
+    await (replica := served.replica()).update_weights(served.step(1e-3), 1)
+    teacher = make_teacher(TeacherConfig(model="policy", base_url=f"{served.url}/v1"))
+    ids = served.trainer.ids(50)
+    scored = await teacher.logprobs(ids, 1.0)
+    assert np.abs(scored[1:] - served.trainer.logprobs(ids)).max() <= TOLERANCE
+    await teacher.close()
+    await replica.close()
+
+
+async def test_the_double_answers_as_the_real_server_does(served: Served):
+    double = VllmDouble(served.trainer.published)
+    path = served.step(1e-3)
+    sampling = {"temperature": 1.0, "max_tokens": 2, "logprobs": 1, "ignore_eos": True}
+    asked: list[tuple[str, str, Any]] = [
+        ("POST", "/pause?mode=keep&clear_cache=false", None),
+        ("POST", "/start_weight_update", None),
+        ("POST", "/update_weights", {"update_info": {"path": str(path)}}),
+        ("POST", "/finish_weight_update", {}),
+        ("POST", "/collective_rpc", {"method": "verbatim_report"}),
+        ("POST", "/collective_rpc", {"method": "verbatim_facts"}),
+        ("POST", "/update_weight_version", {"new_version": "9"}),
+        ("GET", "/weight_info", None),
+        ("POST", "/reset_prefix_cache?reset_running_requests=true", None),
+        ("POST", "/resume", None),
+        ("POST", "/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": sampling, "cache_salt": "a"}),
+        ("POST", "/inference/v1/generate",
+         {"token_ids": [5, 6, 7], "sampling_params": {**sampling, "max_tokens": 1, "prompt_logprobs": 0}}),
+        ("POST", "/inference/v1/generate",
+         {"token_ids": [5, 6], "sampling_params": {**sampling, "max_tokens": 1, "logprobs": 2,
+                                                   "logprob_token_ids": [7, 7]}}),
+    ]  # fmt: skip
+    async with serving(double) as url:
+        there, here = (HttpClient(root, request_timeout=60, max_retries=0) for root in (served.url, url))
+        for method, route, body in asked:
+            answers = [await client.ask(method, route, None if body is None else encode(body), read_json)
+                       for client in (there, here)]  # fmt: skip
+            real, ours = map(shape_of, answers)
+            assert ours == real, f"{route}: {as_json(real)}\n{as_json(ours)}"
+            if route == "/collective_rpc" and body == {"method": "verbatim_report"}:
+                reports = [answer["results"][0]["report"]["tensors"] for answer in answers]
+                reports = [{tuple(map(str, entry[:1] + entry[3:6])) for entry in report} for report in reports]
+                assert reports[0] == reports[1]
+        await there.close()
+        await here.close()
