@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 
 import pytest
 from pydantic import ValidationError
@@ -103,3 +104,13 @@ def test_settings_that_do_not_fit_together_are_refused(settings, reason):
 def test_what_cannot_work_on_this_machine_is_refused(settings, reason):
     with pytest.raises(UsageError, match=reason):
         VllmSettings(**settings).check()
+
+
+def test_the_plugin_is_part_of_a_wheel():
+    package = PLUGIN.parents[2]
+    config = tomllib.loads((package.parents[1] / "pyproject.toml").read_text())
+    patterns = config["tool"]["setuptools"]["package-data"]["verbatim"]
+    shipped = {path for pattern in patterns for path in package.glob(pattern)}
+    files = {path for path in PLUGIN.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {"METADATA", "entry_points.txt", "verbatim_vllm.py"} <= {path.name for path in files}
+    assert files <= shipped

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from verbatim_vllm_digest import digest
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -42,7 +43,8 @@ class Watch:
         self._wrapped: list[QuantizeMethodBase] = []
         self._began = time.perf_counter()
         self.unmapped: list[str] = []
-        """Tensors of the checkpoint whose place in the model is not understood: their digests are not known."""
+        """Tensors of the checkpoint whose place in the model is not understood, and parameters of the server that no
+        tensor of the checkpoint fills: their digests are not known."""
 
     # ---- what has to arrive
 
@@ -57,16 +59,18 @@ class Watch:
         self.unmapped = sorted(name for name, place in places.items() if place is None)
         if not complete or self.unmapped:
             return
-        loaded = {place for place in places.values() if place is not None}
-        missing = [f"{param} ({shard})" if shard is not None else param for param, shard in self._wanted()
-                   if (param, shard) not in loaded]  # fmt: skip
-        if missing:
-            raise ValueError(f"the folder has nothing for {', '.join(missing[:3])}"
-                             + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""))  # fmt: skip
+        filled = set(places.values())
+        missing = [(module, f"{param} ({shard})" if shard is not None else param)
+                   for module, param, shard in self._wanted() if (param, shard) not in filled]  # fmt: skip
+        known = [name for module, name in missing if is_of_a_checkpoint(module)]
+        if known:
+            raise ValueError(f"the folder has nothing for {', '.join(known[:3])}"
+                             + (f" and {len(known) - 3} more" if len(known) > 3 else ""))  # fmt: skip
+        self.unmapped = sorted(f"{name} (of the server)" for _, name in missing)
 
     def _places(self) -> dict[str, tuple[str, str | int | None] | None]:
         """Checkpoint tensor -> parameter and shard of it; None = not understood."""
-        known = set(self._wanted())
+        known = {(param, shard) for _, param, shard in self._wanted()}
         found: dict[str, tuple[str, str | int | None] | None] = {}
         for name in self._shapes:
             found[name] = next((place for place in self._candidates(name) if place in known), None)
@@ -86,15 +90,15 @@ class Watch:
                     yield whole, "qkv"[index] if len(members) == 3 else index
                     yield whole, index
 
-    def _wanted(self) -> Iterator[tuple[str, str | int | None]]:
-        """Every parameter that a checkpoint brings, with its shards; a tied head comes with the embedding."""
+    def _wanted(self) -> Iterator[tuple[nn.Module, str, str | int | None]]:
+        """Every parameter, its module, and its shards; a tied head comes with the embedding."""
         for module, name in self._names.items():
             if isinstance(module, ParallelLMHead) and self._tied_to(module) is not None:
                 continue
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     for shard in shards(module):
-                        yield f"{name}.{key}" if name else key, shard
+                        yield module, f"{name}.{key}" if name else key, shard
 
     def _tied_to(self, head: ParallelLMHead) -> str | None:
         """The parameter of the embedding whose weights the head uses."""
@@ -184,6 +188,11 @@ class Watch:
                         live[storage] = self._entry(dim, start, values, "live")
                     entries.append(live[storage])
                 yield found, tied is not None, entries
+
+
+def is_of_a_checkpoint(module: nn.Module) -> bool:
+    """Whether a checkpoint must bring the module's parameters. Others (scales of a cache) may have none there."""
+    return isinstance(module, LinearBase | VocabParallelEmbedding) or "Norm" in type(module).__name__
 
 
 def shards(module: nn.Module) -> list[str | int | None]:
