@@ -229,13 +229,19 @@ async def test_an_engine_that_hangs_behind_a_server_that_answers_is_lost():
 # ---- requests that fail
 
 
-async def test_a_request_that_fails_on_a_living_replica_is_tried_on_another_one():
+async def test_a_request_that_fails_on_a_living_replica_is_tried_on_another_one_and_the_log_says_so_once(caplog):
     replicas = [ScriptedReplica(i) for i in range(2)]
-    replicas[0].fails = 1
     async with opened(*replicas) as pool:
+        replicas[0].fails = 1
         assert len((await pool.generate(request("a"))).ids) == 4
         assert pool.metrics()["replicas/serving"] == 2
-    assert [len(r.requests) for r in replicas] == [0, 1]
+        replicas[1].fails = 1  # where the session is now
+        await pool.generate(request("a"))
+        replicas[0].fails = 1
+        await pool.generate(request("a"))
+        assert pool.metrics()["replicas/requests_failed"] == 3
+    assert caplog.text.count("replica 0 lives and failed on a request: replica 0: 500") == 1
+    assert [len(r.requests) for r in replicas] == [1, 2]
 
 
 async def test_a_request_that_fails_everywhere_fails_and_no_replica_is_lost():
@@ -263,7 +269,7 @@ async def test_a_request_that_kills_every_replica_fails_before_all_are_gone():
         assert len((await pool.generate(request())).ids) == 4
 
 
-async def test_a_completion_that_a_replica_cut_off_by_itself_is_asked_for_again():
+async def test_a_completion_that_a_replica_cut_off_by_itself_is_asked_for_again(caplog):
     """As a server that is shut down: it answers what it has."""
     replicas = [ScriptedReplica(i, seconds_per_token=0.004) for i in range(2)]
     async with opened(*replicas) as pool:
@@ -272,6 +278,7 @@ async def test_a_completion_that_a_replica_cut_off_by_itself_is_asked_for_again(
         await replicas[0].close()
         done = await asking
     assert (len(done.ids), done.num_lost_tokens) == (30, replicas[0].num_drawn)
+    assert f"replica 0: it cut a completion off after {replicas[0].num_drawn} tokens" in caplog.text
 
 
 # ---- the end

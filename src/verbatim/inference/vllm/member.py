@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
 
@@ -159,6 +160,8 @@ class Member:
         self.num_restarts = 0
         self.num_lost_in_a_row = 0
         """Losses since it last completed a request."""
+        self.said_at = -math.inf
+        """When the log said last that it failed on a request."""
         self.load: ReplicaLoad | None = None
         """What its server said last; None if it never did."""
 

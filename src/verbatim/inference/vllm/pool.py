@@ -114,7 +114,8 @@ class ReplicaPool:
         async def draw(life: Life) -> Completion:
             completion = await life.generate(request)
             if completion.stop_reason is StopReason.CANCELLED and not self._is_closed:
-                raise GivenUp(f"{life.replica.name} ended the request", len(completion.ids), is_known=True)
+                cut = f"it cut a completion off after {len(completion.ids)} tokens"
+                raise GivenUp(f"{life.replica.name}: {cut}", len(completion.ids), is_known=True)
             return completion
 
         try:
@@ -236,10 +237,13 @@ class ReplicaPool:
                 counts.lost_tokens += why.num_tokens
                 counts.unknown += not (why.is_known if isinstance(why, GivenUp) else why.num_tokens)
                 avoid.append(member.index)
-                if isinstance(why, WrongVersions):
+                if isinstance(why, GivenUp) and not life.over.done():
+                    self._roster.failed_on_a_request(member, str(why))
+                elif isinstance(why, WrongVersions):
                     self._roster.distrust(member, life, str(why))
                 elif isinstance(why, SamplerFault) and await self._roster.is_well(member, life):
                     num_faults += 1
+                    self._roster.failed_on_a_request(member, str(why))
                     if num_faults == MOST_FAULTS:
                         break
         except asyncio.CancelledError as end:

@@ -45,6 +45,7 @@ class PoolMetrics:
             "replicas/failed_checks": counts.failed_checks,
             "replicas/requests_waiting": places.num_waiting,
             "replicas/requests_moved": places.router.num_moved,
+            "replicas/requests_failed": counts.faults,
             "replicas/requests_resent": counts.resent,
             "replicas/requests_lost": counts.unknown,
             "replicas/tokens_lost": counts.lost_tokens,

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 MOST_LOST_IN_A_ROW = 5
 """Losses of a replica that completed no request in between, after which it is not started again."""
+SAY_EVERY = 60.0
+"""Seconds between two warnings of a replica's failed requests."""
 CLOSING = 10.0
 """Most seconds to close a replica."""
 LONGEST_PAUSE = 30.0
@@ -38,6 +40,8 @@ class Counts:
     """Replicas that died."""
     failed_checks: int = 0
     """Checks that found wrong weights."""
+    faults: int = 0
+    """Requests on which a replica failed that lives."""
     resent: int = 0
     """Requests that were sent again."""
     unknown: int = 0
@@ -197,6 +201,14 @@ class Roster:
         if why is not None:
             self.lose(member, life, why)
         return why is None
+
+    def failed_on_a_request(self, member: Member, why: str) -> None:
+        """A replica that lives failed on a request: counted, and said once a minute."""
+        self.counts.faults += 1
+        now = asyncio.get_running_loop().time()
+        if now - member.said_at >= SAY_EVERY:
+            member.said_at = now
+            logger.warning("%s lives and failed on a request: %s", member.name, printable(why))
 
     def lose(self, member: Member, life: Life, why: str) -> None:
         """A replica is dead: take it out, and start it again. Its requests are sent elsewhere."""
