@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from verbatim.inference import SampleRequest, SamplingParams
-from verbatim.inference.embedded.decoder import Decoder, DecoderConfig
+from verbatim.inference.embedded.decoder import Decoder
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
 
@@ -14,10 +15,10 @@ MODELS = ["tied", "untied", "half_sliding", "sliding"]
 
 
 def make_decoder(folder, *, deterministic=False, num_slots=6, prefill_chunk=64, keep_cache=False):
-    config = DecoderConfig(num_slots=num_slots, context_length=320, prefill_chunk=prefill_chunk,
-                           deterministic=deterministic, keep_cache=keep_cache)  # fmt: skip
+    settings = TorchSettings(max_batch_size=num_slots, prefill_chunk=prefill_chunk, deterministic=deterministic)
     model = CausalLM(load_model(folder))
-    return Decoder(model.__class__(model.model.requires_grad_(False)), config, version=0)
+    return Decoder(model.__class__(model.model.requires_grad_(False)), settings, context_length=320, version=0,
+                   keep_cache=keep_cache)  # fmt: skip
 
 
 def play(decoder, requests):

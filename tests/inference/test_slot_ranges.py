@@ -1,6 +1,6 @@
 import numpy as np
 
-from verbatim.inference.embedded.slot_ranges import slot_ranges
+from verbatim.inference.embedded.pass_layout import slot_ranges
 
 
 def cut(slots, lengths):

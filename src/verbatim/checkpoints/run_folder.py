@@ -171,8 +171,16 @@ class RunFolder:
 
     def link_latest(self) -> None:
         """Point `latest` to this run once it can be resumed, so that a run that fails earlier hides no other."""
-        if self._stamped:
-            _link_latest(self.path)
+        if not self._stamped:
+            return
+        link = self.path.with_name(LATEST)
+        if link.is_symlink() and os.readlink(link) == self.path.name:
+            sync(link.parent)  # a killed process may have created it
+            return
+        temporary = self.path.with_name(f".{LATEST}-{self.path.name}")
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(self.path.name)
+        rename(temporary, link)
 
     def withdraw(self) -> None:
         """Remove a new run that failed to start, unless its warm start is done.
@@ -368,17 +376,6 @@ def _make_stamped(parent: Path, now: datetime) -> Path:
         sync(parent)
         return path
     raise AssertionError("itertools.count ended")
-
-
-def _link_latest(path: Path) -> None:
-    link = path.with_name(LATEST)
-    if link.is_symlink() and os.readlink(link) == path.name:
-        sync(path.parent)  # a killed process may have created it
-        return
-    temporary = path.with_name(f".{LATEST}-{path.name}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(path.name)
-    rename(temporary, link)
 
 
 def _runs_near(path: Path) -> str:

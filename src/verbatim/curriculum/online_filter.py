@@ -13,13 +13,10 @@ def flatness(group: Group) -> Flatness | None:
     """Why a group has no gradient under a group baseline; None if it has one.
 
     It compares the environment's rewards, before length penalties, of the rollouts that get credit; failed and unscored
-    rollouts have none. The result is None for a group without any reward.
+    rollouts have none. Equal rewards are "hard" if they are 0 or less, "easy" if they are 1 or more, else "flat"; a
+    group without any reward gives None.
 
-    Returns:
-        For equal rewards "hard" if they are 0 or less, "easy" if they are 1 or more, else "flat".
-
-    Example: rewards 0, 0 give "hard"; 1, 1 "easy"; 0.5, 0.5 "flat"; 0, 1 None; 1 and a
-    missing one "easy".
+    Example: rewards 0, 0 give "hard"; 1, 1 "easy"; 0.5, 0.5 "flat"; 0, 1 None; 1 and a missing one "easy".
     """
     rewards = {trajectory.reward for trajectory in group.scored}
     if len(rewards) != 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -63,9 +63,7 @@ class DifficultyPools:
     def members(self, env: str, pool: Pool | Literal["normal"]) -> list[str]:
         """The examples of a pool, in the order of the data set."""
         pooled = self._pooled[env]
-        if pool == "normal":
-            return [i for i in self._ids[env] if i not in pooled]
-        return [i for i in self._ids[env] if i in pooled and pooled[i][0] == pool]
+        return [i for i in self._ids[env] if (pooled[i][0] if i in pooled else "normal") == pool]
 
     def observe(self, env: str, example_id: str, mean_reward: float) -> None:
         """Record the mean raw reward of a finished group. A pooled example stays in its pool."""
@@ -98,10 +96,10 @@ class DifficultyPools:
         share of the groups since the last call whose example was pooled."""
         found: dict[str, float] = {}
         for env, ids in self._ids.items():
-            for pool in (*POOLS, "normal"):
-                members = self.members(env, cast(Pool, pool))
-                found[f"pool/{env}/{pool}"] = len(members) / len(ids)
+            pooled = Counter(pool for pool, _ in self._pooled[env].values())
+            found[f"pool/{env}/normal"] = (len(ids) - pooled.total()) / len(ids)
             for pool in POOLS:
+                found[f"pool/{env}/{pool}"] = pooled[pool] / len(ids)
                 found[f"evicted_examples/{env}/{pool}"] = self._evicted[env, pool] / max(1, self._observed[env])
         self._evicted.clear()
         self._observed.clear()

@@ -74,8 +74,7 @@ class ScriptedSampler:
     """Calls that have not ended."""
     num_drawn: int = field(default=0, init=False)
     """Tokens drawn, those of cancelled calls included."""
-    _closed: bool = field(default=False, init=False, repr=False)
-    _hanging: list[asyncio.Future[None]] = field(default_factory=list, init=False, repr=False)
+    _closed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
 
     async def generate(self, request: SampleRequest) -> Completion:
         """Return the script's completion.
@@ -86,7 +85,7 @@ class ScriptedSampler:
             asyncio.CancelledError: the call was cancelled; it holds how many tokens had been drawn.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
-        if self._closed:
+        if self._closed.is_set():
             raise SamplerFault("the sampler is closed; make a new one")
         index = len(self.requests)
         self.requests.append(request)
@@ -108,15 +107,14 @@ class ScriptedSampler:
         began = time.perf_counter()
         ids, reason = self._cut(self._look_up(index, request), request)
         if trouble == "hang":
-            self._hanging.append(asyncio.get_running_loop().create_future())
-            await self._hanging[-1]
+            await self._closed.wait()
         for _ in ids:
             await asyncio.sleep(self.seconds_per_token)
-            if self._closed:
+            if self._closed.is_set():
                 break
             versions.append(self.policy_version)
             self.num_drawn += 1
-        if self._closed:
+        if self._closed.is_set():
             ids, reason = ids[: len(versions)], StopReason.CANCELLED
         logprobs = None
         if self.logprob is not None:
@@ -150,8 +148,7 @@ class ScriptedSampler:
     def _cut(self, ids: Ids, request: SampleRequest) -> tuple[Int32, StopReason]:
         """Cut at the first stop id, or for length (also where the script's completion just ends)."""
         said = check_ids(ids, self.vocab_size, "script") if len(ids) else np.empty(0, dtype=np.int32)
-        room = min(request.params.max_tokens, self.context_length - len(request.prompt_ids))
-        said = said[:room]
+        said = said[: min(request.params.max_tokens, self.context_length - len(request.prompt_ids))]
         stops = np.flatnonzero(np.isin(said, request.params.stop_token_ids))
         if stops.size:
             return said[: stops[0] + 1], StopReason.STOP
@@ -182,7 +179,4 @@ class ScriptedSampler:
 
     async def close(self) -> None:
         """Stop; requests in flight end as cancelled, with the tokens it has. May be called again."""
-        self._closed = True
-        for future in self._hanging:
-            if not future.done():
-                future.set_result(None)
+        self._closed.set()

@@ -110,7 +110,7 @@ class ScriptedReplica(ScriptedSampler):
         logprobs = []
         for token in ids:
             await asyncio.sleep(self.seconds_per_token)
-            if self._closed:
+            if self._closed.is_set():
                 reason = StopReason.CANCELLED
                 break
             versions.append(self.policy_version)

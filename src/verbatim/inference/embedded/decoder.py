@@ -13,21 +13,10 @@ from torch import Tensor
 from verbatim.errors import ModelError
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.fast_forward import fast_backbone, probe
-from verbatim.inference.embedded.kv_cache import (
-    BLOCK,
-    CachePlan,
-    KeptPrefix,
-    KeyValueCache,
-)
-from verbatim.inference.embedded.pass_layout import (
-    PassLayout,
-    Rows,
-    as_tensor,
-    fixed_groups,
-    group,
-    ragged_groups,
-)
+from verbatim.inference.embedded.kv_cache import BLOCK, CachePlan, KeptPrefix, KeyValueCache, up_to
+from verbatim.inference.embedded.pass_layout import PassLayout, Rows, as_tensor, fixed_groups, group, ragged_groups
 from verbatim.inference.embedded.sampling import Truncation, draw, uniforms
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Placement, Slots, SlotTable
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
@@ -40,28 +29,12 @@ _PARKING_BUDGET = 1 << 30
 """Bytes of keys and values, at full context length, of sequences that wait for their next turn."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Limits of a decoder and of its passes."""
-
-    num_slots: int
-    """Most sequences in flight."""
-    context_length: int
-    """Most tokens of one sequence."""
-    prefill_chunk: int
-    """Most prompt tokens of one pass."""
-    deterministic: bool
-    """Whether every pass has the same shape."""
-    keep_cache: bool
-    """Whether caches survive new weights (`on_weight_update = "keep"`)."""
-
-
 @dataclass(kw_only=True)
 class Counts:
     """Counts of a decoder since it started."""
 
     forward_passes: int = 0
-    """Forward passes."""
+    """Forward passes of the model."""
     sampled_tokens: int = 0
     """Tokens drawn."""
     prefill_tokens: int = 0
@@ -76,26 +49,37 @@ class Decoder:
     """The model, its cache and its slots; no threads and no clocks.
 
     `add` a request, `step` until its slot is among those that ended, read the slot's row of `table`, `release` it.
+
+    Args:
+        model: Its weights may be replaced between two steps, before `set_version`.
+        settings: Most sequences in flight, most prompt tokens of one pass, and whether every pass has the same shape.
+        context_length: Most tokens of one sequence.
+        version: The version of the weights.
+        keep_cache: Whether caches survive new weights (`on_weight_update = "keep"`).
     """
 
-    def __init__(self, model: CausalLM, config: DecoderConfig, *, version: int) -> None:
+    def __init__(
+        self, model: CausalLM, settings: TorchSettings, *, context_length: int, version: int, keep_cache: bool = False
+    ) -> None:
         self.model = model
-        self.config = config
         self.version = version
+        self._prefill_chunk = settings.prefill_chunk
+        self._deterministic = settings.deterministic
+        self._keep_cache = keep_cache
+        num_slots = settings.max_batch_size
         self.counts = Counts()
         dtype = model.output.weight.dtype
         shape, calls = probe(model)
         with torch.inference_mode():
-            self._backbone = fast_backbone(model, calls, config.context_length) or model
+            self._backbone = fast_backbone(model, calls, context_length) or model
         self._bytes_per_key = shape.bytes_per_token(dtype) // shape.num_layers
         # In deterministic mode row i of a decode pass is slot i, so there are as many slots as rows.
-        self.num_rows = -(-config.num_slots // _ROW_QUANTUM) * _ROW_QUANTUM if config.deterministic else 0
-        self.cache = KeyValueCache(shape, max(config.num_slots, self.num_rows), dtype=dtype, device=model.device)
-        per_slot = shape.bytes_per_token(dtype) * config.context_length
-        num_parked = min(4 * config.num_slots, _PARKING_BUDGET // per_slot)
+        self.num_rows = up_to(num_slots, _ROW_QUANTUM) if settings.deterministic else 0
+        self.cache = KeyValueCache(shape, max(num_slots, self.num_rows), dtype=dtype, device=model.device)
+        num_parked = min(4 * num_slots, _PARKING_BUDGET // (shape.bytes_per_token(dtype) * context_length))
         self._parked: dict[int, KeptPrefix] = {}
-        self.table = SlotTable(config.num_slots, num_parked, config.context_length)
-        if config.deterministic:
+        self.table = SlotTable(num_slots, num_parked, context_length)
+        if settings.deterministic:
             self._refuse_row_dependent_kernels()
 
     # ---- sequences come and go
@@ -108,14 +92,13 @@ class Decoder:
         """
         self.cache.reserve(len(request.prompt_ids))
         table = self.table
-        place = table.place(request.prompt_ids, request.session, self.version, keep=self.config.keep_cache)
+        place = table.place(request.prompt_ids, request.session, self.version, keep=self._keep_cache)
         if place is None:
             return None
         try:
             self._start(request, place)
         except BaseException:
-            table.release(place.slot)
-            table.forget(place.slot)  # its cache may hold half of another sequence's keys and values
+            self.drop(place.slot)  # its cache may hold half of another sequence's keys and values
             raise
         return place.slot
 
@@ -126,11 +109,13 @@ class Decoder:
         stays = reused if source == slot else 0
         if table.session[slot] != request.session and table.computed[slot] > stays:
             self._park(slot, keep_out=source)
-        if source != slot:
-            self._copy_prefix(source, slot, reused)
-            if source >= table.num_batch and table.session[source] == request.session:
-                self._parked.pop(source, None)
+        if source >= table.num_batch:
+            self.cache.restore(self._parked[source], slot, reused)
+            if table.session[source] == request.session:
+                del self._parked[source]
                 table.forget(source)
+        elif source != slot:
+            self.cache.copy_prefix(source, slot, reused)
         table.start(slot, request, reused, cache_version)
         self.counts.prefix_hit_tokens += reused
 
@@ -185,7 +170,7 @@ class Decoder:
     def set_version(self, version: int) -> None:
         """Set the version of the weights; tokens drawn from now on carry it."""
         self.version = version
-        if not self.config.keep_cache:
+        if not self._keep_cache:
             self.table.rebuild_all(version)
             self.cache.clear()
             self._parked.clear()
@@ -200,14 +185,6 @@ class Decoder:
         table.forget(place)
         self._parked[place] = kept
         table.move(slot, place)
-
-    def _copy_prefix(self, source: int, slot: int, num_tokens: int) -> None:
-        if not num_tokens:
-            return
-        if source < self.table.num_batch:
-            self.cache.copy_prefix(source, slot, num_tokens)
-        else:
-            self.cache.restore(self._parked[source], slot, num_tokens)
 
     # ---- one pass
 
@@ -252,8 +229,8 @@ class Decoder:
         """Which slots take part, with how many tokens: prompts share the remaining room, first come first served."""
         decode, prefill = active[ahead == 1], active[ahead > 1]
         needed = ahead[ahead > 1]
-        room = self.config.prefill_chunk
-        if self.config.deterministic:
+        room = self._prefill_chunk
+        if self._deterministic:
             room = min(room, self.num_rows - len(decode))
         order = np.argsort(self.table.arrival[prefill])
         prefill, needed = prefill[order], needed[order]
@@ -268,7 +245,7 @@ class Decoder:
         row_slots = np.repeat(slots, counts)
         starts = np.cumsum(counts) - counts
         positions = np.arange(len(row_slots)) - np.repeat(starts - self.table.computed[slots], counts)
-        if not self.config.deterministic:
+        if not self._deterministic:
             rows = np.arange(len(row_slots))
             return PassLayout(rows=rows, slots=row_slots, positions=positions, num_rows=len(rows))
         single = slots[:num_single]
@@ -280,7 +257,7 @@ class Decoder:
         table, device = self.table, self.model.device
         ids, positions = table.ids[layout.slots, layout.positions].astype(np.int64), layout.positions
         write_rows = None
-        if self.config.deterministic:
+        if self._deterministic:
             write_rows = as_tensor(layout.rows, device)
             ids, positions = layout.spread(ids), layout.spread(positions)
             groups = fixed_groups(layout, int((counts == 1).sum()), device)
@@ -290,7 +267,7 @@ class Decoder:
             )
         plan = CachePlan(
             cache=self.cache, write_rows=write_rows, write_slots=as_tensor(layout.slots, device),
-            write_positions=as_tensor(layout.positions, device), groups=groups, in_blocks=self.config.deterministic,
+            write_positions=as_tensor(layout.positions, device), groups=groups, in_blocks=self._deterministic,
         )  # fmt: skip
         return self._backbone.hidden(as_tensor(ids, device), as_tensor(positions, device), plan)
 
@@ -313,7 +290,7 @@ class Decoder:
         table, device = self.table, hidden.device
         if not len(slots):
             return slots, slots
-        spread = self.config.deterministic
+        spread = self._deterministic
         if not spread:
             if len(rows) != len(hidden):
                 hidden = hidden[as_tensor(rows, device)]

@@ -17,7 +17,7 @@ from verbatim.config.inference import OnWeightUpdate
 from verbatim.errors import ModelError, RecordError, SamplerFault, VerbatimError
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
-from verbatim.inference.embedded.decoder import Decoder, DecoderConfig
+from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.engine_thread import EngineStats, EngineThread, torch_threads
 from verbatim.inference.embedded.messages import Command, Job, Reply, deliver, failure_text
 from verbatim.inference.embedded.model_check import refuse_other_decoding
@@ -69,35 +69,21 @@ class TorchSampler:
         if longest is not None and context_length > longest:
             raise ModelError(f"context_length = {context_length}, but the positions of {str(model_path)!r} end at "
                              f"{longest}; use at most that (orchestrator.seq_len)")  # fmt: skip
-        self._context_length = context_length
-        self._vocab_size = min(model.vocab_size, int(model.backbone.get_input_embeddings().weight.shape[0]))
+        self.context_length = context_length
+        """Most tokens of prompt and completion together."""
+        self.vocab_size = min(model.vocab_size, int(model.backbone.get_input_embeddings().weight.shape[0]))
+        """Ids are below this."""
         self._num_threads = num_threads
         self._model = model
-        decoder_config = DecoderConfig(
-            num_slots=config.max_batch_size,
-            context_length=context_length,
-            prefill_chunk=config.prefill_chunk,
-            deterministic=config.deterministic,
-            keep_cache=on_weight_update == "keep",
-        )
         refuse_moving_positions(model, context_length)
-        refuse_other_decoding(model, decoder_config)
+        refuse_other_decoding(model, config.deterministic)
         with torch_threads(num_threads):
-            self._decoder = Decoder(model, decoder_config, version=policy_version)
+            self._decoder = Decoder(model, config, context_length=context_length, version=policy_version,
+                                    keep_cache=on_weight_update == "keep")  # fmt: skip
         self._reading_weights = threading.Lock()
         self._engine = EngineThread(self._decoder, num_threads)
 
     # ---- the Sampler protocol, called from event loops
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of prompt and completion together."""
-        return self._context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        return self._vocab_size
 
     @property
     def policy_version(self) -> int:
@@ -118,9 +104,8 @@ class TorchSampler:
                 finite numbers.
             asyncio.CancelledError: it was cancelled; holds how many tokens had been drawn (`num_tokens_drawn`).
         """
-        check_prompt(request, vocab_size=self._vocab_size, context_length=self._context_length)
-        loop = asyncio.get_running_loop()
-        job = Job(loop=loop, future=loop.create_future(), request=request, submitted=time.perf_counter())
+        check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
+        job = Job(future=asyncio.get_running_loop().create_future(), request=request, submitted=time.perf_counter())
         self._engine.send(job)
         try:
             await self._answered(job)
@@ -166,9 +151,9 @@ class TorchSampler:
         Raises:
             RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
         """
-        ids = check_ids(token_ids, self._vocab_size, "token_ids")
-        if len(ids) > self._context_length:
-            raise RecordError(f"token_ids: {len(ids)} ids, but the context holds {self._context_length}")
+        ids = check_ids(token_ids, self.vocab_size, "token_ids")
+        if len(ids) > self.context_length:
+            raise RecordError(f"token_ids: {len(ids)} ids, but the context holds {self.context_length}")
         check_temperature(temperature)
 
         def score() -> Float32:
@@ -189,8 +174,7 @@ class TorchSampler:
         return self._engine.stats()
 
     async def _run_between_steps(self, run: Callable[[], Any], *, vital: bool) -> Any:
-        loop = asyncio.get_running_loop()
-        command = Command(loop=loop, future=loop.create_future(), run=run, vital=vital)
+        command = Command(future=asyncio.get_running_loop().create_future(), run=run, vital=vital)
         self._engine.send(command)
         try:
             await self._answered(command)

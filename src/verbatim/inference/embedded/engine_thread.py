@@ -8,14 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
 from verbatim.errors import SamplerFault, VerbatimError
 from verbatim.inference.base import Completion, nothing_sampled
-from verbatim.inference.embedded.decoder import Decoder
+from verbatim.inference.embedded.decoder import Counts, Decoder
 from verbatim.inference.embedded.messages import (
     Cancel,
     Command,
@@ -25,7 +25,7 @@ from verbatim.inference.embedded.messages import (
     engine_failed,
     failure_text,
     request_failed,
-)
+)  # fmt: skip
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.types import StopReason
 
@@ -38,20 +38,10 @@ _STEPS_PER_QUESTION = 3.0
 """While sequences are in flight, decoding gets this many seconds for each second spent on prompt logprobs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
+@dataclass(kw_only=True)
+class EngineStats(Counts):
     """Counts of an engine since it started."""
 
-    sampled_tokens: int
-    """Tokens drawn."""
-    prefill_tokens: int
-    """Prompt tokens computed."""
-    prefix_hit_tokens: int
-    """Prompt tokens whose keys and values were already cached."""
-    recomputed_tokens: int
-    """Tokens of sequences in flight computed again after new weights."""
-    forward_passes: int
-    """Forward passes of the model."""
     completions: int
     """Requests that ended at a stop token or a limit."""
     busy_seconds: float
@@ -60,11 +50,6 @@ class EngineStats:
     """Sequences in flight now."""
     num_waiting: int
     """Requests and commands waiting now."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Sampled tokens per busy second."""
-        return self.sampled_tokens / self.busy_seconds if self.busy_seconds else 0.0
 
 
 class EngineThread:
@@ -146,13 +131,8 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         """Counts so far."""
-        counts = self._decoder.counts
         return EngineStats(
-            sampled_tokens=counts.sampled_tokens,
-            prefill_tokens=counts.prefill_tokens,
-            prefix_hit_tokens=counts.prefix_hit_tokens,
-            recomputed_tokens=counts.recomputed_tokens,
-            forward_passes=counts.forward_passes,
+            **asdict(self._decoder.counts),
             completions=self._completions,
             busy_seconds=self._busy_seconds,
             num_running=len(self._running),

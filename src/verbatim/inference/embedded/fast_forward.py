@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,7 @@ _PROBE = 48
 """Tokens on which both forward passes must agree; more than the tests' sliding windows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """Arguments of a layer's attention beside queries, keys and values."""
 
     scale: float
@@ -125,12 +124,11 @@ def _is_known(model: CausalLM) -> bool:
         return False
     if model.output.weight.dtype != torch.float32 or model.config.hidden_act != "silu":
         return False  # in bfloat16 the order of roundings matters
-    for module in backbone.modules():
-        touched = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-        projects = isinstance(module, nn.Linear) and type(module) is not nn.Linear
-        if touched or projects:
-            return False
-    return True
+    return not any(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        or (isinstance(module, nn.Linear) and type(module) is not nn.Linear)
+        for module in backbone.modules()
+    )  # fmt: skip
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ class KeyValueShape:
     """Shape of one token's keys and values, the same in every layer."""
 
     num_layers: int
-    """Number of attention layers."""
     num_kv_heads: int
     """K: key/value heads."""
     key_size: int
@@ -37,14 +37,11 @@ class KeyValueShape:
         return self.num_layers * self.num_kv_heads * (self.key_size + self.value_size) * dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class KeptPrefix:
-    """Keys and values of a sequence outside the batch."""
+class KeptPrefix(NamedTuple):
+    """Keys [layers, K, D, C] and values [layers, K, C, D] of a sequence outside the batch."""
 
     keys: Tensor
-    """Keys: [layers, K, D, C]."""
     values: Tensor
-    """Values: [layers, K, C, D]."""
 
 
 class KeyValueCache:
@@ -55,7 +52,6 @@ class KeyValueCache:
 
     def __init__(self, shape: KeyValueShape, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
-        self.num_slots = num_slots
         head = (shape.num_layers, num_slots, shape.num_kv_heads)
         self.keys = torch.empty(*head, shape.key_size, 0, dtype=dtype, device=device)
         self.values = torch.empty(*head, 0, shape.value_size, dtype=dtype, device=device)
@@ -88,9 +84,7 @@ class KeyValueCache:
 
     def keep(self, slot: int, num_tokens: int) -> KeptPrefix:
         """Copy a slot's first tokens before another sequence takes the slot."""
-        return KeptPrefix(
-            keys=self.keys[:, slot, :, :, :num_tokens].clone(), values=self.values[:, slot, :, :num_tokens].clone()
-        )
+        return KeptPrefix(self.keys[:, slot, :, :, :num_tokens].clone(), self.values[:, slot, :, :num_tokens].clone())
 
     def restore(self, kept: KeptPrefix, slot: int, num_tokens: int) -> None:
         """Copy the first tokens of a kept prefix into a slot."""
@@ -139,7 +133,6 @@ class CachePlan:
     """The attention of one pass: write the tokens' keys and values, attend to the cache of each slot."""
 
     cache: KeyValueCache
-    """The cache, read and written in place."""
     write_rows: Tensor | None
     """Rows that are real tokens: int64 [W]; None = all."""
     write_slots: Tensor

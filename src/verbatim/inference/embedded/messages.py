@@ -17,10 +17,8 @@ from verbatim.texts import cut, error_text
 class Reply:
     """An answer of the engine's thread that a coroutine in an event loop waits for."""
 
-    loop: asyncio.AbstractEventLoop
-    """The event loop of the caller."""
     future: asyncio.Future[Any]
-    """Set in `loop`."""
+    """Set in the caller's event loop."""
     answer: tuple[Any] | None = None
     """The result or exception that the future is about to hold; None = not answered yet."""
 
@@ -30,7 +28,6 @@ class Job(Reply):
     """One `generate` call."""
 
     request: SampleRequest
-    """The prompt and its sampling parameters."""
     submitted: float
     """Time of the call: seconds of `time.perf_counter`."""
     started: float = 0.0
@@ -65,7 +62,7 @@ class Outbox:
 
     def put(self, reply: Reply, answer: Any) -> None:
         """Add an answer; an exception is raised in the caller."""
-        self.answers.setdefault(reply.loop, []).append((reply, answer))
+        self.answers.setdefault(reply.future.get_loop(), []).append((reply, answer))
 
     def send(self) -> None:
         """Deliver all answers."""
@@ -95,10 +92,7 @@ def deliver(replies: list[Reply]) -> None:
 
 def request_failed(cause: Exception) -> SamplerFault:
     """The fault of one request; the engine goes on."""
-    fault = SamplerFault(f"the sampler failed on this request: {failure_text(cause, 500)}")
-    if not is_out_of_memory(cause):  # its traceback's frames would keep their memory
-        fault.__cause__ = cause
-    return fault
+    return _caused_by(cause, SamplerFault(f"the sampler failed on this request: {failure_text(cause, 500)}"))
 
 
 def failure_text(cause: Exception, limit: int) -> str:
@@ -111,8 +105,11 @@ def failure_text(cause: Exception, limit: int) -> str:
 
 def engine_failed(cause: BaseException, num_tokens: int = 0) -> SamplerFault:
     """The fault of every request in flight when the engine's thread failed."""
-    if is_out_of_memory(cause):  # its traceback's frames would keep their memory
-        return SamplerFault(f"the sampler's thread failed: {describe(cause)}", num_tokens=num_tokens)
-    fault = SamplerFault(f"the sampler's thread failed: {type(cause).__name__}: {cause}", num_tokens=num_tokens)
-    fault.__cause__ = cause
+    said = describe(cause) if is_out_of_memory(cause) else f"{type(cause).__name__}: {cause}"
+    return _caused_by(cause, SamplerFault(f"the sampler's thread failed: {said}", num_tokens=num_tokens))
+
+
+def _caused_by(cause: BaseException, fault: SamplerFault) -> SamplerFault:
+    if not is_out_of_memory(cause):  # its traceback's frames would keep their memory
+        fault.__cause__ = cause
     return fault

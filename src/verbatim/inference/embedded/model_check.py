@@ -9,36 +9,24 @@ import torch
 
 from verbatim.errors import ModelError
 from verbatim.inference.base import SampleRequest, SamplingParams
-from verbatim.inference.embedded.decoder import Decoder, DecoderConfig
+from verbatim.inference.embedded.decoder import Decoder
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.head import CausalLM
-from verbatim.models.own_attention import (
-    LENGTH,
-    TOLERANCE,
-    TinyPair,
-    mask_settings,
-    probe_ids,
-    tiny_pair,
-)
+from verbatim.models.own_attention import LENGTH, TOLERANCE, TinyPair, mask_settings, probe_ids, tiny_pair
 from verbatim.models.refusal import FAULTS, describe
 from verbatim.models.round_trip import check_round_trip
 from verbatim.models.tiny import WINDOW
 
-_NEW_TOKENS = LENGTH // 2
 
-
-def refuse_other_decoding(model: CausalLM, config: DecoderConfig) -> None:
+def refuse_other_decoding(model: CausalLM, deterministic: bool) -> None:
     """Sample from a tiny copy and compare with a `transformers` forward pass over the same tokens.
-
-    Args:
-        model: The loaded model.
-        config: Settings of its decoder.
 
     Raises:
         ModelError: sampled tokens have other logprobs, or the weights that a trainer saves do not load.
     """
     pair = tiny_pair(model.model, planned=True)
     check_round_trip(pair.own)
-    fault = decoding_fault(pair, deterministic=config.deterministic)
+    fault = _decoding_fault(pair, deterministic)
     if fault is not None:
         raise ModelError(
             f"{type(model.model).__name__}{mask_settings(model.model.config)} cannot be sampled from by the embedded "
@@ -46,15 +34,14 @@ def refuse_other_decoding(model: CausalLM, config: DecoderConfig) -> None:
         )
 
 
-def decoding_fault(pair: TinyPair, *, deterministic: bool = False) -> str | None:
+def _decoding_fault(pair: TinyPair, deterministic: bool) -> str | None:
     """The fault of cached decoding as a sentence for a message, or None. Decodes prompts of two lengths in parts, then
     tokens one by one past the tiny copy's windows, then a second turn on the cache."""
-    config = DecoderConfig(num_slots=2, context_length=2 * LENGTH, prefill_chunk=WINDOW - 3,
-                           deterministic=deterministic, keep_cache=False)  # fmt: skip
+    settings = TorchSettings(max_batch_size=2, prefill_chunk=WINDOW - 3, deterministic=deterministic)
     try:
-        decoder = Decoder(pair.ours, config, version=0)
+        decoder = Decoder(pair.ours, settings, context_length=2 * LENGTH, version=0)
         ids = probe_ids(pair, LENGTH).numpy().astype(np.int32)
-        params = SamplingParams(max_tokens=_NEW_TOKENS)
+        params = SamplingParams(max_tokens=LENGTH // 2)
         first = [SampleRequest(prompt_ids=prompt, params=params, seed=seed, session=str(seed))
                  for seed, prompt in enumerate([ids[: LENGTH // 2], ids[LENGTH // 2 :][:5]])]  # fmt: skip
         (longer, _), worst = _sample(decoder, pair, first)
@@ -87,7 +74,5 @@ def _sample(decoder: Decoder, pair: TinyPair, requests: list[SampleRequest]) -> 
         own = pair.own_logprobs(torch.from_numpy(ids).long())[new.start - 1 :]
         worst = max(worst, float((recorded - own).abs().nan_to_num(nan=torch.inf).max()))
         found.append(ids)
-    for slot in slots:
-        assert slot is not None
         decoder.release(slot)
     return found, worst

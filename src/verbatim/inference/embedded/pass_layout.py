@@ -11,11 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from verbatim.inference.embedded.kv_cache import BLOCK, Group, up_to
-from verbatim.inference.embedded.slot_ranges import slot_ranges
 from verbatim.inference.embedded.slots import Slots
 
 _QUANTUM = 16
 """Passes that are not deterministic attend to a multiple of this many keys."""
+_SHORTEST = 16
+"""Fewest slots of a range."""
+_RANGE_BYTES = 1 << 20
+"""Bytes of keys whose reading costs as much as one more range."""
+_COPY = 3
+"""Cost of copying keys and reading the copy, relative to reading them in place."""
 
 Rows = NDArray[np.int64]
 
@@ -70,16 +75,14 @@ def ragged_groups(
     num_single = int((counts == 1).sum())
     single, lengths = slots[:num_single], layout.positions[:num_single] + 1
     for slot_range in slot_ranges(single, lengths, bytes_per_key):
-        rows, positions = slice(slot_range.first, slot_range.last), lengths[slot_range.first : slot_range.last] - 1
-        own = single[rows]
-        if slot_range.in_place and len(own) == slot_range.num_slots:
-            groups.append(group(rows, None, slot_range.slots, positions, _QUANTUM, device))
-        elif slot_range.in_place:
+        rows = slice(slot_range.first, slot_range.last)
+        own, positions = single[rows], lengths[rows] - 1
+        cells: Rows | None = None
+        if slot_range.in_place and len(own) < slot_range.num_slots:  # there are idle slots between them
             cells, spread = own - slot_range.slots.start, np.zeros(slot_range.num_slots, dtype=np.int64)
             spread[cells] = positions
-            groups.append(group(rows, cells, slot_range.slots, spread, _QUANTUM, device))
-        else:
-            groups.append(group(rows, None, own, positions, _QUANTUM, device))
+            positions = spread
+        groups.append(group(rows, cells, slot_range.slots if slot_range.in_place else own, positions, _QUANTUM, device))
     if num_single < len(slots):
         several, starts = counts[num_single:], (np.cumsum(counts) - counts)[num_single:]
         cached = computed[num_single:]
@@ -88,6 +91,66 @@ def ragged_groups(
             for of in _similar(several)
         ]
     return groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotRange:
+    """Sequences that attend together, padded to the longest of them."""
+
+    first: int
+    """Index of the first among the decoding sequences."""
+    last: int
+    """Index after the last."""
+    slots: slice
+    """The slots from the first to the last, idle ones included."""
+    longest: int
+    """Keys of the longest sequence."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that an in-place read covers."""
+        return int(self.slots.stop - self.slots.start)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether reading the idle slots too costs less than copying the others."""
+        return self.num_slots <= _COPY * (self.last - self.first)
+
+    @property
+    def keys(self) -> int:
+        """Cost of reading the range, in keys read in place."""
+        return min(self.num_slots, _COPY * (self.last - self.first)) * self.longest
+
+    def joined(self, other: SlotRange) -> SlotRange:
+        """This range joined with the next one."""
+        return SlotRange(first=self.first, last=other.last, slots=slice(self.slots.start, other.slots.stop),
+                   longest=max(self.longest, other.longest))  # fmt: skip
+
+
+def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRange]:
+    """Cut sequences into ranges of neighbouring slots, where the saving exceeds the cost of one more range.
+
+    Args:
+        slots: Slots of the sequences, ascending: int64 [B].
+        lengths: Keys of each: int64 [B].
+        bytes_per_key: Bytes of one key and its value in one layer.
+
+    Example:
+        16 sequences of 1000 keys before 48 of 100, at 512 bytes: two ranges, of 16 and 48.
+    """
+    done: list[SlotRange] = []
+    for first in range(0, len(slots), _SHORTEST):
+        last = min(first + _SHORTEST, len(slots))
+        current = SlotRange(first=first, last=last, slots=slice(int(slots[first]), int(slots[last - 1]) + 1),
+                  longest=int(lengths[first:last].max()))  # fmt: skip
+        while done:
+            joined = done[-1].joined(current)
+            if (joined.keys - done[-1].keys - current.keys) * bytes_per_key > _RANGE_BYTES:
+                break
+            done.pop()
+            current = joined
+        done.append(current)
+    return done
 
 
 def _prompt_group(slots: Slots, starts: Rows, counts: Rows, computed: Rows, device: torch.device) -> Group:

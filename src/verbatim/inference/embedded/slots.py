@@ -77,18 +77,16 @@ class SlotTable:
         if own is not None and not keep and self.cache_version[own] != version:
             own = None
         at_home = self._cached(own, prompt) if own is not None else 0
-        best = Placement(slot=own or 0, source=own or 0, reused=at_home)
-        found = self._longest_prefix(prompt, version, best)
+        found = self._longest_prefix(prompt, version, own or 0, at_home)
         if found is None:
             return None
-        best = found
+        source, reused = found
         slot = own if own is not None and at_home and own < self.num_batch and not self.active[own] else None
         if slot is None:
             slot = int(idle[np.argmin(self.last_used[idle])])
-        source = best.source
-        if not best.reused or (self.cache_version[slot] == version and self._cached(slot, prompt) == best.reused):
+        if not reused or (self.cache_version[slot] == version and self._cached(slot, prompt) == reused):
             source = slot
-        return Placement(slot=slot, source=source, reused=best.reused)
+        return Placement(slot=slot, source=source, reused=reused)
 
     def _cached(self, slot: int, prompt: Int32) -> int:
         """Leading ids of a prompt whose keys and values a slot holds.
@@ -98,27 +96,27 @@ class SlotTable:
         most = min(len(prompt) - 1, int(self.computed[slot]))
         return common_prefix_length(self.ids[slot, :most], prompt[:most])
 
-    def _longest_prefix(self, prompt: Int32, version: int, best: Placement) -> Placement | None:
-        """The best source among all slots; None to wait for a sequence that is about to compute a longer prefix."""
+    def _longest_prefix(self, prompt: Int32, version: int, source: int, reused: int) -> tuple[int, int] | None:
+        """The slot that caches the longest prefix, of at least `reused` tokens, and its length; None to wait for a
+        sequence that is about to compute a longer one."""
         longest = len(prompt) - 1
-        while best.reused < longest:
+        while reused < longest:
             # A slot that caches more must have the next id; each match leaves fewer candidates.
-            at = best.reused
-            usable = (self.computed > at) & (self.cache_version == version)
-            (some,) = np.nonzero(usable & (self.ids[:, at] == prompt[at]))
+            usable = (self.computed > reused) & (self.cache_version == version)
+            (some,) = np.nonzero(usable & (self.ids[:, reused] == prompt[reused]))
             for slot in some[np.argsort(-self.computed[some], kind="stable")].tolist():
                 cached = self._cached(slot, prompt)
-                if cached > at:
-                    best = Placement(slot=best.slot, source=slot, reused=cached)
+                if cached > reused:
+                    source, reused = slot, cached
                     break
             else:
                 break
-        need = best.reused + WAIT_FOR_PREFIX
+        need = reused + WAIT_FOR_PREFIX
         (busy,) = np.nonzero(self.active & (self.length - self.computed > 1) & (self.length >= need))
         for slot in busy[self.cache_version[busy] == version].tolist() if longest >= need else ():
             if np.array_equal(self.ids[slot, :need], prompt[:need]):
                 return None
-        return best
+        return source, reused
 
     def parking_place(self) -> int | None:
         """The parked slot least recently used; None without parked slots."""
