@@ -38,7 +38,7 @@ backend = "vllm"
 [inference.vllm]
 python = "{PYTHON}"
 replicas = {{replicas}}
-args = ["--enforce-eager", "--block-size", "16"]
+args = ["--enforce-eager", "--block-size", "32"]
 env = {{{{ VLLM_CPU_KVCACHE_SPACE = "1", OMP_NUM_THREADS = "1", VLLM_CPU_OMP_THREADS_BIND = "nobind" }}}}
 [[orchestrator.filters]]
 type = "zero_advantage"

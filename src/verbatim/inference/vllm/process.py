@@ -27,7 +27,8 @@ _ANSWER = 5.0
 """Seconds for one answer to "are you there?"."""
 _QUOTED = 8
 """Last lines of its log in a message."""
-_ERROR = re.compile(r"\b\w*(Error|Exception): \S")
+_ERROR = re.compile(r"(?:^|\] |\) )\w*(?:Error|Exception): \S")
+"""The last line of a traceback, behind the prefix of a log or without one."""
 _SAY_EVERY = 60.0
 """Seconds between two lines that say that a server is still being waited for."""
 
