@@ -9,15 +9,14 @@ INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 
-.PHONY: help install demo test test-all test-vllm check faults lint types clean
+.PHONY: help install demo test test-all test-vllm faults lint types clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
 	@echo "make demo      train an agent to play guess-the-number, on a CPU"
-	@echo "make test      lint, types and all tests that need no extras"
-	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, W&B) installed, and all tests"
+	@echo "make test      lint, types, and the tests that take seconds and need no extras"
+	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, W&B) installed, and all tests but those of vLLM"
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
-	@echo "make check     the fast part of it"
 	@echo "make faults    the fault campaigns as a whole: kills, damaged files, hostile environments, requests, templates"
 	@echo "make clean     remove $(VENV) and caches; runs/ stays"
 
@@ -41,7 +40,7 @@ demo: install
 	$(BIN)/verbatim rl recipes/guess_number.toml
 
 test: lint types
-	$(PYTEST) -m "not extras and not vllm"
+	$(PYTEST) -m "not slow and not extras and not vllm"
 
 test-all: install
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,serve,mcp,data,ray,verifiers,wandb,dev]'
@@ -59,9 +58,6 @@ $(VLLM_INSTALLED): src/verbatim/inference/vllm/install.py | install
 
 faults: install
 	$(BIN)/pytest tests/faults --whole
-
-check: lint types
-	$(PYTEST) -m "not slow and not extras and not vllm"
 
 lint: install
 	$(BIN)/ruff check .

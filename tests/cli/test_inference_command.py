@@ -57,6 +57,7 @@ def test_what_cannot_be_served_is_refused(file, tmp_path, capsys, arguments, rea
     assert (tmp_path / "taken" / "thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_step_of_the_installation_that_fails_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(install, "VERSION", "0.0.0.never")
     monkeypatch.setenv("PIP_INDEX_URL", f"file://{tmp_path}/no-index")
@@ -84,6 +85,7 @@ def test_the_steps_of_an_installation(tmp_path, monkeypatch):
         assert ran[-1] == [str(python), "-c", "import vllm.entrypoints.openai.api_server"]
 
 
+@pytest.mark.slow
 def test_a_torch_backend_is_served_until_it_is_told_to_end(file, tmp_path):
     build_tiny_model(tmp_path / "model")
     command = [sys.executable, "-m", "verbatim.cli", "inference", str(file), "--port", "8931", "--api-key-env", "K"]

@@ -414,6 +414,7 @@ def test_a_run_in_which_every_rollout_fails_stops_and_says_why(typed, place: Pat
     assert not (place / "mine" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_tool_that_raises_answers_the_model_and_is_counted(typed, place: Path):
     status, _ = typed(
         "--run-dir", "mine", "--orchestrator.train.env.0.import_path", "broken_tool.BrokenTool",

@@ -88,6 +88,7 @@ def run(*arguments):
     return main(["rl", "run.toml", *arguments])
 
 
+@pytest.mark.slow
 def test_a_student_comes_nearer_to_its_teacher(place):
     """The rewards are those of a lottery: what falls is the distance, measured on the student's own samples."""
     options = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
@@ -100,6 +101,7 @@ def test_a_student_comes_nearer_to_its_teacher(place):
     assert_ledger_adds_up(place / "nearer")
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_distils_with_the_teachers_logprobs(place):
     """Its gradient at `w = 1` is that of `opd` without the KL term, so it comes nearer to the teacher too."""
     (place / "my_distillation.py").write_text(DISTIL)

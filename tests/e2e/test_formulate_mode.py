@@ -59,6 +59,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("mode", ["traj", "step"])
+@pytest.mark.slow
 def test_each_batch_is_one_optimizer_step_and_the_schedule_ends_where_it_should(run: Run, mode: str, loss: str):
     steps = metrics(run(mode, loss))
     assert [step["num_optimizer_steps"] for step in steps] == [1] * STEPS

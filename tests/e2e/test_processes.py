@@ -35,6 +35,8 @@ from verbatim.cli.main import main
 from verbatim.errors import RunStopped
 from verbatim.run.logs import last_lines, log_to_file
 
+pytestmark = pytest.mark.slow
+
 # What happens when is written in fate.json: {"run": ..., "episode": 9, "strike": ["trainer", "me"], "signal": 9}.
 FATAL = '''
 import json
@@ -233,7 +235,6 @@ def survivor(place: Path, unstopped: Path) -> tuple[Path, dict[str, tuple[int, s
     return run, said
 
 
-@pytest.mark.slow
 def test_a_run_that_was_killed_everywhere_ends_as_the_one_that_was_never_stopped(survivor, unstopped: Path):
     run, said = survivor
     assert said["finished"][0] == 0
@@ -241,7 +242,6 @@ def test_a_run_that_was_killed_everywhere_ends_as_the_one_that_was_never_stopped
     assert processes_of(run) == []
 
 
-@pytest.mark.slow
 def test_a_killed_trainer_is_named_with_its_signal_and_the_end_of_its_log(survivor):
     run, said = survivor
     status, text = said["trainer"]
@@ -252,7 +252,6 @@ def test_a_killed_trainer_is_named_with_its_signal_and_the_end_of_its_log(surviv
     assert f"to go on:  verbatim rl {run}/config.toml --resume {run}" in text
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_both_processes_with_a_checkpoint(survivor):
     status, text = survivor[1]["ctrl-c"]
     assert status == 130
@@ -260,7 +259,6 @@ def test_ctrl_c_ends_both_processes_with_a_checkpoint(survivor):
     assert "to go on:" in text
 
 
-@pytest.mark.slow
 def test_an_overlapping_run_that_was_killed_trains_every_step_and_group_once(place: Path):
     run, chance = place / "overlapping", random.Random(21)
     arguments = ["rl", "overlapping.toml", "--run-dir", run]
@@ -283,7 +281,6 @@ def test_an_overlapping_run_that_was_killed_trains_every_step_and_group_once(pla
 # ---- a trainer that is there and does nothing, or the wrong thing
 
 
-@pytest.mark.slow
 def test_a_frozen_trainer_is_named_and_ended(place: Path, unstopped: Path):
     run = place / "frozen"
     fate(run, 12, "trainer", number=signal.SIGSTOP)
@@ -297,7 +294,6 @@ def test_a_frozen_trainer_is_named_and_ended(place: Path, unstopped: Path):
     assert_same_run(run, unstopped)
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run_which_goes_on_when_it_is_mended(place: Path):
     run = place / "poisoned"
     arguments = ["rl", "overlapping.toml", "--run-dir", run, "--max-steps", "3", "--trainer.loss",
@@ -342,7 +338,6 @@ def test_a_sampler_that_keeps_a_stale_layer_stops_the_run_before_it_samples_with
 # ---- a damaged checkpoint
 
 
-@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_used(place: Path, unstopped: Path, capfd):
     run = place / "damaged"
     shutil.copytree(unstopped, run)
@@ -364,7 +359,6 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_used(place: P
 # ---- started one by one
 
 
-@pytest.mark.slow
 def test_trainer_and_orchestrator_are_started_one_by_one_stopped_at_either_side_and_go_on(
     place: Path, unstopped: Path
 ):

@@ -38,6 +38,8 @@ from verbatim.config import load_config
 from verbatim.monitors.trajectory_log import read_trajectories
 from verbatim.run.tables import component_tables
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "guess_number.toml"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
@@ -369,14 +371,12 @@ def assert_same_run(resumed: Path, unstopped: Path) -> None:
     assert read_json(resumed / "summary.json")["steps"] == LONG
 
 
-@pytest.mark.slow
 def test_the_unstopped_run_learns_something(unstopped: Path, model: Path):
     """Otherwise the tests below would compare weights that nothing ever changed."""
     assert (unstopped / "final" / "model.safetensors").read_bytes() != (model / "model.safetensors").read_bytes()
     assert all(line["metrics"]["grad_norm"] > 0 for line in train_lines(unstopped))
 
 
-@pytest.mark.slow
 def test_a_run_stopped_by_ctrl_c_ends_with_the_weights_of_an_unstopped_one(place: Path, unstopped: Path):
     with process(place, "rl", "run.toml", "--run-dir", "stopped") as running:
         wait_for_step(running, place / "stopped" / "metrics.jsonl", 1)
@@ -392,7 +392,6 @@ def test_a_run_stopped_by_ctrl_c_ends_with_the_weights_of_an_unstopped_one(place
     assert_same_run(place / "stopped", unstopped)
 
 
-@pytest.mark.slow
 def test_a_run_that_was_killed_ends_with_the_weights_of_an_unstopped_one(place: Path, unstopped: Path):
     """Killed after its third step, with a checkpoint after the second: the third is trained again."""
     with process(place, "rl", "run.toml", "--run-dir", "killed") as running:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.tiny_runs import LOTS, build_tiny_model, workplace
+from e2e.tiny_runs import LOTS, workplace
+from verbatim.config.schema import BuildConfig
 
 pytestmark = pytest.mark.vllm
 
@@ -50,7 +51,16 @@ args = {{{{ delay = 0.05 }}}}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("vllm") / "model")
+    """Heads of 32, because vLLM's kernels for CPUs know none of 16."""
+    from verbatim.environments.guess_number import GuessNumber
+    from verbatim.models.build import build_model, chat_text
+
+    sizes = BuildConfig(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64,
+                        vocab_size=512, context_length=384)  # fmt: skip
+    folder: Path = tmp_path_factory.mktemp("vllm") / "model"
+    texts = [chat_text(shown.messages, shown.tools) for shown in GuessNumber().demonstrations(100, seed=0)]
+    build_model(folder, sizes, texts, seed=0)
+    return folder
 
 
 @pytest.fixture

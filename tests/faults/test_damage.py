@@ -7,9 +7,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from faults.test_kills import spread
 from faults.tiny_places import STEPS, Place, differences
 from faults.warm import Warm
+
+pytestmark = pytest.mark.slow
 
 NEWEST, BEFORE = f"step_{STEPS:06d}", f"step_{STEPS - 2:06d}"
 

@@ -11,11 +11,15 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 from e2e.tiny_runs import train_lines, workplace
 from faults.lost_power import after_loss
 from faults.recorded_runs import MODULES, STEPS, Recorded, left_over, run_of, sampled, type_, what_differs
 from verbatim.checkpoints import read_json, write_json
 from verbatim.cli.main import main
+
+pytestmark = pytest.mark.slow
 
 
 @contextlib.contextmanager

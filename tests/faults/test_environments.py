@@ -34,6 +34,8 @@ from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.trajectories import Ledger
 
+pytestmark = pytest.mark.slow
+
 STEPS, GROUP, GROUPS = 3, 2, 3
 PATIENT = EpisodeLimits(timeout=60.0, tool_timeout=20.0, max_turns=4)
 HURRIED = EpisodeLimits(timeout=1.0, tool_timeout=0.3, max_turns=4)

@@ -12,10 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from faults.strikes import CHANGES, FULL_DISK, READS, error_number
 from faults.test_kills import spread
 from faults.tiny_places import STEPS, Place, differences, imbalances
 from faults.warm import Ended, Warm
+
+pytestmark = pytest.mark.slow
 
 TRAINER = ("verbatim.trainer", "verbatim.models", "verbatim.losses", "verbatim.packing", "verbatim.transport.weights",
            "verbatim.transport.trainer_messages")  # fmt: skip

@@ -11,8 +11,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from faults.tiny_places import Place, differences, imbalances
 from faults.warm import Warm
+
+pytestmark = pytest.mark.slow
 
 LONGEST = 5
 """Kills that one run survives at most."""

@@ -14,6 +14,8 @@ from faults.lost_power import MODES, after_loss
 from faults.recorded_runs import Recorded, resume, resumed_run, run_of, run_of_two_processes, what_differs
 from faults.recorder import Op
 
+pytestmark = pytest.mark.slow
+
 WHOLE = ("nothing", "names", "journal", "random")
 SHORT = ("nothing", "names", "random")
 """What survives of what was not synced, at each moment that is tried."""

@@ -23,6 +23,8 @@ from e2e.tiny_runs import build_tiny_model
 from faults.hostile_requests import CHAT, Case, all_cases
 from verbatim.inference.http import protocol
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 40.0
 """For one answer, on a machine that others use."""
 

@@ -17,6 +17,8 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.renderers import create_renderer
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 
+pytestmark = pytest.mark.slow
+
 SECONDS, MEGABYTES = 5.0, 300.0
 """Of processor time for all entry points together, and of memory."""
 SHORT = (

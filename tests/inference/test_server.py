@@ -393,6 +393,7 @@ async def test_what_no_number_or_text_can_be_is_the_clients_mistake(path: str, b
         assert (await client.post(protocol.GENERATE, json=token_body(1, max_tokens=1))).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_nothing_is_let_go_of_when_the_server_ends():
     sampler = ScriptedSampler(script=[[5] * 400_000], vocab_size=10, context_length=500_000)
     async with contextlib.AsyncExitStack() as stack:

@@ -17,6 +17,7 @@ def model():
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 async def test_no_token_of_a_faulty_run_is_outside_the_ledger(tmp_path):
     total = Tally()
     for seed in range(1000, 1030):

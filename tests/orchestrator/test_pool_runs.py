@@ -170,6 +170,7 @@ async def same_trajectories_although_a_replica_dies(tmp_path, elsewhere):
     assert ledger.sampled == sum(replica.num_drawn for replica in [*replicas, *restarts.made])
 
 
+@pytest.mark.slow
 async def test_episodes_in_processes_go_on_when_a_replica_is_lost(tmp_path):
     await same_trajectories_although_a_replica_dies(
         tmp_path, lambda orchestrator, pool: in_processes(orchestrator, pool, "rollouts.players.Doublings")

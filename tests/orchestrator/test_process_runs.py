@@ -29,6 +29,8 @@ from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.run.tables import component_tables
 
+pytestmark = pytest.mark.slow
+
 FLIPS = "orchestrator.test_process_runs.Flips"
 PROCESSES = ["--orchestrator.rollout.backend", "processes", "--orchestrator.rollout.workers", "1"]
 ISOLATED = ["--orchestrator.train.env.0.isolated", "true", "--orchestrator.rollout.workers", "1"]
@@ -176,7 +178,6 @@ class Harms(Lots):
 '''
 
 
-@pytest.mark.slow  # a dozen processes, each with a tokenizer
 def test_an_environment_that_exits_leaves_the_one_beside_it_as_it_is(model, tmp_path):
     """The weights change nothing here: nothing is learned fast enough to tell (lr = 0 would be refused)."""
     with workplace(tmp_path / "work", {"lots": LOTS, "harms": HARMFUL}) as folder:

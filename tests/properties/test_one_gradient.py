@@ -33,6 +33,7 @@ def check(model, turns, formula, samples_by, tolerance, **settings):
 
 @examples(40)
 @given(batch=batches(), level=levels, limit=limits, chunk=st.sampled_from([1, 5, 1000]))
+@pytest.mark.slow
 def test_the_gradient_is_that_of_one_turn_at_a_time(model, batch, level, limit, chunk):
     loss, formula = LEVELS[level]
     turns = reference.trained_turns(reference.model_in(model), batch)

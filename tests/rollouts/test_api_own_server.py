@@ -28,6 +28,8 @@ from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout, trajectory_from_messages
 from verbatim.tools import ToolManager
 
+pytestmark = pytest.mark.slow
+
 SIZES = TINY.model_copy(update={"hidden_size": 64})
 """Heads of 32, the smallest that vLLM has for CPUs."""
 PAIRS = [(a, b) for a in range(1, 4) for b in range(1, 4)]

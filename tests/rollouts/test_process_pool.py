@@ -117,6 +117,7 @@ async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_cou
     assert sum(sampled) - sum(lost) == sum(t.num_sampled_tokens for t in found.trajectories)
 
 
+@pytest.mark.slow
 async def test_an_episode_that_ends_its_workers_fails_and_those_beside_it_do_not(caplog):
     """All share one worker; each loss costs all of them a try, and the third one they play alone."""
     players = Players(trouble={"4": "exit"})
@@ -323,6 +324,7 @@ async def test_what_hinders_the_workers_is_said_before_anything_is_played(monkey
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["for one episode", "in the place of a lost one"])
+@pytest.mark.slow
 async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(tmp_path, monkeypatch, alone):
     """Whoever wanted it is cancelled while its process takes its time to end."""
     players = Players(folder=str(tmp_path))

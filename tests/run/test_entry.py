@@ -136,6 +136,7 @@ def test_a_run_inside_a_running_event_loop_has_its_own(place):
     assert weights(inside.model_path) == weights(verbatim.run("run.toml", quiet=True).model_path)
 
 
+@pytest.mark.slow
 def test_the_trainers_process_imports_what_this_one_can(place, model, monkeypatch, capfd):
     (place / "modules").mkdir()
     (place / "lots.py").rename(place / "modules" / "far_lots.py")

@@ -20,6 +20,9 @@ from verbatim.transport.files import publish_json, read_published_json
 BEAT_SECONDS = 0.5
 """Seconds between two beats."""
 
+FIRST_BEAT = 120.0
+"""Seconds until the first beat, where `heartbeat_timeout` is shorter: before it, Python imports what the process needs,
+which takes long on a busy machine."""
 _ATTENTION = 1.0
 """Seconds between two checks of the other side: if a check comes later, the excess does not count as its silence."""
 
@@ -107,7 +110,8 @@ class PeerWatch:
     Args:
         path: The other side's file.
         name: What messages call it: "the trainer".
-        heartbeat_timeout: Seconds without a beat after which its process is taken for dead or frozen.
+        heartbeat_timeout: Seconds without a beat after which its process is taken for dead or frozen; at least
+            `FIRST_BEAT` before the first one.
         stall_timeout: Seconds without progress after which it is taken for stuck.
         clock: Seconds of a monotonic clock.
     """
@@ -145,7 +149,7 @@ class PeerWatch:
             if seen.progress != self._progress:
                 self._progress, self._progress_seen = seen.progress, now
         silent, stuck = now - self._beat_seen, now - self._progress_seen
-        if silent > self._heartbeat_timeout:
+        if silent > (self._heartbeat_timeout if self._beats >= 0 else max(self._heartbeat_timeout, FIRST_BEAT)):
             return f"{self._who} has given no sign of life for {silent:.0f} s; the last was that it is {self._doing}"
         if stuck > self._stall_timeout:
             return f"{self._who} is stuck: for {stuck:.0f} s it has been {self._doing}"
