@@ -83,15 +83,12 @@ class Sorting(Episode):
     turn_rewards_sum_to_reward = True
 
     def __init__(self, rules: AlphabetSort, names: Sequence[str]) -> None:
-        self._rounds = [
-            list(names[i : i + rules.names_per_round]) for i in range(0, len(names), rules.names_per_round)
-        ]
+        self._rounds = [list(names[i : i + rules.names_per_round]) for i in range(0, len(names), rules.names_per_round)]
         self._right: list[bool] = []
-        opening: list[Message] = [
+        self.messages = [
             {"role": "system", "content": "Answer with all names so far, sorted, separated by commas."},
             self._next_message(),
         ]
-        self.messages = opening
 
     @property
     def said_so_far(self) -> list[str]:

@@ -86,8 +86,7 @@ class Calculation(Episode):
         self._num_calls = 0
         self._answer = ""
         text = f"({a} + {b}) * {c}" if kind == "sum" else f"{a} * {b} + {c}"
-        opening: list[Message] = [{"role": "user", "content": f"What is {text}?"}]
-        self.messages = opening
+        self.messages = [{"role": "user", "content": f"What is {text}?"}]
         self.tools = (FunctionTool(self.add, inline=True), FunctionTool(self.multiply, inline=True))
 
     def add(self, a: int, b: int) -> int:

@@ -86,8 +86,7 @@ class Delegation(Episode):
     def __init__(self, notes: Mapping[str, int], box: str) -> None:
         self._notes, self._box = notes, box
         self._answer, self._num_asked = "", 0
-        opening: list[Message] = [{"role": "user", "content": f"Which number is in the {box} box?"}]
-        self.messages = opening
+        self.messages = [{"role": "user", "content": f"Which number is in the {box} box?"}]
         self.ask = FunctionTool(_ask, name="ask", description="Ask somebody who knows.")
 
     def notes_for(self, box: str) -> list[Message]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from verbatim.environments.base import Demonstration, Episode, tool_exchange
 from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool, ToolResult
-from verbatim.types import Example, Message, Trajectory
+from verbatim.types import Example, Trajectory
 
 FORGETS = 0.25
 """Probability that a demonstration repeats an earlier guess."""
@@ -85,11 +85,7 @@ class Game(Episode):
         self.found = False
         self.possible = (rules.low, rules.high)
         text = f"Find the number from {rules.low} to {rules.high} in {rules.max_guesses} guesses."
-        opening: list[Message] = [
-            {"role": "system", "content": "You play a game."},
-            {"role": "user", "content": text},
-        ]
-        self.messages = opening
+        self.messages = [{"role": "system", "content": "You play a game."}, {"role": "user", "content": text}]
         self.tools = (FunctionTool(self.guess, description="", inline=True),)
 
     def guess(self, number: int) -> ToolResult:

@@ -11,7 +11,7 @@ from verbatim.config.knobs import check_knobs
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.errors import ComponentError, UsageError
-from verbatim.imports import import_object, told
+from verbatim.imports import import_object, is_import_path, told
 from verbatim.texts import shown
 from verbatim.types import Example
 from verbatim.user_code import is_ctrl_c
@@ -34,9 +34,8 @@ def create_environment(
     Raises:
         ComponentError: it cannot be imported or called, or its result is not an environment.
     """
-    if "." not in name and ":" not in name:
-        name = name.replace("-", "_")
-    if name not in table and "." not in name and ":" not in name:
+    name = name if is_import_path(name) else name.replace("-", "_")
+    if name not in table and not is_import_path(name):
         near = get_close_matches(name, table, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
         raise ComponentError(
@@ -48,7 +47,9 @@ def create_environment(
     if not callable(make):
         raise ComponentError(f"environment {name!r} is a {type(make).__name__}; expected a class, or a function that "
                              "makes an environment")  # fmt: skip
-    arguments = _check_arguments(name, make, dict(args or {}))
+    arguments, wrong = check_knobs(make, dict(args or {}), num_inputs=0, label="environment")
+    if wrong:
+        raise ComponentError(f"environment {name!r}: " + "; ".join(f"{key}: {why}" for key, why in wrong.items()))
     try:
         environment = make(**arguments)
     except UsageError:
@@ -120,14 +121,6 @@ def corpus(demonstrations: Sequence[Demonstration]) -> list[str]:
     from verbatim.models.build import chat_text  # imports torch and transformers
 
     return [chat_text(shown.messages, shown.tools) for shown in demonstrations]
-
-
-def _check_arguments(name: str, make: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, converted to the types of their parameters (a TOML array to a tuple, for example)."""
-    converted, wrong = check_knobs(make, args, num_inputs=0, label="environment")
-    if wrong:
-        raise ComponentError(f"environment {name!r}: " + "; ".join(f"{key}: {why}" for key, why in wrong.items()))
-    return converted
 
 
 def _check_environment(name: str, environment: object) -> Environment:
@@ -212,4 +205,3 @@ def _name_of(tool_or_call: Any) -> str | None:
 
 def _a(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
-

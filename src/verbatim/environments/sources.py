@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,9 +89,6 @@ class _Source(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._ids)
 
-    def __iter__(self) -> Iterator[Example]:
-        return (self[index] for index in range(len(self)))
-
     @overload
     def __getitem__(self, index: int) -> Example: ...
     @overload
@@ -120,14 +117,9 @@ class JsonlExamples(_Source):
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        id_field: str = "id",
-        messages_field: str = "messages",
-        tools_field: str = "tools",
+        self, path: str | Path, *, id_field: str = "id", messages_field: str = "messages", tools_field: str = "tools",
         prompt_field: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         columns = Columns(id=id_field, messages=messages_field, tools=tools_field, prompt=prompt_field)
         lines = read_json_lines(Path(path))
         where = [f"{path}:{number}" for number in lines]
@@ -155,17 +147,10 @@ class HuggingFaceExamples(_Source):
     """
 
     def __init__(
-        self,
-        source: str | Path | datasets.Dataset,
-        split: str = "train",
-        *,
-        name: str | None = None,
-        revision: str | None = None,
-        id_field: str = "id",
-        messages_field: str = "messages",
-        tools_field: str = "tools",
-        prompt_field: str | None = None,
-    ) -> None:
+        self, source: str | Path | datasets.Dataset, split: str = "train", *, name: str | None = None,
+        revision: str | None = None, id_field: str = "id", messages_field: str = "messages",
+        tools_field: str = "tools", prompt_field: str | None = None,
+    ) -> None:  # fmt: skip
         columns = Columns(id=id_field, messages=messages_field, tools=tools_field, prompt=prompt_field)
         rows = _load(source, split, name, revision)
         ids = rows[id_field][:] if id_field in rows.column_names else [None] * len(rows)

@@ -40,11 +40,7 @@ class LocalTeacher:
     """A frozen model in this process."""
 
     def __init__(self, config: TeacherConfig) -> None:
-        """Load it.
-
-        Raises:
-            ModelError: no such model.
-        """
+        """Load it; raises `ModelError` if there is no such model."""
         from verbatim.models.head import CausalLM
         from verbatim.models.loading import load_model
 
@@ -57,7 +53,11 @@ class LocalTeacher:
         Raises:
             RunStopped: an id outside the teacher's vocabulary.
         """
-        ids = _known(token_ids, self._model.vocab_size)
+        try:
+            ids = check_ids(token_ids, self._model.vocab_size, "token_ids")
+        except ValueError as error:
+            raise RunStopped(f"the teacher does not know what the policy sampled ({error}); expected a teacher with "
+                             "the policy's tokenizer") from error  # fmt: skip
         async with self._one_at_a_time:
             return await asyncio.to_thread(self._score, ids, temperature)
 
@@ -91,12 +91,9 @@ class ServerTeacher:
         self._completions = f"{base[len(root):]}/completions"
         self._has_token_endpoint: bool | None = None
         self._client = HttpClient(
-            root,
-            api_key=os.environ.get(config.api_key_env),
-            request_timeout=TIMEOUT,
-            max_retries=ATTEMPTS - 1,
+            root, api_key=os.environ.get(config.api_key_env), request_timeout=TIMEOUT, max_retries=ATTEMPTS - 1,
             remote_api=True,
-        )
+        )  # fmt: skip
 
     async def logprobs(self, token_ids: Int32, temperature: float) -> Float32:
         """As `Teacher.logprobs`, at temperature 1.
@@ -149,11 +146,3 @@ def _read_unless_missing(answer: Answer) -> Any:
 def make_teacher(config: TeacherConfig) -> Teacher:
     """The configured teacher: a server where there is a `base_url`, else a model of this process."""
     return LocalTeacher(config) if config.base_url is None else ServerTeacher(config)
-
-
-def _known(token_ids: Int32, vocab_size: int) -> Int32:
-    try:
-        return check_ids(token_ids, vocab_size, "token_ids")
-    except ValueError as error:
-        raise RunStopped(f"the teacher does not know what the policy sampled ({error}); expected a teacher with the "
-                         "policy's tokenizer") from error  # fmt: skip

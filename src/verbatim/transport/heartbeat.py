@@ -117,14 +117,9 @@ class PeerWatch:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        name: str,
-        heartbeat_timeout: float,
-        stall_timeout: float,
+        self, path: Path, *, name: str, heartbeat_timeout: float, stall_timeout: float,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._path, self._name, self._clock = path, name, clock
         self._heartbeat_timeout, self._stall_timeout = heartbeat_timeout, stall_timeout
         self._beats = self._progress = -1

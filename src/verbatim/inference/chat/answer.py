@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.inference.http.protocol import OURS, UNKNOWN_LOGPROB
+from verbatim.inference.http.protocol import OURS, UNKNOWN_LOGPROB, refuse_constant
 from verbatim.types import ParseStatus, StopReason, ToolCall
 
 _STOP_REASONS = {
@@ -60,7 +60,7 @@ def read_answer(text: str) -> ChatAnswer:
         body = json.loads(text)
     except (ValueError, RecursionError):
         raise BadAnswer(f"expected JSON, found {text[:80]!r}") from None
-    choices = body.get("choices") if isinstance(body, dict) else None
+    choices = _object(body).get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         found = f"{len(choices)} choices" if isinstance(choices, list) else f"{text[:200]!r}"
         raise BadAnswer(f"expected a chat completion with one choice, found {found}")
@@ -79,13 +79,12 @@ def read_answer(text: str) -> ChatAnswer:
     if not isinstance(calls, list):
         raise BadAnswer(f"expected a list of tool calls, found {type(calls).__name__}")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    usage = body.get("usage")
     return ChatAnswer(
         content=_unicode(content),
         reasoning=_unicode(reasoning) if isinstance(reasoning, str) else None,
         tool_calls=tuple(map(_read_call, calls)),
         stop_reason=_STOP_REASONS[finish],
-        usage={name: n for name, n in usage.items() if isinstance(n, int)} if isinstance(usage, dict) else {},
+        usage={name: n for name, n in _object(body.get("usage")).items() if isinstance(n, int)},
         prompt_ids=body.get("prompt_token_ids") or choice.get("prompt_token_ids"),
         completion_ids=choice.get("token_ids"),
         logprobs=_read_logprobs(choice.get("logprobs")),
@@ -94,9 +93,8 @@ def read_answer(text: str) -> ChatAnswer:
 
 
 def _read_call(item: object) -> ToolCall:
-    item = item if isinstance(item, dict) else {}
-    function = item.get("function")
-    function = function if isinstance(function, dict) else {}
+    item = _object(item)
+    function = _object(item.get("function"))
     name, given, call_id = function.get("name"), function.get("arguments"), item.get("id")
     raw = _unicode(given) if isinstance(given, str) else "" if given is None else json.dumps(given)
     arguments, status = read_arguments(raw)
@@ -114,19 +112,15 @@ def read_arguments(raw: str) -> tuple[dict[str, Any] | None, ParseStatus]:
     if not raw.strip():
         return {}, "ok"  # some servers say so of a call without arguments
     try:
-        value = json.loads(raw, parse_constant=_refuse)
+        value = json.loads(raw, parse_constant=refuse_constant)
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None, "invalid_json"
     return (value, "ok") if isinstance(value, dict) else (None, "malformed_structure")
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
 def _read_logprobs(logprobs: object) -> list[float] | None:
-    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    content = _object(logprobs).get("content")
     if not isinstance(content, list):
         return None
     try:
@@ -137,14 +131,17 @@ def _read_logprobs(logprobs: object) -> list[float] | None:
 
 
 def _read_versions(ours: object, ids: object) -> list[int] | None:
-    versions = ours.get("policy_versions") if isinstance(ours, dict) else None
+    versions: Any = _object(ours).get("policy_versions")
     if versions is None or ids is None:
         return None
-    if not isinstance(versions, list) or not isinstance(ids, list) or len(versions) != len(ids):
+    is_one_each = isinstance(versions, list) and isinstance(ids, list) and len(versions) == len(ids)
+    if not is_one_each or not all(type(version) is int and version >= 0 for version in versions):
         raise BadAnswer(f"expected a policy version for each token id, found {versions!r:.80}")
-    if not all(type(version) is int and version >= 0 for version in versions):
-        raise BadAnswer(f"expected policy versions, found {versions!r:.80}")
-    return versions
+    return list(versions)
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _unicode(text: str) -> str:

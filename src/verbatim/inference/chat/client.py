@@ -67,13 +67,10 @@ class OpenAI:
         """
         key = self.api_key or os.environ.get(self.api_key_env) or None
         client = HttpClient(
-            self.base_url,
-            api_key=key,
-            request_timeout=self.request_timeout,
-            max_retries=self.max_retries,
-            remote_api=True,
+            self.base_url, api_key=key, request_timeout=self.request_timeout, max_retries=self.max_retries,
             headers={header: os.environ[name] for name, header in _ACCOUNT.items() if os.environ.get(name)},
-        )
+            remote_api=True,
+        )  # fmt: skip
         try:
             yield Connection(self, client, has_key=key is not None)
         finally:

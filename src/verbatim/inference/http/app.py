@@ -109,26 +109,17 @@ class SamplerApp:
 
     async def _generate(self, request: Request) -> dict[str, Any]:
         room, vocab_size = self._sampler.context_length, self._sampler.vocab_size
-        body = read_json(await self._body(request, self._limits.ids_body(room)))
-        check_model(body, self._model)
+        body = await self._ids_body(request, room)
         request_id = read_name(body, "request_id")
         sample, logprobs = read_request(
-            body,
-            seed=self._random.getrandbits(63),
-            room=room,
+            body, seed=self._random.getrandbits(63), room=room, session=request.headers.get(SESSION_HEADER, ""),
             end_ids=[token for token in self._end_ids if token < vocab_size],
-            session=request.headers.get(SESSION_HEADER, ""),
-        )
+        )  # fmt: skip
         completion = await self._while_there(request, self._sampler.generate(sample))
         return protocol.completion_body(
-            completion,
-            request_id=request_id or str(uuid.uuid4()),
-            model=self._model,
-            seed=sample.seed,
-            num_prompt_tokens=len(sample.prompt_ids),
-            policy_version=self._sampler.policy_version,
-            logprobs=logprobs,
-        )
+            completion, request_id=request_id or str(uuid.uuid4()), model=self._model, seed=sample.seed,
+            num_prompt_tokens=len(sample.prompt_ids), policy_version=self._sampler.policy_version, logprobs=logprobs,
+        )  # fmt: skip
 
     async def _chat(self, request: Request) -> dict[str, Any]:
         if self._desk is None:
@@ -146,8 +137,7 @@ class SamplerApp:
 
     async def _prompt_logprobs(self, request: Request) -> dict[str, Any]:
         room = self._sampler.context_length
-        body = read_json(await self._body(request, self._limits.ids_body(room)))
-        check_model(body, self._model)
+        body = await self._ids_body(request, room)
         refuse_others(body, {"token_ids", "temperature", "model"}, {}, where="request")
         ids = protocol.read_ids(body.get("token_ids"), "token_ids", room)
         ids = check_ids(ids, self._sampler.vocab_size, "token_ids")
@@ -203,17 +193,17 @@ class SamplerApp:
             try:
                 if self._stopped.is_set():
                     raise Refused(503, _STOPPING)
-                self._check_engine()
+                if (failure := failure_of(self._sampler)) is not None:
+                    raise Refused(503, failure)
                 self._check_key(request)
                 self._check_host(request)
                 return JSONResponse(await endpoint(request))
             except (_ClientGone, ClientDisconnect):
                 return Response(status_code=499)  # client closed request
             except Refused as error:
-                return _refusal(error.status, str(error))
+                return _refusal(error.status, error.message)
             except VerbatimError as error:
-                failure = failure_of(self._sampler)
-                if failure is not None:
+                if (failure := failure_of(self._sampler)) is not None:
                     return _refusal(503, failure)
                 status, body = protocol.error_body(error)
                 body["error"]["message"] = cut(body["error"]["message"], _LONGEST_MESSAGE)
@@ -224,11 +214,6 @@ class SamplerApp:
                 return _refusal(400, f"the request is invalid: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE])
 
         return guarded
-
-    def _check_engine(self) -> None:
-        failure = failure_of(self._sampler)
-        if failure is not None:
-            raise Refused(503, failure)
 
     def _check_host(self, request: Request) -> None:
         """Refuse web pages whose name resolves to this address (DNS rebinding): without a key, the Host header must be
@@ -252,6 +237,11 @@ class SamplerApp:
         if not hmac.compare_digest(given.encode(), self._api_key.encode()):
             raise Refused(401, "expected the server's api key as a bearer token")
 
+    async def _ids_body(self, request: Request, room: int) -> dict[str, Any]:
+        body = read_json(await self._body(request, self._limits.ids_body(room)))
+        check_model(body, self._model)
+        return body
+
     async def _body(self, request: Request, most: int) -> bytearray:
         """Read a JSON body of at most `most` bytes, in time."""
         if not request.headers.get("content-type", "").startswith("application/json"):
@@ -260,9 +250,9 @@ class SamplerApp:
         length = request.headers.get("content-length")
         if length is None:
             raise Refused(411, "expected a content-length; chunked bodies are not accepted")
-        too_large = f"the request is larger than {most} bytes, more than a full context of this model can need"
         if int(length) > most:  # h11 has checked that it is a number
-            raise Refused(413, too_large)
+            raise Refused(413, f"the request is larger than {most} bytes, more than a full context of this model can "
+                          "need")  # fmt: skip
         data = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_seconds):

@@ -16,10 +16,10 @@ import os
 import pickle
 import struct
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from verbatim.errors import UsageError, VerbatimError
 from verbatim.imports import child_environment
@@ -43,57 +43,61 @@ _MOST_BYTES = 2**28
 _HEADER = struct.Struct("!Q")
 
 
-class ChatDesk(Protocol):
+class ChatDesk(ABC):
     """Reads chat requests and writes their answers."""
 
+    @abstractmethod
+    async def start(self) -> None:
+        """Wait until it can render.
+
+        Raises:
+            UsageError: the renderer cannot be made; says why.
+        """
+
     async def read(self, data: bytes, **about: Any) -> ChatRequest:
-        """`chat_endpoint.read_chat` of a body."""
+        """`chat_endpoint.read_chat` of a body.
+
+        Raises:
+            Refused: it takes too long, or too many are waiting already.
+            VerbatimError: as `read_chat` does.
+        """
+        asked: ChatRequest = await self._run(len(data), read_chat, data, **about)
+        return asked
 
     async def answer(self, asked: ChatRequest, completion: Completion, **about: Any) -> dict[str, Any]:
         """`chat_endpoint.answer_chat` of a completion."""
+        answer: dict[str, Any] = await self._run(0, answer_chat, asked, completion, **about)
+        return answer
 
+    @abstractmethod
     async def close(self) -> None:
         """End its threads and processes."""
 
+    @abstractmethod
+    async def _run(self, size: int, work: Callable[..., Any], *given: Any, **about: Any) -> Any:
+        """Call `work` with the renderer; `size` is the bytes of its request."""
 
-class ThreadDesk:
+
+class ThreadDesk(ChatDesk):
     """Renders on one thread of this process; no other code may use the renderer meanwhile."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verbatim-chat")
 
-    async def read(self, data: bytes, **about: Any) -> ChatRequest:
-        """`chat_endpoint.read_chat` of a body."""
-        read: ChatRequest = await self._run(functools.partial(read_chat, data, self._renderer, **about))
-        return read
-
-    async def answer(self, asked: ChatRequest, completion: Completion, **about: Any) -> dict[str, Any]:
-        """`chat_endpoint.answer_chat` of a completion."""
-        answer: dict[str, Any] = await self._run(
-            functools.partial(answer_chat, asked, completion, self._renderer, **about)
-        )
-        return answer
+    async def start(self) -> None:
+        """Nothing to wait for."""
 
     async def close(self) -> None:
         """End the thread after its present task."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _run(self, size: int, work: Callable[..., Any], *given: Any, **about: Any) -> Any:
+        call = functools.partial(work, *given, renderer=self._renderer, **about)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
 
-@dataclass(eq=False)
-class _Task:
-    """A task for a process."""
-
-    frame: bytes
-    size: int
-    """Bytes of its request; the smallest task runs first."""
-    future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
-class ProcessDesk:
+class ProcessDesk(ChatDesk):
     """Renders in other processes. A process that takes too long for a request is killed and replaced.
 
     Args:
@@ -112,7 +116,8 @@ class ProcessDesk:
             raise UsageError(f"renderer {renderer.name!r} cannot be made again in another process ({error}); serve "
                              "with chat_processes = 0") from error  # fmt: skip
         self._seconds = limits.render_seconds
-        self._tasks: list[tuple[int, int, _Task]] = []
+        self._tasks: list[tuple[int, int, bytes, asyncio.Future[Any]]] = []
+        """The request's bytes (the smallest runs first), a number, the pickled call, and its outcome."""
         self._bytes = 0
         self._numbers = itertools.count()
         self._changed = asyncio.Condition()
@@ -124,27 +129,8 @@ class ProcessDesk:
         ]  # fmt: skip
 
     async def start(self) -> None:
-        """Wait until all processes have loaded the renderer.
-
-        Raises:
-            UsageError: one of them failed; says why.
-        """
+        """Wait until all processes have loaded the renderer."""
         await asyncio.gather(*self._ready)
-
-    async def read(self, data: bytes, **about: Any) -> ChatRequest:
-        """`chat_endpoint.read_chat` of a body.
-
-        Raises:
-            Refused: it takes too long, or too many are waiting already.
-            VerbatimError: as `read_chat` does.
-        """
-        read: ChatRequest = await self._ask("read", len(data), data, about)
-        return read
-
-    async def answer(self, asked: ChatRequest, completion: Completion, **about: Any) -> dict[str, Any]:
-        """`chat_endpoint.answer_chat` of a completion."""
-        answer: dict[str, Any] = await self._ask("answer", 0, asked, completion, about)
-        return answer
 
     async def close(self) -> None:
         """End the processes."""
@@ -154,23 +140,23 @@ class ProcessDesk:
         for ready in self._ready:
             ready.cancel()
 
-    async def _ask(self, *call: Any) -> Any:
-        _, size, *_ = call
+    async def _run(self, size: int, work: Callable[..., Any], *given: Any, **about: Any) -> Any:
         if len(self._tasks) >= _MOST_WAITING or self._bytes + size > _MOST_BYTES:
             raise Refused(503, "too many conversations wait to be rendered; try again")
-        task = _Task(frame=pickle.dumps(call), size=size)
+        frame = pickle.dumps((work, given, about))
+        outcome = asyncio.get_running_loop().create_future()
         async with self._changed:
-            heapq.heappush(self._tasks, (size, next(self._numbers), task))
+            heapq.heappush(self._tasks, (size, next(self._numbers), frame, outcome))
             self._bytes += size
             self._changed.notify_all()
-        return await task.future
+        return await outcome
 
-    async def _next(self, most: int | None) -> _Task:
+    async def _next(self, most: int | None) -> tuple[bytes, asyncio.Future[Any]]:
         async with self._changed:
             await self._changed.wait_for(lambda: self._tasks and (most is None or self._tasks[0][0] <= most))
-            _, _, task = heapq.heappop(self._tasks)
-            self._bytes -= task.size
-            return task
+            size, _, frame, outcome = heapq.heappop(self._tasks)
+            self._bytes -= size
+            return frame, outcome
 
     async def _work(self, most: int | None, ready: asyncio.Future[None]) -> None:
         while True:
@@ -186,42 +172,38 @@ class ProcessDesk:
             if not ready.done():
                 ready.set_result(None)
             try:
-                while await self._serve(process, await self._next(most)):
+                while await self._serve(process, *await self._next(most)):
                     pass
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
 
-    async def _serve(self, process: asyncio.subprocess.Process, task: _Task) -> bool:
-        """Run a task; returns whether the process can run another one."""
-        if task.future.cancelled():  # the client disconnected
+    async def _serve(self, process: asyncio.subprocess.Process, frame: bytes, outcome: asyncio.Future[Any]) -> bool:
+        """Run a call; returns whether the process can run another one."""
+        if outcome.cancelled():  # the client disconnected
             return True
+        said: Any
+        usable = False
         try:
             async with asyncio.timeout(self._seconds):
-                await _send(process, task.frame)
-                outcome = await _receive(process)
+                await _send(process, frame)
+                said = await _receive(process)
+            usable = True
         except TimeoutError:
-            _settle(task, Refused(400, f"messages: they take more than {self._seconds:g} s to become token ids"))
-            return False
+            said = Refused(400, f"messages: they take more than {self._seconds:g} s to become token ids")
         except (OSError, EOFError) as error:
             logger.warning("a process that renders conversations ended (%s); another one is started", error)
-            _settle(task, Refused(503, "messages: the process that rendered them ended; try again"))
-            return False
+            said = Refused(503, "messages: the process that rendered them ended; try again")
         except BaseException:
-            task.future.cancel()
+            outcome.cancel()
             raise
-        _settle(task, outcome)
-        return True
-
-
-def _settle(task: _Task, outcome: Any) -> None:
-    if task.future.done():
-        return
-    if isinstance(outcome, BaseException):
-        task.future.set_exception(outcome)
-    else:
-        task.future.set_result(outcome)
+        if not outcome.done():
+            if isinstance(said, BaseException):
+                outcome.set_exception(said)
+            else:
+                outcome.set_result(said)
+        return usable
 
 
 async def _start(spec: bytes) -> asyncio.subprocess.Process:
@@ -285,14 +267,10 @@ def main() -> None:
         send(error)
         return
     send(None)
-    calls: dict[str, Callable[..., Any]] = {
-        "read": lambda _, data, about: read_chat(data, renderer, **about),
-        "answer": lambda _, asked, completion, about: answer_chat(asked, completion, renderer, **about),
-    }
     while True:
-        name, *arguments = receive()
+        work, given, about = receive()
         try:
-            send(calls[name](*arguments))
+            send(work(*given, renderer=renderer, **about))
         except (VerbatimError, Refused) as error:
             error.__cause__ = error.__context__ = None
             send(error)

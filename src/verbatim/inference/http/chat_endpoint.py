@@ -18,7 +18,7 @@ from verbatim.inference.http.limits import BYTES_OF_A_TOKEN, most_text
 from verbatim.inference.http.protocol import brief
 from verbatim.renderers.base import ParsedResponse, Renderer
 from verbatim.texts import error_text
-from verbatim.types import Int32, Message, StopReason, ToolCall
+from verbatim.types import Int32, Message, ToolCall
 
 _KNOWN = {"model", "messages", "tools", "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens",
           "stop_token_ids", "seed", "logprobs", "return_token_ids", "ignore_eos", "user", "metadata", "cache_salt",
@@ -28,7 +28,6 @@ _NEUTRAL: Mapping[str, Collection[Any]] = {
     "tool_choice": ("auto",), "parallel_tool_calls": (True,), "top_logprobs": (0,), "echo": (False,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "priority": (0,), "store": (False,),
 }  # fmt: skip
-_FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,7 +140,7 @@ def answer_chat(
         policy_version=policy_version, logprobs="objects" if asked.logprobs else None,
     )  # fmt: skip
     (sampled,) = body["choices"]
-    finish = _FINISH[completion.stop_reason]
+    finish = sampled["finish_reason"]
     choice: dict[str, Any] = {
         "index": 0,
         "message": _message(parsed, request_id),
@@ -205,11 +204,8 @@ def _read_content(content: object, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _read_call(call: object, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UsageError(f"{where}.tool_calls: expected calls of functions, found {brief(call)}")
-    assert isinstance(call, dict)
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    function = _function_of(call, f"{where}.tool_calls: expected calls of functions")
     given = function.get("arguments")
     arguments = read_arguments(given)[0] if isinstance(given, str) else given
     return {**call, "function": {**function, "arguments": given if arguments is None else arguments}}
@@ -221,7 +217,12 @@ def _read_tools(value: object) -> list[dict[str, Any]] | None:
     if not isinstance(value, list):
         raise UsageError(f"tools: expected a list, found {brief(value)}")
     for tool in value:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UsageError(f"tools: expected functions with a name, found {brief(tool)}")
+        _function_of(tool, "tools: expected functions with a name")
     return value
+
+
+def _function_of(value: Any, expected: str) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError(f"{expected}, found {brief(value)}")
+    return function

@@ -311,19 +311,15 @@ class Server(uvicorn.Server):
             app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none", http="h11",
             proxy_headers=False, timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=5,
         ))  # fmt: skip
-        self._listening = listening
-        self._table = table
-        self._up = asyncio.Event()
+        make = functools.partial(
+            Connection, config=self.config, server_state=self.server_state, app_state={}, table=table
+        )
+        self._acceptor = Acceptor(listening, make, table)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen with an `Acceptor` in place of asyncio's."""
+        """The `Acceptor` listens already, in place of asyncio's."""
         self.servers = []
-        make = functools.partial(
-            Connection, config=self.config, server_state=self.server_state, app_state={}, table=self._table
-        )
-        self._acceptor = Acceptor(self._listening, make, self._table)
         self.started = True
-        self._up.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more, and end what is open."""
@@ -334,14 +330,6 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone: Ctrl-C belongs to the owner of the event loop."""
         yield
-
-    async def started_or_failed(self, running: asyncio.Task[None]) -> None:
-        """Wait until the server accepts connections; raises what ended its task before."""
-        starting = asyncio.create_task(self._up.wait())
-        await asyncio.wait([running, starting], return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            starting.cancel()
-            running.result()
 
     async def stop(self, running: asyncio.Task[None]) -> None:
         """Stop accepting, wait for the end of the task, and close connections of clients that read no answer."""

@@ -93,6 +93,11 @@ def brief(value: object) -> str:
     return _REPR.repr(value)[:80]
 
 
+def refuse_constant(constant: str) -> None:
+    """For `parse_constant` of `json.loads`: NaN and Infinity, which Python reads, are refused with a ValueError."""
+    raise ValueError(f"{constant} is not a number of JSON")
+
+
 def read_ids(value: object, what: str, room: int | None = None) -> Int32:
     """Token ids in JSON: int32 [L]. Whether they are in the vocabulary is for the sampler to say.
 
@@ -141,7 +146,9 @@ def completion_body(
         raise SamplerFault(f"the engine returned {len(versions)} policy versions for {len(ids)} ids")
     return {
         "id": request_id, "request_id": request_id, "model": model, "choices": [choice],
-        "usage": usage(num_prompt_tokens, len(ids)), "prompt_logprobs": None, "kv_transfer_params": None,
+        "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": len(ids),
+                  "total_tokens": num_prompt_tokens + len(ids)},
+        "prompt_logprobs": None, "kv_transfer_params": None,
         OURS: {
             "logprobs": values.tolist() if values is not None and logprobs == "plain" else None,
             "policy_versions": None if versions is None else versions.tolist(), "policy_version": policy_version,
@@ -170,14 +177,7 @@ def _check_logprobs(values: Float32, count: int) -> None:
         raise SamplerFault(f"the engine returned {values[position]} as the logprob at position {position}")
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Token counts, in OpenAI's words."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def read_completion(
-    body: object, told_version: int | None = None
-) -> tuple[Completion, Mapping[str, Any] | None]:
+def read_completion(body: object, told_version: int | None = None) -> tuple[Completion, Mapping[str, Any] | None]:
     """A completion in an answer, and what one of our servers adds; None = it is another server.
 
     Args:
@@ -205,14 +205,11 @@ def read_completion(
         versions = _read_spans(choice.get("weight_versions"), len(ids), told_version)
         if logprobs is not None and (logprobs <= UNKNOWN_LOGPROB).any():
             logprobs = None
-    return Completion(
-        ids=ids,
-        logprobs=logprobs,
-        policy_versions=versions,
-        stop_reason=_STOP_REASONS[finish],
-        queued_seconds=queued,
+    completion = Completion(
+        ids=ids, logprobs=logprobs, policy_versions=versions, stop_reason=_STOP_REASONS[finish], queued_seconds=queued,
         generated_seconds=generated,
-    ), (ours if isinstance(ours, dict) else None)
+    )  # fmt: skip
+    return completion, ours if isinstance(ours, dict) else None
 
 
 def _read_versions(values: object, count: int) -> Int32:

@@ -1,14 +1,18 @@
-"""Reads the bodies of requests: every setting is honoured or refused by name, none ignored."""
+"""Reads the bodies of requests: every setting is honoured or refused by name, none ignored.
+
+All readers raise `UsageError` for a value that cannot be; the message names the setting and quotes what was found.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from verbatim.errors import UsageError
 from verbatim.inference.base import MOST_STOP_IDS, SampleRequest, SamplingParams
-from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids
+from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids, refuse_constant
 
 _ABOUT_TEXT = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize",
                "routed_experts_prompt_start"}  # fmt: skip
@@ -31,21 +35,14 @@ class Refused(Exception):
     """A request refused with an HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(status, message)
-        self.status = status
-
-    def __str__(self) -> str:
-        return str(self.args[1])
+        super().__init__(status, message)  # pickle calls it with these
+        self.status, self.message = status, message
 
 
 def read_json(data: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object in a body.
-
-    Raises:
-        UsageError: the body is not a JSON object; says what it is.
-    """
+    """The JSON object in a body."""
     try:
-        body = json.loads(data, parse_constant=_refuse_constant)
+        body = json.loads(data, parse_constant=refuse_constant)
     except RecursionError:
         raise UsageError("the body is nested too deeply") from None
     except ValueError as error:
@@ -56,11 +53,7 @@ def read_json(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def check_model(body: Mapping[str, Any], name: str) -> None:
-    """Check the model's name in a request.
-
-    Raises:
-        Refused: the request names another model.
-    """
+    """Raises `Refused` where a request names another model."""
     asked = body.get("model")
     if asked is not None and asked != name:
         raise Refused(404, f"there is no model {brief(asked)} here; this server has {name!r}")
@@ -79,13 +72,10 @@ def read_request(
         session: Used if the request has none.
 
     Raises:
-        UsageError: an unsupported or invalid setting; names it.
         RecordError: invalid token ids; names the position.
     """
     refuse_others(body, _IN_REQUEST, _NEUTRAL_IN_REQUEST, where="request")
-    given = body.get("sampling_params", {})
-    if not isinstance(given, dict):
-        raise UsageError(f"sampling_params: expected an object, found {brief(given)}")
+    given = _read_object("sampling_params", body.get("sampling_params", {}))
     refuse_others(given, _IN_PARAMS, NEUTRAL, where="sampling_params")
     ids = read_ids(body.get("token_ids"), "token_ids", room)
     logprobs = given.get("logprobs")
@@ -95,10 +85,7 @@ def read_request(
     if not end_ids and given.get("ignore_eos") is False:
         raise UsageError("sampling_params.ignore_eos = false, but this server knows no end-of-text id; give the ids "
                          "as stop_token_ids")  # fmt: skip
-    ours = body.get(OURS)
-    ours = {} if ours is None else ours
-    if not isinstance(ours, dict):
-        raise UsageError(f"{OURS}: expected an object, found {brief(ours)}")
+    ours = _read_object(OURS, {} if body.get(OURS) is None else body[OURS])
     refuse_others(ours, _IN_OURS, {}, where=OURS)
     request = SampleRequest(
         prompt_ids=ids,
@@ -110,20 +97,15 @@ def read_request(
 
 
 def read_params(given: Mapping[str, Any], *, max_tokens: int, end_ids: Sequence[int] = ()) -> SamplingParams:
-    """Read sampling parameters; `max_tokens` is used if the request gives none.
-
-    Raises:
-        UsageError: a value that cannot be.
-    """
+    """Read sampling parameters; `max_tokens` is used if the request gives none."""
     defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "max_tokens": max_tokens}
     values = {name: _read_number(given, name, kind, defaults[name]) for name, kind in _KINDS.items()}
     stop = given.get("stop_token_ids")
     stop = [] if stop is None else stop
-    if not isinstance(stop, list):
-        raise UsageError(f"stop_token_ids: expected a list of token ids, found {brief(stop)}")
-    if len(stop) + len(end_ids) > MOST_STOP_IDS:
-        raise UsageError(f"stop_token_ids: {len(stop)} ids; at most {MOST_STOP_IDS - len(end_ids)} are taken")
-    if not all(type(i) is int for i in stop):
+    most = MOST_STOP_IDS - len(end_ids)
+    if isinstance(stop, list) and len(stop) > most:
+        raise UsageError(f"stop_token_ids: {len(stop)} ids; at most {most} are taken")
+    if not isinstance(stop, list) or not all(type(i) is int for i in stop):
         raise UsageError(f"stop_token_ids: expected a list of token ids, found {brief(stop)}")
     if values["top_k"] == -1:
         values["top_k"] = 0  # "off" in vLLM
@@ -134,11 +116,7 @@ def read_params(given: Mapping[str, Any], *, max_tokens: int, end_ids: Sequence[
 
 
 def read_seed(given: Mapping[str, Any], default: int) -> int:
-    """Read the seed.
-
-    Raises:
-        UsageError: a value that cannot be.
-    """
+    """Read the seed, an integer of 64 bits."""
     seed: int = _read_number(given, "seed", int, default)
     if not -(2**63) <= seed < 2**63:
         raise UsageError(f"seed = {brief(seed)}; expected an integer of at most 64 bits")
@@ -146,11 +124,7 @@ def read_seed(given: Mapping[str, Any], default: int) -> int:
 
 
 def read_count(given: Mapping[str, Any], name: str) -> int | None:
-    """Read an integer above 0; None if it is missing or null.
-
-    Raises:
-        UsageError: a value that cannot be.
-    """
+    """Read an integer above 0; None if it is missing or null."""
     value: int | None = _read_number(given, name, int, None)
     if value is not None and value < 1:
         raise UsageError(f"{name} = {brief(value)}; expected at least 1")
@@ -158,11 +132,7 @@ def read_count(given: Mapping[str, Any], name: str) -> int | None:
 
 
 def read_flag(given: Mapping[str, Any], name: str) -> bool:
-    """Read a boolean; False if it is missing or null.
-
-    Raises:
-        UsageError: an invalid value.
-    """
+    """Read a boolean; False if it is missing or null."""
     value = given.get(name)
     if value is not None and not isinstance(value, bool) and value not in (0, 1):
         raise UsageError(f"{name} = {brief(value)}; expected true or false")
@@ -170,11 +140,7 @@ def read_flag(given: Mapping[str, Any], name: str) -> bool:
 
 
 def read_name(given: Mapping[str, Any], name: str) -> str:
-    """Read a short text; empty if it is missing or null.
-
-    Raises:
-        UsageError: another type, or a text that is too long or cannot be written as UTF-8.
-    """
+    """Read a short text that UTF-8 can hold; empty if it is missing or null."""
     value = given.get(name)
     if value is None:
         return ""
@@ -204,13 +170,13 @@ def _read_number(given: Mapping[str, Any], name: str, kind: type, default: Any) 
     if value is None:
         return default
     accepted = (int, float) if kind is float else int
-    try:
-        if not isinstance(value, bool) and isinstance(value, accepted):
+    if not isinstance(value, bool) and isinstance(value, accepted):
+        with contextlib.suppress(OverflowError):  # an integer beyond the range of floats
             return kind(value)
-    except OverflowError:  # an integer beyond the range of floats
-        pass
     raise UsageError(f"{name} = {brief(value)}; expected {'a number' if kind is float else 'an integer'}")
 
 
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not a number of JSON")
+def _read_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{name}: expected an object, found {brief(value)}")
+    return value

@@ -19,7 +19,6 @@ from verbatim.inference.base import Sampler
 from verbatim.inference.http.limits import ServerLimits, raise_descriptor_limit
 
 if TYPE_CHECKING:
-    from verbatim.inference.http.chat_desk import ChatDesk
     from verbatim.renderers.base import Renderer
 
 LAST_PORT = 65535
@@ -70,47 +69,32 @@ async def serve_sampler(
     """
     try:
         from verbatim.inference.http.app import SamplerApp
+        from verbatim.inference.http.chat_desk import ChatDesk, ProcessDesk, ThreadDesk
         from verbatim.inference.http.connections import ConnectionTable, Server
     except ImportError as error:
         raise UsageError(f"serving a sampler needs {error.name}: pip install 'verbatim-rl[serve]'") from None
     limits = ServerLimits() if limits is None else limits
     table = ConnectionTable(limits, min(limits.max_connections, raise_descriptor_limit()))
-    listening = _listen(host, port)
-    try:
-        desk = await _open_desk(renderer, chat_processes, limits)
-    except BaseException:
-        listening.close()
-        raise
-    app = SamplerApp(
-        sampler, desk=desk, end_ids=() if renderer is None else renderer.stop_token_ids, model=model, api_key=api_key,
-        seed=seed, limits=limits, weights_folder=weights_folder, hosts={"localhost", host, *allow_hosts},
-    )  # fmt: skip
-    server = Server(app, listening, table)
-    running = asyncio.create_task(server.serve(sockets=[listening]), name="sampler-server")
-    try:
-        await server.started_or_failed(running)
-        yield SamplerServer(url=_url(host, listening), model=model)
-    finally:
-        app.stop()
-        await server.stop(running)
-        if desk is not None:
-            await desk.close()
-
-
-async def _open_desk(renderer: Renderer | None, processes: int, limits: ServerLimits) -> ChatDesk | None:
-    from verbatim.inference.http.chat_desk import ProcessDesk, ThreadDesk
-
-    if renderer is None:
-        return None
-    if not processes:
-        return ThreadDesk(renderer)
-    desk = ProcessDesk(renderer, processes, limits)
-    try:
-        await desk.start()
-    except BaseException:
-        await desk.close()
-        raise
-    return desk
+    async with contextlib.AsyncExitStack() as stack:
+        listening = stack.enter_context(_listen(host, port))
+        desk: ChatDesk | None = None
+        if renderer is not None:
+            desk = ProcessDesk(renderer, chat_processes, limits) if chat_processes else ThreadDesk(renderer)
+            stack.push_async_callback(desk.close)
+            await desk.start()
+        app = SamplerApp(
+            sampler, desk=desk, end_ids=() if renderer is None else renderer.stop_token_ids, model=model,
+            api_key=api_key, seed=seed, limits=limits, weights_folder=weights_folder,
+            hosts={"localhost", host, *allow_hosts},
+        )  # fmt: skip
+        server = Server(app, listening, table)
+        running = asyncio.create_task(server.serve(sockets=[listening]), name="sampler-server")
+        try:
+            address = f"[{host}]" if ":" in host else host
+            yield SamplerServer(url=f"http://{address}:{listening.getsockname()[1]}", model=model)
+        finally:
+            app.stop()
+            await server.stop(running)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -126,7 +110,3 @@ def _listen(host: str, port: int) -> socket.socket:
     # Head and body of an answer are two packets; the second would wait 40 ms for the first to be acknowledged.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
-
-
-def _url(host: str, listening: socket.socket) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
