@@ -16,10 +16,10 @@ LOOK = 0.25
 class Peer:
     """The other side's file, and this side's clock."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, stall_timeout=60.0):
         self.path, self.now, self.beats, self.progress = folder / "peer.json", 1000.0, 0, 0
         self.watch = PeerWatch(
-            self.path, name="the trainer", heartbeat_timeout=10.0, stall_timeout=60.0, clock=lambda: self.now
+            self.path, name="the trainer", heartbeat_timeout=10.0, stall_timeout=stall_timeout, clock=lambda: self.now
         )
 
     def beat(self, *, moves=True, doing="training on batch 3", wants_to_stop=False):
@@ -61,9 +61,10 @@ def test_silence_up_to_the_timeout_is_no_fault_and_beyond_it_is(peer):
     assert peer.watch.fault() is None  # it lives after all
 
 
-def test_a_side_that_was_never_seen_is_silent_too(peer):
-    assert peer.look_for(10) is None
-    assert peer.look_for(LOOK) == "the trainer has given no sign of life for 10 s; the last was that it is starting"
+def test_a_side_that_was_never_seen_has_two_minutes_to_start(tmp_path):
+    peer = Peer(tmp_path, stall_timeout=600.0)
+    assert peer.look_for(120) is None
+    assert peer.look_for(LOOK) == "the trainer has given no sign of life for 120 s; the last was that it is starting"
 
 
 def test_beats_without_progress_up_to_the_timeout_are_no_fault_and_beyond_it_are(peer):

@@ -277,7 +277,8 @@ class OrchestratorConfig(Section):
     max_malformed_retries: NonNegativeInt = 2
     """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as malformed."""
     heartbeat_timeout: PositiveFloat = 30.0
-    """Seconds without a sign of life after which the other process of a run is taken for dead."""
+    """Seconds without a sign of life after which the other process of a run is taken for dead; at least 120 while it
+    starts."""
     stall_timeout: PositiveFloat = 1800.0
     """Seconds without progress after which it is taken for stuck: more than the longest optimizer step."""
     sampling: SamplingConfig = SamplingConfig()
