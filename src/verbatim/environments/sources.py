@@ -155,11 +155,7 @@ class HuggingFaceExamples(_Source):
         rows = _load(source, split, name, revision)
         ids = rows[id_field][:] if id_field in rows.column_names else [None] * len(rows)
         label = str(source) if isinstance(source, str | Path) else "the data set"
-        super().__init__(rows, partial(_row_name, f"{label}, {split}"), ids, columns)
-
-
-def _row_name(label: str, index: int) -> str:
-    return f"{label}, row {index}"
+        super().__init__(rows, partial("{}, {}, row {}".format, label, split), ids, columns)
 
 
 def _load(source: Any, split: str, name: str | None, revision: str | None) -> Any:

@@ -35,8 +35,7 @@ class RemoteTrainer:
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
         """Hand over a batch and wait for its weights."""
         message = TrainerMessage(kind="train", version=version, samples=tuple(samples), checkpoint=checkpoint)
-        answer = await self._execute(message)
-        return report_from_json(answer)
+        return report_from_json(await self._execute(message))
 
     async def save(self, folder: Path, version: int) -> None:
         """Have the trainer write its state."""

@@ -258,11 +258,7 @@ class HttpClient:
 
 
 def check_address(url: object, name: str) -> None:
-    """Refuse what is no plain http(s) address; `name` is the setting's.
-
-    Raises:
-        UsageError: says what was found, without a password.
-    """
+    """Raises `UsageError` for what is no plain http(s) address, without a password in it; `name` is the setting's."""
     example = 'expected an address such as "http://localhost:8000"'
     if not isinstance(url, str):
         raise UsageError(f"{name}: found {shown(url, 80)} ({type(url).__name__}), {example}")
@@ -279,11 +275,7 @@ def check_address(url: object, name: str) -> None:
 
 
 def check_limits(request_timeout: object, max_retries: object) -> None:
-    """Refuse limits with which no request could be made.
-
-    Raises:
-        UsageError: says what was found.
-    """
+    """Raises `UsageError` for limits with which no request could be made."""
     is_count = isinstance(max_retries, int) and max_retries >= 0
     if not is_count or not isinstance(request_timeout, int | float) or not request_timeout > 0:
         raise UsageError(f"max_retries = {max_retries!r}, request_timeout = {request_timeout!r}; expected at least 0 "
