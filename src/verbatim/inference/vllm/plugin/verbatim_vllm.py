@@ -9,7 +9,7 @@ only. vLLM finds `register` through the entry point `vllm.general_plugins`. A se
 from typing import Any
 
 FORMAT = 1
-"""Of the report; a client that expects another one says so."""
+"""Version of the report's format; a client that expects another one says so."""
 
 
 def register() -> None:

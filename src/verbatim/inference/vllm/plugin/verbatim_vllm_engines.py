@@ -42,7 +42,7 @@ class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
     report: dict[str, Any] | None = None
     """What the last update loaded; see `Watch.report`."""
     _shapes: dict[str, tuple[int, ...]] | None = None
-    """Of the tensors of the first folder: every later one has the same."""
+    """Shapes of the first folder's tensors: every later folder has the same."""
 
     def init_transfer_engine(self, init_info: FilesInitInfo) -> None:
         """Nothing to prepare."""
