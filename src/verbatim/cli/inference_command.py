@@ -15,6 +15,7 @@ from verbatim.cli import exit_status
 from verbatim.cli.serve_command import key_of, run_until_asked, until_stopped
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
+from verbatim.config.sections import table_of
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.http.server import LAST_PORT
 from verbatim.plain_console import PlainConsole
@@ -73,8 +74,15 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or config.model.name
     if model is None:
         raise UsageError(f"{args.file} builds its model when it is trained; name one: --model FOLDER")
-    inference_settings(config).check()
-    serve = _serve_vllm if config.inference.backend == "vllm" else _serve_sampler
+    is_vllm = config.inference.backend == "vllm"
+    if args.uploads is not None and not is_vllm:
+        raise UsageError(f"--uploads is for vLLM servers; {args.file} has inference.backend = "
+                         f"{config.inference.backend!r}")  # fmt: skip
+    try:
+        (_settings(config) if is_vllm else inference_settings(config)).check()
+    except UsageError as error:
+        raise UsageError(f"inference.{table_of(config.inference.backend)}.{error}") from error
+    serve = _serve_vllm if is_vllm else _serve_sampler
     run_until_asked(lambda stop: serve(config, str(model), args, key, console, stop))
     return exit_status.FINISHED
 
@@ -148,11 +156,12 @@ def _make_processes(
 
 
 def _settings(config: RunConfig) -> VllmSettings:
+    """The settings of the servers to start: a run on another host finds them by the file's `urls`."""
     from verbatim.inference.vllm.settings import VllmSettings
 
     settings = inference_settings(config)
     assert isinstance(settings, VllmSettings)
-    return settings
+    return settings.model_copy(update={"urls": (), "api_key_env": None})
 
 
 async def _start_all(processes: Sequence[ServerProcess], config: RunConfig) -> None:

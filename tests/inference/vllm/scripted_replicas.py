@@ -23,7 +23,7 @@ def request(session="", *, prompt=(1, 2, 3), tokens=4, seed=0):
 
 
 def logprob_of(token, version):
-    """Of a token under the weights of a version."""
+    """The logprob of a token under the weights of a version."""
     return -1.0 / (1 + token) - 0.01 * version
 
 

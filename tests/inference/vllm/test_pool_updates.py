@@ -1,4 +1,4 @@
-"""Weights reach all replicas at the same time, and tokens of weights that are not proven reach nobody."""
+"""Weights reach all replicas at the same time, and tokens of weights that are not proven are never delivered."""
 
 import asyncio
 import dataclasses

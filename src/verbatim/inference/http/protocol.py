@@ -266,7 +266,7 @@ def number_of(value: object, what: str) -> float:
     """A finite number in JSON.
 
     Raises:
-        ValueError: it is none; says what was found.
+        ValueError: not such a number; says what was found.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{what}: expected a finite number, found {brief(value)}")

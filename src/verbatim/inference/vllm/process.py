@@ -57,7 +57,8 @@ class ServerProcess:
         host: str = "127.0.0.1",
     ) -> None:  # fmt: skip
         self.name = name
-        self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        reached = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
+        self.url = f"http://{reached}:{port}"
         self._command, self._environment, self._log = command, environment, log
         self._log_begins = 0
         self._keeper: asyncio.subprocess.Process | None = None

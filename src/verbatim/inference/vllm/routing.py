@@ -100,7 +100,7 @@ class Router:
         """A place for a request; None if every replica is full.
 
         Args:
-            session: Names the episode; "" is none.
+            session: Names the episode; "" names no episode.
             num_prompt_tokens: Length of the prompt.
             avoid: Replicas that are taken only where there is no other.
         """

@@ -44,7 +44,12 @@ class Servers:
             )
         self._inputs, self._settings = inputs, settings
         self._vocab_size = _vocab_size(inputs.model)
-        self._logs = inputs.logs or Path(tempfile.mkdtemp(prefix="verbatim-vllm-"))
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if inputs.logs is not None:
+            self._logs = inputs.logs
+        else:
+            self._temporary = tempfile.TemporaryDirectory(prefix="verbatim-vllm-")
+            self._logs = Path(self._temporary.name)
         self._key = secrets.token_urlsafe(24) if self.are_ours else settings.api_key
         self._processes: dict[int, ServerProcess] = {}
         self.weights: tuple[Path, int] = (Path(inputs.model), inputs.policy_version)
@@ -107,7 +112,7 @@ class Servers:
             except SamplerFault as fault:
                 if attempt == _ATTEMPTS or "address already in use" not in str(fault).lower():
                     raise
-        raise AssertionError
+        raise AssertionError("unreachable")
 
     async def find(self, index: int) -> VllmReplica:
         """A server of `urls` that was lost, once it answers again: whoever started it starts it again.
@@ -149,9 +154,11 @@ class Servers:
         )
 
     async def close(self) -> None:
-        """End those that were started here."""
+        """End those that were started here; their logs go too, unless the run has a folder for them."""
         processes, self._processes = list(self._processes.values()), {}
         await asyncio.gather(*(process.stop() for process in processes))
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 class ServerPool(ReplicaPool):
