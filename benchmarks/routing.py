@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from verbatim.inference.vllm.routing import Place, Router
+from verbatim.inference.pool.routing import Place, Router
 
 PREFILL = 20_000.0
 """Prompt tokens that a replica computes in a second."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, say
-from inference.vllm.scripted_replicas import LIMITS, Restarts, ScriptedReplica, logprob_of
+from inference.pool.scripted_replicas import LIMITS, Restarts, ScriptedReplica, logprob_of
 from orchestrator.loop_runs import FakeTrainer, make, nothing_left_behind
 from orchestrator.test_process_runs import in_processes
 from orchestrator.test_ray_runs import on_actors
@@ -17,7 +17,7 @@ from rollouts.players import Doublings, scripted, two_turns
 from rollouts.ray_session import local_ray
 from rollouts.waiting import until
 from verbatim.errors import EngineDead
-from verbatim.inference.vllm.pool import ReplicaPool
+from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.transport.canary import Probes
 
 __all__ = ["local_ray"]

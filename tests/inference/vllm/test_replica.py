@@ -19,7 +19,7 @@ from inference.vllm.models import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
-from verbatim.inference.vllm.base import ReplicaLoad
+from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.vllm.control import read_metrics
 from verbatim.inference.vllm.replica import VllmReplica
 

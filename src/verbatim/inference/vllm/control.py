@@ -18,7 +18,7 @@ from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
 from verbatim.inference.http.protocol import GENERATE, brief
 from verbatim.inference.http.scoring import read_cached_tokens, scoring_body
-from verbatim.inference.vllm.base import ReplicaLoad, TooSlow
+from verbatim.inference.pool.base import ReplicaLoad, TooSlow
 from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports
 
 _METRICS: Mapping[str, str] = {

@@ -14,8 +14,8 @@ from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http.client import CONNECT, HttpClient
 from verbatim.inference.http.sampler import HttpSampler
+from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_version
-from verbatim.inference.vllm.base import ReplicaLoad
 from verbatim.inference.vllm.control import VllmControl, joined, refuse_inexact
 from verbatim.inference.vllm.digests import Piece, PublishedFolder, open_folder
 from verbatim.inference.vllm.transports import make_transport

@@ -12,8 +12,8 @@ from pathlib import Path
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.base import WeightCheck
+from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.inference.vllm.command import MODEL_NAME
-from verbatim.inference.vllm.pool import ReplicaPool
 from verbatim.inference.vllm.process import ServerProcess, free_port, make_process
 from verbatim.inference.vllm.replica import VllmReplica
 from verbatim.inference.vllm.settings import VllmSettings

@@ -2,15 +2,15 @@
 
 import math
 
-from inference.vllm.scripted_replicas import ScriptedReplica, request
-from inference.vllm.test_pool import opened
+from inference.pool.scripted_replicas import ScriptedReplica, request
+from inference.pool.test_pool import opened
 from rollouts.waiting import until
-from verbatim.inference.vllm.base import ReplicaLoad
-from verbatim.inference.vllm.member import Member
-from verbatim.inference.vllm.places import Places
-from verbatim.inference.vllm.pool_metrics import PoolMetrics
-from verbatim.inference.vllm.roster import Counts
-from verbatim.inference.vllm.routing import Router
+from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.pool.member import Member
+from verbatim.inference.pool.metrics import PoolMetrics
+from verbatim.inference.pool.places import Places
+from verbatim.inference.pool.roster import Counts
+from verbatim.inference.pool.routing import Router
 from verbatim.orchestrator.step_metrics import ReportsMetrics
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import WeightCheck
-from verbatim.inference.vllm.base import Replica, ReplicaLoad, TooSlow
-from verbatim.inference.vllm.loading import Limits, Target, illness, load_and_check, within
-from verbatim.inference.vllm.member import GivenUp, Life, Member
-from verbatim.inference.vllm.places import Places
+from verbatim.inference.pool.base import Replica, ReplicaLoad, TooSlow
+from verbatim.inference.pool.loading import Limits, Target, illness, load_and_check, within
+from verbatim.inference.pool.member import GivenUp, Life, Member
+from verbatim.inference.pool.places import Places
 from verbatim.texts import error_text, printable
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from verbatim.errors import SamplerFault
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
-from verbatim.inference.vllm.base import Replica, ReplicaLoad
+from verbatim.inference.pool.base import Replica, ReplicaLoad
 
 T = TypeVar("T")
 

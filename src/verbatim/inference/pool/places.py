@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Collection
 
-from verbatim.inference.vllm.routing import Place, Router
+from verbatim.inference.pool.routing import Place, Router
 
 
 class Places:

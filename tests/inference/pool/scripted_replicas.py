@@ -7,10 +7,10 @@ import numpy as np
 from verbatim.errors import ModelError, SamplerFault
 from verbatim.inference import Completion, SampleRequest, SamplingParams
 from verbatim.inference.cut_off import cut_off
+from verbatim.inference.pool.base import ReplicaLoad, TooSlow
+from verbatim.inference.pool.loading import Limits
+from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.inference.vllm.base import ReplicaLoad, TooSlow
-from verbatim.inference.vllm.loading import Limits
-from verbatim.inference.vllm.pool import ReplicaPool
 from verbatim.types import StopReason
 
 VOCAB = 100

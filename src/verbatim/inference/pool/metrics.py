@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verbatim.inference.vllm.base import ReplicaLoad
-from verbatim.inference.vllm.member import Member
-from verbatim.inference.vllm.places import Places
-from verbatim.inference.vllm.roster import Counts
+from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.pool.member import Member
+from verbatim.inference.pool.places import Places
+from verbatim.inference.pool.roster import Counts
 
 NOTHING = ReplicaLoad()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.inference.vllm.routing import OVERLOAD, SLACK, Router
+from verbatim.inference.pool.routing import OVERLOAD, SLACK, Router
 
 ROOT = Path(__file__).parents[3]
 

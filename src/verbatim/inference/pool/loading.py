@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import WeightCheck
-from verbatim.inference.vllm.base import Replica, TooSlow
+from verbatim.inference.pool.base import Replica, TooSlow
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from inference.vllm.scripted_replicas import LIMITS, Restarts, ScriptedCheck, ScriptedReplica, request
-from inference.vllm.test_pool import opened
+from inference.pool.scripted_replicas import LIMITS, Restarts, ScriptedCheck, ScriptedReplica, request
+from inference.pool.test_pool import opened
 from rollouts.waiting import until
 from verbatim.errors import EngineDead, RunStopped
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost

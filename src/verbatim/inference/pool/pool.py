@@ -23,14 +23,14 @@ from typing import Any, TypeVar
 from verbatim.errors import EngineDead, RunStopped, SamplerFault
 from verbatim.inference.base import Completion, SampleRequest, WeightCheck, nothing_sampled
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn
+from verbatim.inference.pool.base import Replica
+from verbatim.inference.pool.loading import Limits, Target
+from verbatim.inference.pool.member import GivenUp, Life, Member, WrongVersions
+from verbatim.inference.pool.metrics import PoolMetrics
+from verbatim.inference.pool.places import Places
+from verbatim.inference.pool.roster import Restart, Roster
+from verbatim.inference.pool.routing import Router
 from verbatim.inference.validation import check_ids, check_prompt, check_temperature
-from verbatim.inference.vllm.base import Replica
-from verbatim.inference.vllm.loading import Limits, Target
-from verbatim.inference.vllm.member import GivenUp, Life, Member, WrongVersions
-from verbatim.inference.vllm.places import Places
-from verbatim.inference.vllm.pool_metrics import PoolMetrics
-from verbatim.inference.vllm.roster import Restart, Roster
-from verbatim.inference.vllm.routing import Router
 from verbatim.types import Float32, Int32, StopReason
 
 T = TypeVar("T")
