@@ -162,6 +162,21 @@ async def test_new_weights_arrive_between_two_steps_and_lose_nothing(models, ref
     await sampler.close()
 
 
+async def test_no_new_request_reads_a_cache_of_other_weights_that_had_the_same_version(models, references):
+    """A run may load its own version 0 into a server that another run has left."""
+    sampler = TorchSampler(models["tied"], config=TorchSettings(device="cpu", max_batch_size=4), context_length=128,
+                           num_threads=1, on_weight_update="keep")  # fmt: skip
+    prompt = range(1, 61)
+    await sampler.generate(request(prompt, session="a", max_tokens=4))
+    await sampler.update_weights(models["tied_later"], 0)
+    before = sampler.stats().prefix_hit_tokens
+    completion = await sampler.generate(request(prompt, session="b", max_tokens=4))
+    assert sampler.stats().prefix_hit_tokens == before
+    expected = reference(references["tied_later"], [*prompt, *completion.ids])[-4:]
+    assert np.abs(completion.logprobs - expected).max() <= 5e-5
+    await sampler.close()
+
+
 async def test_weights_that_do_not_fit_change_nothing(models, tmp_path):
     sampler = make(models["tied"], deterministic=True)
     before = await sampler.generate(request(max_tokens=15))

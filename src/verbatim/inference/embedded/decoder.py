@@ -63,6 +63,7 @@ class Decoder:
     ) -> None:
         self.model = model
         self.version = version
+        self._num_loads = 0
         self._prefill_chunk = settings.prefill_chunk
         self._deterministic = settings.deterministic
         self._keep_cache = keep_cache
@@ -92,7 +93,7 @@ class Decoder:
         """
         self.cache.reserve(len(request.prompt_ids))
         table = self.table
-        place = table.place(request.prompt_ids, request.session, self.version, keep=self._keep_cache)
+        place = table.place(request.prompt_ids, request.session, self._num_loads, keep=self._keep_cache)
         if place is None:
             return None
         try:
@@ -105,7 +106,7 @@ class Decoder:
     def _start(self, request: SampleRequest, place: Placement) -> None:
         table = self.table
         slot, source, reused = place.slot, place.source, place.reused
-        cache_version = int(table.cache_version[source]) if reused else self.version
+        loaded = int(table.loaded[source]) if reused else self._num_loads
         stays = reused if source == slot else 0
         if table.session[slot] != request.session and table.computed[slot] > stays:
             self._park(slot, keep_out=source)
@@ -116,7 +117,7 @@ class Decoder:
                 table.forget(source)
         elif source != slot:
             self.cache.copy_prefix(source, slot, reused)
-        table.start(slot, request, reused, cache_version)
+        table.start(slot, request, reused, loaded)
         self.counts.prefix_hit_tokens += reused
 
     @property
@@ -170,8 +171,9 @@ class Decoder:
     def set_version(self, version: int) -> None:
         """Set the version of the weights; tokens drawn from now on carry it."""
         self.version = version
+        self._num_loads += 1
         if not self._keep_cache:
-            self.table.rebuild_all(version)
+            self.table.rebuild_all(self._num_loads)
             self.cache.clear()
             self._parked.clear()
 

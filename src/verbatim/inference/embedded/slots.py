@@ -36,6 +36,9 @@ class SlotTable:
     A sequence has `length` known ids, of which the keys and values of the first `computed` are cached. A decoding
     sequence is one id ahead; more than one is a prompt to process. Cleared caches are therefore rebuilt by setting
     `computed` to 0, from the exact ids.
+
+    `loaded` numbers the weights that began a slot's cache: 0, and one more for each load. Their versions cannot tell
+    them apart, since two runs that use a server one after the other number theirs alike.
     """
 
     def __init__(self, num_batch: int, num_parked: int, context_length: int) -> None:
@@ -52,7 +55,7 @@ class SlotTable:
         self.active = np.zeros(slots, dtype=np.bool_)
         self.arrival = np.zeros(slots, dtype=np.int64)
         self.last_used = np.zeros(slots, dtype=np.int64)
-        self.cache_version = np.zeros(slots, dtype=np.int64)
+        self.loaded = np.zeros(slots, dtype=np.int64)
         self.session: list[str] = [""] * slots
         self._slot_of: dict[str, int] = {}
         self.keys = np.zeros(slots, dtype=np.uint64)
@@ -64,27 +67,27 @@ class SlotTable:
         self.stop_ids: list[frozenset[int]] = [frozenset()] * slots
         self._clock = 0
 
-    def place(self, prompt: Int32, session: str, version: int, *, keep: bool) -> Placement | None:
+    def place(self, prompt: Int32, session: str, loaded: int, *, keep: bool) -> Placement | None:
         """Choose a slot for a request; None if it has to wait.
 
         Order of preference: the idle slot of its own session, then the one least recently used. A cached prefix is
-        reused if the weights of `version` computed it or, with `keep`, if it is the session's own.
+        reused if the weights of load number `loaded` computed it or, with `keep`, if it is the session's own.
         """
         idle = np.flatnonzero(~self.active[: self.num_batch])
         if not len(idle):
             return None
         own = self._slot_of.get(session)
-        if own is not None and not keep and self.cache_version[own] != version:
+        if own is not None and not keep and self.loaded[own] != loaded:
             own = None
         at_home = self._cached(own, prompt) if own is not None else 0
-        found = self._longest_prefix(prompt, version, own or 0, at_home)
+        found = self._longest_prefix(prompt, loaded, own or 0, at_home)
         if found is None:
             return None
         source, reused = found
         slot = own if own is not None and at_home and own < self.num_batch and not self.active[own] else None
         if slot is None:
             slot = int(idle[np.argmin(self.last_used[idle])])
-        if not reused or (self.cache_version[slot] == version and self._cached(slot, prompt) == reused):
+        if not reused or (self.loaded[slot] == loaded and self._cached(slot, prompt) == reused):
             source = slot
         return Placement(slot=slot, source=source, reused=reused)
 
@@ -96,13 +99,13 @@ class SlotTable:
         most = min(len(prompt) - 1, int(self.computed[slot]))
         return common_prefix_length(self.ids[slot, :most], prompt[:most])
 
-    def _longest_prefix(self, prompt: Int32, version: int, source: int, reused: int) -> tuple[int, int] | None:
+    def _longest_prefix(self, prompt: Int32, loaded: int, source: int, reused: int) -> tuple[int, int] | None:
         """The slot that caches the longest prefix, of at least `reused` tokens, and its length; None to wait for a
         sequence that is about to compute a longer one."""
         longest = len(prompt) - 1
         while reused < longest:
             # A slot that caches more must have the next id; each match leaves fewer candidates.
-            usable = (self.computed > reused) & (self.cache_version == version)
+            usable = (self.computed > reused) & (self.loaded == loaded)
             (some,) = np.nonzero(usable & (self.ids[:, reused] == prompt[reused]))
             for slot in some[np.argsort(-self.computed[some], kind="stable")].tolist():
                 cached = self._cached(slot, prompt)
@@ -113,7 +116,7 @@ class SlotTable:
                 break
         need = reused + WAIT_FOR_PREFIX
         (busy,) = np.nonzero(self.active & (self.length - self.computed > 1) & (self.length >= need))
-        for slot in busy[self.cache_version[busy] == version].tolist() if longest >= need else ():
+        for slot in busy[self.loaded[busy] == loaded].tolist() if longest >= need else ():
             if np.array_equal(self.ids[slot, :need], prompt[:need]):
                 return None
         return source, reused
@@ -128,7 +131,7 @@ class SlotTable:
         """Record that the cache of `source` now lies in `target`, and `source` is empty."""
         length = int(self.length[source])
         self.ids[target, :length] = self.ids[source, :length]
-        for column in (self.computed, self.length, self.cache_version, self.last_used):
+        for column in (self.computed, self.length, self.loaded, self.last_used):
             column[target] = column[source]
         session = self.session[source]
         self.forget(source)
@@ -148,7 +151,7 @@ class SlotTable:
         self.last_used[slot] = 0
         self._name(slot, "")
 
-    def start(self, slot: int, request: SampleRequest, reused: int, cache_version: int) -> None:
+    def start(self, slot: int, request: SampleRequest, reused: int, loaded: int) -> None:
         """Put a request into a slot whose first `reused` tokens are cached."""
         prompt, params = request.prompt_ids, request.params
         self.ids[slot, : len(prompt)] = prompt
@@ -156,7 +159,7 @@ class SlotTable:
         self.computed[slot] = reused
         self.rebuild_until[slot] = 0
         self.limit[slot] = min(len(prompt) + params.max_tokens, self.ids.shape[1])
-        self.cache_version[slot] = cache_version
+        self.loaded[slot] = loaded
         self._name(slot, request.session)
         self.keys[slot] = seed_key(request.seed)
         self.temperature[slot] = params.temperature
@@ -173,9 +176,9 @@ class SlotTable:
         self._clock += 1
         self.last_used[slot] = self._clock
 
-    def rebuild_all(self, version: int) -> None:
+    def rebuild_all(self, loaded: int) -> None:
         """Weights changed: nothing cached is valid; sequences in flight are processed again from their ids."""
-        self.cache_version[:] = version
+        self.loaded[:] = loaded
         self.rebuild_until = np.where(self.active, np.maximum(self.rebuild_until, self.computed), 0)
         self.computed[:] = 0
 
