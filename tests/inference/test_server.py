@@ -197,7 +197,7 @@ async def test_weights_need_a_key_wherever_the_request_comes_from():
     async with asking(sampler, api_key="k") as client:
         key = {"Authorization": "Bearer k"}
         answer = await client.post(protocol.WEIGHTS, json={"path": "/w", "version": 1}, headers=key)
-        assert answer.json() == {"policy_version": 1}
+        assert answer.json()["policy_version"] == 1
 
 
 async def test_an_address_that_is_taken_is_a_mistake_of_whoever_gave_it():

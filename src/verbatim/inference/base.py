@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
@@ -163,6 +164,15 @@ class Sampler(Protocol):
 
     async def close(self) -> None:
         """Stop; requests in flight end as cancelled."""
+
+
+@runtime_checkable
+class SaysHow(Protocol):
+    """A sampler that says how it was started, for those who find it behind a server."""
+
+    @property
+    def how(self) -> Mapping[str, str]:
+        """`{"dtype": "float32", "on_weight_update": "recompute"}`."""
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from verbatim.inference.embedded.messages import Command, Job, Reply, deliver, f
 from verbatim.inference.embedded.model_check import refuse_other_decoding
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.whole_sequence import sequence_logprobs
+from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_temperature, check_version
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
@@ -73,6 +74,8 @@ class TorchSampler:
         """Most tokens of prompt and completion together."""
         self.vocab_size = min(model.vocab_size, int(model.backbone.get_input_embeddings().weight.shape[0]))
         """Ids are below this."""
+        self.how: Mapping[str, str] = {"dtype": config.dtype, "on_weight_update": on_weight_update}
+        """How it was started."""
         self._num_threads = num_threads
         self._model = model
         refuse_moving_positions(model, context_length)
@@ -172,6 +175,15 @@ class TorchSampler:
     def stats(self) -> EngineStats:
         """Counts so far. May be called from any thread."""
         return self._engine.stats()
+
+    def load(self) -> ReplicaLoad:
+        """How busy the engine is. May be called from any thread."""
+        counts = self.stats()
+        return ReplicaLoad(
+            running=counts.num_running, waiting=counts.num_waiting, kv_usage=self._decoder.table.usage,
+            cache_queries=counts.prefix_hit_tokens + counts.prefill_tokens, cache_hits=counts.prefix_hit_tokens,
+            generated_tokens=counts.sampled_tokens,
+        )  # fmt: skip
 
     async def _run_between_steps(self, run: Callable[[], Any], *, vital: bool) -> Any:
         command = Command(future=asyncio.get_running_loop().create_future(), run=run, vital=vital)

@@ -67,6 +67,13 @@ class SlotTable:
         self.stop_ids: list[frozenset[int]] = [frozenset()] * slots
         self._clock = 0
 
+    @property
+    def usage(self) -> float:
+        """Share of the room for decoding sequences that holds keys and values of one, 0 to 1."""
+        return float(self.computed[: self.num_batch][self.active[: self.num_batch]].sum()) / (
+            self.num_batch * self.ids.shape[1]
+        )
+
     def place(self, prompt: Int32, session: str, loaded: int, *, keep: bool) -> Placement | None:
         """Choose a slot for a request; None if it has to wait.
 

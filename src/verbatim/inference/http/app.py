@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +25,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from verbatim.errors import RecordError, UsageError, VerbatimError
-from verbatim.inference.base import Sampler, failure_of
+from verbatim.inference.base import Sampler, SaysHow, failure_of
 from verbatim.inference.http import protocol
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.request_body import Refused, check_model, read_json, read_name, read_request, refuse_others
+from verbatim.inference.pool.base import SaysLoad
 from verbatim.inference.validation import check_ids, check_temperature, check_version
+from verbatim.inference.vllm.plugin import verbatim_uploads
 from verbatim.texts import cut
 
 logger = logging.getLogger(__name__)
@@ -55,7 +58,8 @@ class SamplerApp:
 
     def __init__(
         self, sampler: Sampler, *, desk: ChatDesk | None, end_ids: Collection[int], model: str, api_key: str | None,
-        seed: int | None, limits: ServerLimits, weights_folder: Path | None, hosts: Collection[str],
+        seed: int | None, limits: ServerLimits, weights_folder: Path | None, uploads: Path | None,
+        hosts: Collection[str],
     ) -> None:  # fmt: skip
         self._sampler = sampler
         self._desk = desk
@@ -64,19 +68,24 @@ class SamplerApp:
         self._api_key = api_key
         self._limits = limits
         self._weights_folder = None if weights_folder is None else weights_folder.resolve()
+        self._uploads = None if uploads is None else uploads.resolve()
         self._hosts = {name.lower() for name in hosts}
         self._random = random.Random(seed)
         self._stopped = asyncio.Event()
         self._heads = asyncio.Semaphore(_AT_ONCE)
         self._started = int(time.time())
+        self._id = uuid.uuid4().hex
         self._app = Starlette(routes=[
             Route("/health", self._health),
             Route("/v1/models", self._guarded(self._models)),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
             Route(protocol.SAMPLER, self._guarded(self._describe)),
+            Route(protocol.LOAD, self._guarded(self._load)),
             Route(protocol.GENERATE, self._guarded(self._generate), methods=["POST"]),
             Route(protocol.PROMPT_LOGPROBS, self._guarded(self._prompt_logprobs), methods=["POST"]),
             Route(protocol.WEIGHTS, self._guarded(self._update_weights), methods=["POST"]),
+            Route(verbatim_uploads.PREFIX + "{names:path}", self._guarded(self._take_upload),
+                  methods=["GET", "PUT", "POST"]),
         ])  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +103,7 @@ class SamplerApp:
 
     async def _health(self, request: Request) -> Response:
         failure = failure_of(self._sampler)
-        return JSONResponse({"status": "ok"}) if failure is None else _refusal(503, failure)
+        return JSONResponse({"status": "ok", "server": self._id}) if failure is None else _refusal(503, failure)
 
     async def _models(self, request: Request) -> dict[str, Any]:
         card = {"id": self._model, "object": "model", "created": self._started, "owned_by": "verbatim",
@@ -103,7 +112,14 @@ class SamplerApp:
 
     async def _describe(self, request: Request) -> dict[str, Any]:
         return {"model": self._model, "context_length": self._sampler.context_length,
-                "vocab_size": self._sampler.vocab_size, "policy_version": self._sampler.policy_version}  # fmt: skip
+                "vocab_size": self._sampler.vocab_size, "policy_version": self._sampler.policy_version,
+                "server": self._id, "takes_weights": self._takes_weights, "takes_uploads": self._uploads is not None,
+                "how": dict(self._sampler.how) if isinstance(self._sampler, SaysHow) else {}}  # fmt: skip
+
+    async def _load(self, request: Request) -> dict[str, Any]:
+        if not isinstance(self._sampler, SaysLoad):
+            raise Refused(404, "this server's engine does not say how busy it is")
+        return asdict(self._sampler.load())
 
     # ---- sampling and weights
 
@@ -119,6 +135,7 @@ class SamplerApp:
         return protocol.completion_body(
             completion, request_id=request_id or str(uuid.uuid4()), model=self._model, seed=sample.seed,
             num_prompt_tokens=len(sample.prompt_ids), policy_version=self._sampler.policy_version, logprobs=logprobs,
+            server=self._id,
         )  # fmt: skip
 
     async def _chat(self, request: Request) -> dict[str, Any]:
@@ -146,11 +163,12 @@ class SamplerApp:
             raise RecordError(f"temperature = {brief(temperature)}; expected a number above 0")
         check_temperature(temperature)
         scored = await self._while_there(request, self._sampler.prompt_logprobs(ids, float(temperature)))
-        return {"logprobs": [None, *scored.tolist()[1:]], "policy_version": self._sampler.policy_version}
+        return {"logprobs": [None, *scored.tolist()[1:]], "policy_version": self._sampler.policy_version,
+                "server": self._id}  # fmt: skip
 
     async def _update_weights(self, request: Request) -> dict[str, Any]:
         """Requires a key or a configured folder; the client's address proves nothing behind a proxy."""
-        if self._api_key is None and self._weights_folder is None:
+        if not self._takes_weights:
             raise Refused(403, "weights are accepted with an api key, or from the folder given when the server was "
                           "started (--weights-folder); this server has neither")  # fmt: skip
         body = read_json(await self._body(request, self._limits.small_body()))
@@ -161,7 +179,11 @@ class SamplerApp:
                              f"version = {brief(version)}")  # fmt: skip
         check_version(version)
         await self._sampler.update_weights(await asyncio.to_thread(self._weights_at, path), version)
-        return {"policy_version": self._sampler.policy_version}
+        return {"policy_version": self._sampler.policy_version, "server": self._id}
+
+    @property
+    def _takes_weights(self) -> bool:
+        return self._api_key is not None or self._weights_folder is not None
 
     def _weights_at(self, path: str) -> Path:
         """The folder of a path from which weights are accepted."""
@@ -170,14 +192,28 @@ class SamplerApp:
             os.fsencode(folder)
         except (OSError, ValueError, RuntimeError) as error:  # a null character, a loop of links, half a surrogate pair
             raise UsageError(f"path = {brief(path)} is not a path: {error}") from None
-        if self._weights_folder is not None and not folder.is_relative_to(self._weights_folder):
+        accepted = [place for place in (self._weights_folder, self._uploads) if place is not None]
+        if self._weights_folder is not None and not any(map(folder.is_relative_to, accepted)):
             raise Refused(403, f"path = {brief(path)} is outside the folder that weights are accepted from")
         return folder
+
+    async def _take_upload(self, request: Request) -> Response:
+        """A part of a published folder, from a client that shares none with this host."""
+        if request.method != "GET":
+            self._check_length(request, self._limits.upload_body())
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                status, body = await verbatim_uploads.take(self._uploads, request.scope, request.receive)
+        except TimeoutError:
+            raise Refused(408, f"the upload did not arrive within {self._limits.body_seconds:g} s") from None
+        except ConnectionError:
+            raise _ClientGone from None
+        return JSONResponse(body, status)
 
     # ---- shared by all endpoints
 
     def _guarded(
-        self, endpoint: Callable[[Request], Awaitable[dict[str, Any]]]
+        self, endpoint: Callable[[Request], Awaitable[dict[str, Any] | Response]]
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap an endpoint: check the key, answer with JSON, report errors in OpenAI's format."""
 
@@ -197,7 +233,8 @@ class SamplerApp:
                     raise Refused(503, failure)
                 self._check_key(request)
                 self._check_host(request)
-                return JSONResponse(await endpoint(request))
+                found = await endpoint(request)
+                return found if isinstance(found, Response) else JSONResponse(found)
             except (_ClientGone, ClientDisconnect):
                 return Response(status_code=499)  # client closed request
             except Refused as error:
@@ -247,12 +284,7 @@ class SamplerApp:
         if not request.headers.get("content-type", "").startswith("application/json"):
             # Also refuses web pages: a browser sends this content-type only where the server has allowed it.
             raise Refused(415, "expected a body of content-type application/json")
-        length = request.headers.get("content-length")
-        if length is None:
-            raise Refused(411, "expected a content-length; chunked bodies are not accepted")
-        if int(length) > most:  # h11 has checked that it is a number
-            raise Refused(413, f"the request is larger than {most} bytes, more than a full context of this model can "
-                          "need")  # fmt: skip
+        self._check_length(request, most)
         data = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_seconds):
@@ -261,6 +293,14 @@ class SamplerApp:
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {self._limits.body_seconds:g} s") from None
         return data
+
+    def _check_length(self, request: Request, most: int) -> None:
+        length = request.headers.get("content-length")
+        if length is None:
+            raise Refused(411, "expected a content-length; chunked bodies are not accepted")
+        if int(length) > most:  # h11 has checked that it is a number
+            raise Refused(413, f"the request is larger than {most} bytes, more than a full context of this model can "
+                          "need")  # fmt: skip
 
     async def _while_there(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Run a call of the sampler; cancel it if the client disconnects or the server stops."""

@@ -48,6 +48,10 @@ class ServerLimits:
         """Most bytes of a request that brings a conversation: its text twice, as JSON writes some characters longer."""
         return self._at_most(2 * most_text(context_length) + _BESIDE)
 
+    def upload_body(self) -> int:
+        """Most bytes of a part of an uploaded file."""
+        return self._at_most(_LARGEST_BODY)
+
     def small_body(self) -> int:
         """Most bytes of any other request."""
         return self._at_most(_BESIDE)

@@ -30,7 +30,11 @@ GENERATE = "/inference/v1/generate"
 PROMPT_LOGPROBS = "/verbatim/v1/prompt_logprobs"
 """`{"token_ids": [...], "temperature": 1.0}` to `{"logprobs": [null, -0.5, ...]}`."""
 SAMPLER = "/verbatim/v1/sampler"
-"""What the sampler is: `{"model": ..., "context_length": ..., "vocab_size": ..., "policy_version": ...}`."""
+"""What the sampler is: `{"model": ..., "context_length": ..., "vocab_size": ..., "policy_version": ..., "server": ...,
+"takes_weights": ..., "takes_uploads": ..., "how": {...}}`. "server" is another name each time that a server is started;
+every answer of its engine has it too."""
+LOAD = "/verbatim/v1/load"
+"""How busy the engine is: `{"running": 3, "waiting": 0, ...}`, the fields of `ReplicaLoad`."""
 WEIGHTS = "/verbatim/v1/weights"
 """`{"path": ..., "version": ...}`: other weights, from a folder that the server can read."""
 OURS = "verbatim"
@@ -121,7 +125,7 @@ def read_ids(value: object, what: str, room: int | None = None) -> Int32:
 
 def completion_body(
     completion: Completion, *, request_id: str, model: str, seed: int, num_prompt_tokens: int, policy_version: int,
-    logprobs: LogprobStyle,
+    logprobs: LogprobStyle, server: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A completion as vLLM answers it, and beside it the versions and seconds.
 
@@ -152,7 +156,7 @@ def completion_body(
         OURS: {
             "logprobs": values.tolist() if values is not None and logprobs == "plain" else None,
             "policy_versions": None if versions is None else versions.tolist(), "policy_version": policy_version,
-            "seed": seed, "queued_seconds": completion.queued_seconds,
+            "seed": seed, "server": server, "queued_seconds": completion.queued_seconds,
             "generated_seconds": completion.generated_seconds,
         },
     }  # fmt: skip

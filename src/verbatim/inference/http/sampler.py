@@ -24,6 +24,7 @@ from verbatim.inference.http.client import CONNECT, Answer, HttpClient, HungUp, 
 from verbatim.inference.validation import check_temperature
 from verbatim.types import Float32, Int32
 
+STARTED_AGAIN = "it was started again, or another server answers in its place"
 _NO_TOKEN_ENDPOINT = "vLLM has it with --enable-scale-out"
 
 
@@ -93,6 +94,9 @@ class HttpSampler:
         self._facts: _Facts | None = None
         self.cache_salt: str | None = None
         """Sent to a vLLM: requests with another salt share no prefix cache with these."""
+        self.server: str | None = None
+        """The name of one of our servers that has to answer; None = any. A server that was started again has another
+        name, and maybe other weights under the same version."""
 
     @classmethod
     async def connect(cls, url: str, **settings: Any) -> HttpSampler:
@@ -150,10 +154,10 @@ class HttpSampler:
         except ValueError as error:
             raise SamplerFault(f"{self.url}: {error}") from None
         if ours is not None:
-            self._heard(ours.get("policy_version"))
+            self._heard(ours, num_tokens=len(completion.ids))
             return completion
         if completion.policy_versions is not None and len(completion.ids):
-            self._heard(int(completion.policy_versions[-1]))
+            self._heard({"policy_version": int(completion.policy_versions[-1])})
         plain = self._processed_logprobs or _is_plain(request.params)
         return completion if plain else replace(completion, logprobs=None)
 
@@ -166,7 +170,7 @@ class HttpSampler:
         """
         body = encode({"path": _whole(path), "version": version})
         answer = await self._client.ask("POST", protocol.WEIGHTS, body, _read)
-        self._heard(self._object(answer).get("policy_version"))
+        self._heard(self._object(answer))
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it: float32 [L]; the first is NaN.
@@ -183,7 +187,7 @@ class HttpSampler:
             return await self._scored_by_vllm(token_ids, temperature)
         body = {"token_ids": token_ids, "temperature": temperature}
         answer = self._object(await self._sampled(protocol.PROMPT_LOGPROBS, body))
-        self._heard(answer.get("policy_version"))
+        self._heard(answer)
         found = answer.get("logprobs")
         try:
             rest = protocol.read_plain(found[1:] if isinstance(found, list) else found, len(token_ids) - 1)
@@ -286,7 +290,11 @@ class HttpSampler:
         return _Facts(context_length=facts["context_length"], vocab_size=facts["vocab_size"],
                       policy_version=facts.get("policy_version"), model=facts.get("model"))  # fmt: skip
 
-    def _heard(self, version: object) -> None:
+    def _heard(self, answer: Mapping[str, Any], *, num_tokens: int = 0) -> None:
+        """Note the version. Raises a SamplerFault, with the tokens that were drawn in vain, for another server."""
+        if self.server is not None and answer.get("server") != self.server:
+            raise SamplerFault(f"{self.url}: {STARTED_AGAIN}", num_tokens=num_tokens)
+        version = answer.get("policy_version")
         if self._facts is not None and type(version) is int:
             self._facts = replace(self._facts, policy_version=version)
 

@@ -41,11 +41,11 @@ class SamplerServer:
 async def serve_sampler(
     sampler: Sampler, *, host: str = "127.0.0.1", port: int = 0, renderer: Renderer | None = None,
     model: str = "policy", api_key: str | None = None, seed: int | None = None, limits: ServerLimits | None = None,
-    weights_folder: Path | None = None, allow_hosts: Collection[str] = (), chat_processes: int = 0,
+    weights_folder: Path | None = None, uploads: Path | None = None, allow_hosts: Collection[str] = (),
+    chat_processes: int = 0,
 ) -> AsyncIterator[SamplerServer]:  # fmt: skip
-    """Serve a sampler while the block lasts; then requests in flight are cancelled and answered with 503.
-
-    Raises this process's limit of open files as far as the system allows it.
+    """Serve a sampler while the block lasts; then requests in flight are cancelled and answered with 503. Raises this
+    process's limit of open files as far as the system allows it.
 
     Args:
         sampler: The sampler to serve; it stays open afterwards.
@@ -56,16 +56,17 @@ async def serve_sampler(
         model: The model's name in requests.
         api_key: Required as a bearer token; None requires none.
         seed: Seed of the seeds of requests that bring none; None draws different ones each time.
-        limits: Limits of one client; None takes the defaults.
-        weights_folder: Weights are accepted from folders in this one only; None accepts any folder, with the key.
+        limits: Of one client; None takes the defaults.
+        weights_folder: Weights are accepted from folders in this one; None accepts any folder, with the key.
+        uploads: Weights are accepted over HTTP into this folder, with the key; None accepts none.
         allow_hosts: Host names that requests may use, beside its address, `host` and "localhost"; "*" allows any.
             Checked without a key only.
         chat_processes: Processes that render conversations; 0 renders on a thread, where one long or hostile
             conversation slows down everything else in this process.
 
     Raises:
-        UsageError: the extra `serve` is not installed, the address is taken or not of this machine, or the renderer
-            cannot be created in other processes.
+        UsageError: the extra `serve` is not installed, uploads without a key, the address is taken or not of this
+            machine, or the renderer cannot be created in other processes.
     """
     try:
         from verbatim.inference.http.app import SamplerApp
@@ -73,7 +74,8 @@ async def serve_sampler(
         from verbatim.inference.http.connections import ConnectionTable, Server
     except ImportError as error:
         raise UsageError(f"serving a sampler needs {error.name}: pip install 'verbatim-rl[serve]'") from None
-    limits = ServerLimits() if limits is None else limits
+    _check_uploads(uploads, api_key)
+    limits = limits or ServerLimits()
     table = ConnectionTable(limits, min(limits.max_connections, raise_descriptor_limit()))
     async with contextlib.AsyncExitStack() as stack:
         listening = stack.enter_context(_listen(host, port))
@@ -85,7 +87,7 @@ async def serve_sampler(
         app = SamplerApp(
             sampler, desk=desk, end_ids=() if renderer is None else renderer.stop_token_ids, model=model,
             api_key=api_key, seed=seed, limits=limits, weights_folder=weights_folder,
-            hosts={"localhost", host, *allow_hosts},
+            uploads=uploads, hosts={"localhost", host, *allow_hosts},
         )  # fmt: skip
         server = Server(app, listening, table)
         running = asyncio.create_task(server.serve(sockets=[listening]), name="sampler-server")
@@ -95,6 +97,11 @@ async def serve_sampler(
         finally:
             app.stop()
             await server.stop(running)
+
+
+def _check_uploads(uploads: Path | None, api_key: str | None) -> None:
+    if uploads is not None and api_key is None:
+        raise UsageError("uploads of weights need an api key: whoever reaches this server could load other weights")
 
 
 def _listen(host: str, port: int) -> socket.socket:

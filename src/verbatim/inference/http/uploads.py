@@ -38,7 +38,7 @@ async def upload(client: HttpClient, folder: Path, digests: Mapping[str, str], v
     """Send what the server does not have of a folder.
 
     Args:
-        client: Of a server with `plugin/verbatim_vllm_http.py`.
+        client: Of a server that answers with `vllm/plugin/verbatim_uploads.py`.
         folder: The published folder.
         digests: `digests_of(folder)`.
         version: The version of its weights.
@@ -90,8 +90,8 @@ def _read(answer: Answer) -> dict[str, Any]:
     if answer.status == 404:
         raise AttemptFailed(
             "no_uploads",
-            "the server takes no uploads: start it with `verbatim inference FILE --uploads FOLDER`, or share the run "
-            "folder with its host",
+            "the server takes no uploads: start it with --uploads FOLDER (`verbatim inference`, `verbatim serve`), or "
+            "share the run folder with its host",
             final=True,
         )
     if answer.status in (409, 422):

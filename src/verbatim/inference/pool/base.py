@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from verbatim.errors import SamplerFault
 from verbatim.inference.base import Sampler
@@ -25,6 +25,14 @@ class ReplicaLoad:
     """Those that were found."""
     generated_tokens: int = 0
     """Tokens drawn."""
+
+
+@runtime_checkable
+class SaysLoad(Protocol):
+    """An engine that says how busy it is."""
+
+    def load(self) -> ReplicaLoad:
+        """Its figures of now."""
 
 
 class TooSlow(SamplerFault):

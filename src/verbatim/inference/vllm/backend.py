@@ -14,7 +14,7 @@ async def vllm_backend(inputs: BackendInputs, settings: VllmSettings) -> Sampler
         UsageError: a server that cannot sample exactly, or cannot take weights; says what to type.
         SamplerFault: a server that does not start or answer.
     """
-    from verbatim.inference.vllm.servers import ServerPool, Servers
+    from verbatim.inference.pool.servers import open_pool
+    from verbatim.inference.vllm.servers import vllm_servers
 
-    servers = Servers(inputs, settings)
-    return ServerPool(servers, await servers.open())
+    return await open_pool(vllm_servers(inputs, settings))

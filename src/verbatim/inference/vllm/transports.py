@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from verbatim.inference.http.client import HttpClient
+from verbatim.inference.http.uploads import digests_of, upload
 from verbatim.inference.vllm.command import TRANSFER_ENGINES
 from verbatim.inference.vllm.control import VllmControl
 from verbatim.inference.vllm.digests import PublishedFolder
-from verbatim.inference.vllm.uploads import digests_of, upload
 
 
 class Transport(Protocol):

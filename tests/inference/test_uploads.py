@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from verbatim.errors import SamplerFault
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.http import uploads
 from verbatim.inference.http.client import HttpClient
-from verbatim.inference.vllm import uploads
+from verbatim.inference.http.limits import ServerLimits
+from verbatim.inference.http.sampler import HttpSampler
+from verbatim.inference.http.server import serve_sampler
+from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inference.vllm.command import PLUGIN
 
 
@@ -38,10 +42,10 @@ def guard(monkeypatch, there: Path | None, key: str | None = "a-secret-key"):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, str(value))
-    spec = importlib.util.spec_from_file_location("verbatim_vllm_http", PLUGIN / "verbatim_vllm_http.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    for name in ("verbatim_vllm_http", "verbatim_uploads"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import verbatim_vllm_http as module
 
     async def vllm(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -132,7 +136,7 @@ async def test_versions_before_are_removed(client, there, published):
 
 async def test_a_server_without_a_folder_for_uploads_says_so(monkeypatch, published):
     made = InProcess(guard(monkeypatch, None))
-    with pytest.raises(SamplerFault, match=r"takes no uploads: start it with .* --uploads FOLDER"):
+    with pytest.raises(SamplerFault, match=r"takes no uploads: start it with --uploads FOLDER"):
         await uploads.upload(made, published, {"config.json": "0" * 64}, 7)
 
 
@@ -156,3 +160,38 @@ async def test_names_cannot_leave_the_folder(monkeypatch, there):
         wrong = await client.post("/verbatim/v1/uploads/v1", json={"../x": "0"})
         assert wrong.status_code == 422
     assert not any(path.name == "x" for path in there.parent.rglob("*"))
+
+
+# ---- our own server
+
+
+async def test_our_server_takes_a_folder_and_loads_it(there, published):
+    engine = ScriptedSampler(script=lambda r: [5], vocab_size=10, context_length=16)
+    async with serve_sampler(engine, api_key="a-secret-key", uploads=there) as server:
+        client = HttpClient(server.url, api_key="a-secret-key", request_timeout=5, max_retries=0)
+        path = await uploads.upload(client, published, await uploads.digests_of(published), 7)
+        assert path == str(there / "v7") and same(there / "v7", published)
+        sampler = await HttpSampler.connect(server.url, api_key="a-secret-key")
+        await sampler.update_weights(Path(path), 7)
+        assert engine.policy_version == 7
+        await sampler.close()
+        await client.close()
+
+
+async def test_our_server_takes_nothing_without_the_key_and_no_part_without_a_length(there):
+    engine = ScriptedSampler(script=lambda r: [5], vocab_size=10, context_length=16)
+    with pytest.raises(UsageError, match="uploads of weights need an api key"):
+        async with serve_sampler(engine, uploads=there):
+            pass
+    async def parts():
+        yield b"x"
+
+    async with (
+        serve_sampler(engine, api_key="a-secret-key", uploads=there, limits=ServerLimits(max_body=4)) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        route, key = f"{uploads.ROUTE}/v1/x?offset=0", {"Authorization": "Bearer a-secret-key"}
+        assert (await client.put(route, content=b"x")).status_code == 401
+        assert (await client.put(route, content=parts(), headers=key)).status_code == 411
+        assert (await client.put(route, content=b"12345", headers=key)).status_code == 413
+    assert not there.exists()

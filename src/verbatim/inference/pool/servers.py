@@ -1,0 +1,169 @@
+"""The servers behind a pool: checked before a run samples from them, and brought back when they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.base import WeightCheck
+from verbatim.inference.pool.base import Replica
+from verbatim.inference.pool.pool import ReplicaPool
+
+_ASK_EVERY = 2.0
+"""Seconds between two looks for a server that was lost."""
+
+
+class ServerReplica(Replica, Protocol):
+    """A replica that can tell whether a run can sample from its server."""
+
+    async def check_server(self) -> None:
+        """Ask the server how it was started.
+
+        Raises:
+            UsageError: a run cannot sample from it; says what to type.
+            SamplerFault: it cannot be reached.
+        """
+
+    async def prove_path(self, folder: Path) -> None:
+        """Load the weights that the run begins with, by the way of all later ones.
+
+        Raises:
+            UsageError: they do not arrive; says what to type.
+            SamplerFault: the server failed.
+        """
+
+
+class Servers(Protocol):
+    """The servers of a run, by index."""
+
+    weights: tuple[Path, int]
+    """The newest weights of the run and their version: those that a server is started with."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    async def start(self, index: int) -> ServerReplica:
+        """A server for the first time, not yet checked.
+
+        Raises:
+            SamplerFault: it does not start.
+        """
+
+    async def start_again(self, index: int) -> ServerReplica:
+        """A server that was lost, with weights that the pool has to load anew.
+
+        Raises:
+            UsageError: another server answers.
+            SamplerFault: it does not come back.
+        """
+
+    async def close(self) -> None:
+        """End those that the run started."""
+
+
+class FoundServers:
+    """Servers that exist: whoever started one starts it again.
+
+    Args:
+        urls: Their roots.
+        connect: Makes the replica of a server from its root, its name for messages and the version of the run's
+            weights. Nothing is asked yet.
+        weights: The weights that the run begins with, and their version.
+        patience: Seconds until a server that was lost must answer again.
+        setting: The setting with these seconds, for messages: "inference.vllm.start_timeout".
+    """
+
+    def __init__(
+        self, urls: Sequence[str], connect: Callable[[str, str, int], ServerReplica], *, weights: tuple[Path, int],
+        patience: float, setting: str,
+    ) -> None:  # fmt: skip
+        self._urls, self._connect = urls, connect
+        self._patience, self._setting = patience, setting
+        self.weights = weights
+
+    def __len__(self) -> int:
+        return len(self._urls)
+
+    async def start(self, index: int) -> ServerReplica:
+        """The replica of a server that answers, or will be found not to."""
+        url = self._urls[index]
+        return self._connect(url, f"replica {index} ({url})", self.weights[1])
+
+    async def start_again(self, index: int) -> ServerReplica:
+        """As `Servers.start_again`; waits for it."""
+        replica = await self.start(index)
+        try:
+            async with asyncio.timeout(self._patience):
+                while not await _answers(replica):  # noqa: ASYNC110 - a server elsewhere sets no event
+                    await asyncio.sleep(_ASK_EVERY)
+            await replica.check_server()
+        except BaseException as error:
+            await replica.close()
+            if isinstance(error, TimeoutError):
+                raise SamplerFault(f"{replica.name} did not come back within {self._patience:g} s "
+                                   f"({self._setting})") from None  # fmt: skip
+            raise
+        return replica
+
+    async def close(self) -> None:
+        """They go on."""
+
+
+async def _answers(replica: Replica) -> bool:
+    try:
+        await replica.health()
+    except SamplerFault:
+        return False
+    return True
+
+
+async def open_pool(servers: Servers) -> ServerPool:
+    """The pool of all servers, each checked, each with the weights that the run begins with.
+
+    Raises:
+        UsageError: a server from which the run cannot sample; says what to type.
+        SamplerFault: a server that does not start or answer.
+    """
+    opened: dict[int, ServerReplica] = {}
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(servers)):
+                group.create_task(_open(servers, index, opened))
+    except BaseException as error:
+        for replica in opened.values():
+            await replica.close()
+        await servers.close()
+        if isinstance(error, BaseExceptionGroup):
+            raise error.exceptions[0] from None
+        raise
+    return ServerPool(servers, [opened[index] for index in sorted(opened)])
+
+
+async def _open(servers: Servers, index: int, opened: dict[int, ServerReplica]) -> None:
+    replica = opened[index] = await servers.start(index)
+    await replica.check_server()
+    path, version = servers.weights
+    if path.is_dir():  # a hub id has no folder to send; the canary checks what the server loaded of it
+        await replica.prove_path(path)
+    if replica.policy_version != version:
+        raise UsageError(f"{replica.name} holds policy version {replica.policy_version}, and the run begins with "
+                         f"version {version} of {path}; start the server again")  # fmt: skip
+
+
+class ServerPool(ReplicaPool):
+    """The replicas of these servers. A server that is started again begins with the newest weights."""
+
+    def __init__(self, servers: Servers, replicas: Sequence[ServerReplica]) -> None:
+        path, _ = servers.weights
+        super().__init__(
+            replicas, restart=servers.start_again, on_close=servers.close, weights=path if path.is_dir() else None
+        )
+        self._servers = servers
+
+    async def update_replicas(self, path: Path, version: int, check: WeightCheck | None) -> None:
+        """As `ReplicaPool.update_replicas`."""
+        self._servers.weights = (path, version)
+        await super().update_replicas(path, version, check)

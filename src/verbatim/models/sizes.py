@@ -1,0 +1,38 @@
+"""Reads the sizes of a model from its configuration, without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import UsageError
+
+
+def vocab_size_of(model: str | Path) -> int:
+    """The rows of the model's output head: ids are below this.
+
+    Raises:
+        UsageError: its config.json does not say.
+    """
+    try:
+        return int(_config(model).vocab_size)
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"model {str(model)!r} has no config.json with a vocab_size: {error}") from error
+
+
+def head_size_of(model: str | Path) -> int | None:
+    """Numbers in one head of its attention; None where its configuration does not say."""
+    try:
+        config = _config(model)
+    except (OSError, ValueError):
+        return None
+    given = getattr(config, "head_dim", None)
+    if given is None and getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None):
+        given = config.hidden_size // config.num_attention_heads
+    return None if given is None else int(given)
+
+
+def _config(model: str | Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model).get_text_config()
