@@ -2,16 +2,28 @@ import pytest
 import torch
 
 from verbatim.inference.embedded.kv_cache import BLOCK, KeyValueCache, KeyValueShape, attend_at_once, attend_in_blocks
+from verbatim.models.attention import AttentionCall
 
+CALLS = [
+    AttentionCall(scale=1.0),
+    AttentionCall(scale=1.0, softcap=0.7),
+    AttentionCall(scale=1.0, sinks_H=torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, 90.0])),
+    AttentionCall(scale=1.0, softcap=0.7, sinks_H=torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, 90.0])),
+]
 SHAPE = KeyValueShape(num_layers=2, num_kv_heads=2, key_size=8, value_size=4)
 
 
-def naive(query_HD, keys_LKD, values_LKD):
+def naive(query_HD, keys_LKD, values_LKD, call):
+    """A sink is one more key whose value is 0."""
     share = query_HD.shape[0] // keys_LKD.shape[1]
     out = []
     for head in range(query_HD.shape[0]):
         scores = keys_LKD[:, head // share].double() @ query_HD[head].double()
-        out.append(scores.softmax(0) @ values_LKD[:, head // share].double())
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.sinks_H is not None:
+            scores = torch.cat([scores, call.sinks_H[head : head + 1].double()])
+        out.append(scores.softmax(0)[: len(keys_LKD)] @ values_LKD[:, head // share].double())
     return torch.stack(out)
 
 
@@ -28,35 +40,41 @@ def bias_for(positions_BQ, num_keys):
     return torch.zeros(()).masked_fill(at > positions_BQ[:, None, None, :, None], -torch.inf)
 
 
+@pytest.mark.parametrize("call", CALLS, ids=["plain", "softcap", "sinks", "both"])
 @pytest.mark.parametrize("attend", [attend_at_once, attend_in_blocks])
-def test_it_is_softmax_attention(attend):
+def test_it_is_softmax_attention(attend, call):
     query, keys, values = make(batch=3, queries=2, num_keys=3 * BLOCK)
     positions = torch.tensor([[0, 5], [63, 64], [130, 191]])
-    out = attend(query, keys, values, bias_for(positions, 3 * BLOCK))
+    out = attend(query, keys, values, bias_for(positions, 3 * BLOCK), call)
     for b in range(3):
         for q in range(2):
             seen = int(positions[b, q]) + 1
-            expected = naive(query[b, q], keys[b, :, :, :seen].permute(2, 0, 1), values[b, :, :seen].transpose(0, 1))
+            seen_keys, seen_values = keys[b, :, :, :seen].permute(2, 0, 1), values[b, :, :seen].transpose(0, 1)
+            expected = naive(query[b, q], seen_keys, seen_values, call)
             assert torch.allclose(out[b, q].double(), expected, atol=2e-6)
 
 
-def test_in_blocks_keys_beyond_a_sequence_change_no_bit():
+@pytest.mark.parametrize("call", CALLS, ids=["plain", "softcap", "sinks", "both"])
+def test_in_blocks_keys_beyond_a_sequence_change_no_bit(call):
     query, keys, values = make(batch=32, queries=1, num_keys=6 * BLOCK)
     positions = torch.arange(32)[:, None] * 3
-    short = attend_in_blocks(query, keys[..., : 2 * BLOCK], values[:, :, : 2 * BLOCK], bias_for(positions, 2 * BLOCK))
+    few = 2 * BLOCK
+    short = attend_in_blocks(query, keys[..., :few], values[:, :, :few], bias_for(positions, few), call)
     for num_keys in (3 * BLOCK, 4 * BLOCK, 6 * BLOCK):
-        longer = attend_in_blocks(query, keys[..., :num_keys], values[:, :, :num_keys], bias_for(positions, num_keys))
+        bias = bias_for(positions, num_keys)
+        longer = attend_in_blocks(query, keys[..., :num_keys], values[:, :, :num_keys], bias, call)
         assert torch.equal(longer, short)
 
 
+@pytest.mark.parametrize("call", CALLS, ids=["plain", "softcap", "sinks", "both"])
 @pytest.mark.parametrize("batch", [1, 3, 32, 47])
-def test_in_blocks_the_number_of_sequences_changes_no_bit(batch):
+def test_in_blocks_the_number_of_sequences_changes_no_bit(batch, call):
     query, keys, values = make(batch=64, queries=1, num_keys=2 * BLOCK)
     positions = torch.arange(64)[:, None] * 2
     bias = bias_for(positions, 2 * BLOCK)
-    whole = attend_in_blocks(query, keys, values, bias)
+    whole = attend_in_blocks(query, keys, values, bias, call)
     part = slice(5, 5 + batch)
-    assert torch.equal(attend_in_blocks(query[part], keys[part], values[part], bias[part]), whole[part])
+    assert torch.equal(attend_in_blocks(query[part], keys[part], values[part], bias[part], call), whole[part])
 
 
 def test_growing_keeps_what_is_cached_and_new_room_is_zero():

@@ -7,6 +7,7 @@ from transformers import (
     BloomConfig,
     Gemma2Config,
     GPT2Config,
+    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MambaConfig,
@@ -43,6 +44,8 @@ def config(name):
             return Gemma2Config(**SMALL, head_dim=8)
         case "gpt2":
             return GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+        case "gpt_oss":
+            return GptOssConfig(**SMALL, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5)
         case "llama":
             return LlamaConfig(**SMALL)
         case "qwen3":

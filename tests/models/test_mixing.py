@@ -21,7 +21,6 @@ from verbatim.models.loading import load_model
     ("lfm2", "Lfm2ForCausalLM mixes tokens by conv layers"),
     ("qwen3_next", "Qwen3NextForCausalLM mixes tokens by linear_attention layers"),
     ("bloom", "BloomForCausalLM mixes tokens by attention that cannot be replaced"),
-    ("gemma2", "Gemma2ForCausalLM mixes tokens by attention with softcap"),
 ])  # fmt: skip
 def test_what_plans_cannot_describe_is_refused_by_name_or_kept_as_it_is(name, what, tmp_path, caplog):
     write_other(name, tmp_path)
@@ -35,7 +34,7 @@ def test_what_plans_cannot_describe_is_refused_by_name_or_kept_as_it_is(name, wh
     assert model.config._attn_implementation != ATTENTION
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2", "gemma2", "gpt_oss"])
 def test_attention_alone_follows_plans(name, tmp_path):
     model = load_model(write_other(name, tmp_path))
     assert model.config._attn_implementation == ATTENTION

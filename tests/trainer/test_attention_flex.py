@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from dense_attention import KINDS, attention_call
 from test_attention_tree import forest
 from torch.nn.attention.flex_attention import create_mask
 
 from verbatim.trainer.attention import flex
 from verbatim.trainer.attention.flex import FlexPlan, visible_blocks
+from verbatim.trainer.attention.forest import forest_plan
 from verbatim.trainer.attention.tree import TreePlan
-from verbatim.trainer.device_batch import tree_plan
-
-SCALE = 0.3
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -38,16 +37,16 @@ def seen(depths, ends, window):
     return found if window is None else found & (depths[:, None] - depths[None] < window)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(("seed", "value_size"), [(0, 8), (1, 8), (2, 4)])
-def test_attention_is_that_of_the_exact_plan(seed, value_size, window, block):
+def test_attention_is_that_of_the_exact_plan(seed, value_size, window, block, kind):
     torch.manual_seed(seed)
     depths, ends = padded(seed, block)
     qkv = [torch.randn(1, heads, len(ends), size, dtype=torch.float64)
            for heads, size in ((4, 8), (2, 8), (2, value_size))]  # fmt: skip
-    found, expected = (
-        plan(depths, ends, "cpu").attend(0, *qkv, scale=SCALE, sliding_window=window) for plan in (FlexPlan, TreePlan)
-    )
+    call = attention_call(kind, window)
+    found, expected = (plan(depths, ends, "cpu").attend(0, *qkv, call) for plan in (FlexPlan, TreePlan))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -98,18 +97,18 @@ def test_a_mask_is_made_once_for_all_layers_of_a_window():
     plan = FlexPlan(np.arange(128, dtype=np.int32), ends, "cpu")
     qkv = [torch.randn(1, 2, 128, 16) for _ in range(3)]
     for layer, window in enumerate([None, 5, None, 5]):
-        plan.attend(layer, *qkv, scale=SCALE, sliding_window=window)
+        plan.attend(layer, *qkv, attention_call("plain", window))
     assert set(plan._masks) == {None, 5}
 
 
 def test_values_set_the_dtype_as_autocast_leaves_them():
     plan = FlexPlan(np.arange(128, dtype=np.int32), np.full(128, 128, dtype=np.int32), "cpu")
     query, key = torch.randn(2, 1, 2, 128, 16)
-    out = plan.attend(0, query, key, torch.randn(1, 2, 128, 16).bfloat16(), scale=SCALE, sliding_window=None)
+    out = plan.attend(0, query, key, torch.randn(1, 2, 128, 16).bfloat16(), attention_call("plain", None))
     assert out.dtype == torch.bfloat16
 
 
 def test_flex_attention_is_for_cuda():
     depths, ends = np.arange(128, dtype=np.int32), np.full(128, 128, dtype=np.int32)
-    plans = {device: type(tree_plan(depths, ends, torch.device(device))) for device in ("cpu", "cuda", "mps")}
+    plans = {device: type(forest_plan(depths, ends, torch.device(device))) for device in ("cpu", "cuda", "mps")}
     assert plans == {"cpu": TreePlan, "cuda": FlexPlan, "mps": TreePlan}

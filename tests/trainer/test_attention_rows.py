@@ -1,37 +1,36 @@
 import pytest
 import torch
+from dense_attention import KINDS, attention_call, dense
 
 from verbatim.trainer.attention.rows import RowsPlan
 
-SCALE = 0.3
 
-
-def dense(query, key, value, row_lengths, window):
-    """Attention from its definition, with one mask over all tokens. [1, H, U, D] to [1, U, H, D]."""
+def seen_in(row_lengths, window):
+    """Who sees whom: bool [queries, keys]."""
     row = torch.repeat_interleave(torch.arange(len(row_lengths)), torch.tensor(row_lengths))
     at = torch.arange(len(row))
     seen = (row[:, None] == row[None]) & (at[None] <= at[:, None])
     if window is not None:
         seen &= at[:, None] - at[None] < window
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    scores = (query @ key.transpose(-1, -2) * SCALE).masked_fill(~seen, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    return seen
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 100])
 @pytest.mark.parametrize("row_lengths", [[1], [5], [3, 9, 10, 1, 10, 2], [4, 4, 4], [11, 10, 2], [2, 2, 4]])
-def test_rows_attend_as_by_one_dense_mask_forward_and_backward(row_lengths, window):
+def test_rows_attend_as_by_one_dense_mask_forward_and_backward(row_lengths, window, kind):
     torch.manual_seed(0)
     tokens = sum(row_lengths)
     qkv = [torch.randn(1, heads, tokens, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     outside = torch.randn(1, tokens, 4, 8, dtype=torch.float64)
 
-    plan = RowsPlan(row_lengths)
-    out = plan.attend(0, *qkv, scale=SCALE, sliding_window=window)
-    expected = dense(*qkv, row_lengths, window)
-    found_grads = torch.autograd.grad(out, qkv, outside)
-    expected_grads = torch.autograd.grad(expected, qkv, outside)
+    call = attention_call(kind, window)
+    asked = qkv if call.sinks_H is None else [*qkv, call.sinks_H]
+
+    out = RowsPlan(row_lengths).attend(0, *qkv, call)
+    expected = dense(*qkv, seen_in(row_lengths, window), call)
+    found_grads = torch.autograd.grad(out, asked, outside)
+    expected_grads = torch.autograd.grad(expected, asked, outside)
 
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     for found, wanted in zip(found_grads, expected_grads, strict=True):
@@ -47,5 +46,5 @@ def test_a_nan_in_one_row_reaches_no_other():
     qkv = [torch.randn(1, 2, 8, 4) for _ in range(3)]
     for tensor in qkv:
         tensor[:, :, 3:7] = float("nan")
-    out = RowsPlan([3, 4, 1]).attend(0, *qkv, scale=SCALE, sliding_window=None)
+    out = RowsPlan([3, 4, 1]).attend(0, *qkv, attention_call("plain", None))
     assert out[0, [0, 1, 2, 7]].isfinite().all()

@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from dense_attention import KINDS, attention_call, dense
 from trainer_helpers import make_sample
 
 from verbatim.packing import pack_tree
 from verbatim.trainer.attention import tree
 from verbatim.trainer.attention.tree import TreePlan
-
-SCALE = 0.3
 
 
 def forest(seed, count=12):
@@ -24,22 +23,20 @@ def forest(seed, count=12):
     return batch
 
 
-def dense(query, key, value, starts, ends, depths, window):
-    """One mask over all tokens: k is seen by q if q lies in the subtree of k. [1, H, U, D] to [1, U, H, D]."""
+def seen_in(starts, ends, depths, window):
+    """k is seen by q if q lies in the subtree of k: bool [queries, keys]."""
     starts, ends, depths = (torch.from_numpy(x.astype(np.int64)) for x in (starts, ends, depths))
     seen = (starts[None] <= starts[:, None]) & (starts[:, None] < ends[None])
     if window is not None:
         seen &= depths[:, None] - depths[None] < window
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    scores = (query @ key.transpose(-1, -2) * SCALE).masked_fill(~seen, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    return seen
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", [1, 7, 128])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(("seed", "value_size"), [(0, 8), (1, 8), (2, 3), (3, 12)])
-def test_a_tree_attends_as_by_one_dense_mask_forward_and_backward(seed, value_size, window, block, monkeypatch):
+def test_a_tree_attends_as_by_one_dense_mask_forward_and_backward(seed, value_size, window, block, kind, monkeypatch):
     monkeypatch.setattr(tree, "BLOCK", block)
     monkeypatch.setattr(tree, "KEY_MULTIPLE", 4)
     torch.manual_seed(seed)
@@ -50,10 +47,12 @@ def test_a_tree_attends_as_by_one_dense_mask_forward_and_backward(seed, value_si
            for heads, size in ((4, 8), (2, 8), (2, value_size))]  # fmt: skip
     outside = torch.randn(1, tokens, 4, value_size, dtype=torch.float64)
     plan = TreePlan(batch.position_ids, batch.ends)
-    out = plan.attend(0, *qkv, scale=SCALE, sliding_window=window)
-    expected = dense(*qkv, batch.starts, batch.ends, batch.position_ids, window)
-    found_grads = torch.autograd.grad(out, qkv, outside)
-    expected_grads = torch.autograd.grad(expected, qkv, outside)
+    call = attention_call(kind, window)
+    asked = qkv if call.sinks_H is None else [*qkv, call.sinks_H]
+    out = plan.attend(0, *qkv, call)
+    expected = dense(*qkv, seen_in(batch.starts, batch.ends, batch.position_ids, window), call)
+    found_grads = torch.autograd.grad(out, asked, outside)
+    expected_grads = torch.autograd.grad(expected, asked, outside)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     for found, wanted in zip(found_grads, expected_grads, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -44,8 +44,8 @@ def test_values_of_another_width_than_queries(name, packing, folder):
 class Ahead(RowsPlan):
     """Every row sees the first token of the one before it instead of its own: nobody crashes."""
 
-    def attend(self, layer_index, query, key, value, **options):
-        return super().attend(layer_index, query, key, value.roll(1, dims=2), **options)
+    def attend(self, layer_index, query, key, value, call):
+        return super().attend(layer_index, query, key, value.roll(1, dims=2), call)
 
 
 class AllBranches(TreePlan):
@@ -71,7 +71,7 @@ def test_rows_that_are_another_model_are_refused_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("plan", "what"), [(AllBranches, "logprobs differ by"), (Broken, "a shape that is not known")])
 def test_wrong_trees_are_refused_and_auto_takes_rows(tmp_path, monkeypatch, caplog, plan, what):
     path = write_llama(tmp_path)
-    monkeypatch.setattr("verbatim.trainer.device_batch.TreePlan", plan)
+    monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", plan)
     with pytest.raises(ModelError, match=f"{what}.* set trainer.packing = \"rows\""):
         make_trainer(path, packing="tree")
     with caplog.at_level(logging.WARNING, logger="verbatim.trainer.model_check"):
@@ -84,12 +84,12 @@ def test_a_gradient_alone_that_differs_is_found(tmp_path, monkeypatch):
     """The forward pass is right."""
 
     class Halved(TreePlan):
-        def attend(self, layer_index, query, key, value, **options):
+        def attend(self, layer_index, query, key, value, call):
             half = 0.5 * value + 0.5 * value.detach()
-            return super().attend(layer_index, query, key, half, **options)
+            return super().attend(layer_index, query, key, half, call)
 
     path = write_llama(tmp_path)
-    monkeypatch.setattr("verbatim.trainer.device_batch.TreePlan", Halved)
+    monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", Halved)
     with pytest.raises(ModelError, match="the gradient differs by"):
         make_trainer(path, packing="tree")
 

@@ -25,7 +25,7 @@ class Wrong(TreePlan):
 @pytest.fixture
 def make_trees_wrong(monkeypatch):
     """To be called once the trainer stands: the tiny copy that it is tried on would tell."""
-    return lambda: monkeypatch.setattr("verbatim.trainer.device_batch.TreePlan", Wrong)
+    return lambda: monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", Wrong)
 
 
 @pytest.mark.parametrize("packing", ["auto", "tree"])

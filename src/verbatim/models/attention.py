@@ -7,6 +7,7 @@ sampler's key/value cache are plans; the model code stays that of `transformers`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,15 +15,39 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "verbatim"
+QUERIES = 128
+"""Queries scored at one time where all scores are made."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionCall:
+    """How a layer turns queries and keys into weights, apart from which keys a query sees."""
+
+    scale: float
+    """Multiplies the products of queries and keys: the scores."""
+    sliding_window: int | None = None
+    """Tokens, or ancestors in a tree, that a query sees, itself included; None = all before it."""
+    softcap: float | None = None
+    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2); None = they stay."""
+    sinks_H: Tensor | None = None
+    """A score for each query head that every softmax counts and no value has (gpt-oss), [H]; None = without."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are the softmax of the scores alone."""
+        return self.softcap is None and self.sinks_H is None
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """The scores under the soft cap."""
+        return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
 
 class AttentionPlan(Protocol):
     """Legend: B batch, H query heads, K key/value heads, T tokens, D head size of queries and keys, E of values."""
 
     def attend(
-        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:  # fmt: skip
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+    ) -> Tensor:
         """The attention output, [B, T, H, E].
 
         Args:
@@ -30,8 +55,7 @@ class AttentionPlan(Protocol):
             query_BHTD: [B, H, T, D].
             key_BKTD: [B, K, T, D].
             value_BKTD: [B, K, T, E].
-            scale: Multiplies the scores.
-            sliding_window: Tokens, or ancestors in a tree, that a query sees, itself included; None = all before it.
+            call: The layer's own arguments.
         """
 
 
@@ -39,34 +63,72 @@ class WholeSequencePlan:
     """One causal sequence, with a sliding window where a layer has one."""
 
     def attend(
-        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:  # fmt: skip
-        """The attention output, [1, T, H, D]."""
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+    ) -> Tensor:
+        """The attention output, [1, T, H, E]."""
         length = query_BHTD.shape[2]
-        mask = None
-        if sliding_window is not None and sliding_window < length:
-            at = torch.arange(length, device=query_BHTD.device)
-            back = at[:, None] - at
-            mask = (back >= 0) & (back < sliding_window)
+        window = length if call.sliding_window is None else call.sliding_window
+        at = torch.arange(length, device=query_BHTD.device)
+        if not call.is_plain:
+            parts = [
+                explicit_attention(query_BHTD[:, :, part], key_BKTD, value_BKTD, _sees(part, at, window), call)
+                for part in torch.split_with_sizes(at, _sizes(length))
+            ]
+            return torch.cat(parts, dim=2).transpose(1, 2)
+        mask = _sees(at, at, window) if window < length else None
         out = torch.nn.functional.scaled_dot_product_attention(
-            query_BHTD, key_BKTD, value_BKTD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            query_BHTD, key_BKTD, value_BKTD, attn_mask=mask, is_causal=mask is None, scale=call.scale, enable_gqa=True
         )
         return out.transpose(1, 2)
+
+
+def explicit_attention(
+    query_BHQD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, sees_QT: Tensor, call: AttentionCall
+) -> Tensor:
+    """Attention with soft cap and sinks, with all scores at once: [B, H, Q, E], in the dtype of the values.
+
+    The softmax is that of at least float32: `exp(s_t) / (exp(sink) + sum of exp(s_u) over the keys u that are seen)`.
+
+    Args:
+        query_BHQD: [B, H, Q, D]; H is a multiple of K, and query heads of one key/value head are neighbours.
+        key_BKTD: [B, K, T, D].
+        value_BKTE: [B, K, T, E].
+        sees_QT: Which keys each query sees, at least one: bool [Q, T].
+        call: The layer's own arguments; its window is in `sees_QT`.
+    """
+    groups = query_BHQD.shape[1] // key_BKTD.shape[1]
+    keys, values = (x.repeat_interleave(groups, dim=1) for x in (key_BKTD, value_BKTE))
+    scores = (query_BHQD * call.scale) @ keys.transpose(2, 3)
+    scores = call.capped(scores.to(torch.promote_types(scores.dtype, torch.float32)))
+    scores = scores.masked_fill(~sees_QT, -torch.inf)
+    weights = scores.softmax(-1)
+    if call.sinks_H is not None:
+        sinks = call.sinks_H[:, None, None].to(scores.dtype)
+        weights = weights * torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
+    return weights.to(values.dtype) @ values
+
+
+def _sizes(length: int) -> list[int]:
+    return [min(QUERIES, length - start) for start in range(0, length, QUERIES)]
+
+
+def _sees(queries_Q: Tensor, keys_T: Tensor, window: int) -> Tensor:
+    back = queries_Q[:, None] - keys_T
+    return (back >= 0) & (back < window)
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, *,
-    attention_plan: AttentionPlan, **unsupported: Any,
+    softcap: float | None = None, s_aux: Tensor | None = None, attention_plan: AttentionPlan, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    for name in ("softcap", "s_aux"):
-        if unsupported.get(name) is not None:
-            raise NotImplementedError(f"attention with {name}, which plans do not have")
     assert dropout == 0.0, "attention dropout would make trainer and sampler two different policies"
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    call = AttentionCall(
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window=sliding_window,
+        softcap=softcap, sinks_H=s_aux,
+    )  # fmt: skip
     layer_index: int = module.layer_idx  # type: ignore[assignment]
-    out = attention_plan.attend(layer_index, query, key, value, scale=scale, sliding_window=sliding_window)
+    out = attention_plan.attend(layer_index, query, key, value, call)
     return out.contiguous(), None  # some models take a view of it
 
 

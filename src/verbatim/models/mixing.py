@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
-from verbatim.models.attention import ATTENTION, WholeSequencePlan
+from verbatim.models.attention import ATTENTION, AttentionCall, WholeSequencePlan
 from verbatim.models.own_attention import (
     TOLERANCE,
     PlanFault,
@@ -94,14 +94,13 @@ class _TwoRows(WholeSequencePlan):
     """Two rows: the first `ROW` tokens, and the rest."""
 
     def attend(
-        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:  # fmt: skip
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+    ) -> Tensor:
         """The attention output, [1, T, H, D]."""
         rows = zip(*(torch.split_with_sizes(x, [ROW, ROW], dim=2) for x in (query_BHTD, key_BKTD, value_BKTD)),
                    strict=True)  # fmt: skip
         attend = super().attend
-        return torch.cat([attend(layer_index, *row, scale=scale, sliding_window=sliding_window) for row in rows], dim=1)
+        return torch.cat([attend(layer_index, query, key, value, call) for query, key, value in rows], dim=1)
 
 
 @torch.no_grad()

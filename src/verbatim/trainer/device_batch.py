@@ -12,11 +12,10 @@ from verbatim.losses import LossInputs
 from verbatim.models.attention import AttentionPlan
 from verbatim.models.head import CausalLM
 from verbatim.trainer.attention.flex import BLOCK as FLEX_BLOCK
-from verbatim.trainer.attention.flex import FlexPlan
+from verbatim.trainer.attention.forest import forest_plan
 from verbatim.trainer.attention.rows import RowsPlan
-from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.linear import ROW_MULTIPLE
-from verbatim.types import Int32, MicroBatch
+from verbatim.types import MicroBatch
 
 
 class DeviceBatch:
@@ -24,14 +23,14 @@ class DeviceBatch:
 
     Legend: U tokens, padding included, M targets.
 
-    Rows of padding make the tokens a multiple of what products on a CPU, and trees on CUDA, like best. Nothing is
-    predicted from them and no other row sees them, so their gradient is 0. They are no longer than the other rows,
-    because some position encodings look at the longest one.
+    Rows of padding make the tokens a multiple of what products on a CPU like best, and of a block of FlexAttention on
+    CUDA. Nothing is predicted from them and no other row sees them, so their gradient is 0. They are no longer than the
+    other rows, because some position encodings look at the longest one.
     """
 
     def __init__(self, micro_batch: MicroBatch, device: torch.device) -> None:
         targets = micro_batch.targets
-        multiple = {"cpu": ROW_MULTIPLE, "cuda": 1 if micro_batch.is_rows else FLEX_BLOCK}.get(device.type, 1)
+        multiple = {"cpu": ROW_MULTIPLE, "cuda": FLEX_BLOCK}.get(device.type, 1)
         num_padding = -micro_batch.num_tokens % multiple
         longest = int(micro_batch.position_ids.max()) + 1
         padding = np.arange(num_padding, dtype=np.int32) % longest
@@ -50,7 +49,7 @@ class DeviceBatch:
             self.plan = RowsPlan([*micro_batch.row_lengths.tolist(), *paddings], device)
         else:
             ends = micro_batch.num_tokens + np.cumsum(paddings, dtype=np.int32)
-            self.plan = tree_plan(position_ids, np.append(micro_batch.ends, np.repeat(ends, paddings)), device)
+            self.plan = forest_plan(position_ids, np.append(micro_batch.ends, np.repeat(ends, paddings)), device)
         self.input_ids_U = ids(np.concatenate([micro_batch.input_ids, np.zeros_like(padding)]))
         self.position_ids_U = ids(position_ids)
         self.source_positions_M = ids(targets.source_positions)
@@ -83,12 +82,6 @@ class DeviceBatch:
             chunk_ids=self.chunk_ids_M[at],
             logprob_streams={name: stream[at].to(dtype) for name, stream in self.logprob_streams_M.items()},
         )
-
-
-def tree_plan(position_ids: Int32, ends: Int32, device: torch.device) -> AttentionPlan:
-    """The plan of trees on this device: FlexAttention has a backward pass on CUDA alone."""
-    plan = FlexPlan if device.type == "cuda" else TreePlan
-    return plan(position_ids, ends, device)
 
 
 def whole_trajectory(pieces: Sequence[LossInputs], offsets_M: Tensor, length: int) -> LossInputs:

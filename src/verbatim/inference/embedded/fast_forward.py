@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +21,12 @@ from torch import Tensor, nn
 
 from verbatim.errors import ModelError
 from verbatim.inference.embedded.kv_cache import KeyValueShape
-from verbatim.models.attention import AttentionPlan, WholeSequencePlan
+from verbatim.models.attention import AttentionCall, AttentionPlan, WholeSequencePlan
 from verbatim.models.head import CausalLM
 
 _KNOWN = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 _PROBE = 48
 """Tokens on which both forward passes must agree; more than the tests' sliding windows."""
-
-
-class AttentionCall(NamedTuple):
-    """Arguments of a layer's attention beside queries, keys and values."""
-
-    scale: float
-    """Factor of the queries."""
-    sliding_window: int | None
-    """Keys that a query may look back at; None = all."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,9 +88,8 @@ class FastBackbone:
         rotated = _rotated(torch.cat([query, key], dim=1), cos, sin)
         query, key = rotated[:, :num_heads], rotated[:, num_heads:]
         out = plan.attend(
-            index, query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
-            scale=layer.call.scale, sliding_window=layer.call.sliding_window,
-        )  # fmt: skip
+            index, query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], layer.call
+        )
         return _added(h, attention.o_proj, out.reshape(len(h), -1))
 
 
@@ -165,11 +155,10 @@ def probe(model: CausalLM) -> tuple[KeyValueShape, list[AttentionCall]]:
 
     class _Probe:
         def attend(
-            self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-            sliding_window: int | None,
-        ) -> Tensor:  # fmt: skip
+            self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+        ) -> Tensor:
             shapes[layer_index] = (key_BKTD.shape[1], key_BKTD.shape[-1], value_BKTD.shape[-1])
-            calls[layer_index] = AttentionCall(scale=scale, sliding_window=sliding_window)
+            calls[layer_index] = call
             heads = query_BHTD.shape[1]
             return value_BKTD.repeat_interleave(heads // value_BKTD.shape[1], dim=1).transpose(1, 2)
 

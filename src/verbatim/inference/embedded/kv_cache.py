@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verbatim.models.attention import AttentionCall
+
 BLOCK = 64
 """Keys by which caches grow, and keys per block of block-wise attention."""
 
@@ -146,16 +148,16 @@ class CachePlan:
     _biases: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
-        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:  # fmt: skip
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+    ) -> Tensor:
         """The attention output, [1, T, H, D]."""
         self._write(layer_index, key_BKTD[0].transpose(0, 1), value_BKTD[0].transpose(0, 1))
-        query_THD = query_BHTD[0].transpose(0, 1) * scale
+        query_THD = query_BHTD[0].transpose(0, 1) * call.scale
         whole = slice(0, len(query_THD))
         out: Tensor | None = None
         for index, group in enumerate(self.groups):
-            attended = self._attend_group(layer_index, group, query_THD[group.rows], self._bias(index, sliding_window))
+            bias = self._bias(index, call.sliding_window)
+            attended = self._attend_group(layer_index, group, query_THD[group.rows], bias, call)
             if out is None:
                 if group.rows == whole:
                     out = attended
@@ -185,7 +187,9 @@ class CachePlan:
             self._biases[index, sliding_window] = bias
         return bias
 
-    def _attend_group(self, layer: int, group: Group, query_RHD: Tensor, bias: Tensor) -> Tensor:
+    def _attend_group(
+        self, layer: int, group: Group, query_RHD: Tensor, bias: Tensor, call: AttentionCall
+    ) -> Tensor:
         batch, queries = group.positions_BQ.shape
         if group.cells is not None:
             padded = query_RHD.new_zeros(batch * queries, *query_RHD.shape[1:])
@@ -198,11 +202,13 @@ class CachePlan:
         else:
             keys, values = keys.index_select(0, group.slots), values.index_select(0, group.slots)
         attend = attend_in_blocks if self.in_blocks else attend_at_once
-        out = attend(query_RHD.reshape(batch, queries, *query_RHD.shape[1:]), keys, values, bias).flatten(0, 1)
+        out = attend(query_RHD.reshape(batch, queries, *query_RHD.shape[1:]), keys, values, bias, call).flatten(0, 1)
         return out if group.cells is None else out[group.cells]
 
 
-def attend_at_once(query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor) -> Tensor:
+def attend_at_once(
+    query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor, call: AttentionCall
+) -> Tensor:
     """Softmax attention, with queries already scaled: [B, Q, H, D].
 
     Args:
@@ -210,17 +216,24 @@ def attend_at_once(query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, b
         keys_BKDC: Keys.
         values_BKCD: Values.
         bias: 0 or -inf, float32, broadcast to [B, K, G, Q, C]; every query sees at least one key.
+        call: Its soft cap and its sinks; its scale and window are in the queries and the bias.
     """
     batch, queries, heads, _ = query_BQHD.shape
     kv_heads, num_keys = keys_BKDC.shape[1], keys_BKDC.shape[3]
-    scores = torch.bmm(_by_kv_head(query_BQHD, kv_heads), keys_BKDC.flatten(0, 1)).float()
-    scores.view(batch, kv_heads, -1, queries, num_keys).add_(bias)
-    weights = scores.softmax(-1).to(values_BKCD.dtype)
-    out = torch.bmm(weights, values_BKCD.flatten(0, 1))
+    scores = call.capped(torch.bmm(_by_kv_head(query_BQHD, kv_heads), keys_BKDC.flatten(0, 1)).float())
+    grid = scores.view(batch, kv_heads, -1, queries, num_keys)
+    grid.add_(bias)
+    weights = scores.softmax(-1)
+    if call.sinks_H is not None:
+        sums = grid.logsumexp(-1, keepdim=True)
+        weights.view_as(grid).mul_(torch.sigmoid(sums - _by_row(call.sinks_H, kv_heads)))
+    out = torch.bmm(weights.to(values_BKCD.dtype), values_BKCD.flatten(0, 1))
     return out.view(batch, heads, queries, -1).transpose(1, 2)
 
 
-def attend_in_blocks(query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor) -> Tensor:
+def attend_in_blocks(
+    query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor, call: AttentionCall
+) -> Tensor:
     """`attend_at_once` by products of one shape only; C is a multiple of `BLOCK`.
 
     Blocks are combined in order, and blocks beyond a sequence's end add exact zeros, so they change no bit of it.
@@ -230,19 +243,30 @@ def attend_in_blocks(query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor,
     query = _by_kv_head(query_BQHD, kv_heads)
     blocks = [slice(start, start + BLOCK) for start in range(0, num_keys, BLOCK)]
     keys, values = keys_BKDC.flatten(0, 1), values_BKCD.flatten(0, 1)
-    scores = torch.stack([torch.bmm(query, keys[:, :, block]).float() for block in blocks])
+    scores = call.capped(torch.stack([torch.bmm(query, keys[:, :, block]).float() for block in blocks]))
     grid = scores.view(len(blocks), batch, kv_heads, -1, queries, BLOCK)
     grid += bias.view(*bias.shape[:-1], len(blocks), BLOCK).movedim(-2, 0)
-    scores -= scores.amax((0, -1), keepdim=True)
+    largest = grid.amax((0, -1), keepdim=True)
+    sinks = None if call.sinks_H is None else _by_row(call.sinks_H, kv_heads)
+    if sinks is not None:
+        largest = largest.maximum(sinks)
+    grid -= largest
     weights = scores.exp_()
     sums = weights.sum(-1, keepdim=True)
     weights = weights.to(values.dtype)
     total, out = sums[0], torch.bmm(weights[0], values[:, blocks[0]])
+    if sinks is not None:
+        total += (sinks - largest).exp().view_as(total)
     for index, block in enumerate(blocks[1:], start=1):
         total += sums[index]
         out += torch.bmm(weights[index], values[:, block])
     out = out / total.to(out.dtype)
     return out.view(batch, heads, queries, -1).transpose(1, 2)
+
+
+def _by_row(sinks_H: Tensor, kv_heads: int) -> Tensor:
+    """The sink of each row of the scores: float32 [K, G, 1, 1], which broadcasts to [B, K, G, Q, 1]."""
+    return sinks_H.float().view(kv_heads, -1, 1, 1)
 
 
 def _by_kv_head(query_BQHD: Tensor, kv_heads: int) -> Tensor:

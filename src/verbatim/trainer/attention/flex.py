@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from verbatim.models.attention import AttentionCall
 from verbatim.types import Int32
 
 BLOCK = 128
@@ -35,20 +36,25 @@ class FlexPlan:
         self._masks: dict[int | None, BlockMask] = {}
 
     def attend(
-        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:  # fmt: skip
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+    ) -> Tensor:
         """The attention output, [1, U, H, E]. Inputs: [1, H, U, D], [1, K, U, D], [1, K, U, E]; see `AttentionPlan`."""
-        if sliding_window not in self._masks:
-            self._masks[sliding_window] = self._mask(sliding_window)
+        window = call.sliding_window
+        if window not in self._masks:
+            self._masks[window] = self._mask(window)
         # Under autocast the three may differ in dtype; the kernel wants contiguous tensors of one.
         query, key, value = (x.to(value_BKTD.dtype).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
         attention = _compiled() if value.is_cuda and value.dtype != torch.float64 else flex_attention
-        out: Tensor = attention(
-            query, key, value, block_mask=self._masks[sliding_window], scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+        out, aux = attention(
+            query, key, value, score_mod=None if call.softcap is None else _cap(call.softcap),
+            block_mask=self._masks[window], scale=call.scale, enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=AuxRequest(lse=call.sinks_H is not None),
         )  # fmt: skip
-        return out.transpose(1, 2)
+        if call.sinks_H is not None:
+            share_BHU = torch.sigmoid(aux.lse - call.sinks_H[:, None].to(aux.lse.dtype))
+            out = out * share_BHU[..., None].to(out.dtype)
+        transposed: Tensor = out.transpose(1, 2)
+        return transposed
 
     def _mask(self, window: int | None) -> BlockMask:
         partial, full = visible_blocks(self._depths, self._ends, window)
@@ -103,6 +109,16 @@ def visible_blocks(depths: Int32, ends: Int32, window: int | None) -> tuple[NDAr
         some[row] = seen.reshape(rows, BLOCK).any(axis=1)
         all_[row] = by_all.reshape(rows, BLOCK).all(axis=1)
     return some & ~all_, all_
+
+
+@cache
+def _cap(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The soft cap, one score at a time; one function for each cap, so that it is compiled once."""
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    return capped
 
 
 @cache

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from verbatim.models.attention import AttentionCall, AttentionPlan
+from verbatim.trainer.attention.forest import forest_plan
 from verbatim.trainer.attention.padding import Padding
 
 BUCKET_FILL = 0.9
@@ -37,22 +41,33 @@ class RowsPlan:
             real.append((within < lengths).flatten())
             self.shapes.append((len(rows), longest))
         self._padding = Padding(torch.cat(tokens), torch.cat(real), device)
+        self._row_lengths, self._device = row_lengths, torch.device(device)
 
     def attend(
-        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:  # fmt: skip
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+    ) -> Tensor:
         """The attention output, [1, U, H, E]. Inputs: [1, H, U, D], [1, K, U, D], [1, K, U, E]; see `AttentionPlan`."""
         assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(self._padding)
+        if not call.is_plain:
+            return self._forest.attend(layer_index, query_BHTD, key_BKTD, value_BKTD, call)
         queries, keys, values = (
             self._padding.spread(x[0].transpose(0, 1), self.shapes) for x in (query_BHTD, key_BKTD, value_BKTD)
         )
         outs = [
-            _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, sliding_window)
+            _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.scale, call.sliding_window)
             for query, key, value in zip(queries, keys, values, strict=True)
         ]
         out_PHD = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
         return self._padding.collect(out_PHD)[None]
+
+    @cached_property
+    def _forest(self) -> AttentionPlan:
+        """The same rows as trees without branches, for scores that the kernel of plain softmax does not have."""
+        lengths = np.array(self._row_lengths)
+        ends = np.cumsum(lengths)
+        starts = np.repeat(ends - lengths, lengths)
+        depths = np.arange(len(starts)) - starts
+        return forest_plan(depths.astype(np.int32), np.repeat(ends, lengths).astype(np.int32), self._device)
 
 
 def _buckets(row_lengths: Sequence[int]) -> list[list[tuple[int, int]]]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verbatim.models.attention import AttentionCall
 from verbatim.trainer.linear import product
 from verbatim.types import Int32
 
@@ -52,18 +53,20 @@ class TreePlan:
         self._blocks: dict[int | None, list[_Block]] = {}
 
     def attend(
-        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:  # fmt: skip
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+    ) -> Tensor:
         """The attention output, [1, U, H, E]. Inputs: [1, H, U, D], [1, K, U, D], [1, K, U, E]; see `AttentionPlan`."""
         assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(self._depths)
-        if sliding_window not in self._blocks:
-            self._blocks[sliding_window] = self._plan(sliding_window)
-        blocks = self._blocks[sliding_window]
+        if call.sliding_window not in self._blocks:
+            self._blocks[call.sliding_window] = self._plan(call.sliding_window)
+        blocks = self._blocks[call.sliding_window]
         num_keys = key_BKTD.shape[1]
         _, heads, tokens, size = query_BHTD.shape
-        query_KUGD = query_BHTD.reshape(num_keys, heads // num_keys, tokens, size).transpose(1, 2) * scale
-        out_KUGE: Tensor = _Attend.apply(query_KUGD, key_BKTD[0], value_BKTD[0], blocks)  # type: ignore[no-untyped-call]
+        query_KUGD = query_BHTD.reshape(num_keys, heads // num_keys, tokens, size).transpose(1, 2) * call.scale
+        sinks_KG = None if call.sinks_H is None else call.sinks_H.reshape(num_keys, -1)
+        out_KUGE: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
+            query_KUGD, key_BKTD[0], value_BKTD[0], sinks_KG, call.softcap, blocks
+        )
         return out_KUGE.transpose(0, 1).flatten(1, 2)[None]
 
     def _plan(self, window: int | None) -> list[_Block]:
@@ -95,35 +98,57 @@ class _Attend(torch.autograd.Function):
     """Softmax attention in at least float32. Legend: R queries of a block, over all heads that share keys: R = Q G."""
 
     @staticmethod
-    def forward(ctx: Any, query_KUGD: Tensor, key_KUD: Tensor, value_KUE: Tensor, blocks: Sequence[_Block]) -> Tensor:
-        ctx.save_for_backward(query_KUGD, key_KUD, value_KUE)
-        ctx.blocks = blocks
+    def forward(
+        ctx: Any, query_KUGD: Tensor, key_KUD: Tensor, value_KUE: Tensor, sinks_KG: Tensor | None,
+        softcap: float | None, blocks: Sequence[_Block],
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(query_KUGD, key_KUD, value_KUE, sinks_KG)
+        ctx.softcap, ctx.blocks = softcap, blocks
         outs = []
-        for queries, key_UD, value_UE in zip(_by_block(query_KUGD), _exact(key_KUD), _exact(value_KUE), strict=True):
+        sinks = _sinks(sinks_KG, len(key_KUD))
+        for queries, key_UD, value_UE, sinks_G in zip(
+            _by_block(query_KUGD), _exact(key_KUD), _exact(value_KUE), sinks, strict=True
+        ):
             for block, queries_RD in zip(blocks, queries, strict=True):
-                weights_RP = _weights(queries_RD, key_UD.index_select(0, block.keys_P), block)
+                keys_PD = key_UD.index_select(0, block.keys_P)
+                weights_RP = _weights(queries_RD, keys_PD, block, softcap, sinks_G).weights_RP
                 outs.append(product(weights_RP, value_UE.index_select(0, block.keys_P).T))
         return torch.cat(outs).view(*query_KUGD.shape[:3], value_KUE.shape[2]).to(value_KUE.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query_KUGD, key_KUD, value_KUE = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query_KUGD, key_KUD, value_KUE, sinks_KG = ctx.saved_tensors
         keys, values = _exact(key_KUD), _exact(value_KUE)
         grad_queries, grad_keys, grad_values = [], torch.zeros_like(keys), torch.zeros_like(values)
+        grad_sinks_KG = None if sinks_KG is None else torch.zeros_like(sinks_KG, dtype=keys.dtype)
+        sinks = _sinks(sinks_KG, len(keys))
         for head, (queries, outs) in enumerate(zip(_by_block(query_KUGD), _by_block(grads[0]), strict=True)):
             for block, queries_RD, grad_RE in zip(ctx.blocks, queries, outs, strict=True):
                 keys_PD = keys[head].index_select(0, block.keys_P)
-                weights_RP = _weights(queries_RD, keys_PD, block)
+                found = _weights(queries_RD, keys_PD, block, ctx.softcap, sinks[head])
                 grad_weights_RP = product(grad_RE, values[head].index_select(0, block.keys_P))
-                grad_scores_RP = torch._softmax_backward_data(grad_weights_RP, weights_RP, -1, weights_RP.dtype)
+                if grad_sinks_KG is not None and found.sink_R is not None:
+                    mean_R = torch.linalg.vecdot(grad_weights_RP, found.weights_RP)
+                    grad_sinks_KG[head] -= (found.sink_R * mean_R).view(-1, sinks_KG.shape[1]).sum(0)
+                # p * (g - sum of p g) also where the weights do not sum to 1, because a sink has no value
+                grad_scores_RP = torch._softmax_backward_data(
+                    grad_weights_RP, found.weights_RP, -1, found.weights_RP.dtype
+                )
+                if found.slope_RP is not None:
+                    grad_scores_RP = grad_scores_RP * found.slope_RP
                 grad_queries.append(product(grad_scores_RP, keys_PD.T))
                 grad_keys[head].index_add_(0, block.keys_P, product(queries_RD.T, grad_scores_RP.T).T)
-                grad_values[head].index_add_(0, block.keys_P, product(grad_RE.T, weights_RP.T).T)
-        return torch.cat(grad_queries).view_as(query_KUGD), grad_keys, grad_values, None  # autograd casts them
+                grad_values[head].index_add_(0, block.keys_P, product(grad_RE.T, found.weights_RP.T).T)
+        grad_query = torch.cat(grad_queries).view_as(query_KUGD)
+        return grad_query, grad_keys, grad_values, grad_sinks_KG, None, None  # autograd casts them
 
 
 def _exact(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+
+def _sinks(sinks_KG: Tensor | None, num_kv_heads: int) -> Sequence[Tensor | None]:
+    return [None] * num_kv_heads if sinks_KG is None else list(_exact(sinks_KG))
 
 
 def _by_block(x_KUGD: Tensor) -> list[tuple[Tensor, ...]]:
@@ -131,10 +156,32 @@ def _by_block(x_KUGD: Tensor) -> list[tuple[Tensor, ...]]:
     return [x_RD.split(BLOCK * x_KUGD.shape[2]) for x_RD in _exact(x_KUGD).flatten(1, 2)]
 
 
-def _weights(queries_RD: Tensor, keys_PD: Tensor, block: _Block) -> Tensor:
-    """Softmax of the scores under the block's mask."""
+@dataclass(frozen=True)
+class _Weights:
+    """What a block's queries give to its keys."""
+
+    weights_RP: Tensor
+    """Softmax of the scores under the block's mask; with a sink, its part of it."""
+    sink_R: Tensor | None
+    """What the sink takes of each query."""
+    slope_RP: Tensor | None
+    """d(score under the soft cap) / d(score)."""
+
+
+def _weights(
+    queries_RD: Tensor, keys_PD: Tensor, block: _Block, softcap: float | None, sinks_G: Tensor | None
+) -> _Weights:
     scores_RP = product(queries_RD, keys_PD)
+    slope_RP = None
+    if softcap is not None:
+        tanh_RP = scores_RP.div_(softcap).tanh_()
+        slope_RP = 1 - tanh_RP.square()
+        scores_RP = tanh_RP * softcap
     num_queries, _, num_masked = block.mask_Q1M.shape
     scores_QGP = scores_RP.view(num_queries, -1, len(keys_PD))
     scores_QGP.narrow(2, len(keys_PD) - num_masked, num_masked).add_(block.mask_Q1M)
-    return scores_RP.softmax(-1)
+    weights_RP = scores_RP.softmax(-1)
+    if sinks_G is None:
+        return _Weights(weights_RP, None, slope_RP)
+    sink_R = torch.sigmoid((sinks_G - scores_QGP.logsumexp(-1)).flatten())
+    return _Weights(weights_RP * (1 - sink_R)[:, None], sink_R, slope_RP)

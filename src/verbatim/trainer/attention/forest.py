@@ -1,0 +1,22 @@
+"""Chooses how attention of trees is computed on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from verbatim.models.attention import AttentionPlan
+from verbatim.trainer.attention.flex import FlexPlan
+from verbatim.trainer.attention.tree import TreePlan
+from verbatim.types import Int32
+
+
+def forest_plan(position_ids: Int32, ends: Int32, device: torch.device) -> AttentionPlan:
+    """The plan of a forest in depth-first order: FlexAttention has a backward pass on CUDA alone.
+
+    Args:
+        position_ids: Depth of each token: int32 [U].
+        ends: End of each token's subtree: int32 [U].
+        device: Where attention is computed; on CUDA, U is a multiple of `flex.BLOCK`.
+    """
+    plan = FlexPlan if device.type == "cuda" else TreePlan
+    return plan(position_ids, ends, device)
