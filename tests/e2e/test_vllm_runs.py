@@ -113,8 +113,10 @@ def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
         assert metrics["trained_tokens"] > 0
         if metrics["staleness/max"] == 0:
             assert metrics["mismatch_kl"] < 1e-8
+        assert metrics["replicas/requests_failed"] == metrics["replica/0/unverified_tensors"] == 0
     assert_every_token_is_in_the_ledger(place)
     assert servers(place) == []
+    assert "the check for old prefixes is off" not in (place / "mine" / "logs" / "orchestrator.log").read_text()
     versions = {
         version
         for line in (place / "mine" / "trajectories.jsonl").read_text().splitlines()

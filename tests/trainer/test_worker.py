@@ -29,7 +29,7 @@ class Worker:
         self.trainer = make_trainer(model, **settings)
         self.published, self.states = folder / "weights", folder / "states"
         self.worker = TrainerWorker(
-            self.trainer, version=version, weights=WeightFolders(self.published), states=self.states, probe_length=20
+            self.trainer, version=version, weights=WeightFolders(self.published), states=self.states, context_length=20
         )
 
     def train(self, version, *, samples=None, checkpoint=False):
@@ -91,8 +91,8 @@ def test_the_probes_are_what_the_trainer_makes_of_the_fixed_sequences(made):
         with torch.no_grad():  # as transformers itself runs what was published
             model = AutoModelForCausalLM.from_pretrained(report.weights, attn_implementation="eager")
             logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
-        wanted = logits[:-1].log_softmax(-1).numpy()[np.arange(19), ids[1:]]
-        assert logprobs.shape == (19,)
+        wanted = logits[:-1].log_softmax(-1).numpy()[np.arange(len(ids) - 1), ids[1:]]
+        assert logprobs.shape == (len(ids) - 1,) == (18,)
         assert np.abs(logprobs - wanted).max() < 1e-5
     moved = [np.abs(a - b).max() for a, b in zip(before.logprobs, report.probes.logprobs, strict=True)]
     assert min(moved) > 0

@@ -81,7 +81,7 @@ def test_the_less_precise_side_sets_the_tolerance():
 
 @pytest.mark.parametrize(
     ("vocab", "context", "length", "last"),
-    [(61, 2048, 32, 160), (61, 100, 32, 100), (151_936, 20, 20, 20), (2, 1, 2, 2)],
+    [(61, 2048, 32, 288), (61, 100, 32, 99), (151_936, 20, 19, 19), (2, 1, 2, 2)],
 )
 def test_probes_are_the_same_for_both_sides_fit_the_context_and_the_vocabulary(vocab, context, length, last):
     ours, theirs = probe_sequences(vocab, context), probe_sequences(vocab, context)
@@ -161,7 +161,7 @@ def trained(model, tmp_path, lr):
         model, TrainerConfig(optim=OptimConfig(lr=lr)), loss=LOSSES["default"], total_optimizer_steps=1
     )
     worker = TrainerWorker(
-        trainer, version=0, weights=WeightFolders(tmp_path / f"weights-{lr}"), states=tmp_path, probe_length=32
+        trainer, version=0, weights=WeightFolders(tmp_path / f"weights-{lr}"), states=tmp_path, context_length=33
     )
     return worker.probe(), worker.train(make_batch(), 1)
 

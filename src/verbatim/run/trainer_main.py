@@ -18,7 +18,6 @@ from verbatim.run.environments import Environments, make_environments
 from verbatim.run.logs import last_lines
 from verbatim.run.parts import make_loss
 from verbatim.transport import TrainerReady, WeightFolders
-from verbatim.transport.canary import PROBE_LENGTH
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
 from verbatim.transport.heartbeat import Heartbeat, PeerWatch
@@ -57,7 +56,7 @@ def open_trainer(
         version=found.step if found is not None else 0,
         weights=WeightFolders(folder.weights.resolve(), keep=config.orchestrator.max_async_level + 2),
         states=states.resolve(),
-        probe_length=min(PROBE_LENGTH, config.orchestrator.seq_len),
+        context_length=config.orchestrator.seq_len,
     )
     ready = TrainerReady(
         version=worker.version,

@@ -30,11 +30,12 @@ class TrainerWorker:
     """Where versions are published."""
     states: Path
     """Where its parts of checkpoints wait to be taken away."""
-    probe_length: int
+    context_length: int
+    """Most tokens of a sequence that the sampler takes, and so of a probe."""
     _failure: str | None = None
 
     def __post_init__(self) -> None:
-        probes = probe_sequences(self.trainer.lm.vocab_size, self.probe_length)
+        probes = probe_sequences(self.trainer.lm.vocab_size, self.context_length)
         self._probe_samples = [whole_sample(ids) for ids in probes]
         self._optimizer_steps = self.trainer.num_optimizer_steps
 

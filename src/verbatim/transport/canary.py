@@ -15,9 +15,9 @@ from verbatim.types import Float32, Int32
 
 NUM_PROBES = 4
 PROBE_LENGTH = 32
-CACHED_LENGTH = 160
+CACHED_LENGTH = 288
 """Length of the last probe, whose beginning engines keep in their prefix caches: longer than a block of a cache, 16 to
-128 tokens, by `NUM_CACHED` and more."""
+256 tokens, by `NUM_CACHED` and more."""
 NUM_CACHED = 4
 """Tokens at the end of the last probe that are asked for through the prefix cache."""
 
@@ -51,19 +51,19 @@ def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
     """The sequences: random ids, the same for every run with this vocabulary.
 
     Ids that no text would have in this order still pass through every layer, and no cache knows them. The last one is
-    longer than a block of a prefix cache.
+    longer than a block of a prefix cache. Each leaves room for one more token in the context: vLLM scores no others.
     """
     rng = np.random.default_rng(20_26)
     lengths = [*[PROBE_LENGTH] * NUM_PROBES, CACHED_LENGTH]
     return tuple(
-        rng.integers(0, vocab_size, size=max(2, min(length, context_length)), dtype=np.int32) for length in lengths
+        rng.integers(0, vocab_size, size=max(2, min(length, context_length - 1)), dtype=np.int32) for length in lengths
     )
 
 
 def cached_prefixes(probes: Probes) -> tuple[Int32, ...]:
     """The last probe up to each of its last tokens: what is asked through the prefix cache, the longest last.
 
-    Example: of a last probe of 160 ids, those of 157, 158, 159 and 160.
+    Example: of a last probe of 288 ids, those of 285, 286, 287 and 288.
     """
     ids = probes.token_ids[-1]
     return tuple(ids[:length] for length in range(max(2, len(ids) - NUM_CACHED + 1), len(ids) + 1))

@@ -45,6 +45,7 @@ class ScriptedReplica(ScriptedSampler):
         self.events, self.gate, self.fails, self.cache = [], None, 0, {}
         self.logprob = lambda token: logprob_of(token, self.held)
         self._hung: list[asyncio.Future[None]] = []
+        self.num_unverified = 0
 
     @property
     def name(self):

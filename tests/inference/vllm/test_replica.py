@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from inference.vllm.models import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
+from rollouts.waiting import until
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.pool.base import ReplicaLoad
@@ -119,13 +119,28 @@ async def test_the_first_version_is_the_one_that_was_told(tied: TinyModel):
         assert completion.policy_versions.tolist() == [7, 7, 7]
 
 
-async def test_it_can_be_sent_to_another_process(tied: TinyModel):
-    async with connected(tied) as (_, replica):
-        await replica.update_weights(tied.step("v1", 1e-3), 1)
-        copy = pickle.loads(pickle.dumps(replica))  # noqa: S301 - our own
-        completion = await copy.generate(request(tied.ids(5), max_tokens=3))
-        assert completion.policy_versions.tolist() == [1, 1, 1]
-        await copy.close()
+async def test_a_completion_with_a_token_whose_logprob_the_server_does_not_know_is_a_fault(tied: TinyModel):
+    async with connected(tied) as (double, replica):
+        double.fault = "no logprob"
+        with pytest.raises(SamplerFault, match="replica 3: a completion without logprobs") as found:
+            await replica.generate(request(tied.ids(5), max_tokens=3))
+        assert found.value.num_tokens == 3
+        with pytest.raises(SamplerFault, match=r"the server has no logprob of id \d+ at position 4"):
+            await replica.cached_logprob(tied.ids(5))
+
+
+async def test_asking_for_the_logprob_of_one_id_takes_none_from_requests_of_the_same_step(tied: TinyModel):
+    async with connected(tied) as (double, replica):
+        double.running.clear()
+        double.says = [0]
+        tasks = []
+        for call in (replica.generate(request(tied.ids(5), max_tokens=3)), replica.cached_logprob(tied.ids(6))):
+            tasks.append(asyncio.create_task(call))
+            await until(lambda: double.in_flight == len(tasks))
+        double.running.set()
+        completion, _ = await asyncio.gather(*tasks)
+        assert completion.ids[0] == 0
+        assert completion.logprobs[0] == pytest.approx(tied.logprobs(np.append(tied.ids(5), np.int32(0)))[-1], abs=5e-5)
 
 
 async def test_it_says_how_busy_the_server_is(tied: TinyModel):
@@ -202,6 +217,19 @@ async def test_a_new_request_that_reads_a_prefix_of_older_weights_shows(trainer:
         await replica.update_weights(trainer.step("v1", size), 1)
         with pytest.raises(SamplerFault, match="read 128 tokens from the prefix cache of the weights before version 1"):
             await replica.cached_logprob(ids)
+
+
+@pytest.mark.parametrize(("length", "times"), [(129, 1), (130, 0)])  # a block of 128, and two ids that are asked for
+async def test_a_probe_that_no_block_of_the_prefix_cache_holds_is_told_once(
+    tied: TinyModel, length: int, times: int, caplog: pytest.LogCaptureFixture
+):
+    async with connected(tied) as (_, replica):
+        for version in (1, 2):
+            await replica.update_weights(tied.step(f"v{version}", 1e-3), version)
+            for _ in range(3):
+                await replica.cached_logprob(tied.ids(length))
+    expected = f"replica 3: the check for old prefixes is off: the prefix cache keeps nothing of a probe of {length} "
+    assert [expected in record.getMessage() for record in caplog.records] == [True] * times
 
 
 async def test_no_new_request_reads_what_requests_in_flight_keep(tied: TinyModel):

@@ -19,6 +19,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from verbatim.inference.http.protocol import UNKNOWN_LOGPROB
 from verbatim.inference.vllm.command import PLUGIN
 
 for folder in (PLUGIN, Path(__file__).parent / "faulty_plugin"):
@@ -48,6 +49,9 @@ class VllmDouble:
         self.running.set()
         self.version = "default"
         self.in_flight = 0
+        self.says: list[int] = []
+        """Ids that are drawn next, instead of random ones."""
+        self._in_flight_for_ids = 0
         self.keeps_blocks = False
         self.seconds_per_token = 0.0
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -213,11 +217,13 @@ class VllmDouble:
         params, ids = body["sampling_params"], list(body["token_ids"])
         salt = "" if self.fault == "stale prefix" else body.get("cache_salt", "")
         self.in_flight += 1
+        self._in_flight_for_ids += "logprob_token_ids" in params
         try:
             await self.running.wait()
             return web.json_response(await self._answer(params, ids, salt))
         finally:
             self.in_flight -= 1
+            self._in_flight_for_ids -= "logprob_token_ids" in params
 
     async def _answer(self, params: dict[str, Any], prompt: list[int], salt: str) -> dict[str, Any]:
         scored = params.get("prompt_logprobs") is not None
@@ -229,9 +235,15 @@ class VllmDouble:
             await asyncio.sleep(self.seconds_per_token)
             logprobs = self._logprobs(ids, weights)[-1]
             token = int(rng.choice(len(logprobs), p=np.exp(logprobs) / np.exp(logprobs).sum()))
-            asked = [token, *params.get("logprob_token_ids", [])]
-            entries = [{"token_id": token_id, "logprob": float(np.float32(logprobs[token_id])), "rank": 1}
-                       for token_id in dict.fromkeys(asked)]  # fmt: skip
+            if self.says:
+                token = self.says.pop(0)
+            known = {token_id: float(np.float32(logprobs[token_id]))
+                     for token_id in [token, *params.get("logprob_token_ids", [])]}  # fmt: skip
+            if self._in_flight_for_ids and "logprob_token_ids" not in params and params.get("logprobs"):
+                known[0] = UNKNOWN_LOGPROB  # vLLM pads the other requests of the step with id 0
+            if self.fault == "no logprob":
+                known = dict.fromkeys(known, UNKNOWN_LOGPROB)
+            entries = [{"token_id": token_id, "logprob": value, "rank": 1} for token_id, value in known.items()]
             content.append({**entries[0], "top_logprobs": entries[: params.get("logprobs") or 1]})
             versions.append(self.version)
             ids.append(token)

@@ -63,6 +63,9 @@ def request_body(
     """A request for one completion, everything that has a default said out loud: servers have defaults of their own.
     The ids stay an array, for `client.encode`.
 
+    `logprobs` is 0: that of the sampled token alone. With 1, vLLM 0.32 loses that of a token 0 which it samples in the
+    same step as a token for `logprob_token_ids` (the canary's): it pads the other requests of that step with id 0.
+
     `ignore_eos`, because a completion ends at the stop ids that are given, and at no other. The seed stands under our
     own key, which only our servers read: a vLLM for CPUs dies of a seed where it computes a prompt in parts.
 
@@ -79,7 +82,7 @@ def request_body(
         "sampling_params": {
             "temperature": params.temperature, "max_tokens": params.max_tokens, "top_p": params.top_p,
             "top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_token_ids),
-            "logprobs": 1, "ignore_eos": True, "skip_special_tokens": False, **seed,
+            "logprobs": 0, "ignore_eos": True, "skip_special_tokens": False, **seed,
         },
         OURS: {"session": request.session, "plain_logprobs": True, "seed": request.seed},
     }  # fmt: skip

@@ -46,6 +46,10 @@ class Replica(Sampler, Protocol):
     def name(self) -> str:
         """For messages."""
 
+    @property
+    def num_unverified(self) -> int:
+        """Tensors of its weights that no digest tells of, as of the last update."""
+
     async def health(self) -> None:
         """Return if the server answers.
 

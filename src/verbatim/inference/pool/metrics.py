@@ -62,6 +62,7 @@ class PoolMetrics:
             f"{named}/in_flight": places.router.num_running(member.index),
             f"{named}/policy_version": member.life.version,
             f"{named}/restarts": member.num_restarts,
+            f"{named}/unverified_tensors": member.replica.num_unverified,
         }
         if load is None:
             return metrics

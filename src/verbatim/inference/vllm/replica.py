@@ -27,14 +27,13 @@ _BEYOND_A_PHASE = 30.0
 
 
 class VllmReplica:
-    """A `Sampler` over one vLLM server. It can be pickled.
+    """A `Sampler` over one vLLM server.
 
     An update ends only after every worker of the server has shown the digests of the tensors that its kernels were
     built from, and they are those of the published files. Until then the server computes nothing; if it fails, the
     server stays paused, and another `update_weights` may mend it.
 
-    No new request reads a prefix that older weights computed: each update gives the requests a cache salt of its own. A
-    copy in another process keeps the salt that it was made with, and relies on the prefix cache being emptied.
+    No new request reads a prefix that older weights computed: each update gives the requests a cache salt of its own.
 
     Args:
         url: The server's root.
@@ -91,9 +90,10 @@ class VllmReplica:
         self._transport = make_transport(weight_transfer)
         self._pieces: Sequence[Piece] = ()
         self._shapes: Mapping[str, tuple[int, ...]] | None = None
-        self._cache_is_new = False
-        self.unverified: tuple[str, ...] = ()
-        """Tensors that no digest tells of, as of the last update: only logprobs show whether they are stale."""
+        self._num_asked_cache = 2
+        """Calls of `cached_logprob` since the last update; what more than two find says nothing."""
+        self._has_said_cache_is_unread = False
+        self._unverified: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"VllmReplica({self._http.url!r}, name={self._name!r})"
@@ -107,6 +107,11 @@ class VllmReplica:
     def url(self) -> str:
         """The server's root."""
         return self._http.url
+
+    @property
+    def num_unverified(self) -> int:
+        """Tensors that no digest tells of, as of the last update: only logprobs show whether they are stale."""
+        return len(self._unverified)
 
     # ---- the Sampler protocol
 
@@ -168,16 +173,16 @@ class VllmReplica:
             return proof.fault
         self._shapes = folder.shapes
         self._pieces = [piece for report in reports for piece, _, _ in report.digests]
-        if proof.unmapped and proof.unmapped != self.unverified:
+        if proof.unmapped and proof.unmapped != self._unverified:
             logger.warning("%s: no digest tells whether these tensors were loaded, only logprobs do: %s", self._name,
                            joined(proof.unmapped))  # fmt: skip
-        self.unverified = proof.unmapped
+        self._unverified = proof.unmapped
         await control.set_version(version)
         self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
         emptied = await control.forget_prefixes(running_too=self._on_weight_update == "recompute")
         if not emptied and self._on_weight_update == "recompute":
             raise SamplerFault(f"{self._name}: empty prefix cache: the server could not, so old prefixes would be used")
-        self._cache_is_new = True
+        self._num_asked_cache = 0
         await control.resume()
         self._version = version
         return None
@@ -241,16 +246,23 @@ class VllmReplica:
         prefix cache, and writes it.
 
         The first such request after an update must find nothing there, whatever was asked before it: that shows an old
-        cache where learning rates are too small for logprobs to show it. So its ids must be in no other request.
+        cache where learning rates are too small for logprobs to show it. So its ids must be in no other request. The
+        second one, for the same ids or more, must find the first one's: otherwise neither says anything, which is
+        logged once.
 
         Raises:
             RecordError: fewer than two ids, or an id outside the vocabulary.
             SamplerFault: the server failed, cannot be reached, or read prefixes that older weights computed.
         """
         ids = check_ids(token_ids, self._vocab_size, "token_ids")
-        is_first, self._cache_is_new = self._cache_is_new, False
+        asked, self._num_asked_cache = self._num_asked_cache, self._num_asked_cache + 1
         found, num_cached = await self._http.cached_logprob(ids)
-        if is_first and num_cached:
+        if asked == 1 and not num_cached and not self._has_said_cache_is_unread:
+            self._has_said_cache_is_unread = True
+            logger.warning("%s: the check for old prefixes is off: the prefix cache keeps nothing of a probe of %d "
+                           "tokens. Its blocks (--block-size) have to be shorter than that, and a probe is shorter "
+                           "than orchestrator.seq_len", self._name, len(ids))  # fmt: skip
+        if asked == 0 and num_cached:
             raise SamplerFault(f"{self._name}: a new request read {num_cached} tokens from the prefix cache of the "
                                f"weights before version {self._version}")  # fmt: skip
         return found
