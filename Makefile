@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,serve,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,dev]'
 	@touch $@
 
 demo: install
@@ -43,7 +43,7 @@ test: lint types
 	$(PYTEST) -m "not slow and not extras and not vllm"
 
 test-all: install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,api,serve,mcp,data,ray,verifiers,wandb,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,mcp,data,ray,verifiers,wandb,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) -m "not vllm"

@@ -10,7 +10,7 @@ import sys
 import traceback
 from typing import Any
 
-from verbatim.errors import ComponentError
+from verbatim.errors import ComponentError, UsageError
 from verbatim.texts import error_text
 from verbatim.user_code import is_ctrl_c
 
@@ -26,6 +26,16 @@ def is_installed(package: str) -> bool:
     """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+def refuse_without(package: str, *, extra: str, what: str) -> None:
+    """Refuse to go on where a package of an extra is missing.
+
+    Raises:
+        UsageError: it is not installed; says what needs it and what to type.
+    """
+    if not is_installed(package):
+        raise UsageError(f"{what} needs the package {package}: pip install 'verbatim-rl[{extra}]'")
 
 
 def is_import_path(name: str) -> bool:

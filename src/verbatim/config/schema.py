@@ -37,9 +37,9 @@ from verbatim.texts import shown
 
 __all__ = [
     "COLDEST", "BuildConfig", "CheckpointConfig", "ComponentConfig", "EnvConfig", "EvalConfig", "Fraction",
-    "InferenceConfig", "LengthPenaltyConfig", "ModelConfig", "MonitorConfig", "NonNegativeFloat", "OptimConfig",
-    "OrchestratorConfig", "PositiveFloat", "PositiveInt", "RendererConfig", "RunConfig", "SamplingConfig",
-    "TeacherConfig", "TrainerConfig", "WarmStartConfig",
+    "InferenceConfig", "LengthPenaltyConfig", "LoraConfig", "ModelConfig", "MonitorConfig", "NonNegativeFloat",
+    "OptimConfig", "OrchestratorConfig", "PositiveFloat", "PositiveInt", "RendererConfig", "RunConfig",
+    "SamplingConfig", "TeacherConfig", "TrainerConfig", "WarmStartConfig",
 ]  # fmt: skip
 
 
@@ -66,6 +66,34 @@ class OptimConfig(Section):
     """Gradients are clipped to this norm."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters instead of all weights: each adapted layer computes `W x + alpha / r * B A x`, and A and B
+    alone are trained, kept and sent to the sampler."""
+
+    r: PositiveInt = 32
+    """Rank: rows of A, columns of B."""
+    alpha: PositiveFloat = 32.0
+    """Scale of the adapters, divided by the rank."""
+    dropout: float = 0.0
+    """0, and nothing else: dropout would train another policy than the one that sampled."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """The linear layers that are adapted: "all-linear", all but the output head; ends of their names, ["q_proj",
+    "v_proj"]; or one regular expression for whole names."""
+    merge_final: bool = False
+    """Also write the trained model as plain weights, into final/merged."""
+
+    @model_validator(mode="after")
+    def _trains_what_sampled(self) -> Self:
+        if self.dropout != 0:
+            raise ValueError(
+                f"dropout = {self.dropout}: the trainer would drop what the sampler computed with, and train another "
+                "policy than the one that sampled; use dropout = 0"
+            )
+        if not self.target_modules:
+            raise ValueError('target_modules names no layer; use "all-linear", or names such as ["q_proj", "v_proj"]')
+        return self
+
+
 class TrainerConfig(Section):
     """The trainer: optimizer, loss, packing, precision, process."""
 
@@ -73,6 +101,8 @@ class TrainerConfig(Section):
     """Optimizer and schedule."""
     loss: ComponentConfig = ComponentConfig()
     """The loss."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters, and leave the model's own weights as they are."""
     packing: str = "auto"
     """How samples are laid out in memory: "rows", one after the other, or "tree", what they have in common once. "auto"
     takes the tree where that saves tokens. "tree" needs a model whose tokens mix by attention alone. The import path of

@@ -21,7 +21,7 @@ from verbatim.models.conversion import to_model_tensors
 from verbatim.models.float64 import keep_float64
 from verbatim.models.mixing import plan_attention
 from verbatim.models.refusal import refusing
-from verbatim.models.source import find_source
+from verbatim.models.source import find_source, is_adapter
 
 transformers_logging.disable_progress_bar()  # weights are saved and loaded at every step of a run
 
@@ -150,12 +150,12 @@ def _kind(source: str) -> str:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """The model's fast tokenizer.
+    """The model's fast tokenizer; an adapter's folder has that of its base model.
 
     Raises:
         ModelError: no tokenizer, a slow one, or one without a chat template.
     """
-    source = find_source(name)
+    source = str(Path(name).expanduser()) if is_adapter(name) else find_source(name)
     with refusing(f"model {str(name)!r} has no tokenizer that can be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source)
     if not tokenizer.is_fast:

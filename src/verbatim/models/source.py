@@ -13,8 +13,16 @@ from verbatim.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file of `peft` that describes an adapter."""
 _TIMEOUTS = (5.0, 10.0)
 """Seconds for the hub to answer, for each attempt. `transformers` has its own timeouts for downloads."""
+
+
+def is_adapter(name: str | Path) -> bool:
+    """Whether this is a folder with an adapter of `peft`, and not with a whole model."""
+    folder = Path(name).expanduser()
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def find_source(name: str | Path) -> str:
@@ -29,6 +37,9 @@ def find_source(name: str | Path) -> str:
     name = str(name)
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if is_adapter(folder):
+            raise ModelError(f"model folder {name!r} holds an adapter ({ADAPTER_CONFIG}), not a whole model; train "
+                             f"with trainer.lora.merge_final = true, and use {str(folder / 'merged')!r}")  # fmt: skip
         if not (folder / "config.json").is_file():
             raise ModelError(f"model folder {name!r} has no config.json; expected a folder that "
                              "`model.save_pretrained` wrote")  # fmt: skip

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verbatim.config.schema import RunConfig, TeacherConfig
+from verbatim.config.schema import LoraConfig, RunConfig, TeacherConfig
 from verbatim.config.sections import BackendSettings, table_of
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.resolve import corpus
@@ -128,8 +128,29 @@ def _check_teacher(teacher: TeacherConfig) -> None:
                          "'verbatim-rl[api]'")  # fmt: skip
 
 
+def _check_adapters(config: RunConfig, lora: LoraConfig) -> None:
+    if config.inference.backend == "vllm":
+        raise UsageError('[trainer.lora] is not sent to vLLM servers; use inference.backend = "torch"')
+    if config.model.name is not None:
+        find_source(config.model.name)
+    from transformers import AutoConfig, Qwen3Config
+
+    from verbatim.models.refusal import refusing
+    from verbatim.trainer.lora import check_adapters
+
+    if config.model.name is None:
+        assert config.model.build is not None
+        check_adapters(Qwen3Config(num_hidden_layers=config.model.build.num_layers), lora)
+        return
+    with refusing(f"the config.json of model {config.model.name!r} cannot be read"):
+        model_config = AutoConfig.from_pretrained(find_source(config.model.name))
+    check_adapters(model_config, lora)
+
+
 def _check_model(config: RunConfig, environments: Environments, data: Sequence[Conversation]) -> None:
     renderer = config.orchestrator.renderer.name
+    if config.trainer.lora is not None:
+        _check_adapters(config, config.trainer.lora)
     if config.model.name is None and renderer in _ANY_TEMPLATE:
         return
     if config.model.name is not None:

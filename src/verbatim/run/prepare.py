@@ -69,7 +69,8 @@ def _warm_start(
     samples = _warm_start_samples(config, settings, environments, renderer, console)
     trainer = Trainer(
         source,
-        config.trainer.model_copy(update={"optim": settings.optim, "optimizer_steps_per_batch": 1}),
+        # All weights, also where low-rank adapters are trained afterwards: they then begin at a model that can speak.
+        config.trainer.model_copy(update={"optim": settings.optim, "optimizer_steps_per_batch": 1, "lora": None}),
         loss=LOSSES["sft"],
         total_optimizer_steps=settings.steps,
         tokenizer=tokenizer,

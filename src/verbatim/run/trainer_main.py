@@ -13,7 +13,8 @@ from rich.console import Console
 from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import RunStopped
+from verbatim.errors import CheckpointError, RunStopped
+from verbatim.rollouts import derive_seed
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.logs import last_lines
 from verbatim.run.parts import make_loss
@@ -35,21 +36,32 @@ def open_trainer(
         states: Where the trainer leaves its parts of checkpoints.
     """
     from verbatim.models.loading import load_tokenizer
+    from verbatim.models.source import is_adapter
     from verbatim.run.prepare import prepare_model
     from verbatim.trainer.trainer import Trainer
     from verbatim.trainer.worker import TrainerWorker
 
     found = CheckpointStore(folder.checkpoints, read_only=True).latest()
-    source = found.folder / "weights" if found else prepare_model(config, environments(), folder.path, console)
+    source = found.folder / "weights" if found else None
+    adapted = config.trainer.lora is not None  # then a checkpoint holds the adapters, and the run folder their base
+    base = prepare_model(config, environments(), folder.path, console) if source is None or adapted else source
+    if source is not None and not adapted and is_adapter(source):
+        raise CheckpointError(f"{source} holds an adapter: the run in {folder.path} was started with [trainer.lora]; "
+                              "resume it with that table, or start a new run")  # fmt: skip
     trainer = Trainer(
-        source,
+        base,
         config.trainer,
         loss=make_loss(config),
         total_optimizer_steps=config.max_steps * config.trainer.optimizer_steps_per_batch,
-        tokenizer=load_tokenizer(source),
+        tokenizer=load_tokenizer(base),
         seq_len=config.orchestrator.seq_len,
+        seed=derive_seed(config.seed, "lora") % 2**32,
     )
+    if trainer.adapters is not None:
+        console.print(f"lora        {trainer.adapters}", soft_wrap=True)
     if found is not None:
+        if trainer.adapters is not None:
+            trainer.adapters.load(found.folder / "weights")
         trainer.load_state(found.folder / "trainer")
     worker = TrainerWorker(
         trainer,
@@ -58,9 +70,11 @@ def open_trainer(
         states=states.resolve(),
         context_length=config.orchestrator.seq_len,
     )
+    if found is not None and adapted:  # published anew, because the folder of a run may have been moved
+        base = worker.weights.publish(worker.version, trainer.save_weights)
     ready = TrainerReady(
         version=worker.version,
-        weights=str(source.resolve() if source.exists() else source),  # the other process may stand elsewhere
+        weights=str(base.resolve() if base.exists() else base),  # the other process may stand elsewhere
         checkpoint=found.folder.resolve() if found is not None else None,
         probes=worker.probe(),
     )

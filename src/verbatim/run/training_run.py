@@ -206,6 +206,13 @@ class TrainingRun:
         return await while_telling(side, orchestrator, train())
 
     def _keep_final(self, weights: Path) -> None:
-        """The last version as a folder that `from_pretrained` loads."""
+        """The last version as a folder that `from_pretrained` loads, or that `peft` loads; where it is asked for, also
+        merged."""
+        lora = self.config.trainer.lora
         with making(self.folder.final) as partial:
             shutil.copytree(weights, partial, dirs_exist_ok=True)
+            if lora is not None and lora.merge_final:
+                from verbatim.models.adapters import save_merged
+
+                (partial / "merged").mkdir()
+                save_merged(weights, partial / "merged")

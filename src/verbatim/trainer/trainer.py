@@ -28,6 +28,7 @@ from verbatim.packing import find_packer, num_tokens
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
+from verbatim.trainer.lora import Adapters
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.model_check import packing_for
 from verbatim.trainer.optim import build_optimizer, learning_rate, load_optimizer, save_optimizer
@@ -72,6 +73,7 @@ class Trainer:
         tokenizer: Any = None,
         seq_len: int = 0,
         dtype: Literal["float32", "float64"] = "float32",
+        seed: int = 0,
     ) -> None:
         """Load a model and make its optimizer.
 
@@ -83,6 +85,7 @@ class Trainer:
             tokenizer: Saved beside the weights, with its chat template.
             seq_len: Most tokens of a sample, if that is known: a model that cannot take so many is refused here.
             dtype: The type of the master weights. float64 is for tests of the gradient.
+            seed: Of the first values of low-rank adapters.
 
         Raises:
             ModelError: the model cannot be loaded, or cannot be trained as asked.
@@ -97,15 +100,17 @@ class Trainer:
         )
         if config.gradient_checkpointing:
             checkpoint_layers(self.model)
-        use_onednn(self.model)
         self.lm = CausalLM(self.model)
         self._targets = TargetLogprobs(self.lm, config.logprob_chunk, self._autocast)
         refuse_moving_positions(self.lm, seq_len)
+        self.packing: str = packing_for(self.lm, config.packing)
+        """The packer: "rows" where the model can take no other, or where this process found trees to be wrong."""
+        self.adapters = Adapters(self.model, config.lora, base=model_path, seed=seed) if config.lora else None
+        """What is trained instead of the model's own weights; None = these are."""
+        use_onednn(self.model)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.num_optimizer_steps = 0
         """Optimizer steps done: what the schedule counts."""
-        self.packing: str = packing_for(self.lm, config.packing)
-        """The packer: "rows" where the model can take no other, or where this process found trees to be wrong."""
         self._trees_are_right: bool | None = None
         """None = not tried yet."""
 
@@ -275,8 +280,12 @@ class Trainer:
     # ---- weights and state
 
     def save_weights(self, folder: Path) -> None:
-        """Write the master weights, and the tokenizer if there is one, as a folder that `from_pretrained` loads."""
-        save_model(self.model, self.tokenizer, folder)
+        """Write what is trained, and the tokenizer if there is one: the master weights as a folder that
+        `from_pretrained` loads, or the adapters as one that `peft` loads."""
+        if self.adapters is not None:
+            self.adapters.save(self.tokenizer, folder)
+        else:
+            save_model(self.model, self.tokenizer, folder)
 
     def save_state(self, folder: Path) -> None:
         """Write optimizer and schedule; with `save_weights`, all that a resumed run needs to go on bit for bit."""
@@ -287,7 +296,8 @@ class Trainer:
             (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def load_state(self, folder: Path) -> None:
-        """Take over what `save_state` wrote; the weights come from the constructor's `model_path`.
+        """Take over what `save_state` wrote; the weights come from the constructor's `model_path`, adapters from
+        `Adapters.load`.
 
         The schedule is stretched over this trainer's `total_optimizer_steps`, so a run may be made longer.
 

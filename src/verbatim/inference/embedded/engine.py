@@ -26,6 +26,7 @@ from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_temperature, check_version
 from verbatim.machine_faults import is_out_of_memory
+from verbatim.models.adapters import BaseWeights, is_adapter, load_base_of, read_adapter
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, read_weights, replace_weights
 from verbatim.models.positions import refuse_moving_positions
@@ -43,7 +44,7 @@ class TorchSampler:
     until its slot is needed, then in memory beside the batch, so that the next turn computes only what is new.
 
     Args:
-        model_path: A folder in Hugging Face format (or a hub id).
+        model_path: A folder in Hugging Face format (or a hub id), or an adapter's folder in the format of `peft`.
         config: Batch size, precision, determinism.
         context_length: Most tokens of prompt and completion together.
         policy_version: Version of the weights in `model_path`.
@@ -64,8 +65,13 @@ class TorchSampler:
         num_threads: int | None = None,
         on_weight_update: OnWeightUpdate = "recompute",
     ) -> None:
-        model = CausalLM(load_model(model_path, dtype=config.dtype, device=config.device))
+        adapter = read_adapter(Path(model_path)) if is_adapter(model_path) else None
+        how: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
+        model = CausalLM(load_base_of(adapter, **how) if adapter is not None else load_model(model_path, **how))
         model.model.requires_grad_(False)
+        self._base = BaseWeights(model.model)
+        if adapter is not None:
+            replace_weights(model.model, self._base.merged(adapter))
         longest = getattr(model.config, "max_position_embeddings", None)
         if longest is not None and context_length > longest:
             raise ModelError(f"context_length = {context_length}, but the positions of {str(model_path)!r} end at "
@@ -119,7 +125,8 @@ class TorchSampler:
         return completion
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder: read it during decoding, install it between two steps; no request is lost.
+        """Load a Hugging Face folder, or an adapter's, which is merged into the base weights that this engine began
+        with: read it during decoding, install it between two steps; no request is lost.
 
         Raises:
             ModelError: the folder cannot be read, does not fit, or holds a weight that is not a finite number; the
@@ -128,10 +135,13 @@ class TorchSampler:
             SamplerFault: the engine is dead or closed; or memory ran out while reading, and it goes on as before.
         """
         check_version(version)
+        is_whole = not is_adapter(path)
         weights = await asyncio.to_thread(self._read_weights, Path(path))
 
         def take() -> None:
             replace_weights(self._model.model, weights)
+            if is_whole:
+                self._base.forget()
             self._decoder.set_version(version)
 
         await self._run_between_steps(take, vital=True)
@@ -139,6 +149,8 @@ class TorchSampler:
     def _read_weights(self, folder: Path) -> dict[str, torch.Tensor]:
         with self._reading_weights, torch_threads(self._num_threads):
             try:
+                if is_adapter(folder):
+                    return self._base.merged(read_adapter(folder))
                 return read_weights(self._model.model, folder)
             except VerbatimError:
                 raise

@@ -1,0 +1,205 @@
+"""Reads low-rank adapters in the format of `peft`, and merges them into the weights of their base model.
+
+An adapted layer computes `W x + scale * B (A x)`. Legend: R rank, I inputs, O outputs of a layer; A is [R, I], B is
+[O, R], W is [O, I] (transposed in GPT-2's layers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.models.loading import load_model, load_tokenizer, refuse_not_finite, save_model
+from verbatim.models.source import ADAPTER_CONFIG, is_adapter
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What `peft` writes before a module's name."""
+BASE_FILE, BASE_FINGERPRINT = "base_model.json", "fingerprint"
+"""Our own file beside those of `peft`, and its only key: which weights the adapter belongs to."""
+_ENDS = (".lora_A.weight", ".lora_B.weight")
+_PLAIN = {
+    "use_dora": False, "use_rslora": False, "bias": "none", "lora_bias": False, "modules_to_save": None,
+    "rank_pattern": {}, "alpha_pattern": {}, "trainable_token_indices": None, "target_parameters": None,
+}  # fmt: skip
+"""Settings of `peft` under which a layer is `W x + alpha / r * B A x` and nothing else is changed."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Adapter:
+    """A folder in the format of `peft`."""
+
+    folder: Path
+    """Where it is."""
+    base: str
+    """The folder or hub id of the model that it belongs to."""
+    r: int
+    """The rank."""
+    scale: float
+    """alpha / r."""
+    transposed: bool
+    """Whether the base model keeps its weights as [I, O]."""
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    """A and B of each adapted layer, by the layer's name in the model."""
+    base_fingerprint: str | None
+    """Of the base model's weights; None where another program wrote the folder."""
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """The adapter in a folder.
+
+    Raises:
+        ModelError: a file is missing or damaged, numbers are not finite, or it changes more than `B A` does.
+    """
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        r, alpha, base = int(config["r"]), float(config["lora_alpha"]), str(config["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} describes no adapter: {error!r}; expected a folder that a run with [trainer.lora] "
+                         "wrote") from error  # fmt: skip
+    other = [f"{key} = {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key, plain) not in (plain, None)]
+    if other:
+        raise ModelError(f"{folder}: {', '.join(other)} cannot be merged; expected an adapter of plain LoRA")
+    tensors = _tensors(folder / ADAPTER_WEIGHTS)
+    refuse_not_finite(tensors.items(), str(folder))
+    return Adapter(
+        folder=folder, base=base, r=r, scale=alpha / r, transposed=bool(config.get("fan_in_fan_out")),
+        pairs=_pairs(folder, tensors), base_fingerprint=_base_fingerprint(folder / BASE_FILE),
+    )  # fmt: skip
+
+
+def _base_fingerprint(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))[BASE_FINGERPRINT])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is damaged: {error!r}") from error
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        found: dict[str, Tensor] = load_file(path)
+        return found
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _pairs(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    halves: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    for name, tensor in tensors.items():
+        end = next((i for i, end in enumerate(_ENDS) if name.startswith(PREFIX) and name.endswith(end)), None)
+        if end is None:
+            raise ModelError(f"{folder}: {name} is no A or B of a linear layer")
+        halves[end][name.removeprefix(PREFIX).removesuffix(_ENDS[end])] = tensor
+    alone = sorted(halves[0].keys() ^ halves[1].keys())
+    if alone or not tensors:
+        raise ModelError(f"{folder}: " + (f"only one of A and B is there for {alone[0]}" if alone else "it is empty"))
+    return {name: (a_RI, halves[1][name]) for name, a_RI in halves[0].items()}
+
+
+def merged_weight(weight: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, *, transposed: bool) -> Tensor:
+    """`W + scale * B A` in the dtype of W, computed in at least float32 and rounded once."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    delta = b_OR.to(weight.device, dtype) @ a_RI.to(weight.device, dtype)
+    return torch.add(weight.to(dtype), delta.T if transposed else delta, alpha=scale).to(weight.dtype)
+
+
+class BaseWeights:
+    """The base weights of a model whose adapted layers hold merged weights, so that every version is merged from them.
+
+    The weights of a version are then a function of base model and adapter, whatever was loaded before. The base of the
+    adapted layers takes as much memory as these layers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._kept: dict[str, Tensor] = {}
+
+    def merged(self, adapter: Adapter) -> dict[str, Tensor]:
+        """The weights of the adapted layers for `replace_weights`; the model is not changed.
+
+        Raises:
+            ModelError: the adapter has layers that the model does not have, or of another shape.
+        """
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, (a_RI, b_OR) in adapter.pairs.items():
+            shape = (b_OR.shape[0], a_RI.shape[1])
+            found = own.get(f"{name}.weight")
+            if found is None or tuple(found.shape) != (shape[::-1] if adapter.transposed else shape):
+                what = "no such layer" if found is None else f"a layer of {list(found.shape)}"
+                raise ModelError(f"{adapter.folder} does not fit the model: it changes {name} {list(shape)}, and the "
+                                 f"model has {what}")  # fmt: skip
+        weights = dict(self._kept)  # a layer that an earlier adapter had changed goes back to its base
+        for name, (a_RI, b_OR) in adapter.pairs.items():
+            key = f"{name}.weight"
+            base = self._kept.setdefault(key, own[key].detach().clone())
+            weights[key] = merged_weight(base, a_RI, b_OR, adapter.scale, transposed=adapter.transposed)
+        refuse_not_finite(weights.items(), str(adapter.folder))
+        return weights
+
+    def forget(self) -> None:
+        """Whole weights were loaded: these are the base now."""
+        self._kept = {}
+
+
+def load_base_of(adapter: Adapter, **how: Any) -> Any:
+    """`load_model` of the adapter's base model.
+
+    Raises:
+        ModelError: there is none, or it cannot be loaded.
+    """
+    try:
+        return load_model(adapter.base, **how)
+    except ModelError as error:
+        raise ModelError(f"{error}. It is the base model that {adapter.folder / ADAPTER_CONFIG} names; if it was "
+                         "moved, change base_model_name_or_path there") from error  # fmt: skip
+
+
+def save_merged(adapter_folder: Path, folder: Path) -> None:
+    """Write the adapter's model as plain float32 weights, with the tokenizer: a folder that `from_pretrained` loads.
+
+    Raises:
+        ModelError: the adapter or its base model cannot be read.
+        OSError: the system refused to write.
+    """
+    adapter = read_adapter(adapter_folder)
+    model = load_base_of(adapter, only_attention=False)
+    with torch.no_grad():
+        own = dict(model.named_parameters(remove_duplicate=False))
+        for key, value in BaseWeights(model).merged(adapter).items():
+            own[key].copy_(value)
+    save_model(model, load_tokenizer(adapter_folder), folder)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A digest of names, dtypes, shapes and values, as fast as reading the memory: of each tensor the sum of its bytes
+    as integers counts. It finds another model, it does not stop forgers."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda named: named[0]):
+        value = tensor.detach()
+        if value.is_floating_point():
+            value = value.contiguous().view(_INTEGERS[value.itemsize])
+        total = int(value.sum(dtype=torch.int64)) % 2**64
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)} {total};".encode())
+    return found.hexdigest()[:32]
+
+
+__all__ = [
+    "ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "BASE_FILE", "BASE_FINGERPRINT", "PREFIX", "Adapter", "BaseWeights",
+    "fingerprint", "is_adapter", "load_base_of", "merged_weight", "read_adapter", "save_merged",
+]  # fmt: skip

@@ -1,0 +1,246 @@
+"""Adds low-rank adapters to a model by `peft`, saves them in its format and loads them again.
+
+Its own weights stay as they are: only the adapters have gradients, optimizer state, checkpoints and versions.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from verbatim.config.schema import LoraConfig
+from verbatim.errors import CheckpointError, ModelError
+from verbatim.imports import refuse_without
+from verbatim.machine_faults import naming, rust_errors_as_oserror
+from verbatim.models.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE_FILE,
+    BASE_FINGERPRINT,
+    PREFIX,
+    fingerprint,
+    is_adapter,
+    merged_weight,
+    read_adapter,
+)
+from verbatim.models.own_attention import LENGTH, TOLERANCE
+from verbatim.models.refusal import refusing
+from verbatim.models.tiny import NoTinyCopy, tiny_copy
+
+_MOST_NAMED = 12
+"""Names of layers in a message."""
+_TINY_RANK = 8
+"""Most columns of an adapter on a small copy."""
+
+
+class Adapters:
+    """The adapters of a model that is being trained. They begin as no change: A is random, B is 0.
+
+    Args:
+        model: A `transformers` model; it is changed: layers get adapters, and its own weights no gradients.
+        config: The `[trainer.lora]` table.
+        base: The folder or hub id that the model was loaded from: the adapter's folders name it.
+        seed: Of A.
+
+    Raises:
+        UsageError: `peft` is not installed.
+        ModelError: no layer has such a name, a layer that cannot be adapted, or a model in which adapted layers are not
+            the merged ones.
+    """
+
+    def __init__(self, model: Any, config: LoraConfig, *, base: str | Path, seed: int) -> None:
+        refuse_without("peft", extra="lora", what="[trainer.lora]")
+        self._model = model
+        self._config = config
+        self._base = str(Path(base).absolute()) if Path(base).is_dir() else str(base)
+        self._base_fingerprint = fingerprint(model.named_parameters())
+        self.num_base_parameters = sum(p.numel() for p in model.parameters())
+        """Parameters of the model, which are not trained."""
+        _refuse_other_when_merged(model, config)
+        self._peft_config = _inject(model, config, seed)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that are trained."""
+        return sum(parameter.numel() for _, parameter in self._parameters())
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are adapted."""
+        return sum(name.endswith("lora_A.weight") for name, _ in self._parameters())
+
+    def __str__(self) -> str:
+        share = self.num_parameters / self.num_base_parameters
+        return (f"{self.num_parameters:,} parameters are trained ({share:.2%} of {self.num_base_parameters:,}): rank "
+                f"{self._config.r} on {self.num_layers} layers")  # fmt: skip
+
+    def save(self, tokenizer: Any, folder: Path) -> None:
+        """Write adapters and tokenizer as a folder that `peft` loads.
+
+        Raises:
+            OSError: the system refused to write (disk full, no permission).
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {PREFIX + name: value.detach().cpu().contiguous() for name, value in self._parameters()}
+        with rust_errors_as_oserror(folder / ADAPTER_WEIGHTS):
+            save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        described = {
+            key: sorted(value) if isinstance(value, set) else value
+            for key, value in self._peft_config.to_dict().items()
+        }
+        described |= {"base_model_name_or_path": self._base, "inference_mode": True}
+        for name, content in ((ADAPTER_CONFIG, described), (BASE_FILE, {BASE_FINGERPRINT: self._base_fingerprint})):
+            with naming(folder / name):
+                text = json.dumps(content, indent=2, sort_keys=True, default=str)
+                (folder / name).write_text(text + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            with rust_errors_as_oserror(folder):
+                tokenizer.save_pretrained(folder)
+
+    def load(self, folder: Path) -> None:
+        """Take over what `save` wrote.
+
+        Raises:
+            CheckpointError: a folder of whole weights, an adapter of another shape, or of another base model; says what
+                to set instead. The adapters are then unchanged.
+            ModelError: the folder is damaged.
+        """
+        if not is_adapter(folder):
+            raise CheckpointError(f"{folder} holds whole weights, not an adapter: that run trains all of them; resume "
+                                  "it without [trainer.lora], or start a new run")  # fmt: skip
+        found = read_adapter(folder)
+        own = dict(self._parameters())
+        saved = {f"{name}.lora_{half}.weight": tensor
+                 for name, pair in found.pairs.items() for half, tensor in zip("AB", pair, strict=True)}  # fmt: skip
+        if found.r != self._config.r or found.scale != self._config.alpha / self._config.r:
+            raise CheckpointError(
+                f"{folder} holds an adapter with r = {found.r}, alpha = {found.scale * found.r:g}; expected r = "
+                f"{self._config.r}, alpha = {self._config.alpha:g}: resume with trainer.lora.r = {found.r} and "
+                f"trainer.lora.alpha = {found.scale * found.r:g}"
+            )
+        other = sorted(name for name in own.keys() | saved.keys()
+                       if name not in own or name not in saved or own[name].shape != saved[name].shape)  # fmt: skip
+        if other:
+            layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in saved})
+            raise CheckpointError(f"{folder} adapts other layers than trainer.lora.target_modules, {other[0]} first; "
+                                  f"resume with trainer.lora.target_modules = {json.dumps(layers)}")  # fmt: skip
+        if found.base_fingerprint not in (None, self._base_fingerprint):
+            raise CheckpointError(f"the adapter in {folder} belongs to other weights than those in {self._base}; put "
+                                  "back the base model that the run was started with, or start a new run")  # fmt: skip
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(saved[name])
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """A and B of each layer, by their names in a folder, without the prefix."""
+        for name, parameter in self._model.named_parameters():
+            if ".default.weight" in name:
+                yield name.replace(".default.weight", ".weight"), parameter
+
+
+def check_adapters(model_config: Any, config: LoraConfig) -> None:
+    """Refuse what `Adapters` would refuse, without weights: before a warm start, not after it.
+
+    Args:
+        model_config: The model's configuration, of `transformers`.
+        config: The `[trainer.lora]` table.
+
+    Raises:
+        UsageError, ModelError: as `Adapters`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    refuse_without("peft", extra="lora", what="[trainer.lora]")
+    with refusing(f"a model of {type(model_config).__name__} cannot be made"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    _refuse_other_when_merged(model, config)
+    _inject(model, config, seed=0)
+
+
+def _inject(model: Any, config: LoraConfig, seed: int) -> Any:
+    """Give layers their adapters; `peft`'s configuration of them.
+
+    Raises:
+        ModelError: as `Adapters`.
+    """
+    import peft
+    from peft.tuners.lora import LoraLayer
+    from transformers.pytorch_utils import Conv1D
+
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    head = model.get_output_embeddings()
+    usable = sorted({name.rpartition(".")[2] for name, module in linear.items() if module is not head})
+    there = f"its linear layers are {', '.join(usable[:_MOST_NAMED])}" if usable else "it has no linear layers"
+    targets = config.target_modules
+    wanted = peft.LoraConfig(
+        r=config.r, lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,
+        lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),
+    )  # fmt: skip
+    said = json.dumps(targets)
+    if not usable:
+        raise ModelError(f"{type(model).__name__} cannot be trained by [trainer.lora]: {there}; leave the table out")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            peft.inject_adapter_in_model(wanted, model)
+    except ValueError as error:
+        raise ModelError(f"trainer.lora.target_modules = {said} cannot be adapted in {type(model).__name__} "
+                         f"({str(error).partition('. ')[0]}); {there}") from error  # fmt: skip
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    refused = [name for name, module in adapted.items()
+               if name not in linear or linear[name] is head or module.fan_in_fan_out != wanted.fan_in_fan_out]
+    if refused or not adapted:
+        raise ModelError(f"trainer.lora.target_modules = {said} names {refused[0] if refused else 'nothing'} in "
+                         f"{type(model).__name__}, which cannot be adapted; {there}")  # fmt: skip
+    return wanted
+
+
+def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
+    """Try on a small copy that adapted layers compute what merged weights do, and that every adapter has a gradient.
+
+    Raises:
+        ModelError: they do not: some layers use weights of others directly.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    try:
+        merged = tiny_copy(model)
+    except NoTinyCopy:
+        return
+    adapted = copy.deepcopy(merged)
+    _inject(adapted, config.model_copy(update={"r": _TINY_RANK, "alpha": float(_TINY_RANK)}), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    own = dict(merged.named_parameters(remove_duplicate=False))
+    for name, module in adapted.named_modules():
+        if isinstance(module, LoraLayer):
+            a_RI, b_OR = module.lora_A["default"].weight, module.lora_B["default"].weight
+            with torch.no_grad():
+                b_OR.copy_(torch.randn(b_OR.shape, generator=generator) * b_OR.shape[0] ** -0.5)
+                own[f"{name}.weight"].copy_(merged_weight(
+                    own[f"{name}.weight"], a_RI, b_OR, 1.0, transposed=module.fan_in_fan_out
+                ))  # fmt: skip
+    ids = torch.randint(merged.get_input_embeddings().weight.shape[0], (1, LENGTH), generator=generator)
+    found, expected = (_logprobs(m, ids) for m in (adapted, merged))
+    difference = float((found - expected).abs().max())
+    if not difference <= TOLERANCE:
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained by [trainer.lora] with target_modules = "
+            f"{json.dumps(config.target_modules)}: in a small copy, adapted layers differ by {difference:.1g} from the "
+            "merged ones that the sampler would use; name the layers that are ordinary ones, such as "
+            '["q_proj", "v_proj"]'
+        )
+
+
+@torch.no_grad()
+def _logprobs(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float().log_softmax(-1)
