@@ -28,16 +28,16 @@ def pack_rows(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
     Raises:
         UsageError: two trajectories of one id.
     """
-    items = _items(rows_of(samples, keep_whole=keep_whole), micro_batch_tokens, keep_whole)
+    items = row_items(rows_of(samples, keep_whole=keep_whole), micro_batch_tokens, keep_whole)
     sizes = [_num_tokens(item) for item in items]
-    return [_micro_batch(rows) for rows in first_fit_decreasing(items, sizes, micro_batch_tokens)]
+    return [lay_rows(rows) for rows in first_fit_decreasing(items, sizes, micro_batch_tokens)]
 
 
 def _num_tokens(rows: list[Row]) -> int:
     return sum(len(row.sample) for row in rows)
 
 
-def _items(rows: list[Row], budget: int, keep_whole: bool) -> list[list[Row]]:
+def row_items(rows: list[Row], budget: int, keep_whole: bool) -> list[list[Row]]:
     """What is placed as one: a trajectory's rows where they are to stay together and can, single rows otherwise."""
     if not keep_whole:
         return [[row] for row in rows]
@@ -50,7 +50,8 @@ def _items(rows: list[Row], budget: int, keep_whole: bool) -> list[list[Row]]:
     return items
 
 
-def _micro_batch(rows: list[Row]) -> MicroBatch:
+def lay_rows(rows: Sequence[Row]) -> MicroBatch:
+    """A micro-batch of these rows, one after the other."""
     lengths = np.array([len(row.sample) for row in rows], dtype=np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     index = np.arange(ends[-1], dtype=np.int32)

@@ -37,37 +37,60 @@ def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
     Raises:
         UsageError: two trajectories of one id.
     """
-    rows = sorted(rows_of(samples, keep_whole=keep_whole), key=_order)
-    if not rows:
-        return []
-    if keep_whole:
+    rows = sorted(rows_of(samples, keep_whole=keep_whole), key=row_order)
+    whole_tokens = micro_batch_tokens if keep_whole else 0
+    pieces = tree_pieces(rows, shared_tokens(rows), piece_tokens=micro_batch_tokens, whole_tokens=whole_tokens)
+    items, sizes = [piece for piece, _ in pieces], [size for _, size in pieces]
+    batches = first_fit_decreasing(items, sizes, micro_batch_tokens)
+    batches = [sorted(batch, key=row_order) for batch in batches]
+    return [lay_tree(*each) for each in zip(batches, repeated_tokens(batches), strict=True)]
+
+
+def tree_pieces(
+    rows: Sequence[Row], shared: Int64, *, piece_tokens: int, whole_tokens: int = 0
+) -> list[tuple[list[Row], int]]:
+    """The forest of these rows, cut between samples where the pieces together repeat least: the rows of each piece, and
+    its distinct tokens.
+
+    Args:
+        rows: In `row_order`.
+        shared: Their `shared_tokens`.
+        piece_tokens: Most distinct tokens of a piece, where it can be cut so.
+        whole_tokens: Trajectories of at most so many distinct tokens are not cut.
+    """
+    if whole_tokens:
         rows = _by_trajectory(rows)
-    lengths = np.array([len(row.sample) for row in rows], dtype=np.int64)
-    shared = _shared(rows)
-    may_cut = _between_trajectories(rows, lengths, shared, micro_batch_tokens) if keep_whole else [True] * len(rows)
-    pieces = list(pairwise(_cuts(lengths, shared, may_cut, micro_batch_tokens)))
-    sizes = [int(lengths[start:end].sum() - shared[start + 1 : end].sum()) for start, end in pieces]
-    batches = first_fit_decreasing([rows[start:end] for start, end in pieces], sizes, micro_batch_tokens)
-    batches = [sorted(batch, key=_order) for batch in batches]
-    return [_micro_batch(batch, repeated) for batch, repeated in zip(batches, _repeated(batches), strict=True)]
+        shared = shared_tokens(rows)
+    lengths = lengths_of(rows)
+    may_cut = _between_trajectories(rows, lengths, shared, whole_tokens) if whole_tokens else [True] * len(rows)
+    return [
+        (list(rows[start:end]), int(lengths[start:end].sum() - shared[start + 1 : end].sum()))
+        for start, end in pairwise(_cuts(lengths, shared, may_cut, piece_tokens))
+    ]
 
 
 def unique_tokens(samples: Sequence[TrainingSample]) -> int:
     """Tokens of the forest of all samples that have a trained token, uncut: what `pack_tree` computes at best."""
-    rows = sorted(rows_of(samples), key=_order)
-    return sum(len(row.sample) for row in rows) - int(_shared(rows).sum())
+    rows = sorted(rows_of(samples), key=row_order)
+    return int(lengths_of(rows).sum() - shared_tokens(rows).sum())
 
 
-def _order(row: Row) -> bytes:
+def row_order(row: Row) -> bytes:
+    """Sorts rows by their tokens: those with a long common prefix stand together."""
     return token_order(row.sample)
+
+
+def lengths_of(rows: Sequence[Row]) -> Int64:
+    """Tokens of each row: int64."""
+    return np.array([len(row.sample) for row in rows], dtype=np.int64)
 
 
 def _ids(order: bytes) -> Int32:
     return np.frombuffer(order, dtype=">i4")
 
 
-def _shared(rows: Sequence[Row]) -> Int64:
-    """Tokens that each row shares with the one before it; 0 for the first."""
+def shared_tokens(rows: Sequence[Row]) -> Int64:
+    """Tokens that each row shares with the one before it; 0 for the first: int64."""
     ids = [row.sample.token_ids for row in rows]
     return np.array([0, *map(common_prefix_length, ids, ids[1:])][: len(ids)], dtype=np.int64)
 
@@ -122,14 +145,14 @@ def _cuts(lengths: Int64, shared: Int64, may_cut: Sequence[bool], budget: int) -
     return cuts[::-1]
 
 
-def _repeated(batches: Sequence[Sequence[Row]]) -> list[int]:
-    """Tokens of each batch that the ones before it have too."""
+def repeated_tokens(batches: Sequence[Sequence[Row]]) -> list[int]:
+    """Tokens of each batch that the ones before it have too; rows in `row_order`."""
     known: list[bytes] = []
     counts = []
     for rows in batches:
-        keys = [_order(row) for row in rows]
+        keys = [row_order(row) for row in rows]
         count = 0
-        for key, shared in zip(keys, _shared(rows).tolist(), strict=True):
+        for key, shared in zip(keys, shared_tokens(rows).tolist(), strict=True):
             at = bisect(known, key)
             near = [common_prefix_length(_ids(key), _ids(other)) for other in known[max(0, at - 1) : at + 1]]
             count += max(0, max(near, default=0) - shared)
@@ -138,10 +161,10 @@ def _repeated(batches: Sequence[Sequence[Row]]) -> list[int]:
     return counts
 
 
-def _micro_batch(rows: Sequence[Row], num_repeated_tokens: int) -> MicroBatch:
-    """Sorted rows as one forest."""
-    shared = _shared(rows)
-    lengths = np.array([len(row.sample) for row in rows], dtype=np.int64)
+def lay_tree(rows: Sequence[Row], num_repeated_tokens: int) -> MicroBatch:
+    """A micro-batch of these rows, which are in `row_order`, as one forest."""
+    shared = shared_tokens(rows)
+    lengths = lengths_of(rows)
     new = lengths - shared
     begins = np.cumsum(new) - new
     total = int(new.sum())

@@ -1,0 +1,82 @@
+"""Predicts what a micro-batch costs to compute: tokens in linear layers, pairs of tokens in attention, targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbatim.types import MicroBatch
+
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Costs in units of one token's way through the linear layers, forward and backward.
+
+    The backward pass takes twice the forward pass in each of the three parts, so the ratios are those of the forward
+    pass.
+
+    Example: `CostModel(attention=((0, 0.5), (2, 0.25)), per_target=3.0)`, a row of 3 tokens with 1 target: 3 tokens,
+    1 + 2 + 3 pairs in the layers that see everything, 1 + 2 + 2 in those with a window of 2:
+    `3 + 0.5 * 6 + 0.25 * 5 + 3 = 10.25`.
+    """
+
+    attention: tuple[tuple[int, float], ...] = ((0, 1 / 6144),)
+    """(window, cost of a pair of tokens) for each kind of layer; window 0 = every token before it. The default is a
+    dense model of width 1,024."""
+    per_target: float = 0.0
+    """Of the head's products for one target."""
+
+    def runs(self, begins: Int64, ends: Int64, num_targets: Int64) -> Float64:
+        """Cost of the tokens at the positions from `begins` to `ends`, with so many targets: float64 like these."""
+        cost = (ends - begins) + self.per_target * num_targets
+        for window, weight in self.attention:
+            cost = cost + weight * (_pairs(ends, window) - _pairs(begins, window))
+        return np.asarray(cost, dtype=np.float64)
+
+    def micro_batch(self, micro_batch: MicroBatch) -> float:
+        """Cost of a micro-batch of rows or trees: a token attends to as many tokens as it is deep."""
+        seen = micro_batch.position_ids.astype(np.int64) + 1
+        attention = sum(weight * float(np.minimum(seen, window or seen).sum()) for window, weight in self.attention)
+        return micro_batch.num_tokens + attention + self.per_target * len(micro_batch.targets)
+
+
+def _pairs(length: Int64, window: int) -> Int64:
+    """Pairs of tokens (query, key) in a row of this length."""
+    near = np.minimum(length, window) if window else length
+    return near * (near + 1) // 2 + (length - near) * window
+
+
+def model_cost(config: Any) -> CostModel:
+    """The cost model of a decoder, from the text part of its `transformers` configuration.
+
+    Per layer: `P` parameters that a token meets in linear layers (of a mixture of experts, those of its own experts)
+    take 2 P operations; a pair of tokens takes 4 x heads x head width (queries by keys, weights by values); a target
+    takes 2 x width x vocabulary once. What a configuration does not say is taken as usual: as many key and value
+    heads as queries, a feed-forward part of four times the width.
+    """
+
+    def get(name: str, default: int) -> int:
+        return int(getattr(config, name, None) or default)
+
+    width, heads, layers = get("hidden_size", 1), get("num_attention_heads", 1), get("num_hidden_layers", 1)
+    attended = heads * get("head_dim", width // heads)
+    keys = get("num_key_value_heads", heads) * attended // heads
+    experts = get("num_experts_per_tok", 0)
+    inner = experts * get("moe_intermediate_size", get("intermediate_size", 4 * width))
+    inner = inner or get("intermediate_size", 4 * width)
+    linear = width * (2 * attended + 2 * keys + 3 * inner)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    window = get("sliding_window", 0)
+    local = sum("sliding" in kind for kind in kinds) if window else 0
+    pair = 2 * attended / (linear * len(kinds))
+    parts = ((0, (len(kinds) - local) * pair), (window, local * pair))
+    return CostModel(
+        attention=tuple((reach, weight) for reach, weight in parts if weight),
+        per_target=width * get("vocab_size", 0) / (linear * layers),
+    )

@@ -1,0 +1,247 @@
+"""Packs the samples of an optimizer step for several ranks: which rank computes which micro-batch in which pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verbatim.packing import WORTH_A_TREE, find_packer
+from verbatim.packing.cost import CostModel, Int64
+from verbatim.packing.deal import Piece, deal, idle_share, lock_step_time
+from verbatim.packing.layout import Row, rows_of
+from verbatim.packing.rows import lay_rows, row_items
+from verbatim.packing.tree import lay_tree, lengths_of, repeated_tokens, row_order, shared_tokens, tree_pieces
+from verbatim.types import MicroBatch, TrainingSample
+
+Costs = tuple[tuple[float, ...], ...]
+"""By rank and pass."""
+_Rows = list[list[list[Row]]]
+"""By rank and pass."""
+FORWARD_TWICE = 4 / 3
+"""Cost of a micro-batch whose logprobs are computed first: a second forward pass, a third of the rest."""
+_PIECES_OF_A_SHARE = (2, 4, 8)
+"""Into how many pieces a rank's share of a forest is cut, to see which is computed soonest."""
+_HALVINGS = 8
+"""Of the interval in which the smallest piece is sought."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DealtStep:
+    """An optimizer step, dealt. The k-th micro-batches of all ranks are computed at one time: pass k."""
+
+    lay: Callable[[int], list[MicroBatch]]
+    """The micro-batches of a rank, in the order of its passes; [] for a rank without work."""
+    costs: Costs
+    """Predicted cost of each of them."""
+
+    @property
+    def num_passes(self) -> int:
+        """Passes that every rank takes part in; ranks with fewer micro-batches have nothing to compute in the last."""
+        return max(map(len, self.costs))
+
+    @property
+    def time(self) -> float:
+        """Predicted time of all ranks together, in the unit of the costs."""
+        return lock_step_time(self.costs)
+
+    @property
+    def idle_share(self) -> float:
+        """Predicted share of the ranks' time for which they wait for each other."""
+        return idle_share(self.costs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Terms:
+    """What a deal is made with."""
+
+    num_ranks: int
+    micro_batch_tokens: int
+    keep_whole: bool
+    cost: CostModel
+
+    def deal(
+        self, items: Sequence[list[Row]], sizes: Sequence[int], cost: Callable[[Sequence[Row]], float]
+    ) -> tuple[_Rows, Costs]:
+        """The rows of each rank and pass, and what they cost together.
+
+        Args:
+            items: Rows that stay together.
+            sizes: Their tokens.
+            cost: Of rows that are one micro-batch.
+        """
+        blocks = _linked([{row.sample.trajectory_id for row in item} for item in items], self.keep_whole)
+        pieces = _pieces([cost(item) for item in items], sizes, blocks)
+        dealt = deal(pieces, num_ranks=self.num_ranks, most_tokens=self.micro_batch_tokens)
+        rows = [[[row for i in together for row in items[i]] for together in mine] for mine in dealt.pieces]
+
+        def together(numbers: Sequence[int], batch: Sequence[Row]) -> float:
+            return cost(batch) * (FORWARD_TWICE if any(blocks[i] is not None for i in numbers) else 1.0)
+
+        return rows, tuple(
+            tuple(map(together, numbers, batches)) for numbers, batches in zip(dealt.pieces, rows, strict=True)
+        )
+
+
+def deal_samples(
+    samples: Sequence[TrainingSample], packing: str, *, num_ranks: int, micro_batch_tokens: int, keep_whole: bool,
+    cost: CostModel,
+) -> DealtStep:  # fmt: skip
+    """Every trained token of the step on one rank, in one micro-batch; a function of the samples and their order alone.
+
+    With one rank these are the packer's own micro-batches. With several, rows and trees are laid out for the ranks:
+    samples, or pieces of the forest, are dealt by predicted cost, and what a rank has in a pass is one micro-batch. The
+    micro-batches of a packer of one's own are dealt as they are.
+
+    Args:
+        samples: All samples of the optimizer step.
+        packing: A packer's name or import path.
+        num_ranks: Ranks, at least 1. A batch may be smaller: some ranks have nothing then.
+        micro_batch_tokens: Most tokens of a micro-batch. A longer sample is alone in its own, and in its pass the other
+            ranks may have as many tokens.
+        keep_whole: Keep all samples of a trajectory in one micro-batch where together they fit, and on one rank
+            otherwise.
+        cost: What micro-batches are compared by.
+
+    Raises:
+        UsageError: two trajectories of one id.
+        ComponentError: the packer cannot be imported.
+    """
+    terms = _Terms(num_ranks=num_ranks, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole, cost=cost)
+    if num_ranks > 1 and packing in _DEALERS:
+        return _DEALERS[packing](samples, terms)
+    return _deal_packed(samples, packing, terms)
+
+
+def _deal_rows(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
+    items = row_items(rows_of(samples, keep_whole=terms.keep_whole), terms.micro_batch_tokens, terms.keep_whole)
+    sizes = [int(lengths_of(item).sum()) for item in items]
+    batches, costs = terms.deal(items, sizes, lambda rows: _cost_of_rows(rows, terms.cost))
+    return DealtStep(lay=lambda rank: [lay_rows(batch) for batch in batches[rank]], costs=costs)
+
+
+def _deal_trees(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
+    """The forest cut into pieces of several sizes: small ones are dealt more evenly, large ones repeat less."""
+    rows = sorted(rows_of(samples, keep_whole=terms.keep_whole), key=row_order)
+    forest = _Forest(rows, terms)
+    tried = [_cut_forest(forest, limit, terms) for limit in _limits(forest, terms)]
+    batches, costs = min(tried, key=lambda found: lock_step_time(found[1]))  # of equals, the one with larger pieces
+    flat = iter(repeated_tokens([batch for mine in batches for batch in mine]))
+    repeated = [[next(flat) for _ in mine] for mine in batches]
+    return DealtStep(
+        lay=lambda rank: [lay_tree(*each) for each in zip(batches[rank], repeated[rank], strict=True)], costs=costs
+    )
+
+
+def _deal_auto(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
+    tree, rows = _deal_trees(samples, terms), _deal_rows(samples, terms)
+    return tree if tree.time <= WORTH_A_TREE * rows.time else rows
+
+
+_DEALERS: Mapping[str, Callable[[Sequence[TrainingSample], _Terms], DealtStep]] = {
+    "auto": _deal_auto, "rows": _deal_rows, "tree": _deal_trees,
+}  # fmt: skip
+
+
+def _deal_packed(samples: Sequence[TrainingSample], packing: str, terms: _Terms) -> DealtStep:
+    """Micro-batches that are made already, one for each rank and pass."""
+    packed = find_packer(packing)(samples, micro_batch_tokens=terms.micro_batch_tokens, keep_whole=terms.keep_whole)
+    if terms.num_ranks == 1:
+        return DealtStep(lay=lambda rank: packed, costs=(tuple(map(terms.cost.micro_batch, packed)),))
+    blocks = _linked([micro_batch.trajectory_ids for micro_batch in packed], terms.keep_whole)
+    costs = [terms.cost.micro_batch(micro_batch) for micro_batch in packed]
+    dealt = deal(_pieces(costs, [1] * len(packed), blocks), num_ranks=terms.num_ranks, most_tokens=1)
+    return DealtStep(lay=lambda rank: [packed[i] for (i,) in dealt.pieces[rank]], costs=dealt.costs)
+
+
+# ---- rows
+
+
+def _cost_of_rows(rows: Sequence[Row], cost: CostModel) -> float:
+    lengths = lengths_of(rows)
+    return float(cost.runs(np.zeros_like(lengths), lengths, _num_targets(rows)).sum())
+
+
+def _num_targets(rows: Sequence[Row]) -> Int64:
+    return np.array([row.sample.num_trained_tokens for row in rows], dtype=np.int64)
+
+
+# ---- trees
+
+
+class _Forest:
+    """All rows of the step in `row_order`, and what any of them cost as one micro-batch."""
+
+    def __init__(self, rows: Sequence[Row], terms: _Terms) -> None:
+        self.rows, self.shared = rows, shared_tokens(rows)
+        self._cost, self._whole_tokens = terms.cost, terms.micro_batch_tokens if terms.keep_whole else 0
+        self._lengths, self._num_targets = lengths_of(rows), _num_targets(rows)
+        self._place = {row: i for i, row in enumerate(rows)}
+        self.num_tokens = int(self._lengths.sum() - self.shared.sum())
+
+    def pieces(self, piece_tokens: int) -> list[tuple[list[Row], int]]:
+        """The forest cut into pieces of so many tokens, and the tokens of each."""
+        return tree_pieces(self.rows, self.shared, piece_tokens=piece_tokens, whole_tokens=self._whole_tokens)
+
+    def cost(self, rows: Sequence[Row]) -> float:
+        """Two rows share what all rows between them share with the one before."""
+        places = np.sort(np.array([self._place[row] for row in rows], dtype=np.int64))
+        shared = np.zeros_like(places)
+        if len(places) > 1:
+            shared[1:] = np.minimum.reduceat(self.shared[: places[-1] + 1], places[:-1] + 1)
+        return float(self._cost.runs(shared, self._lengths[places], self._num_targets[places]).sum())
+
+
+def _limits(forest: _Forest, terms: _Terms) -> list[int]:
+    """Most tokens of a piece, the largest first: of a micro-batch; the least that gives each rank and pass at most one
+    piece; and parts of a rank's share."""
+    most = terms.micro_batch_tokens
+    num_passes = -(-forest.num_tokens // (terms.num_ranks * most))
+    least, even = forest.num_tokens // max(1, terms.num_ranks * num_passes), most
+    for _ in range(_HALVINGS):
+        tried = (least + even) // 2
+        if len(forest.pieces(tried)) <= terms.num_ranks * num_passes:
+            even = tried
+        else:
+            least = tried
+    share = forest.num_tokens / terms.num_ranks
+    return sorted({most, even, *(min(most, int(share / n) + 1) for n in _PIECES_OF_A_SHARE)}, reverse=True)
+
+
+def _cut_forest(forest: _Forest, piece_tokens: int, terms: _Terms) -> tuple[_Rows, Costs]:
+    """The rows of each rank and pass in `row_order`, with the forest cut into pieces of so many tokens."""
+    pieces = forest.pieces(piece_tokens)
+    batches, costs = terms.deal([piece for piece, _ in pieces], [size for _, size in pieces], forest.cost)
+    return [[sorted(batch, key=row_order) for batch in mine] for mine in batches], costs
+
+
+# ---- both
+
+
+def _pieces(costs: Sequence[float], sizes: Sequence[int], blocks: Sequence[int | None]) -> list[Piece]:
+    return [
+        Piece(cost=cost if block is None else FORWARD_TWICE * cost, tokens=size, block=block)
+        for cost, size, block in zip(costs, sizes, blocks, strict=True)
+    ]
+
+
+def _linked(trajectories: Sequence[Iterable[str]], keep_whole: bool) -> list[int | None]:
+    """A number for all pieces that share a trajectory, directly or by way of others; None for a piece that shares none,
+    and for all where trajectories need not be whole."""
+    leader = list(range(len(trajectories)))
+
+    def find(piece: int) -> int:
+        while leader[piece] != piece:
+            piece = leader[piece]
+        return piece
+
+    first: dict[str, int] = {}
+    for piece, names in enumerate(trajectories if keep_whole else ()):
+        for name in names:
+            one, other = sorted((find(first.setdefault(name, piece)), find(piece)))
+            leader[other] = one
+    heads = [find(piece) for piece in range(len(trajectories))]
+    sizes = Counter(heads)
+    return [head if sizes[head] > 1 else None for head in heads]
