@@ -18,6 +18,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.config.sections import table_of
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.http.server import LAST_PORT
+from verbatim.inference.pool.settings import ServerSettings
 from verbatim.plain_console import PlainConsole
 from verbatim.run.logs import log_to_console
 from verbatim.run.rollouts import inference_settings, make_sampler
@@ -47,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, help="of the first server (8000); the next ones follow")
     add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
     add("--uploads", type=Path, metavar="FOLDER",
-        help="take weights over HTTP into FOLDER: for hosts that do not share the run folder")
+        help="take weights over HTTP into FOLDER, with the key: for hosts that do not share the run folder")
+    add("--weights-folder", type=Path, metavar="FOLDER",
+        help="of a server of this package's engine without a key: it takes weights from folders in this one")
     add("--logs", type=Path, metavar="FOLDER", default=Path("logs/inference"), help="for what servers print")
 
 
@@ -74,12 +77,16 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or config.model.name
     if model is None:
         raise UsageError(f"{args.file} builds its model when it is trained; name one: --model FOLDER")
+    config = _without_urls(config)
     is_vllm = config.inference.backend == "vllm"
-    if args.uploads is not None and not is_vllm:
-        raise UsageError(f"--uploads is for vLLM servers; {args.file} has inference.backend = "
-                         f"{config.inference.backend!r}")  # fmt: skip
+    if args.weights_folder is not None and (is_vllm or not args.weights_folder.is_dir()):
+        raise UsageError(f"--weights-folder {args.weights_folder}: expected a folder that exists, and another "
+                         "backend than vllm, whose servers read any folder")  # fmt: skip
+    if args.uploads is not None and key is None:
+        raise UsageError("--uploads needs a key, because whoever reaches the server could load other weights: "
+                         "--api-key-env VARIABLE")  # fmt: skip
     try:
-        (_settings(config) if is_vllm else inference_settings(config)).check()
+        inference_settings(config).check()
     except UsageError as error:
         raise UsageError(f"inference.{table_of(config.inference.backend)}.{error}") from error
     serve = _serve_vllm if is_vllm else _serve_sampler
@@ -105,7 +112,8 @@ async def _serve_sampler(
 
     sampler = await make_sampler(config, model, logs=args.logs)
     try:
-        async with serve_sampler(sampler, host=args.host, port=args.port, api_key=key) as server:
+        async with serve_sampler(sampler, host=args.host, port=args.port, api_key=key, uploads=args.uploads,
+                                 weights_folder=args.weights_folder) as server:  # fmt: skip
             _say_how(console, config, [server.url])
             await until_stopped(sampler, stop)
     finally:
@@ -155,13 +163,21 @@ def _make_processes(
     ]  # fmt: skip
 
 
+def _without_urls(config: RunConfig) -> RunConfig:
+    """The configuration of the servers to start: a run on another host finds them by the file's `urls`."""
+    settings = inference_settings(config)
+    if not isinstance(settings, ServerSettings):
+        return config
+    table = {table_of(config.inference.backend): settings.without_urls()}
+    return config.model_copy(update={"inference": config.inference.model_copy(update=table)})
+
+
 def _settings(config: RunConfig) -> VllmSettings:
-    """The settings of the servers to start: a run on another host finds them by the file's `urls`."""
     from verbatim.inference.vllm.settings import VllmSettings
 
     settings = inference_settings(config)
     assert isinstance(settings, VllmSettings)
-    return settings.model_copy(update={"urls": (), "api_key_env": None})
+    return settings
 
 
 async def _start_all(processes: Sequence[ServerProcess], config: RunConfig) -> None:
@@ -185,6 +201,7 @@ async def _keep_running(process: ServerProcess, deadline: float) -> None:
 def _say_how(console: Console, config: RunConfig, urls: list[str]) -> None:
     for url in urls:
         console.print(url, soft_wrap=True)
-    if config.inference.backend == "vllm":
+    if isinstance(inference_settings(config), ServerSettings):
         listed = ", ".join(f'"{url}"' for url in urls)
-        console.print(f"in the run's file: [inference.vllm] urls = [{listed}]", soft_wrap=True, markup=False)
+        table = table_of(config.inference.backend)
+        console.print(f"in the run's file: [inference.{table}] urls = [{listed}]", soft_wrap=True, markup=False)

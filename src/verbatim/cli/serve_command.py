@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='a name that requests may call this server by, beside its address ("*": any); with a key it needs none')
     add("--weights-folder", type=Path, metavar="FOLDER",
         help="take other weights from folders in this one (without it: from anywhere, with the key)")
+    add("--uploads", type=Path, metavar="FOLDER", help="take other weights over HTTP into this folder, with the key")
     add("--context-length", type=int, metavar="N", help=f"most tokens of a sequence (the model's, up to {_CONTEXT})")
     add("--max-batch-size", type=int, default=64, metavar="N", help="sequences decoded together (64)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(float32)")
@@ -114,8 +115,9 @@ async def _serve(args: argparse.Namespace, api_key: str | None, console: Console
     try:
         async with serve_sampler(
             sampler, host=args.host, port=args.port, renderer=renderer, model=args.name or Path(args.model).name,
-            api_key=api_key, seed=args.seed, weights_folder=args.weights_folder, allow_hosts=args.allow_host,
-            chat_processes=_CHAT_PROCESSES, limits=ServerLimits(refusal_seconds=_REFUSAL_SECONDS),
+            api_key=api_key, seed=args.seed, weights_folder=args.weights_folder, uploads=args.uploads,
+            allow_hosts=args.allow_host, chat_processes=_CHAT_PROCESSES,
+            limits=ServerLimits(refusal_seconds=_REFUSAL_SECONDS),
         ) as server:  # fmt: skip
             console.print(f"{server.model} at {server.url} (chat completions: {server.url}/v1)" if renderer is not None
                           else f"{server.model} at {server.url} (token ids only)", soft_wrap=True)  # fmt: skip

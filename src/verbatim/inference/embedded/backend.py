@@ -1,14 +1,26 @@
-"""Starts the embedded engine from its settings, as an inference backend. Importing this loads no torch."""
+"""Starts the embedded engine, or finds servers of it, from [inference.torch], as an inference backend.
+
+Importing this loads no torch.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.base import Sampler
 from verbatim.inference.embedded.settings import TorchSettings
 
 
-def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
-    """The embedded sampler with the weights in `inputs.model`."""
+async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
+    """The embedded sampler with the weights in `inputs.model`, or the pool of the servers in `urls`, each checked.
+
+    Raises:
+        UsageError: a server from which the run cannot sample; says what to type.
+        SamplerFault: a server that does not answer.
+    """
+    if settings.urls:
+        return await _pool_of(inputs, settings)
     from verbatim.inference.embedded.engine import TorchSampler
 
     return TorchSampler(
@@ -19,3 +31,24 @@ def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
         num_threads=settings.num_threads or inputs.num_threads,
         on_weight_update=inputs.on_weight_update,
     )
+
+
+async def _pool_of(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
+    from verbatim.inference.http.replica import HttpReplica
+    from verbatim.inference.pool.servers import FoundServers, open_pool
+    from verbatim.models.sizes import vocab_size_of
+
+    vocab_size = vocab_size_of(inputs.model)
+
+    def connect(url: str, name: str, version: int) -> HttpReplica:
+        return HttpReplica(
+            url, name=name, context_length=inputs.context_length, vocab_size=vocab_size, policy_version=version,
+            how={"dtype": settings.dtype, "on_weight_update": inputs.on_weight_update}, api_key=settings.api_key,
+            weight_transfer="http" if settings.weight_transfer == "http" else "files",
+            update_timeout=settings.update_timeout,
+        )  # fmt: skip
+
+    return await open_pool(FoundServers(
+        settings.urls, connect, weights=(Path(inputs.model), inputs.policy_version), patience=settings.start_timeout,
+        setting="inference.torch.start_timeout",
+    ))  # fmt: skip

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verbatim.config import BackendSettings
 from verbatim.config.sections import PositiveInt
 from verbatim.errors import UsageError
+from verbatim.inference.pool.settings import ServerSettings
 
 
-class TorchSettings(BackendSettings):
-    """The embedded sampler, in PyTorch."""
+class TorchSettings(ServerSettings):
+    """The embedded sampler, in PyTorch: in the run's own process, or in servers that exist (`urls`)."""
 
     max_batch_size: PositiveInt = 64
     """Sequences decoded together."""
@@ -25,13 +25,20 @@ class TorchSettings(BackendSettings):
     num_threads: PositiveInt | None = None
     """Threads of its matrix products on a CPU; by default half of the cores where both sides work at once."""
 
+    weight_transfer: Literal["auto", "files", "http"] = "auto"
+    """How new weights reach the servers in `urls`: "files" reads the published folder, which a server's host must have
+    at the same path; "http" sends it there first. "auto" is "files"."""
+
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:
         """What it computes in."""
         return self.dtype
 
     def check(self) -> None:
-        """Refuse a missing device."""
+        """Refuse a missing device, or servers that cannot be reached in this way."""
+        if self.urls:
+            super().check()
+            return
         if self.device in ("auto", "cpu"):
             return  # they are everywhere, and torch takes seconds to import
         from verbatim.models.loading import resolve_device

@@ -169,7 +169,7 @@ class HttpSampler:
             SamplerFault: the server refuses, has no such endpoint, or cannot be reached.
         """
         body = encode({"path": _whole(path), "version": version})
-        answer = await self._client.ask("POST", protocol.WEIGHTS, body, _read)
+        answer = await self._client.ask("POST", protocol.WEIGHTS, body, read_answer)
         self._heard(self._object(answer))
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
@@ -250,7 +250,7 @@ class HttpSampler:
     async def _sampled(self, path: str, body: Mapping[str, Any], *, if_missing: str = "") -> Any:
         """An answer of the engine. A key or a name that the server refuses is a fault here, on one rollout."""
         try:
-            return await self._client.ask("POST", path, encode(body), lambda answer: _read(answer, if_missing))
+            return await self._client.ask("POST", path, encode(body), lambda answer: read_answer(answer, if_missing))
         except UsageError as error:
             raise SamplerFault(f"{self.url}: {error}") from error
 
@@ -278,9 +278,11 @@ class HttpSampler:
 
     async def _ask_what_it_is(self) -> _Facts:
         """What was told, and where nothing was, what the server says."""
-        said = await self._client.ask("GET", protocol.SAMPLER, None, lambda a: None if a.status == 404 else _read(a))
+        said = await self._client.ask(
+            "GET", protocol.SAMPLER, None, lambda answer: None if answer.status == 404 else read_answer(answer)
+        )
         if said is None:
-            said = _read_cards(await self._client.ask("GET", "/v1/models", None, _read), self._told["model"])
+            said = _read_cards(await self._client.ask("GET", "/v1/models", None, read_answer), self._told["model"])
         if not isinstance(said, dict):
             raise UsageError(f"{self.url} is no server of a model: it says {protocol.brief(said)}")
         facts = {**said, **{name: value for name, value in self._told.items() if value is not None}}
@@ -302,7 +304,7 @@ class HttpSampler:
 def _is_found(answer: Answer) -> bool:
     if answer.status == 404:
         return False
-    _read(answer)
+    read_answer(answer)
     return True
 
 
@@ -311,7 +313,7 @@ def _whole(path: Path) -> str:
     return os.path.abspath(path)
 
 
-def _read(answer: Answer, if_missing: str = "") -> Any:
+def read_answer(answer: Answer, if_missing: str = "") -> Any:
     """The JSON of an answer. An error that one of our servers raised is raised here, by its name.
 
     `if_missing` is what people are told beside a 404.

@@ -6,9 +6,9 @@ failed leaves the server in a state that only the caller can judge.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
 from verbatim.inference.http.protocol import GENERATE, brief
 from verbatim.inference.http.scoring import read_cached_tokens, scoring_body
-from verbatim.inference.pool.base import ReplicaLoad, TooSlow
+from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.pool.phases import phase
 from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports
 
 _METRICS: Mapping[str, str] = {
@@ -220,17 +221,8 @@ class VllmControl:
         async with self._phase(phase):
             return await self._client.ask("POST", path, None if body is None else encode(body), read_json)
 
-    @contextlib.asynccontextmanager
-    async def _phase(self, phase: str, seconds: float | None = None) -> AsyncIterator[None]:
-        """Name the replica and the phase in what goes wrong within it."""
-        limit = self._phase_timeout if seconds is None else seconds
-        try:
-            async with asyncio.timeout(limit):
-                yield
-        except TimeoutError:
-            raise TooSlow(f"{self._name}: {phase}: no answer within {limit:g} s") from None
-        except SamplerFault as fault:
-            raise SamplerFault(f"{self._name}: {phase}: {fault}") from fault
+    def _phase(self, doing: str, seconds: float | None = None) -> AbstractAsyncContextManager[None]:
+        return phase(self._name, doing, self._phase_timeout if seconds is None else seconds)
 
 
 _USE_PLUGIN = ("start it with `verbatim inference FILE`, or with --worker-extension-cls verbatim_vllm.WeightReport and "

@@ -9,23 +9,19 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from verbatim.config import BackendSettings
 from verbatim.config.sections import PositiveFloat, PositiveInt
 from verbatim.errors import UsageError
-from verbatim.imports import is_installed
+from verbatim.inference.pool.settings import ServerSettings
 
 _ASK_PYTHON = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('vllm') else 3)"
 _NO_VLLM = 3
 
 
-class VllmSettings(BackendSettings):
+class VllmSettings(ServerSettings):
     """vLLM servers, which the run starts (`replicas`) or finds (`urls`)."""
 
     replicas: PositiveInt = 1
     """Servers that the run starts, supervises and ends."""
-    urls: tuple[str, ...] = ()
-    """Roots of servers that exist, "http://10.0.0.7:8000", started by `verbatim inference FILE`; the run then starts
-    none, and the keys for starting servers are for that command."""
     python: str = "python"
     """The Python of the environment that has vLLM: vLLM pins a torch of its own. `verbatim inference --install DIR`
     makes one; then this is "DIR/bin/python"."""
@@ -47,21 +43,9 @@ class VllmSettings(BackendSettings):
     weight_transfer: Literal["auto", "files", "http", "nccl"] = "auto"
     """How new weights reach a server: "files" reads the published folder, which the server's host must have at the same
     path; "http" sends it to the server's host first; "nccl" sends tensors from device to device. "auto" is "files"."""
-    api_key_env: str | None = None
-    """The environment variable with the key of the servers in `urls`."""
-    start_timeout: PositiveFloat = 900.0
-    """Seconds until a server that was started must answer."""
-    update_timeout: PositiveFloat = 300.0
-    """Seconds for each phase of a weight update."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.urls:
-            repeated = sorted({url for url in self.urls if self.urls.count(url) > 1})
-            if repeated:
-                raise ValueError(f"urls: {', '.join(repeated)} stands there twice")
-        elif self.api_key_env is not None:
-            raise ValueError("api_key_env: for the servers in urls; servers that the run starts listen on loopback")
         if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
             raise ValueError(f"gpu_memory_utilization: found {self.gpu_memory_utilization}, expected at most 1")
         if self.devices and len(self.devices) != self.replicas:
@@ -77,24 +61,9 @@ class VllmSettings(BackendSettings):
         """What it computes in; float16 has more digits than bfloat16 and fewer than float32."""
         return "float32" if self.dtype == "float32" else "bfloat16"
 
-    @property
-    def api_key(self) -> str | None:
-        """The key of the servers in `urls`; None without `api_key_env`."""
-        return None if self.api_key_env is None else os.environ.get(self.api_key_env)
-
     def check(self) -> None:
         """Refuse a Python without vLLM, a variable without a key, and addresses that are none."""
-        if not is_installed("aiohttp"):
-            raise UsageError("urls: the HTTP client needs the package aiohttp: pip install 'verbatim-rl[serve]'")
-        from verbatim.inference.http.client import check_address
-
-        for url in self.urls:
-            try:
-                check_address(url, "url")
-            except UsageError as error:
-                raise UsageError(f"urls: {error}") from error
-        if self.api_key_env is not None and not self.api_key:
-            raise UsageError(f"api_key_env: the environment variable {self.api_key_env} is empty; put the key into it")
+        super().check()
         if not self.urls:
             self._check_python()
 

@@ -1,0 +1,59 @@
+"""The settings of servers that a run finds: part of the table of each backend that can use some."""
+
+from __future__ import annotations
+
+import os
+from typing import Self
+
+from pydantic import model_validator
+
+from verbatim.config import BackendSettings
+from verbatim.config.sections import PositiveFloat
+from verbatim.errors import UsageError
+from verbatim.imports import is_installed
+
+
+class ServerSettings(BackendSettings):
+    """A backend whose servers a run may find by `urls`."""
+
+    urls: tuple[str, ...] = ()
+    """Roots of servers that exist, "http://10.0.0.7:8000", started by `verbatim inference FILE`; the run then starts
+    none, and the keys for starting servers are for that command."""
+    api_key_env: str | None = None
+    """The environment variable with the key of the servers in `urls`."""
+    start_timeout: PositiveFloat = 900.0
+    """Seconds until a server that was started, or was lost, must answer."""
+    update_timeout: PositiveFloat = 300.0
+    """Seconds for each phase of a weight update."""
+
+    @model_validator(mode="after")
+    def _urls_fit(self) -> Self:
+        repeated = sorted({url for url in self.urls if self.urls.count(url) > 1})
+        if repeated:
+            raise ValueError(f"urls: {', '.join(repeated)} stands there twice")
+        if self.api_key_env is not None and not self.urls:
+            raise ValueError("api_key_env: for the servers in urls; what the run starts listens on loopback at most")
+        return self
+
+    @property
+    def api_key(self) -> str | None:
+        """The key of the servers in `urls`; None without `api_key_env`."""
+        return None if self.api_key_env is None else os.environ.get(self.api_key_env)
+
+    def without_urls(self) -> Self:
+        """The same, for the one who starts these servers."""
+        return self.model_copy(update={"urls": (), "api_key_env": None})
+
+    def check(self) -> None:
+        """Refuse addresses that are none, and a variable without a key."""
+        if not is_installed("aiohttp"):
+            raise UsageError("urls: the HTTP client needs the package aiohttp: pip install 'verbatim-rl[serve]'")
+        from verbatim.inference.http.client import check_address
+
+        for url in self.urls:
+            try:
+                check_address(url, "url")
+            except UsageError as error:
+                raise UsageError(f"urls: {error}") from error
+        if self.api_key_env is not None and not self.api_key:
+            raise UsageError(f"api_key_env: the environment variable {self.api_key_env} is empty; put the key into it")

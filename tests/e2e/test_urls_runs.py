@@ -1,0 +1,61 @@
+"""Runs that sample through servers of the embedded engine that exist."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from e2e.tiny_runs import LOTS, TOML, assert_ledger_adds_up, build_tiny_model, train_lines, trajectory_lines, workplace
+from inference.serving import TorchServer
+from verbatim.cli.main import main
+
+SERVERS = """\
+[inference.torch]
+urls = ["{one}", "{other}"]
+api_key_env = "SERVERS_KEY"
+"""
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_while_one_of_two_servers_is_lost_and_started_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVERS_KEY", "a-secret-key")
+    monkeypatch.setattr("verbatim.inference.pool.servers._ASK_EVERY", 0.05)
+    model = build_tiny_model(tmp_path / "model")
+    one, other = (TorchServer(model, context_length=384, api_key="a-secret-key").start() for _ in range(2))
+    table = SERVERS.format(one=one.url, other=other.url)
+    toml = TOML.replace("[inference.torch]\nmax_batch_size = 8\n", table).replace("max_steps = 2", "max_steps = 14")
+    run = tmp_path / "run"
+    ended = threading.Event()
+
+    def strike() -> None:
+        while not (run / "metrics.jsonl").exists() or len(train_lines(run)) < 3:
+            if ended.wait(0.02):
+                return
+        one.stop()
+        seen = len(train_lines(run))
+        while len(train_lines(run)) < seen + 2 and not ended.wait(0.02):
+            pass
+        one.start()
+
+    striking = threading.Thread(target=strike)
+    with workplace(tmp_path, {"lots": LOTS}):
+        text = toml.format(model=model) + 'import_path = "lots.Lots"\nargs = { delay = 0.05 }\n'
+        Path("run.toml").write_text(text)
+        striking.start()
+        try:
+            assert main(["rl", "run.toml", "--run-dir", str(run)]) == 0
+        finally:
+            ended.set()
+            striking.join()
+            for server in (one, other):
+                server.stop()
+    steps = train_lines(run)
+    assert [line["step"] for line in steps] == list(range(1, 15))
+    assert min(line["metrics"]["replicas/serving"] for line in steps) == 1
+    last = assert_ledger_adds_up(run)
+    assert last["replicas/lost"] == 1
+    assert all(line["metrics"]["mismatch_kl"] < 1e-8 for line in steps)  # max_async_level = 0: the newest weights only
+    versions = {v for t in trajectory_lines(run) for turn in t["turns"] for v in turn["policy_versions"]}
+    assert versions == set(range(14))
