@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verbatim.config.schema import BuildConfig
 from verbatim.inference.embedded.whole_sequence import sequence_logprobs
@@ -18,6 +20,11 @@ SIZES = BuildConfig(
 )
 
 
+def tiny_tokenizer() -> Any:
+    """Of the tiny models."""
+    return build_tokenizer(["hello world 123\n", "a longer text\n"] * 20, vocab_size=320, context_length=512)
+
+
 class TinyModel:
     """A trainer that publishes random steps.
 
@@ -27,13 +34,15 @@ class TinyModel:
     """
 
     def __init__(self, folder: Path, *, tied: bool) -> None:
-        self._tokenizer = build_tokenizer(["hello world 123\n", "a longer text\n"] * 20, vocab_size=320,
-                                          context_length=512)  # fmt: skip
+        self._tokenizer = tiny_tokenizer()
         model = random_model(SIZES, self._tokenizer, 0)
         if not tied:
             model.config.tie_word_embeddings = False
             torch.manual_seed(0)
             model = type(model)(model.config)
+        self._begin(folder, model)
+
+    def _begin(self, folder: Path, model: Any) -> None:
         self.model = model.eval()
         self._folder = folder
         self.vocab_size = int(model.config.vocab_size)
@@ -62,3 +71,22 @@ class TinyModel:
     def ids(self, count: int, seed: int = 0) -> np.ndarray:
         """Random ids."""
         return np.random.default_rng(seed).integers(0, self.vocab_size, count, dtype=np.int32)
+
+
+class MoeModel(TinyModel):
+    """A Qwen3-MoE with four experts, of which two compute each token.
+
+    Args:
+        folder: Where its versions are published.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = tiny_tokenizer()
+        config = Qwen3MoeConfig(
+            vocab_size=len(self._tokenizer), hidden_size=64, intermediate_size=96, moe_intermediate_size=40,
+            num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4,
+            num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=False,
+            initializer_range=0.125,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        self._begin(folder, Qwen3MoeForCausalLM(config))

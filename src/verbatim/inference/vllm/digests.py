@@ -170,7 +170,12 @@ class PublishedFolder:
         differing = {piece.name for report in reports for piece, found, _ in report.digests
                      if self._digests[piece] != found}  # fmt: skip
         not_built = {name for report in reports for name in report.stale}
-        absent = {name for name in self.shapes if name not in unmapped and not self._is_covered(name, reports)}
+        parts: dict[str, set[tuple[int, int, int]]] = {}
+        for piece in (piece for report in reports for piece, _, _ in report.digests):
+            end = piece.start + piece.shape[piece.dim] if piece.shape else 0
+            parts.setdefault(piece.name, set()).add((piece.start, end, piece.dim))
+        absent = {name for name in self.shapes
+                  if name not in unmapped and not self._is_covered(name, sorted(parts.get(name, ())))}  # fmt: skip
         said = [f"{what}: {_named(sorted(names))}" for what, names in (
             ("other values", differing), ("kernels that were not built anew", not_built), ("never loaded", absent),
         ) if names]  # fmt: skip
@@ -185,15 +190,13 @@ class PublishedFolder:
             for dim, (size, whole) in enumerate(zip(piece.shape, shape, strict=True))
         )
 
-    def _is_covered(self, name: str, reports: Sequence[WorkerReport]) -> bool:
-        """Whether the parts of all workers make up the tensor.
+    def _is_covered(self, name: str, parts: Sequence[tuple[int, int, int]]) -> bool:
+        """Whether the parts of all workers (start, end, dimension; in order) make up the tensor.
 
         The parts of different workers meet: [0, 4) and [4, 8) of 8 rows.
         """
-        pieces = [piece for report in reports for piece, _, _ in report.digests if piece.name == name]
-        if pieces and not self.shapes[name]:
+        if parts and not self.shapes[name]:
             return True
-        parts = sorted({(piece.start, piece.start + piece.shape[piece.dim], piece.dim) for piece in pieces})
         reached = 0
         for start, end, _ in parts:
             if start > reached:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 LAYER, Q, K = "model.layers.1.", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+EXPERT = "model.layers.0.mlp.experts.{}.{}_proj.weight"
 
 
 def wrong(fault: str, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -21,6 +22,11 @@ def wrong(fault: str, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, t
     elif fault == "one number":
         tensors[K] = tensors[K].clone()
         tensors[K][-1, -1] += 1e-6
+    elif fault == "swapped experts":
+        one, other = (EXPERT.format(expert, "up") for expert in (0, 1))
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+    elif fault == "stale expert":
+        tensors.pop(EXPERT.format(1, "down"))
     elif fault == "stale norm":
         tensors.pop("model.norm.weight")
     yield from tensors.items()

@@ -3,13 +3,15 @@
 On a CPU, vLLM packs linear weights into opaque handles and empties the parameter: afterwards they cannot be read. So a
 `Watch` stands between the loaded tensors and `process_weights_after_loading`, which builds the kernels. A layer whose
 kernel is not built anew has no digest, and so it is seen that it is stale. What is still there after the update (norms,
-embeddings, on a GPU every weight) is read from the live parameter too.
+embeddings, on a GPU every weight but those of experts, whose layout kernels change) is read from the live parameter
+too.
 """
 
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import verbatim_vllm_experts as experts
 from torch import Tensor, nn
 from verbatim_vllm_digest import digest
 from vllm.model_executor.layers.linear import (
@@ -38,6 +40,8 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names = {module: name for name, module in model.named_modules()}
+        self._expert_places = dict(place for module, name in self._names.items() if experts.are_known(module)
+                                   for place in experts.places(module, name))  # fmt: skip
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._built: dict[str, dict[str | int | None, list[Any]]] = {}
         self._wrapped: list[QuantizeMethodBase] = []
@@ -82,6 +86,8 @@ class Watch:
         for start, shard in (mapped or (name, None), (name, None)):
             if not isinstance(shard, list):
                 yield start, shard
+            if start in self._expert_places:
+                yield self._expert_places[start]
             parts = start.split(".")
             for fused, members in getattr(self._model, "packed_modules_mapping", {}).items():
                 if len(parts) > 1 and parts[-2] in members:
@@ -97,7 +103,7 @@ class Watch:
                 continue
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    for shard in shards(module):
+                    for shard in shards(module, key):
                         yield module, f"{name}.{key}" if name else key, shard
 
     def _tied_to(self, head: ParallelLMHead) -> str | None:
@@ -129,7 +135,10 @@ class Watch:
                 for key, parameter in layer._parameters.items() if parameter is not None
                 for shard, dim, start, values in pieces(layer, key, parameter.data)
             }  # fmt: skip
-            build(layer)
+            if experts.are_known(layer):
+                experts.build(layer, build)
+            else:
+                build(layer)
 
         return build_and_see
 
@@ -182,7 +191,7 @@ class Watch:
                 entries = []
                 if processed and built is not None and f"{key}|{shard}" in built:
                     entries.append(built[f"{key}|{shard}"])
-                if values.numel() and (entries or not processed):
+                if values.numel() and (entries or not processed) and not experts.are_known(module):
                     storage = (values.data_ptr(), values.numel())
                     if storage not in live:
                         live[storage] = self._entry(dim, start, values, "live")
@@ -192,11 +201,14 @@ class Watch:
 
 def is_of_a_checkpoint(module: nn.Module) -> bool:
     """Whether a checkpoint must bring the module's parameters. Others (scales of a cache) may have none there."""
-    return isinstance(module, LinearBase | VocabParallelEmbedding) or "Norm" in type(module).__name__
+    return (isinstance(module, LinearBase | VocabParallelEmbedding) or "Norm" in type(module).__name__
+            or experts.are_known(module))  # fmt: skip
 
 
-def shards(module: nn.Module) -> list[str | int | None]:
-    """The parts of a fused module; `[None]` for any other."""
+def shards(module: nn.Module, key: str) -> list[str | int | None]:
+    """The parts of a parameter of a fused module; `[None]` for any other."""
+    if experts.are_known(module):
+        return experts.shards(module, key)
     if isinstance(module, QKVParallelLinear):
         return ["q", "k", "v"]
     if isinstance(module, MergedColumnParallelLinear):
@@ -209,7 +221,9 @@ def pieces(module: nn.Module, key: str, values: Tensor) -> Iterator[Piece]:
     is empty, and so are its parts."""
     empty = values.numel() == 0
     rank, whole = getattr(module, "tp_rank", 0), values.shape[0] if values.ndim else 0
-    if isinstance(module, QKVParallelLinear):
+    if experts.are_known(module):
+        yield from experts.pieces(module, key, values)
+    elif isinstance(module, QKVParallelLinear):
         heads, groups = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
         group = rank // module.num_kv_head_replicas
         at = 0
