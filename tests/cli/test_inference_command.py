@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,6 +19,7 @@ from e2e.tiny_runs import build_tiny_model
 from verbatim.cli.main import main
 from verbatim.inference.vllm import install
 from verbatim.inference.vllm.install import install_vllm
+from verbatim.inference.vllm.settings import VllmSettings
 
 RUN = """
 [model]
@@ -61,6 +63,16 @@ def test_what_cannot_be_served_is_refused(file, tmp_path, capsys, arguments, rea
     assert main(["inference", *(places.get(argument, argument) for argument in arguments)]) == 2
     assert reason in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "taken" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_port_that_is_taken_is_refused_before_a_vllm_is_started(file, monkeypatch, capsys):
+    monkeypatch.setattr(VllmSettings, "check", lambda settings: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = ["--inference.backend", "vllm", "--inference.vllm.replicas", "2", "--port", str(port - 1)]
+        assert main(["inference", str(file), *arguments]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"another process listens on port {port}; 2 servers need the ports {port - 1} to {port}, give" in said
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ async def _serve_vllm(
     config: RunConfig, model: str, args: argparse.Namespace, key: str | None, console: Console, stop: asyncio.Event
 ) -> None:
     """The replicas of [inference.vllm], each started again when it ends."""
+    _refuse_taken_ports(args, _settings(config).replicas)
     processes = _make_processes(config, model, args, key)
     console.print(f"starting {len(processes)} vLLM servers; their logs: {args.logs}", soft_wrap=True)
     try:
@@ -144,6 +145,18 @@ async def _serve_vllm(
         console.print("stopping")
     finally:
         await asyncio.gather(*(process.stop() for process in processes))
+
+
+def _refuse_taken_ports(args: argparse.Namespace, replicas: int) -> None:
+    from verbatim.inference.vllm.process import is_taken
+
+    last = args.port + replicas - 1
+    if last > LAST_PORT:
+        raise UsageError(f"--port {args.port}: {replicas} servers need ports up to {last}, the last is {LAST_PORT}")
+    for port in range(args.port, last + 1):
+        if is_taken(args.host, port):
+            raise UsageError(f"--port {args.port}: another process listens on port {port}; {replicas} servers need the "
+                             f"ports {args.port} to {last}, give another --port")  # fmt: skip
 
 
 def _make_processes(

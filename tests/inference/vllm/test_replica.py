@@ -360,6 +360,7 @@ async def test_a_server_that_is_gone_is_named(tied: TinyModel):
         ({"vocab_size": 1000, "model": "other"}, "serves other with 1000 ids, expected the model of this run with"),
         ({"weight_transfer": None}, "--weight-transfer-config '{\"backend\": \"verbatim_files\"}'"),
         ({"speculative": True}, "leave out --speculative-config"),
+        ({"unsupported_heads": "16, and it knows [32]"}, "heads have a size of 16, and it knows [32]"),
     ],
 )
 async def test_a_server_that_was_started_wrongly_is_refused_with_the_flag_to_add(

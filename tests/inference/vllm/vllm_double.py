@@ -66,9 +66,11 @@ class VllmDouble:
             "format": 1, "model": str(folder), "vocab_size": int(self._model.config.vocab_size), "max_model_len": 512,
             "dtype": "float32", "quantization": None, "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm", "prefix_caching": True, "chunked_prefill": True, "speculative": False,
-            "weight_transfer": "verbatim_files",
+            "weight_transfer": "verbatim_files", "unsupported_heads": None,
         }  # fmt: skip
         self.missing: set[str] = set()
+        self.takes_ids = True
+        self.own_key: str | None = None
         self.says_cached_tokens = True
         self.queries = self.hits = self.generated = 0
 
@@ -96,6 +98,14 @@ class VllmDouble:
             return web.json_response({"error": {"message": "this server needs a key"}}, status=401)
         if request.path in self.missing:
             return web.json_response({"detail": "Not Found"}, status=404)
+        if self.own_key is not None and request.path.startswith(("/v1", "/inference")) and (
+            request.headers.get("Authorization") != f"Bearer {self.own_key}"
+        ):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path.startswith("/inference") and not self.takes_ids:
+            said = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            error = {"message": said, "type": "PermissionDeniedError", "param": None, "code": 403}
+            return web.json_response({"error": error}, status=403)
         if request.path == self.hangs_at:
             await asyncio.sleep(60)
         if request.path == self.fails_at:

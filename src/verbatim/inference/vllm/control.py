@@ -16,7 +16,7 @@ import numpy as np
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
-from verbatim.inference.http.protocol import GENERATE, brief
+from verbatim.inference.http.protocol import GENERATE, SAMPLER, brief
 from verbatim.inference.http.scoring import read_cached_tokens, scoring_body
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
@@ -58,6 +58,9 @@ class ServerFacts:
     """Whether a draft model proposes tokens."""
     weight_transfer: str | None
     """The weight-transfer engine."""
+    unsupported_heads: str | None
+    """The size of the model's attention heads and those that the server can compute; None = it can compute the
+    model's."""
 
 
 class VllmControl:
@@ -177,27 +180,35 @@ class VllmControl:
                 "POST", "/collective_rpc", encode({"method": "verbatim_facts"}), _status_or_facts
             )
         if isinstance(status, int):
-            raise UsageError(f"{self._name} ({self._client.url}): {_HOW_TO_START[status]}")
+            why = _OURS if status == 404 and await self._is_ours() else _HOW_TO_START[status]
+            raise UsageError(f"{named(self._name, self._client.url)}: {why}")
         try:
             (first, *_) = status["results"]
             if first.pop("format") != REPORT_FORMAT:
                 raise ValueError(f"another format than {REPORT_FORMAT}")
             return ServerFacts(**{key: value for key, value in first.items() if key in ServerFacts.__annotations__})
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{self._name} ({self._client.url}): its plug-in is of another version of Verbatim "
+            raise UsageError(f"{named(self._name, self._client.url)}: its plug-in is of another version of Verbatim "
                              f"({error}); {_USE_PLUGIN}") from error  # fmt: skip
+
+    async def _is_ours(self) -> bool:
+        """Whether it is a server of the embedded engine."""
+        async with self._phase("facts"):
+            return await self._client.ask("GET", SAMPLER, None, lambda answer: answer.status == 200)
 
     async def missing_flag(self, model: str | None) -> str | None:
         """What the token endpoint needs and the server was started without, as found by one request; None = nothing.
+
+        A key of vLLM's own guards this endpoint, and not the routes of weight updates.
 
         Raises:
             SamplerFault: the request failed.
         """
         body = scoring_body(np.zeros(1, dtype=np.int32), model)
         async with self._phase("token endpoint"):
-            answer = await self._client.ask("POST", GENERATE, encode(body), _read_unless_missing)
-        if answer is None:
-            return "it takes no token ids: add --enable-scale-out"
+            answer = await self._client.ask("POST", GENERATE, encode(body), _read_unless_refused)
+        if isinstance(answer, str):
+            return answer
         if read_cached_tokens(answer) is None:
             return ("it does not say what it reads from its prefix cache, so that an old one would not show: add "
                     "--enable-prompt-tokens-details")  # fmt: skip
@@ -227,9 +238,11 @@ class VllmControl:
 
 _USE_PLUGIN = ("start it with `verbatim inference FILE`, or with --worker-extension-cls verbatim_vllm.WeightReport and "
                "the folder verbatim/inference/vllm/plugin of this package in its PYTHONPATH")  # fmt: skip
+_KEY = "it needs a key, or another one; give it in the environment variable that inference.vllm.api_key_env names"
+_OURS = 'it is a server of the embedded engine: with inference.backend = "torch", put it into [inference.torch] urls'
 _HOW_TO_START: Mapping[int, str] = {
-    401: "it refuses the key; give it in the environment variable that inference.vllm.api_key_env names",
-    403: "it refuses the key; give it in the environment variable that inference.vllm.api_key_env names",
+    401: _KEY,
+    403: _KEY,
     404: "it has no routes for weight updates; start it with the environment variable VLLM_SERVER_DEV_MODE=1",
     500: f"its workers do not know our plug-in; {_USE_PLUGIN}",
 }
@@ -239,9 +252,17 @@ def _status_or_facts(answer: Answer) -> Any:
     return answer.status if answer.status in _HOW_TO_START else read_json(answer)
 
 
-def _read_unless_missing(answer: Answer) -> Any:
-    """None for a server without the route; a 404 that names the model is a failure."""
-    return None if answer.status == 404 and "model" not in answer.text.lower() else read_json(answer)
+def _read_unless_refused(answer: Answer) -> Any:
+    """The JSON, or what a server needs that has not the route, or another key; a 404 that names the model is a failure.
+
+    vLLM 0.32 answers 403 where the route is switched off: "Scale-out endpoints are disabled".
+    """
+    said = answer.text.lower()
+    if answer.status == 401:
+        return _KEY
+    if (answer.status == 403 and "scale-out" in said) or (answer.status == 404 and "model" not in said):
+        return "it takes no token ids: add --enable-scale-out"
+    return read_json(answer)
 
 
 def _read_any(answer: Answer) -> str:
@@ -270,6 +291,9 @@ def refuse_inexact(facts: ServerFacts, *, name: str, transfer: str, vocab_size: 
         (facts.max_model_len >= context_length,
          f"its context is {facts.max_model_len} tokens, expected at least {context_length}: add --max-model-len "
          f"{context_length}"),
+        (facts.unsupported_heads is None,
+         f"its attention heads have a size of {facts.unsupported_heads}: sample this model with a GPU, or with "
+         'inference.backend = "torch"'),
         (facts.logprobs_mode == "processed_logprobs",
          f"its logprobs are {facts.logprobs_mode}, not those of the distribution that is sampled from: add "
          "--logprobs-mode processed_logprobs"),
@@ -309,6 +333,15 @@ def read_metrics(text: str) -> ReplicaLoad:
         key: sum(values) / len(values) if key in _SHARES else int(sum(values)) for key, values in found.items()
     }
     return ReplicaLoad(**figures)
+
+
+def named(name: str, url: str) -> str:
+    """A replica for a message about its server.
+
+    >>> named("replica 0", "http://a:1"), named("replica 0 (http://a:1)", "http://a:1")
+    ('replica 0 (http://a:1)', 'replica 0 (http://a:1)')
+    """
+    return name if url in name else f"{name} ({url})"
 
 
 def joined(names: Sequence[str], most: int = 5) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -40,6 +41,19 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(found.getsockname()[1])
 
 
+def is_taken(host: str, port: int) -> bool:
+    """Whether another process listens there. A second vLLM on a port would not fail: it shares the port, and both get
+    some of the requests; and a health check would be answered by the other one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as asking:
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not by connections that have just ended
+        try:
+            asking.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
 class ServerProcess:
     """One server and everything that it starts; all of it ends with this process, whatever ends this process.
 
@@ -60,6 +74,7 @@ class ServerProcess:
         reached = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
         self.url = f"http://{reached}:{port}"
         self._command, self._environment, self._log = command, environment, log
+        self._host, self._port = host, port
         self._log_begins = 0
         self._keeper: asyncio.subprocess.Process | None = None
 
@@ -85,8 +100,10 @@ class ServerProcess:
             deadline: Seconds until it must answer.
 
         Raises:
-            SamplerFault: it ended, or does not answer; quotes the end of its log.
+            SamplerFault: another process listens on its port; it ended, or does not answer: quotes the end of its log.
         """
+        if is_taken(self._host, self._port):
+            raise SamplerFault(f"{self.name} cannot listen on {self._host}, port {self._port}: address already in use")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         with self._log.open("ab") as log:

@@ -16,7 +16,7 @@ from verbatim.inference.http.client import CONNECT, HttpClient
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_version
-from verbatim.inference.vllm.control import VllmControl, joined, refuse_inexact
+from verbatim.inference.vllm.control import VllmControl, joined, named, refuse_inexact
 from verbatim.inference.vllm.digests import Piece, PublishedFolder, open_folder
 from verbatim.inference.vllm.transports import make_transport
 from verbatim.types import Float32, Int32
@@ -222,12 +222,12 @@ class VllmReplica:
         """
         facts = await self._control.facts()
         refuse_inexact(
-            facts, name=f"{self._name} ({self.url})", transfer=self._transport.engine, vocab_size=self._vocab_size,
+            facts, name=f"{named(self._name, self.url)}", transfer=self._transport.engine, vocab_size=self._vocab_size,
             context_length=self._context_length,
         )  # fmt: skip
         missing = await self._control.missing_flag(self._model)
         if missing is not None:
-            raise UsageError(f"{self._name} ({self.url}) cannot be used: {missing}")
+            raise UsageError(f"{named(self._name, self.url)} cannot be used: {missing}")
 
     async def prove_path(self, folder: Path) -> None:
         """Send every tensor of the weights that the server already has, once, and see that each one arrives.
@@ -238,8 +238,9 @@ class VllmReplica:
         """
         stale = await self._load(folder, self._version)
         if stale is not None:
-            raise UsageError(f"{self._name} ({self.url}): weight updates do not reach every tensor: {stale}; this "
-                             "model cannot be trained through this server")  # fmt: skip
+            raise UsageError(f"{named(self._name, self.url)}: weight updates do not reach every tensor: {stale}. If it "
+                             "serves another model than this run's, start it with --model and the folder in "
+                             "model.name; else this model cannot be trained through this server")  # fmt: skip
 
     async def cached_logprob(self, token_ids: Int32) -> float:
         """Logprob of the last id given those before it, at temperature 1, by a new and ordinary request: it reads the

@@ -47,4 +47,23 @@ class WeightReport:
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
             "speculative": config.speculative_config is not None,
             "weight_transfer": None if transfer is None else str(transfer.backend),
+            "unsupported_heads": _unsupported_heads(model),
         }
+
+
+def _unsupported_heads(model: Any) -> str | None:
+    """Why the attention kernels of a CPU cannot compute this model; None = they can.
+
+    vLLM asks its other backends before it takes one. Its only one for CPUs is taken unasked, and the server ends at the
+    first request.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or model.use_mla:
+        return None
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size = int(model.get_head_size())
+    if CPUAttentionBackend.supports_head_size(size):
+        return None
+    return f"{size}, and vLLM's attention for CPUs knows {CPUAttentionBackend.get_supported_head_sizes()}"

@@ -1,0 +1,97 @@
+"""Servers that a run cannot use are refused before anything is sampled, with what to type."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.vllm.models import TinyModel
+from inference.vllm.vllm_double import VllmDouble, serving
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.backends import BackendInputs
+from verbatim.inference.http.server import serve_sampler
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.inference.vllm.backend import vllm_backend
+from verbatim.inference.vllm.process import ServerProcess, free_port, is_taken
+from verbatim.inference.vllm.settings import VllmSettings
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "without the token endpoint": ({"takes_ids": False}, "it takes no token ids: add --enable-scale-out"),
+    "of a release without the token endpoint": (
+        {"missing": {"/inference/v1/generate"}}, "it takes no token ids: add --enable-scale-out"),
+    "with raw logprobs": ({"logprobs_mode": "raw_logprobs"}, "add --logprobs-mode processed_logprobs"),
+    "of another vocabulary": (
+        {"vocab_size": 1000, "model": "other"},
+        "it serves other with 1000 ids, expected the model of this run with 289: start it with --model and the folder"),
+    "with a short context": (
+        {"max_model_len": 64}, "its context is 64 tokens, expected at least 256: add --max-model-len 256"),
+    "that needs a key": ({"key": "sk-other"}, "it needs a key, or another one; .* inference.vllm.api_key_env names"),
+    "with a key of vLLM's own": (
+        {"own_key": "sk-other"}, "it needs a key, or another one; .* inference.vllm.api_key_env names"),
+    "without routes for weights": (
+        {"missing": {"/collective_rpc"}}, "start it with the environment variable VLLM_SERVER_DEV_MODE=1"),
+    "without the plug-in": ({"fault": "no plug-in"}, "--worker-extension-cls verbatim_vllm.WeightReport"),
+    "with heads that a CPU cannot compute": (
+        {"unsupported_heads": "16, and vLLM's attention for CPUs knows [32, 64]"},
+        r"its attention heads have a size of 16, and vLLM's attention for CPUs knows \[32, 64\]: sample this model "
+        "with a GPU, or with inference.backend"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(tmp_path_factory.mktemp("bad_servers"), tied=True)
+
+
+async def open_run(trainer: TinyModel, url: str) -> None:
+    pool = await vllm_backend(BackendInputs(model=trainer.published, context_length=256), VllmSettings(urls=(url,)))
+    await pool.close()
+
+
+@pytest.mark.parametrize("bad", BAD)
+async def test_a_server_is_refused_with_what_to_type(trainer: TinyModel, bad: str):
+    change, said = BAD[bad]
+    double = VllmDouble(trainer.published)
+    double.facts.update({name: value for name, value in change.items() if name in double.facts})
+    vars(double).update({name: value for name, value in change.items() if name not in double.facts})
+    async with serving(double) as url:
+        with pytest.raises(UsageError, match=rf"^replica 0 \({url}\)(:| cannot be used:) .*{said}"):
+            await open_run(trainer, url)
+        assert "/update_weights" not in double.calls and double.generated == 0
+
+
+async def test_a_healthy_server_is_not_refused(trainer: TinyModel):
+    async with serving(VllmDouble(trainer.published)) as url:
+        await open_run(trainer, url)
+
+
+async def test_a_server_of_another_model_with_this_vocabulary_is_refused(trainer: TinyModel, tmp_path: Path):
+    other = TinyModel(tmp_path / "other", tied=False)
+    async with serving(VllmDouble(other.published)) as url:
+        with pytest.raises(UsageError, match=r"do not reach every tensor: .*lm_head.*start it with --model and the"):
+            await open_run(trainer, url)
+
+
+async def test_a_server_of_the_embedded_engine_is_refused(trainer: TinyModel):
+    engine = ScriptedSampler(script=lambda r: [5], vocab_size=320, context_length=256)
+    async with serve_sampler(engine) as server:
+        with pytest.raises(UsageError, match=r"server of the embedded engine: .* put it into \[inference.torch\] urls"):
+            await open_run(trainer, server.url)
+
+
+async def test_a_port_in_use_is_refused_although_whoever_has_it_is_healthy(tmp_path: Path):
+    """vLLM would share the port, and the health check would be answered by the other server."""
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert is_taken("127.0.0.1", port)
+        process = ServerProcess("replica 0", [sleep, "60"], {}, port=port, log=tmp_path / "log")
+        with pytest.raises(SamplerFault, match=rf"cannot listen on 127\.0\.0\.1, port {port}: address already in use"):
+            await process.start(5.0)
+        assert process.has_ended
+    assert not is_taken("127.0.0.1", free_port())
