@@ -79,6 +79,17 @@ class BackendSettings(Section):
         """What a sampler computes in; the default of inference.canary_tolerance depends on it."""
         return "float32"
 
+    @property
+    def shares_device(self) -> bool:
+        """Whether a sampler takes turns with the trainer on one device: it has `sleep`, and sleeps while the trainer
+        trains."""
+        return False
+
+    def cuda_devices(self) -> tuple[str, ...]:
+        """The CUDA devices that processes of a sampler's own take where there is CUDA, as CUDA_VISIBLE_DEVICES names
+        them. Empty = it has no such processes, or they take none."""
+        return ()
+
     def check(self) -> None:
         """Refuse, before a run starts, what cannot work on this machine: a device or package that is not there.
 

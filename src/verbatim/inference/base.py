@@ -204,6 +204,18 @@ class WeightCheck(Protocol):
         """
 
 
+class SleepingSampler(Sampler, Protocol):
+    """A sampler that can leave its device to the trainer."""
+
+    async def sleep(self) -> None:
+        """Release the device's memory, weights and cache. Requests in flight end first; others wait until the next
+        update, which takes the memory again.
+
+        Raises:
+            SamplerFault: the sampler failed for good.
+        """
+
+
 class ReplicatedSampler(Sampler, Protocol):
     """A sampler of several replicas, each of which has to be checked."""
 

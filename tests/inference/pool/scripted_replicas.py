@@ -43,6 +43,7 @@ class ScriptedReplica(ScriptedSampler):
         self.index, self.faults, self.reports = index, list(faults), reports
         self.held, self.is_dead, self.is_frozen, self.is_closed, self.is_stalled = version, False, False, False, False
         self.events, self.gate, self.fails, self.cache = [], None, 0, {}
+        self.is_asleep, self.seconds_waking, self.at_sleep = False, None, []
         self.logprob = lambda token: logprob_of(token, self.held)
         self._hung: list[asyncio.Future[None]] = []
         self.num_unverified = 0
@@ -62,6 +63,21 @@ class ScriptedReplica(ScriptedSampler):
         """As a stopped process: nothing comes back."""
         self.is_frozen = True
 
+    async def sleep(self):
+        """Nothing may be in flight. `at_sleep` is what goes wrong, one for each sleep."""
+        await self._pass()
+        assert self.num_in_flight == 0
+        self.events.append("sleep")
+        fault = self.at_sleep.pop(0) if self.at_sleep else ""
+        if fault == "hangs":
+            await asyncio.Event().wait()
+        if fault == "fails":
+            raise SamplerFault(f"{self.name}: sleep: 500")
+        self.is_asleep, self.seconds_waking, self.cache = True, 0.0, {}
+
+    def _is_awake(self):
+        assert not self.is_asleep, "it was asked while it slept"
+
     async def _pass(self):
         if self.is_dead:
             raise SamplerFault(f"{self.name}: connection refused")
@@ -78,6 +94,7 @@ class ScriptedReplica(ScriptedSampler):
 
     async def generate(self, request):
         await self._pass()
+        self._is_awake()
         if self.fails:
             self.fails -= 1
             raise SamplerFault(f"{self.name}: 500")
@@ -123,6 +140,8 @@ class ScriptedReplica(ScriptedSampler):
     async def update_weights(self, path, version):
         await self._pass()
         self.events.append(f"load {version}")
+        if self.is_asleep:
+            self.is_asleep, self.seconds_waking = False, 0.25
         fault = self.faults.pop(0) if self.faults else ""
         if self.gate is not None:
             await self.gate.wait()
@@ -146,11 +165,13 @@ class ScriptedReplica(ScriptedSampler):
 
     async def prompt_logprobs(self, token_ids, temperature=1.0):
         await self._pass()
+        self._is_awake()
         return await super().prompt_logprobs(token_ids, temperature)
 
     async def cached_logprob(self, token_ids):
         """The beginning of a prompt keeps the version that computed it first."""
         await self._pass()
+        self._is_awake()
         writer = self.cache.setdefault(tuple(token_ids[:4]), self.held)
         return logprob_of(int(token_ids[-1]), writer)
 
@@ -167,6 +188,7 @@ class ScriptedCheck:
 
     async def prepare(self, sampler):
         await sampler._pass()
+        sampler._is_awake()
         sampler.events.append(f"prepare {self.version}")
 
     async def __call__(self, sampler):

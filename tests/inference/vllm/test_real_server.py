@@ -278,6 +278,39 @@ async def test_a_teacher_behind_vllm_scores_exact_ids(served: Served):
     await replica.close()
 
 
+async def test_on_a_cpu_its_sleep_keeps_the_weights_and_its_waking_goes_the_same_way(served: Served):
+    """The CPU's worker ignores sleep and waking up, and everything above it does not."""
+    replica, trainer = served.replica(), served.trainer
+    await replica.update_weights(served.step(1e-3), 1)
+    client = HttpClient(served.url, request_timeout=60, max_retries=0)
+    ids = trainer.ids(160)
+    for version in (2, 3):
+        await replica.cached_logprob(ids)
+        await replica.sleep()
+        assert await client.ask("GET", "/is_sleeping", None, read_json) == {"is_sleeping": True}
+        waiting = asyncio.create_task(replica.generate(request(ids[:20], max_tokens=8)))
+        await replica.update_weights(served.step(1e-3), version)
+        assert await client.ask("GET", "/is_sleeping", None, read_json) == {"is_sleeping": False}
+        expected = trainer.logprobs(ids)
+        assert await replica.cached_logprob(ids) == pytest.approx(expected[-1], abs=TOLERANCE)
+        assert np.abs((await replica.prompt_logprobs(ids))[1:] - expected).max() <= TOLERANCE
+        completion = await waiting
+        assert completion.policy_versions is not None and completion.policy_versions.tolist() == [version] * 8
+    assert replica.seconds_waking is not None and replica.seconds_waking > 0
+    await client.close()
+    await replica.close()
+
+
+async def test_a_cpu_refuses_the_flag_of_the_sleep_mode(served: Served, tmp_path: Path):
+    settings = VllmSettings(python=PYTHON, colocate=True)
+    with pytest.raises(UsageError, match="has a vLLM for CPUs, which cannot release its memory"):
+        settings.check()
+    process = make_process(settings, 0, model=served.trainer.published, port=free_port(), context_length=512,
+                           logs=tmp_path, num_threads=1)  # fmt: skip
+    with pytest.raises(SamplerFault, match="Sleep mode is not supported on current platform"):
+        await process.start(600.0)
+
+
 async def test_the_double_answers_as_the_real_server_does(served: Served):
     double = VllmDouble(served.trainer.published)
     path = served.step(1e-3)
@@ -293,6 +326,14 @@ async def test_the_double_answers_as_the_real_server_does(served: Served):
         ("GET", "/weight_info", None),
         ("POST", "/reset_prefix_cache?reset_running_requests=true", None),
         ("POST", "/resume", None),
+        ("POST", "/sleep?level=2&mode=wait", None),
+        ("GET", "/is_sleeping", None),
+        ("POST", "/wake_up?tags=weights", None),
+        ("POST", "/start_weight_update", None),
+        ("POST", "/update_weights", {"update_info": {"path": str(path)}}),
+        ("POST", "/finish_weight_update", {}),
+        ("POST", "/wake_up?tags=kv_cache", None),
+        ("GET", "/is_sleeping", None),
         ("POST", "/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": sampling, "cache_salt": "a"}),
         ("POST", "/inference/v1/generate",
          {"token_ids": [5, 6, 7], "sampling_params": {**sampling, "max_tokens": 1, "prompt_logprobs": 0}}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -48,6 +49,8 @@ class VllmDouble:
         self.running = asyncio.Event()
         self.running.set()
         self.version = "default"
+        self.asleep: set[str] = set()
+        self.says_calls = False
         self.in_flight = 0
         self.says: list[int] = []
         """Ids that are drawn next, instead of random ones."""
@@ -82,11 +85,13 @@ class VllmDouble:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/weight_info", self._weight_info)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/is_sleeping", self._is_sleeping)
         for path, answer in (
             ("/pause", self._pause), ("/resume", self._resume), ("/start_weight_update", self._start),
             ("/update_weights", self._update), ("/finish_weight_update", self._finish),
             ("/update_weight_version", self._set_version), ("/reset_prefix_cache", self._reset),
-            ("/collective_rpc", self._rpc), ("/inference/v1/generate", self._generate),
+            ("/collective_rpc", self._rpc), ("/sleep", self._sleep), ("/wake_up", self._wake_up),
+            ("/inference/v1/generate", self._generate),
         ):  # fmt: skip
             app.router.add_post(path, answer)
         return app
@@ -94,7 +99,10 @@ class VllmDouble:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.calls.append(request.path)
-        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+        if self.says_calls:
+            print(request.path_qs, flush=True)
+        keyless = self.key is None or request.path == "/health"
+        if not keyless and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "this server needs a key"}}, status=401)
         if request.path in self.missing:
             return web.json_response({"detail": "Not Found"}, status=404)
@@ -137,6 +145,31 @@ class VllmDouble:
         self.running.set()
         return web.json_response({"status": "resumed"})
 
+    async def _sleep(self, request: web.Request) -> web.Response:
+        """As on a GPU at level 2: what the memory held is gone."""
+        level = int(request.query.get("level", "1"))
+        assert (level, request.query["mode"]) == (2, "wait")
+        while self.in_flight:  # noqa: ASYNC110 - requests set no event
+            await asyncio.sleep(0.01)
+        self.running.clear()
+        self.asleep = {"weights", "kv_cache"}
+        self._cache.clear()
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.fill_(math.nan)
+        return web.json_response({"status": "sleeping", "level": level})
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        tags = request.query.getall("tags", None)
+        if self.fault != "stays asleep":
+            self.asleep -= set(tags or self.asleep)
+        if not self.asleep:
+            self.running.set()
+        return web.json_response({"status": "sleeping" if self.asleep else "awake", "tags": tags})
+
+    async def _is_sleeping(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": bool(self.asleep) or not self.running.is_set()})
+
     async def _start(self, _: web.Request) -> web.Response:
         if self._is_updating:
             said = "start_weight_update called while a weight update is already active. Call finish first."
@@ -148,6 +181,9 @@ class VllmDouble:
 
     async def _update(self, request: web.Request) -> web.Response:
         path = (await request.json())["update_info"]["path"]
+        if "weights" in self.asleep:  # memory that is not there
+            return web.json_response({"error": {"message": "CUDA error: an illegal memory access", "code": 500}},
+                                     status=500)  # fmt: skip
         if self.fault not in ("update skipped", "nothing done"):
             self._load(path)
         return web.json_response({"message": "Weights updated"})

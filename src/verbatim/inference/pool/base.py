@@ -63,3 +63,20 @@ class Replica(Sampler, Protocol):
         Raises:
             SamplerFault: the server does not say.
         """
+
+
+@runtime_checkable
+class CanSleep(Protocol):
+    """A replica that can leave its device to the trainer."""
+
+    @property
+    def seconds_waking(self) -> float | None:
+        """Seconds that its last waking took, without loading; None if it never slept."""
+
+    async def sleep(self) -> None:
+        """Release the device's memory, weights and cache. It has no request in flight, and gets none until the next
+        `update_weights`, which wakes it up.
+
+        Raises:
+            SamplerFault: it did not.
+        """

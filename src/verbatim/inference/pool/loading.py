@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import WeightCheck
-from verbatim.inference.pool.base import Replica, TooSlow
+from verbatim.inference.pool.base import CanSleep, Replica, TooSlow
 
 T = TypeVar("T")
 
@@ -47,8 +47,14 @@ class Target:
     """Shows whether a replica holds them; None = nothing is checked."""
 
 
-async def load_and_check(replica: Replica, target: Target, limits: Limits) -> str | None:
+async def load_and_check(replica: Replica, target: Target, limits: Limits, *, prepare: bool = True) -> str | None:
     """Bring a replica to the target. What shows that it does not hold these weights; None if it does.
+
+    Args:
+        replica: The replica.
+        target: What it is to hold.
+        limits: Limits of time.
+        prepare: Whether the check prepares it. A replica that sleeps, or whose last update failed, computes nothing.
 
     Raises:
         SamplerFault: the replica failed.
@@ -56,7 +62,7 @@ async def load_and_check(replica: Replica, target: Target, limits: Limits) -> st
     """
     version, check = target.version, target.check
     if target.path is not None:
-        if check is not None:
+        if check is not None and prepare:
             await within(limits.check, replica, "filling the prefix cache before an update", check.prepare(replica))
         try:
             loading = replica.update_weights(target.path, version)
@@ -68,6 +74,20 @@ async def load_and_check(replica: Replica, target: Target, limits: Limits) -> st
     if check is None:
         return None
     return await within(limits.check, replica, f"the check of policy version {version}", check(replica))
+
+
+async def fall_asleep(replica: Replica, target: Target, limits: Limits) -> None:
+    """Make a replica release its device's memory; the check of its next weights is prepared before.
+
+    Raises:
+        SamplerFault: the replica failed.
+        TooSlow: it took too long; names the phase.
+    """
+    assert isinstance(replica, CanSleep)  # the settings of others do not share a device
+    if target.check is not None:
+        filling = target.check.prepare(replica)
+        await within(limits.check, replica, "filling the prefix cache before it sleeps", filling)
+    await within(limits.update, replica, "falling asleep", replica.sleep())
 
 
 async def illness(replica: Replica, limits: Limits) -> str | None:

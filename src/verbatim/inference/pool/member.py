@@ -17,8 +17,9 @@ T = TypeVar("T")
 GIVING_UP = 5.0
 """Most seconds to wait until a request that is given up has ended."""
 
-State = Literal["serving", "loading", "starting", "out"]
-"""Requests go to it; it loads or is checked, and gets none; it is started again; it will not come back."""
+State = Literal["serving", "loading", "asleep", "starting", "out"]
+"""Requests go to it; it loads or is checked, and gets none; it has released its device, and gets none; it is started
+again; it will not come back."""
 
 
 class GivenUp(Exception):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.pool.base import CanSleep, ReplicaLoad
 from verbatim.inference.pool.member import Member
 from verbatim.inference.pool.places import Places
 from verbatim.inference.pool.roster import Counts
@@ -64,6 +64,8 @@ class PoolMetrics:
             f"{named}/restarts": member.num_restarts,
             f"{named}/unverified_tensors": member.replica.num_unverified,
         }
+        if isinstance(member.replica, CanSleep) and member.replica.seconds_waking is not None:
+            metrics[f"{named}/waking_seconds"] = member.replica.seconds_waking
         if load is None:
             return metrics
         since = before.load if before is not None and before.num_restarts == member.num_restarts else NOTHING

@@ -19,7 +19,8 @@ class Places:
     def __init__(self, router: Router) -> None:
         self.router = router
         self._line: deque[asyncio.Future[None]] = deque()
-        self._is_closed = False
+        self._is_closed = self._is_held = False
+        self._fewer = asyncio.Event()
 
     @property
     def num_waiting(self) -> int:
@@ -31,7 +32,7 @@ class Places:
         has_waited = False
         while not self._is_closed:
             place = None
-            if has_waited or not self._line:
+            if (has_waited or not self._line) and not self._is_held:
                 place = self.router.take(session, num_prompt_tokens, avoid)
             if place is not None:
                 self.call_next()  # there may be room for more than one
@@ -52,7 +53,28 @@ class Places:
     def leave(self, place: Place) -> None:
         """A request has ended."""
         self.router.leave(place)
+        self._fewer.set()
         self.call_next()
+
+    def hold(self) -> None:
+        """Every request waits in line from here on, until `let_go`."""
+        self._is_held = True
+
+    def let_go(self) -> None:
+        """Places are handed out again."""
+        self._is_held = False
+        self.call_next()
+
+    async def until_empty(self) -> None:
+        """Wait until no request is on a replica."""
+        while any(map(self.router.num_running, self.router.replicas)):
+            self._fewer.clear()
+            await self._fewer.wait()
+
+    def remove(self, replica: int) -> None:
+        """No request goes to this replica any more."""
+        self.router.remove(replica)
+        self._fewer.set()
 
     def add(self, replica: int) -> None:
         """Requests can go to this replica."""

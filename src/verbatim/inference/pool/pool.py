@@ -8,6 +8,8 @@ generate   a place on a replica (places.py, routing.py)   the one that holds the
 update     every replica at the same time (roster.py)     prepare, load, check (loading.py)
            a check that fails                             give up what it has in flight; load and check again; then out
            a replica that dies                            out at once; started again, loaded, checked, back
+
+sleep      every replica, once its requests have ended    until the next update; one that dies is started then
 ```
 """
 
@@ -170,6 +172,18 @@ class ReplicaPool:
             await self._roster.bring_to(Target(path=path, version=version, check=check))
             self._refuse_if_dead()
             self._version = version
+
+    async def sleep(self) -> None:
+        """Make every replica release its device. Requests in flight end first, others wait until the next update, which
+        wakes the replicas up.
+
+        Raises:
+            EngineDead: no replica is left; says what happened to each.
+        """
+        self._begin()
+        async with self._updating:
+            await self._roster.put_to_sleep()
+            self._refuse_if_dead()
 
     async def check_replicas(self, check: WeightCheck) -> None:
         """Check the weights that the replicas begin with.

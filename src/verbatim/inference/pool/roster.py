@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import WeightCheck
 from verbatim.inference.pool.base import Replica, ReplicaLoad, TooSlow
-from verbatim.inference.pool.loading import Limits, Target, illness, load_and_check, within
+from verbatim.inference.pool.loading import Limits, Target, fall_asleep, illness, load_and_check, within
 from verbatim.inference.pool.member import GivenUp, Life, Member
 from verbatim.inference.pool.places import Places
 from verbatim.texts import error_text, printable
@@ -75,6 +75,8 @@ class Roster:
         self._limits = limits
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._is_awake = asyncio.Event()
+        self._is_awake.set()
         self._checkups: dict[Life, asyncio.Task[str | None]] = {}
         for member in members:
             places.add(member.index)
@@ -100,9 +102,13 @@ class Roster:
     # ---- weights
 
     async def bring_to(self, target: Target) -> None:
-        """Load and check the target on every replica. Returns once one of them serves it, or none is left."""
+        """Load and check the target on every replica, which wakes up those that sleep. Returns once one of them serves
+        it, or none is left."""
         self.target = target
-        await asyncio.gather(*(self._bring(member) for member in self.members if member.state == "serving"))
+        self._is_awake.set()
+        self._places.let_go()
+        there = [member for member in self.members if member.state in ("serving", "asleep")]
+        await asyncio.gather(*map(self._bring, there))
         while self.failure is None and not any(member.state == "serving" for member in self.members):
             self._changed.clear()
             await self._changed.wait()
@@ -117,7 +123,6 @@ class Roster:
 
     async def _bring(self, member: Member) -> str | None:
         """Load and check, and say what is wrong with the weights; the member is out, or started again, if it fails."""
-        life = member.life
         try:
             why = await self._prove(member)
         except GivenUp:
@@ -127,7 +132,7 @@ class Roster:
             return None
         if why is not None:
             self._retire(member, why)
-        elif life is not member.life:
+        elif member.state != "serving":
             self._serve(member)
         return why
 
@@ -154,8 +159,9 @@ class Roster:
         for is_last in (False, True):
             life = member.life
             life.withhold()
+            computes = not is_last and member.state != "asleep"
             try:
-                why = await life.ask(load_and_check(life.replica, target, self._limits))
+                why = await life.ask(load_and_check(life.replica, target, self._limits, prepare=computes))
             except TooSlow:
                 raise
             except SamplerFault as fault:
@@ -172,6 +178,37 @@ class Roster:
                            "everything again", member.name, target.version, printable(why))  # fmt: skip
             self._set_aside(member, why)
         raise AssertionError("unreachable")
+
+    # ---- sleep
+
+    async def put_to_sleep(self) -> None:
+        """Every replica releases its device, once its requests have ended; the others wait in line until `bring_to`.
+
+        Returns once each is asleep, or out. One that fails to fall asleep is lost, started again, and put to sleep. One
+        that dies while it sleeps waits for `bring_to` to be started again: until then the device is the trainer's.
+        """
+        self._places.hold()
+        while self.failure is None and not all(member.state in ("asleep", "out") for member in self.members):
+            await self._places.until_empty()
+            awake = [member for member in self.members if member.state == "serving"]
+            if awake:
+                await asyncio.gather(*map(self._put_to_sleep, awake))
+            else:  # others load, or are started again
+                self._changed.clear()
+                await self._changed.wait()
+        self._is_awake.clear()
+
+    async def _put_to_sleep(self, member: Member) -> None:
+        life = member.life
+        try:
+            await life.ask(fall_asleep(life.replica, self.target, self._limits))
+        except GivenUp:
+            return  # the watch found it dead, and has seen to it
+        except SamplerFault as fault:
+            self.lose(member, life, str(fault))
+            return
+        member.state = "asleep"
+        self._places.remove(member.index)
 
     # ---- members come and go
 
@@ -231,6 +268,7 @@ class Roster:
         self._in_background(_closed(old), f"close-{member.index}")
         while True:
             await asyncio.sleep(self._pause(member))
+            await self._is_awake.wait()
             try:
                 replica = await within(self._limits.start, old, "a new start", restart(member.index))
                 member.renew(member.why, replica)
@@ -256,9 +294,9 @@ class Roster:
 
     def _set_aside(self, member: Member, why: str) -> None:
         """No request goes to it, and what it had is given up."""
-        self._places.router.remove(member.index)
+        self._places.remove(member.index)
         member.renew(why)
-        if member.state == "serving":
+        if member.state in ("serving", "asleep"):
             member.state = "loading"
 
     def _retire(self, member: Member, why: str) -> None:
@@ -283,7 +321,7 @@ class Roster:
         while member.state != "out":
             await asyncio.sleep(self._limits.health_interval)
             life = member.life
-            if member.state not in ("serving", "loading"):
+            if member.state not in ("serving", "loading", "asleep"):
                 continue
             why = await illness(life.replica, self._limits)
             if why is None:

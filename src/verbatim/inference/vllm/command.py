@@ -54,6 +54,8 @@ def server_command(
         "--weight-transfer-config", transfer, "--worker-extension-cls", WORKER_EXTENSION,
         "--middleware", MIDDLEWARE, "--disable-uvicorn-access-log",
     ]  # fmt: skip
+    if settings.colocate:
+        options.append("--enable-sleep-mode")
     if settings.gpu_memory_utilization is not None:
         options += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     return [python_of(settings), "-m", "vllm.entrypoints.openai.api_server", *options, *settings.args]
@@ -79,7 +81,7 @@ def server_environment(
         uploads: The folder for weights that arrive over HTTP; None = they cannot.
     """
     ours = {name: value for name, value in os.environ.items() if name not in _OF_OUR_PYTHON}
-    devices = _devices(settings, replica, ours.get("CUDA_VISIBLE_DEVICES"))
+    devices = settings.visible_devices(replica, ours.get("CUDA_VISIBLE_DEVICES"))
     return {
         **ours,
         "PYTHONPATH": str(PLUGIN),
@@ -94,20 +96,3 @@ def server_environment(
         **({"VERBATIM_UPLOADS": str(uploads)} if uploads is not None else {}),
         **settings.env,
     }
-
-
-def _devices(settings: VllmSettings, replica: int, visible: str | None) -> str | None:
-    """The replica's devices. With one replica and no list it sees what this process sees.
-
-    >>> _devices(VllmSettings(replicas=2, tensor_parallel_size=2), 1, "4,5,6,7")
-    '6,7'
-    """
-    if settings.devices:
-        return settings.devices[replica]
-    if settings.replicas == 1:
-        return visible
-    known = visible.split(",") if visible else None
-    mine = range(replica * settings.tensor_parallel_size, (replica + 1) * settings.tensor_parallel_size)
-    if known is None:
-        return ",".join(map(str, mine))
-    return ",".join(known[device] for device in mine if device < len(known))

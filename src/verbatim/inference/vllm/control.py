@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,6 +32,8 @@ _METRICS: Mapping[str, str] = {
 }
 _ALREADY = "weight update is already active"
 """What vLLM says in `/start_weight_update`."""
+Memory = Literal["weights", "kv_cache"]
+"""What a server keeps on its device, as vLLM names it."""
 _SHARES = ("kv_usage",)
 """Averaged over the engines of a server; the others are added."""
 
@@ -156,6 +158,30 @@ class VllmControl:
     async def resume(self) -> None:
         """Steps go on."""
         await self._post("resume", "/resume")
+
+    # ---- asleep: the trainer has the device
+
+    async def sleep(self) -> None:
+        """Release the device's memory: what weights and cache hold is lost. Requests in flight end first; those that
+        come later wait.
+
+        Raises:
+            SamplerFault: it did not.
+        """
+        answer = await self._post("sleep", "/sleep?level=2&mode=wait")
+        if not isinstance(answer, dict) or answer.get("status") != "sleeping":
+            raise SamplerFault(f"{self._name}: sleep: it says {brief(answer)}")
+
+    async def wake_up(self, memory: Memory, *, is_last: bool) -> None:
+        """Take one kind of memory on the device again; what is in it is undefined. After the last one, steps go on.
+
+        Raises:
+            SamplerFault: it did not.
+        """
+        answer = await self._post(f"wake up {memory}", f"/wake_up?tags={memory}")
+        expected = "awake" if is_last else "sleeping"
+        if not isinstance(answer, dict) or answer.get("status") != expected:
+            raise SamplerFault(f"{self._name}: wake up {memory}: it says {brief(answer)}, expected {expected}")
 
     # ---- what the server is
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from verbatim.inference.http.client import CONNECT, HttpClient
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_version
-from verbatim.inference.vllm.control import VllmControl, joined, named, refuse_inexact
+from verbatim.inference.vllm.control import Memory, VllmControl, joined, named, refuse_inexact
 from verbatim.inference.vllm.digests import Piece, PublishedFolder, open_folder
 from verbatim.inference.vllm.transports import make_transport
 from verbatim.types import Float32, Int32
@@ -28,6 +29,8 @@ _BEYOND_A_PHASE = 30.0
 
 class VllmReplica:
     """A `Sampler` over one vLLM server.
+
+    A server that sleeps is woken up by its next update: its weights first, which are loaded and proven, then its cache.
 
     An update ends only after every worker of the server has shown the digests of the tensors that its kernels were
     built from, and they are those of the published files. Until then the server computes nothing; if it fails, the
@@ -94,6 +97,9 @@ class VllmReplica:
         """Calls of `cached_logprob` since the last update; what more than two find says nothing."""
         self._has_said_cache_is_unread = False
         self._unverified: tuple[str, ...] = ()
+        self._asleep: set[Memory] = set()
+        self.seconds_waking: float | None = None
+        """Seconds that its last waking took, without loading; None if it never slept."""
 
     def __repr__(self) -> str:
         return f"VllmReplica({self._http.url!r}, name={self._name!r})"
@@ -164,6 +170,7 @@ class VllmReplica:
         control = self._control
         await self._transport.prepare(self._control_client, control, path, version)
         await control.pause()
+        await self._wake_up("weights")
         await control.start_update()
         await self._transport.load(control, folder)
         await control.finish_update()
@@ -183,9 +190,28 @@ class VllmReplica:
         if not emptied and self._on_weight_update == "recompute":
             raise SamplerFault(f"{self._name}: empty prefix cache: the server could not, so old prefixes would be used")
         self._num_asked_cache = 0
+        await self._wake_up("kv_cache")  # last: vLLM goes on computing by itself as soon as nothing sleeps
         await control.resume()
         self._version = version
         return None
+
+    async def sleep(self) -> None:
+        """Release the device's memory: weights and cache. The next `update_weights` takes it again, and loads.
+
+        Raises:
+            SamplerFault: the server failed or took too long: names the replica and the phase.
+        """
+        await self._control.sleep()
+        self._asleep = {"weights", "kv_cache"}
+        self.seconds_waking = 0.0
+
+    async def _wake_up(self, memory: Memory) -> None:
+        if memory not in self._asleep:
+            return
+        began = time.monotonic()
+        await self._control.wake_up(memory, is_last=self._asleep == {memory})
+        self._asleep.discard(memory)
+        self.seconds_waking = (self.seconds_waking or 0.0) + time.monotonic() - began
 
     def _open(self, path: Path) -> PublishedFolder:
         """Read the folder once, before the server is paused: its digests, and that all its numbers are finite."""

