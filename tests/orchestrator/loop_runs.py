@@ -175,7 +175,7 @@ class Notes:
 def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=None, filters=None, evaluate=False,
          token_seconds=0.0, interval=100, max_off_policy_steps=8, launch_bound=8, oversampling=1.0, sampler=None,
          probes=None, max_length=100, strategy="interleaved", on_break="split", online_filtering=False,
-         pool_rules=None, logprob_models=None, limits=None, params=None,
+         pool_rules=None, logprob_models=None, limits=None, params=None, shares_device=False,
          ):  # fmt: skip
     environment = environment or Coins()
     sampler = sampler or ScriptedSampler(
@@ -202,7 +202,7 @@ def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=No
     notes = notes or Notes()
     schedule = RunSchedule(
         max_steps=steps, eval_setups=[setup] if evaluate else [], eval_interval=2, eval_episodes=10, eval_seed=1,
-        checkpoint_interval=interval,
+        checkpoint_interval=interval, shares_device=shares_device,
     )  # fmt: skip
     orchestrator = Orchestrator(
         schedule=schedule, sampler=sampler, trainer=trainer or FakeTrainer(tmp_path), dispatcher=dispatcher,

@@ -85,6 +85,9 @@ def run(args: argparse.Namespace) -> int:
     if args.uploads is not None and key is None:
         raise UsageError("--uploads needs a key, because whoever reaches the server could load other weights: "
                          "--api-key-env VARIABLE")  # fmt: skip
+    if inference_settings(config).shares_device:
+        raise UsageError(f"inference.{table_of(config.inference.backend)}.colocate is for servers that a run starts "
+                         "beside its trainer; it puts no others to sleep. Leave it out")  # fmt: skip
     try:
         inference_settings(config).check()
     except UsageError as error:

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if config.warm_start is None:
         raise ConfigError(f"{args.file} has no [warm_start] table, which says what `verbatim sft` does; for example\n"
                           '[warm_start]\nsteps = 100\ndata = "conversations.jsonl"')  # fmt: skip
-    environments = check_run(config)
+    environments = check_run(config, starts_both=False)
     console = PlainConsole()
     with RunFolder.create(config, name=f"{config.named(args.file.stem).name}-sft", now=datetime.now()) as folder:
         from verbatim.run.prepare import prepare_model

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     console = PlainConsole()
     supervised = args.session is not None
     if not supervised:  # `verbatim rl` has checked it before it started this process
-        check_run(config)
+        check_run(config, starts_both=False)
     log_to_console(console, logging.WARNING if supervised else logging.INFO)
     with RunFolder.open(config, TRAINER, resume=args.resume, joins=True) as folder, log_to_file(folder.log(TRAINER)):
         stopped = serve_trainer(

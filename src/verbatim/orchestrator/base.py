@@ -55,3 +55,5 @@ class RunSchedule:
     """Whether a token with the advantage 0 teaches nothing: no teacher is followed, and the loss is one of ours."""
     canary_tolerance: float = 1e-4
     """Largest mean difference of the sampler's logprobs from the trainer's after a weight update."""
+    shares_device: bool = False
+    """Whether sampler and trainer take turns on one device."""

@@ -40,6 +40,7 @@ from verbatim.orchestrator.evaluate import evaluate
 from verbatim.orchestrator.loop_lag import LoopLag
 from verbatim.orchestrator.producer import Producer, Submitted, cancel_all
 from verbatim.orchestrator.step_metrics import StepMetrics
+from verbatim.orchestrator.turns import Turns
 from verbatim.orchestrator.weight_sync import WeightSync
 from verbatim.rollouts import EpisodeTally
 from verbatim.trajectories import Ledger
@@ -69,9 +70,10 @@ class Orchestrator:
 
     def __post_init__(self) -> None:
         self._stopping = asyncio.Event()
+        self._turns = Turns(self.sampler, is_shared=self.schedule.shares_device)
         self._producer = Producer(
             schedule=self.schedule, dispatcher=self.dispatcher, trainer=self.trainer, rules=self.rules,
-            logprob_models=self.logprob_models, tally=self.tally, stopping=self._stopping,
+            logprob_models=self.logprob_models, tally=self.tally, turns=self._turns, stopping=self._stopping,
         )  # fmt: skip
         self._weight_sync = WeightSync(self.sampler, self.probes, self.schedule.canary_tolerance)
         self._metrics = StepMetrics(
@@ -134,6 +136,7 @@ class Orchestrator:
         try:
             while (submitted := await self._next_submitted(producer, watch)) is not None:
                 await self._finish_step(submitted)
+                self._turns.step_is_over()
             await producer
         except (VerbatimError, OSError):
             # An external failure: completed batches are valid, so checkpoint them.
@@ -177,13 +180,14 @@ class Orchestrator:
         waited = time.perf_counter() - began
         self._settle(submitted, report)
         state = self.state_dict() if report.state is not None else None
+        timings = {"time/wait_for_trainer": waited, **self._turns.to_sampler()}
         try:
             seconds = await self._load_weights(report)
             self.dispatcher.advance(self.step)
         except (VerbatimError, OSError):
             await self._record(submitted, report, {})
             raise
-        await self._record(submitted, report, {"time/wait_for_trainer": waited, "time/weight_sync": seconds})
+        await self._record(submitted, report, {**timings, "time/weight_sync": seconds})
         if self.step % self.schedule.eval_interval == 0 or self.step == self.schedule.max_steps:
             await self._evaluate()
         if state is not None:

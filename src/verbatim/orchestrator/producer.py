@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from verbatim.credit.base import function_name
 from verbatim.credit.chunk_returns import TURN_REWARDS_SUM
@@ -17,11 +17,14 @@ from verbatim.orchestrator.assemble import AssembledGroup, GroupRules, assemble_
 from verbatim.orchestrator.base import RunSchedule
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.logprob_streams import add_logprob_streams
+from verbatim.orchestrator.turns import Turns
 from verbatim.rollouts import EpisodeTally
 from verbatim.transport import StepReport, TrainerLink
 from verbatim.types import Group
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,6 +55,8 @@ class Producer:
     """Score the samples, by the name of their logprob stream."""
     tally: EpisodeTally
     """Is told of episodes that credit finds unusable."""
+    turns: Turns
+    """Says when the trainer may have the device."""
     stopping: asyncio.Event
     """Ends it before the next batch is handed over."""
     submitted: deque[Submitted] = field(default_factory=deque)
@@ -67,7 +72,7 @@ class Producer:
         """Hand over the batches from number `first` on, as they fill up."""
         for number in range(first, self.schedule.max_steps):
             began = time.perf_counter()
-            groups = await self._next_groups()
+            groups = await self._unless_stopping(self.dispatcher.next_batch())
             if groups is None:
                 return
             waited = time.perf_counter() - began
@@ -75,8 +80,11 @@ class Producer:
             if self.logprob_models:
                 batch = await add_logprob_streams(batch, self.logprob_models)
             samples = [sample for group in batch for sample in group.samples]
+            await self._unless_stopping(self.turns.until_step_is_over())
             due = (number + 1) % self.schedule.checkpoint_interval == 0 and number + 1 < self.schedule.max_steps
             async with self.handover:
+                if not self.stopping.is_set():
+                    await self.turns.to_trainer()
                 if self.stopping.is_set():
                     return
                 report = asyncio.create_task(
@@ -85,16 +93,16 @@ class Producer:
                 self.submitted.append(Submitted(number=number, batch=batch, report=report, wait_for_batch=waited))
             self.more.set()
 
-    async def _next_groups(self) -> list[Group] | None:
-        """The groups of the next batch; None where there are no more, or the run stops."""
-        batch = asyncio.ensure_future(self.dispatcher.next_batch())
+    async def _unless_stopping(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What the work gives; None where the run stops: groups that are not settled are run again after a resume."""
+        working = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
-            await asyncio.wait({batch, stop}, return_when=asyncio.FIRST_COMPLETED)
-            groups = batch.result() if batch.done() else None
-            return None if self.stopping.is_set() else groups  # not settled, they are run again after a resume
+            await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
+            result = working.result() if working.done() else None
+            return None if self.stopping.is_set() else result
         finally:
-            await cancel_all([batch, stop])
+            await cancel_all([working, stop])
 
     def _assemble(self, groups: Sequence[Group], number: int) -> list[AssembledGroup]:
         batch = []

@@ -26,6 +26,7 @@ from verbatim.run.environments import (
     read_conversations,
 )
 from verbatim.run.parts import logprob_models, make_loss, make_monitors, make_rules
+from verbatim.run.placement import check_placement, check_turns
 from verbatim.run.rollouts import inference_settings, make_renderer, plays_elsewhere, rollout_settings
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,9 @@ _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
 """Renderers that every chat template has."""
 
 
-def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRONMENTS) -> Environments:
+def check_run(
+    config: RunConfig, environments_table: Mapping[str, Any] = ENVIRONMENTS, *, starts_both: bool = True
+) -> Environments:
     """Refuse what could never start; names are looked up already, by `load_config` with its tables.
 
     Environments are made, and asked for their examples and, where the run needs some, for a demonstration. Components
@@ -42,7 +45,13 @@ def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRON
     tried, also whether they show the tools of the environments and the file; that there are weights is looked at, but
     they are not loaded. Only the hub is asked, for an id.
 
-    Returns the environments, so that they are made once; `environments_table` says what ids of environments stand for.
+    Args:
+        config: The run's configuration.
+        environments_table: What ids of environments stand for.
+        starts_both: Whether trainer and sampler are started from here: both see the devices that this process sees.
+
+    Returns:
+        The environments, so that they are made once.
 
     Raises:
         UsageError: says what was found and what was expected.
@@ -58,14 +67,22 @@ def check_run(config: RunConfig, environments_table: Mapping[str, Any] = ENVIRON
     rollout_settings(config).check()
     _check_runners(config, environments)
     _check_devices(config)
-    try:
-        inference_settings(config).check()
-    except UsageError as error:
-        raise UsageError(f"inference.{table_of(config.inference.backend)}.{error}") from error
+    _check_inference(config, starts_both)
     if config.orchestrator.teacher is not None:
         _check_teacher(config.orchestrator.teacher)
     _check_model(config, environments, data)
     return environments
+
+
+def _check_inference(config: RunConfig, starts_both: bool) -> None:
+    settings = inference_settings(config)
+    check_turns(config, settings)
+    try:
+        settings.check()
+    except UsageError as error:
+        raise UsageError(f"inference.{table_of(config.inference.backend)}.{error}") from error
+    if starts_both:
+        check_placement(config, settings)
 
 
 def _check_loss(config: RunConfig) -> None:

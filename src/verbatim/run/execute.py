@@ -59,7 +59,7 @@ def execute(
     """
     started = time.monotonic()
     config = config.named(name)  # it may be resumed from its own file
-    made = check_run(config, environments)
+    made = check_run(config, environments, starts_both=not trainer_elsewhere)
     services = make_monitors(config)
     opened = RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere)
     with opened as folder, log_to_file(folder.log(ORCHESTRATOR)):

@@ -169,6 +169,7 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
             config.inference.canary_tolerance
             or tolerance_of(config.trainer.dtype, inference_settings(config).precision)
         ),
+        shares_device=inference_settings(config).shares_device,
     )
 
 

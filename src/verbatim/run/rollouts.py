@@ -166,9 +166,11 @@ async def make_sampler(
         on_weight_update=inference.on_weight_update,
         logs=logs,
     )
-    made = backend.function(inputs, settings_for(inference, inference.backend, backend))
+    settings = settings_for(inference, inference.backend, backend)
+    made = backend.function(inputs, settings)
     sampler: Sampler = await made if inspect.isawaitable(made) else made
-    missing = [name for name in _SAMPLER_METHODS if not callable(getattr(sampler, name, None))]
+    needed = (*_SAMPLER_METHODS, "sleep") if settings.shares_device else _SAMPLER_METHODS
+    missing = [name for name in needed if not callable(getattr(sampler, name, None))]
     if missing:
         raise ComponentError(f"inference.backend = {inference.backend!r} gave a {type(sampler).__name__} without "
                              f"{', '.join(missing)}; expected a verbatim.inference.Sampler")  # fmt: skip

@@ -18,6 +18,7 @@ from verbatim.rollouts import derive_seed
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.logs import last_lines
 from verbatim.run.parts import make_loss
+from verbatim.run.rollouts import inference_settings
 from verbatim.transport import TrainerReady, WeightFolders
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
@@ -38,6 +39,7 @@ def open_trainer(
     from verbatim.models.loading import load_tokenizer
     from verbatim.models.source import is_adapter
     from verbatim.run.prepare import prepare_model
+    from verbatim.trainer.device_memory import DeviceMemory
     from verbatim.trainer.trainer import Trainer
     from verbatim.trainer.worker import TrainerWorker
 
@@ -63,12 +65,14 @@ def open_trainer(
         if trainer.adapters is not None:
             trainer.adapters.load(found.folder / "weights")
         trainer.load_state(found.folder / "trainer")
+    shares_device = inference_settings(config).shares_device
     worker = TrainerWorker(
         trainer,
         version=found.step if found is not None else 0,
         weights=WeightFolders(folder.weights.resolve(), keep=config.orchestrator.max_async_level + 2),
         states=states.resolve(),
         context_length=config.orchestrator.seq_len,
+        memory=DeviceMemory(trainer.model, trainer.optimizer, trainer.device) if shares_device else None,
     )
     if found is not None and adapted:  # published anew, because the folder of a run may have been moved
         base = worker.weights.publish(worker.version, trainer.save_weights)
@@ -78,6 +82,8 @@ def open_trainer(
         checkpoint=found.folder.resolve() if found is not None else None,
         probes=worker.probe(),
     )
+    if worker.memory is not None:
+        worker.memory.leave()  # the sampler starts now
     return worker, ready
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from verbatim.errors import RunStopped, VerbatimError
 from verbatim.machine_faults import describe, is_out_of_memory
+from verbatim.trainer.device_memory import DeviceMemory
 from verbatim.trainer.logprobs import whole_sample
 from verbatim.trainer.trainer import Trainer
 from verbatim.transport import StepReport, WeightFolders
@@ -32,6 +33,8 @@ class TrainerWorker:
     """Where its parts of checkpoints wait to be taken away."""
     context_length: int
     """Most tokens of a sequence that the sampler takes, and so of a probe."""
+    memory: DeviceMemory | None = None
+    """Of a trainer that shares its device: it is there only while it trains."""
     _failure: str | None = None
 
     def __post_init__(self) -> None:
@@ -50,7 +53,9 @@ class TrainerWorker:
             raise RunStopped(f"batch {version - 1} was not trained, because an earlier one failed: {self._failure}")
         assert version == self.version + 1, f"version {version} was asked for, version {self.version} is held"
         state = self.states / f"v{version:06d}" if checkpoint else None
+        moving = 0.0
         try:
+            moving += self.memory.come_back() if self.memory is not None else 0.0
             metrics = self.trainer.train_batch(samples)
             folder = self.weights.publish(version, self.trainer.save_weights)
             if state is not None:
@@ -71,12 +76,15 @@ class TrainerWorker:
             raise RunStopped(self._failure) from error
         self.version = version
         self._optimizer_steps = self.trainer.num_optimizer_steps
+        probes = self.probe()
+        if self.memory is not None:
+            metrics["time/trainer_moving"] = moving + self.memory.leave()
         return StepReport(
             version=version,
             weights=folder,
             num_trained_tokens=int(metrics["trained_tokens"]),
             metrics={**metrics, "weights/bytes": folder_bytes(folder)},
-            probes=self.probe(),
+            probes=probes,
             state=state,
         )
 

@@ -1,0 +1,103 @@
+"""Refuses two sides of a run on one CUDA device that do not take turns on it, before anything is started."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+
+from verbatim.config.schema import RunConfig
+from verbatim.config.sections import BackendSettings, table_of
+from verbatim.errors import UsageError
+from verbatim.run.parts import logprob_models
+
+logger = logging.getLogger(__name__)
+
+
+def check_turns(config: RunConfig, settings: BackendSettings) -> None:
+    """Refuse a sampler that takes turns with a trainer which it does not wait for.
+
+    Args:
+        config: The run's configuration.
+        settings: The inference backend's.
+
+    Raises:
+        UsageError: what to type.
+    """
+    level = config.orchestrator.max_async_level
+    if settings.shares_device and level:
+        raise UsageError(
+            f"inference.{table_of(config.inference.backend)}.colocate: sampler and trainer take turns on one device, "
+            "so rollouts that run ahead of the trainer win no time and are only older; found "
+            f"orchestrator.max_async_level = {level}, expected 0: type orchestrator.max_async_level = 0, or leave out "
+            "colocate"
+        )
+
+
+def check_placement(config: RunConfig, settings: BackendSettings) -> None:
+    """Refuse a trainer, or a teacher that is loaded here, on a device of the sampler's servers; the trainer may be
+    there if they take turns. Where there is no CUDA, nothing overlaps.
+
+    All of them are started by this process, and see the devices that it sees.
+
+    Args:
+        config: The run's configuration.
+        settings: The inference backend's.
+
+    Raises:
+        UsageError: names the device, and what to type.
+    """
+    table = f"inference.{table_of(config.inference.backend)}"
+    taken = settings.cuda_devices()
+    if not taken:
+        return
+    trainer = cuda_device(config.trainer.device)
+    if trainer in taken and not settings.shares_device:
+        raise UsageError(
+            f"trainer.device = {config.trainer.device!r} is CUDA device {trainer}, and so is one of the devices that "
+            f"{table} takes ({', '.join(taken)}): both would fill its memory. {_another('trainer.device', taken)}, or "
+            f"{table}.devices. To share one device, type {table}.colocate = true and orchestrator.max_async_level = 0"
+        )
+    if settings.shares_device and trainer not in taken:
+        logger.warning(
+            "%s.colocate = true, and trainer.device = %r is none of the devices that %s takes (%s): both wait for each "
+            "other for nothing; leave out colocate", table, config.trainer.device, table, ", ".join(taken),
+        )  # fmt: skip
+    for model in logprob_models(config).values():
+        if model.base_url is None and (found := cuda_device(model.device)) in taken:
+            raise UsageError(
+                f"orchestrator.teacher.device = {model.device!r} is CUDA device {found}, one of those that {table} "
+                f"takes ({', '.join(taken)}). {_another('orchestrator.teacher.device', taken)}, or serve it "
+                "(orchestrator.teacher.base_url)"
+            )
+
+
+def cuda_device(device: str) -> str | None:
+    """The CUDA device behind a name of torch's, as CUDA_VISIBLE_DEVICES names it; None for another kind of device.
+
+    Example: with CUDA_VISIBLE_DEVICES=4,5 "cuda:1" is "5", and "auto" is "4".
+    """
+    if device == "cpu":
+        return None
+    from verbatim.models.loading import resolve_device  # torch takes seconds to import
+
+    found = resolve_device(device)
+    if found.type != "cuda":
+        return None
+    visible = _visible()
+    index = found.index or 0
+    return str(index) if visible is None else visible[index]
+
+
+def _visible() -> list[str] | None:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if named is None else [name.strip() for name in named.split(",")]
+
+
+def _another(key: str, taken: Collection[str]) -> str:
+    """What to type for a device that is free, where this process sees one."""
+    import torch
+
+    visible = _visible() or [str(index) for index in range(torch.cuda.device_count())]
+    free = [index for index, name in enumerate(visible) if name not in taken]
+    return f'Type {key} = "cuda:{free[0]}"' if free else f"No other device is visible here; choose another {key}"

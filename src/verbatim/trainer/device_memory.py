@@ -1,0 +1,79 @@
+"""Moves a trainer between its device and host memory, where it takes turns on the device with a sampler."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Move = Callable[[Tensor, torch.device], Tensor]
+HOST = torch.device("cpu")
+
+
+def _to(tensor: Tensor, place: torch.device) -> Tensor:
+    return tensor.to(place)
+
+
+class DeviceMemory:
+    """All tensors of a trainer that outlive a step: parameters, gradients, buffers, the optimizer's state.
+
+    They stay the same objects, so that model and optimizer go on with them; on a CPU nothing is moved.
+
+    Args:
+        model: The model being trained.
+        optimizer: Its optimizer.
+        device: Where both compute.
+        move: A tensor on another device.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, move: Move = _to
+    ) -> None:
+        self._model, self._optimizer, self._device, self._move = model, optimizer, device, move
+
+    def leave(self) -> float:
+        """Copy everything to host memory, and give the device's memory back to its driver. Returns the seconds."""
+        if self._device == HOST:
+            return 0.0
+        seconds = self._bring_to(HOST)
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return seconds
+
+    def come_back(self) -> float:
+        """Copy everything to the device. Returns the seconds.
+
+        Raises:
+            RuntimeError: the device has no memory for it.
+        """
+        return 0.0 if self._device == HOST else self._bring_to(self._device)
+
+    def _bring_to(self, place: torch.device) -> float:
+        began = time.perf_counter()
+        with torch.no_grad():
+            for tensor in self._tensors():
+                tensor.data = self._move(tensor.data, place)
+        return time.perf_counter() - began
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Each tensor once; tied parameters are one."""
+        seen: set[int] = set()
+        for tensor in self._all():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+    def _all(self) -> Iterator[Tensor]:
+        for parameter in self._model.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from self._model.buffers()
+        states: Any = self._optimizer.state
+        for state in states.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
