@@ -162,12 +162,10 @@ def test_a_version_that_cannot_be_written_names_the_disks_reason(made, monkeypat
 def test_a_trainer_that_serves_answers_every_order_and_tells_whose_fault_it_was(made, tmp_path):
     """A batch, a broken one, one after it, the state, the end: five orders, four answers."""
     exchange = Exchange.open(tmp_path / "exchange")
-    kept = tmp_path / "kept"
-    kept.mkdir()
     exchange.send(1, TrainerMessage(kind="train", version=1, samples=tuple(make_batch(1)), checkpoint=True))
     exchange.send(2, TrainerMessage(kind="train", version=2, samples=tuple(poisoned(2))))
     exchange.send(3, TrainerMessage(kind="train", version=3, samples=tuple(make_batch(3))))
-    exchange.send(4, TrainerMessage(kind="save", version=1, folder=kept))
+    exchange.send(4, TrainerMessage(kind="save", version=1))
     exchange.send(5, TrainerMessage(kind="stop"))
     told, steps = [], []
 
@@ -180,8 +178,9 @@ def test_a_trainer_that_serves_answers_every_order_and_tells_whose_fault_it_was(
     assert answers[0]["result"]["metrics"]["time/trainer_idle"] >= 0
     assert "No weight was touched" in answers[1]["error"]
     assert answers[2]["error"].startswith("batch 2 was not trained, because an earlier one failed")
-    assert answers[3:] == [{"result": None}, None]
-    assert (kept / "weights" / "model.safetensors").is_file()
+    assert answers[3:] == [{"result": {"in_run": "states/v000001"}}, None]
+    assert (made.states / "v000001" / "weights" / "model.safetensors").is_file()
+    assert (made.states / "v000001" / "trainer" / "trainer.json").is_file()
     assert steps == [1]
     assert told == ["training on batch 0", "training on batch 1", "training on batch 1", "writing its state"]
 

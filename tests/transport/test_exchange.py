@@ -25,7 +25,7 @@ class TooLate(Exception):
     """An order did not come in time."""
 
 
-def wait_for(exchange, number, seconds=5.0):
+def wait_for(exchange, number, seconds=60.0):
     until = time.monotonic() + seconds
 
     def look():
@@ -37,7 +37,7 @@ def wait_for(exchange, number, seconds=5.0):
 
 def report(version):
     return {"result": to_json(
-        StepReport(version=version, weights=Path("w"), num_trained_tokens=version, metrics={})
+        StepReport(version=version, weights=Path("w"), num_trained_tokens=version, metrics={}), Path("/run")
     )}  # fmt: skip
 
 
@@ -120,6 +120,20 @@ async def test_what_the_trainer_says_is_wrong_stops_the_run(exchange):
     with pytest.raises(RunStopped, match=r"^the trainer: the loss is nan$"):
         await link.train([], 1)
     await asyncio.to_thread(thread.join)
+
+
+async def test_a_state_that_the_trainer_left_is_moved_to_where_it_is_wanted(exchange, tmp_path):
+    left, wanted = exchange.states / "v000003", tmp_path / "wanted"
+    (left / "weights").mkdir(parents=True)
+    (left / "weights" / "a").write_text("1")
+    wanted.mkdir()
+    answer = {"result": {"in_run": f"exchange/{exchange.folder.name}/states/v000003"}}
+    thread, seen = serve(exchange, 1, answer=lambda version: answer)
+    await RemoteTrainer(exchange, fault=lambda: None).save(wanted, 3)
+    await asyncio.to_thread(thread.join)
+    assert [(order.kind, order.version) for order in seen] == [("save", 3)]
+    assert (wanted / "weights" / "a").read_text() == "1"
+    assert not left.exists()
 
 
 async def test_a_trainer_that_is_gone_ends_the_wait_for_its_answer(exchange):

@@ -32,7 +32,7 @@ def travelled(order, tmp_path):
 def test_every_bit_of_a_batch_survives_the_trip(tmp_path, teacher):
     sent = tuple(make_sample(length, teacher=teacher, seed=i) for i, length in enumerate([9, 1, 300, 2, 9]))
     found = travelled(TrainerMessage(kind="train", version=7, samples=sent, checkpoint=True), tmp_path)
-    assert (found.kind, found.version, found.checkpoint, found.folder) == ("train", 7, True, None)
+    assert (found.kind, found.version, found.checkpoint) == ("train", 7, True)
     assert len(found.samples) == len(sent)
     for mine, theirs in zip(found.samples, sent, strict=True):
         assert_same_sample(mine, theirs)
@@ -50,12 +50,10 @@ def test_a_batch_of_which_everything_was_dropped_survives_the_trip(tmp_path):
     assert (found.kind, found.version, found.samples) == ("train", 3, ())
 
 
-def test_the_other_kinds_of_order_survive_the_trip(tmp_path, monkeypatch):
+def test_the_other_kinds_of_order_survive_the_trip(tmp_path):
     assert travelled(TrainerMessage(kind="stop"), tmp_path).kind == "stop"
-    monkeypatch.chdir(tmp_path)
-    save = travelled(TrainerMessage(kind="save", version=12, folder=Path("états")), tmp_path)
+    save = travelled(TrainerMessage(kind="save", version=12), tmp_path)
     assert (save.kind, save.version) == ("save", 12)
-    assert save.folder == tmp_path / "états"  # the other process may stand elsewhere
 
 
 def test_the_samples_of_these_tests_have_no_field_at_its_default():
@@ -73,6 +71,9 @@ PROBES = Probes(
 )
 
 
+RUN = Path("/run")
+
+
 def assert_same_probes(found, sent):
     for name in ("token_ids", "logprobs"):
         for mine, theirs in zip(getattr(found, name), getattr(sent, name), strict=True):
@@ -85,7 +86,7 @@ def test_every_bit_of_a_report_survives_the_trip():
         version=4, weights=Path("/w/v000004"), num_trained_tokens=10**12, metrics=metrics, probes=PROBES,
         state=Path("/s/é"),
     )  # fmt: skip
-    found = report_from_json(json.loads(json.dumps(to_json(sent))))
+    found = report_from_json(json.loads(json.dumps(to_json(sent, RUN))), RUN)
     assert (found.version, found.weights, found.num_trained_tokens) == (4, Path("/w/v000004"), 10**12)
     assert found.state == Path("/s/é")
     assert {k: repr(v) for k, v in found.metrics.items()} == {k: repr(v) for k, v in metrics.items()}
@@ -94,16 +95,34 @@ def test_every_bit_of_a_report_survives_the_trip():
 
 def test_a_report_without_probes_and_state_survives_the_trip():
     sent = StepReport(version=1, weights=Path("w"), num_trained_tokens=0, metrics={})
-    found = report_from_json(json.loads(json.dumps(to_json(sent))))
+    found = report_from_json(json.loads(json.dumps(to_json(sent, RUN))), RUN)
     assert (found.probes, found.state, found.metrics) == (None, None, {})
 
 
 @pytest.mark.parametrize("checkpoint", [None, Path("/run/checkpoints/step_000003")])
 def test_what_a_trainer_that_is_ready_says_survives_the_trip(checkpoint):
     sent = TrainerReady(version=3, weights="some/hub-id", checkpoint=checkpoint, probes=PROBES)
-    found = ready_from_json(json.loads(json.dumps(to_json(sent))))
+    found = ready_from_json(json.loads(json.dumps(to_json(sent, RUN))), RUN)
     assert (found.version, found.weights, found.checkpoint) == (3, "some/hub-id", checkpoint)
     assert_same_probes(found.probes, PROBES)
+
+
+def test_folders_of_the_run_are_those_of_the_host_that_reads_the_answer():
+    there, here = Path("/there/run"), Path("/here/run")
+    report = StepReport(version=1, weights=there / "weights/v000001", num_trained_tokens=0, metrics={},
+                        state=there / "exchange/a1/states/v000001")  # fmt: skip
+    found = report_from_json(json.loads(json.dumps(to_json(report, there))), here)
+    assert (found.weights, found.state) == (here / "weights/v000001", here / "exchange/a1/states/v000001")
+    ready = TrainerReady(version=3, weights=str(there / "model"), checkpoint=there / "checkpoints/step_000003")
+    begun = ready_from_json(json.loads(json.dumps(to_json(ready, there))), here)
+    assert (begun.weights, begun.checkpoint) == (str(here / "model"), here / "checkpoints/step_000003")
+
+
+@pytest.mark.parametrize("name", ["../other", "/etc", "weights/../../other"])
+def test_a_folder_outside_of_the_run_is_not_taken_for_one_of_the_run(name):
+    value = to_json(StepReport(version=1, weights=RUN / "w", num_trained_tokens=0, metrics={}), RUN)
+    with pytest.raises(RunStopped, match=r"names the folder .*, expected one below /run"):
+        report_from_json({**value, "state": {"in_run": name}}, RUN)
 
 
 @pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:50], lambda data: bytes(len(data))])

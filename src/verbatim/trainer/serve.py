@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from verbatim.errors import RunStopped
@@ -11,7 +12,7 @@ from verbatim.machine_faults import describe
 from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat
-from verbatim.transport.trainer_messages import TrainerMessage, to_json
+from verbatim.transport.trainer_messages import TrainerMessage, path_to_json, to_json
 
 
 def serve(
@@ -41,19 +42,18 @@ def serve(
             return
         idle = time.monotonic() - began
         heartbeat.progress(f"training on batch {worker.version}" if message.kind == "train" else "writing its state")
-        exchange.answer(number, _execute(worker, message, idle, on_step))
+        exchange.answer(number, _execute(worker, message, exchange.run, idle, on_step))
 
 
 def _execute(
-    worker: TrainerWorker, message: TrainerMessage, idle: float, on_step: Callable[[int, dict[str, float]], None]
-) -> dict[str, Any]:
+    worker: TrainerWorker, message: TrainerMessage, run: Path, idle: float,
+    on_step: Callable[[int, dict[str, float]], None],
+) -> dict[str, Any]:  # fmt: skip
     """The answer. An external fault is reported; a bug of ours ends the process with a traceback."""
     try:
         if message.kind == "save":
-            assert message.folder is not None
-            worker.save(message.folder, message.version)
-            return {"result": None}
-        report = to_json(worker.train(message.samples, message.version, checkpoint=message.checkpoint))
+            return {"result": path_to_json(worker.leave_state(message.version), run)}
+        report = to_json(worker.train(message.samples, message.version, checkpoint=message.checkpoint), run)
     except (RunStopped, OSError) as error:
         return {"error": describe(error)}
     report["metrics"] = {**report["metrics"], "time/trainer_idle": idle}

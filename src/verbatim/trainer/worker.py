@@ -52,15 +52,14 @@ class TrainerWorker:
         if self._failure is not None:
             raise RunStopped(f"batch {version - 1} was not trained, because an earlier one failed: {self._failure}")
         assert version == self.version + 1, f"version {version} was asked for, version {self.version} is held"
-        state = self.states / f"v{version:06d}" if checkpoint else None
+        state = self._state(version) if checkpoint else None
         moving = 0.0
         try:
             moving += self.memory.come_back() if self.memory is not None else 0.0
             metrics = self.trainer.train_batch(samples)
             folder = self.weights.publish(version, self.trainer.save_weights)
             if state is not None:
-                shutil.rmtree(state, ignore_errors=True)
-                state.mkdir(parents=True)
+                _make_empty(state)
                 self._write(state, folder)
         except VerbatimError as error:
             self._failure = str(error)
@@ -94,12 +93,30 @@ class TrainerWorker:
         Raises:
             RunStopped: this is not the version it holds, or a batch failed after some of its optimizer steps.
         """
+        self._check_held(version)
+        self._write(folder, None)
+
+    def leave_state(self, version: int) -> Path:
+        """Write the same into a folder of its own, as `train` does for a checkpoint, and return it.
+
+        Raises:
+            RunStopped: as `save`.
+        """
+        self._check_held(version)
+        folder = self._state(version)
+        _make_empty(folder)
+        self._write(folder, None)
+        return folder
+
+    def _state(self, version: int) -> Path:
+        return self.states / f"v{version:06d}"
+
+    def _check_held(self, version: int) -> None:
         if version != self.version or self.trainer.num_optimizer_steps != self._optimizer_steps:
             raise RunStopped(
                 f"the state after step {version} is gone: {self.trainer.num_optimizer_steps} optimizer steps are "
                 f"done, {self._optimizer_steps} of them for the {self.version} steps that were published"
             )
-        self._write(folder, None)
 
     def probe(self) -> Probes:
         """Its weights' logprobs of the fixed probes."""
@@ -115,6 +132,11 @@ class TrainerWorker:
         else:
             shutil.copytree(published, folder / "weights", copy_function=_link_or_copy)
         self.trainer.save_state(folder / "trainer")
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -24,6 +24,7 @@ from verbatim.transport.trainer_messages import (
 )
 
 _CURRENT = "current"
+READY = "ready.json"
 FIRST_WAIT, LONGEST_WAIT = 0.001, 0.02
 """Seconds between two looks for a file; doubled while nothing comes."""
 
@@ -33,6 +34,8 @@ class Exchange:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.run = folder.parent.parent
+        """The run folder on this host."""
         self.messages = folder / "messages"
         self.answers = folder / "answers"
         self.states = folder / "states"
@@ -57,7 +60,7 @@ class Exchange:
 
     def ready(self, ready: TrainerReady) -> None:
         """Say that messages may come."""
-        publish_json(self.folder / "ready.json", to_json(ready))
+        publish_json(self.folder / READY, to_json(ready, self.run))
 
     def wait_for_message(self, number: int, look: Callable[[], None]) -> TrainerMessage:
         """The message of this number, as soon as it is there; its file is removed.
@@ -101,8 +104,8 @@ class Exchange:
 
     def read_ready(self) -> TrainerReady | None:
         """The state of the trainer; None before it is ready."""
-        value = read_published_json(self.folder / "ready.json")
-        return None if value is None else ready_from_json(value)
+        value = read_published_json(self.folder / READY)
+        return None if value is None else ready_from_json(value, self.run)
 
     def beats(self) -> int | None:
         """The number of the trainer's heartbeats; None before the first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from verbatim.errors import RunStopped
 from verbatim.transport.base import StepReport
 from verbatim.transport.exchange import FIRST_WAIT, LONGEST_WAIT, Exchange
-from verbatim.transport.trainer_messages import TrainerMessage, report_from_json
+from verbatim.transport.trainer_messages import TrainerMessage, path_from_json, report_from_json
 from verbatim.types import TrainingSample
 
 _LOOK_SECONDS = 0.25
@@ -35,11 +36,13 @@ class RemoteTrainer:
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
         """Hand over a batch and wait for its weights."""
         message = TrainerMessage(kind="train", version=version, samples=tuple(samples), checkpoint=checkpoint)
-        return report_from_json(await self._execute(message))
+        return report_from_json(await self._execute(message), self._exchange.run)
 
     async def save(self, folder: Path, version: int) -> None:
-        """Have the trainer write its state."""
-        await self._execute(TrainerMessage(kind="save", version=version, folder=folder))
+        """Have the trainer leave its state in the exchange, and move it into the folder."""
+        left = path_from_json(await self._execute(TrainerMessage(kind="save", version=version)), self._exchange.run)
+        assert left is not None
+        await asyncio.to_thread(_move_content, left, folder)
 
     async def watch(self) -> None:
         """Check the trainer regularly.
@@ -84,3 +87,9 @@ class RemoteTrainer:
                 if writing.exception() is None:
                     self._sent = number
             return number
+
+
+def _move_content(source: Path, target: Path) -> None:
+    for part in source.iterdir():
+        os.rename(part, target / part.name)
+    source.rmdir()

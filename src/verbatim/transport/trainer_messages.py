@@ -11,6 +11,9 @@ exchange/{session}/
     states/v000025/                          the trainer's part of a checkpoint, on its way there
 ```
 
+Folders in answers are named below the run folder, `{"in_run": "weights/v000025"}`, which may be another one on the
+orchestrator's host.
+
 The trainer executes messages in the order of their numbers, one at a time. A session is one process of each side:
 the files of a killed process are never read again.
 """
@@ -21,7 +24,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +41,10 @@ _ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "pol
 _STREAM = "_logprobs"
 """Suffix of a logprob stream's tensor name: the stream "teacher" is the tensor "teacher_logprobs"."""
 _NAMES = ("trajectory_id", "group_id", "env", "part")
+IN_RUN = "in_run"
+"""Key of a path below the run folder."""
+_FOLDERS = {"weights", "state", "checkpoint"}
+"""Fields of answers that name folders."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,8 +59,6 @@ class TrainerMessage:
     """The batch."""
     checkpoint: bool = False
     """With a batch: also leave the trainer's part of a checkpoint."""
-    folder: Path | None = None
-    """Where the state is to be written."""
 
 
 def message_to_bytes(message: TrainerMessage) -> bytes:
@@ -68,7 +73,6 @@ def message_to_bytes(message: TrainerMessage) -> bytes:
         "kind": message.kind,
         "version": message.version,
         "checkpoint": message.checkpoint,
-        "folder": None if message.folder is None else str(message.folder.resolve()),  # the trainer may stand elsewhere
         **{name: [getattr(sample, name) for sample in samples] for name in _NAMES},
     }
     data: bytes = save(tensors, metadata={"message": json.dumps(head)})
@@ -98,34 +102,65 @@ def read_message(path: Path) -> TrainerMessage:
         for i in range(len(head[_NAMES[0]]))
     )  # fmt: skip
     return TrainerMessage(
-        kind=head["kind"], version=head["version"], samples=samples, checkpoint=head["checkpoint"],
-        folder=_path(head["folder"]),
-    )  # fmt: skip
+        kind=head["kind"], version=head["version"], samples=samples, checkpoint=head["checkpoint"]
+    )
 
 
-def to_json(record: StepReport | TrainerReady) -> dict[str, Any]:
-    """Plain JSON values; floats keep every bit."""
+def to_json(record: StepReport | TrainerReady, run: Path) -> dict[str, Any]:
+    """Plain JSON values; floats keep every bit. `run` is the writer's run folder."""
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    fields = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
+    fields.update({name: path_to_json(fields[name], run) for name in _FOLDERS & fields.keys()})
     if record.probes is not None:
         fields["probes"] = {"token_ids": [ids.tolist() for ids in record.probes.token_ids],
                             "logprobs": [logprobs.tolist() for logprobs in record.probes.logprobs]}  # fmt: skip
     return fields
 
 
-def report_from_json(value: Mapping[str, Any]) -> StepReport:
-    """The inverse of `to_json`."""
-    changes = {"weights": Path(value["weights"]), "probes": _probes(value["probes"]), "state": _path(value["state"])}
+def report_from_json(value: Mapping[str, Any], run: Path) -> StepReport:
+    """The inverse of `to_json`; `run` is the reader's run folder.
+
+    Raises:
+        RunStopped: a folder that is named below the run folder is not below it.
+    """
+    weights = path_from_json(value["weights"], run)
+    assert weights is not None
+    changes = {"weights": weights, "probes": _probes(value["probes"]), "state": path_from_json(value["state"], run)}
     return StepReport(**{**value, **changes})
 
 
-def ready_from_json(value: Mapping[str, Any]) -> TrainerReady:
-    """The inverse of `to_json`."""
-    return TrainerReady(**{**value, "checkpoint": _path(value["checkpoint"]), "probes": _probes(value["probes"])})
+def ready_from_json(value: Mapping[str, Any], run: Path) -> TrainerReady:
+    """The inverse of `to_json`; `run` is the reader's run folder.
+
+    Raises:
+        RunStopped: a folder that is named below the run folder is not below it.
+    """
+    checkpoint, weights = (path_from_json(value[name], run) for name in ("checkpoint", "weights"))
+    probes = _probes(value["probes"])
+    return TrainerReady(**{**value, "checkpoint": checkpoint, "weights": str(weights), "probes": probes})
 
 
-def _path(value: str | None) -> Path | None:
-    return None if value is None else Path(value)
+def path_to_json(path: Path | str | None, run: Path) -> dict[str, str] | str | None:
+    """A folder below the run folder as `{"in_run": "weights/v000012"}`; another one, or an id of the hub, as it is."""
+    if path is None:
+        return None
+    absolute, folder = Path(path), run.resolve()
+    if not (absolute.is_absolute() and absolute.is_relative_to(folder)):
+        return str(path)
+    return {IN_RUN: absolute.relative_to(folder).as_posix()}
+
+
+def path_from_json(value: Mapping[str, str] | str | None, run: Path) -> Path | None:
+    """The inverse of `path_to_json`.
+
+    Raises:
+        RunStopped: a folder that is named below the run folder is not below it.
+    """
+    if value is None or isinstance(value, str):
+        return None if value is None else Path(value)
+    name = PurePosixPath(value[IN_RUN])
+    if name.is_absolute() or ".." in name.parts:
+        raise RunStopped(f"the trainer names the folder {name}, expected one below {run}")
+    return run.resolve() / name
 
 
 def _probes(value: Mapping[str, Any] | None) -> Probes | None:
