@@ -28,7 +28,7 @@ from verbatim.texts import printable, shown
 
 COMMANDS = {
     "rl": ("verbatim.cli.rl_command", "train a model by reinforcement learning"),
-    "orchestrator": ("verbatim.cli.rl_command", "only the rollouts of a run, with a trainer elsewhere"),
+    "orchestrator": ("verbatim.cli.orchestrator_command", "only the rollouts of a run, with a trainer elsewhere"),
     "trainer": ("verbatim.cli.trainer_command", "only the trainer of a run"),
     "sft": ("verbatim.cli.sft_command", "train a model on conversations"),
     "eval": ("verbatim.cli.eval_command", "measure a model on environments"),

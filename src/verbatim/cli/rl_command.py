@@ -1,10 +1,10 @@
-"""`verbatim rl FILE`: trains a model by reinforcement learning. `verbatim orchestrator FILE --run-dir FOLDER`: with a
-trainer that is started separately."""
+"""`verbatim rl FILE`: trains a model by reinforcement learning."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from verbatim.checkpoints import CONFIG, load_stored_config
@@ -16,6 +16,7 @@ from verbatim.rollouts.main_loop import run_main
 from verbatim.run.execute import execute
 from verbatim.run.logs import log_to_console
 from verbatim.run.tables import component_tables
+from verbatim.transport.mirror.server import Listen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,16 +46,16 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         NothingTrained: the run came to its end and learned from no token.
     """
+    return train(args, lambda folder: shlex.join(["verbatim", "rl", str(folder / CONFIG), "--resume", str(folder)]))
+
+
+def train(
+    args: argparse.Namespace, again: Callable[[Path], str], *, trainer_elsewhere: bool = False,
+    listen: Listen | None = None,
+) -> int:  # fmt: skip
+    """`run`, also for `verbatim orchestrator`. `again` is what to type to continue the run in a folder."""
     console = PlainConsole()
     log_to_console(console)
-    commands = ("trainer", "orchestrator") if args.command == "orchestrator" else ("rl",)
-
-    def how_to_go_on(folder: Path) -> str:
-        again = " & ".join(
-            shlex.join(["verbatim", command, str(folder / CONFIG), "--resume", str(folder)]) for command in commands
-        )
-        return f"not finished; to go on:  {again}"
-
     training = execute(
         load(args),
         name=args.file.stem,
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         run_loop=lambda work, ask, to_go_on: run_main(
             work, two_presses(ask, lambda: to_go_on), ends_without_memory=True
         ),
-        how_to_go_on=how_to_go_on,
-        trainer_elsewhere=args.command == "orchestrator",
+        how_to_go_on=lambda folder: f"not finished; to go on:  {again(folder)}",
+        trainer_elsewhere=trainer_elsewhere,
+        listen=listen,
     )
     return exit_status.FINISHED if training.finished else exit_status.INTERRUPTED

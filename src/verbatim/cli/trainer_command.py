@@ -6,24 +6,34 @@ import argparse
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Console
 
 from verbatim.checkpoints import TRAINER, RunFolder
 from verbatim.cli import exit_status, rl_command
 from verbatim.cli.interrupts import second_press_ends
+from verbatim.cli.serve_command import key_of
+from verbatim.errors import UsageError
 from verbatim.plain_console import PlainConsole
 from verbatim.run.check import check_run
+from verbatim.run.hosts import trainer_folder
 from verbatim.run.logs import log_to_console, log_to_file
 from verbatim.run.trainer_main import serve_trainer
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat
+from verbatim.transport.mirror.link import Link
 from verbatim.user_code import raise_ctrl_c
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verbatim rl` has."""
     rl_command.add_arguments(parser)
+    parser.epilog = ("With --connect the orchestrator runs on another host, and --run-dir is a folder of this one: "
+                     "weights, batches and checkpoints travel. Ctrl-C ends the run, with a checkpoint")
+    parser.add_argument("--connect", metavar="URL",
+                        help="where `verbatim orchestrator FILE --listen` on the other host can be reached")
+    parser.add_argument("--api-key-env", metavar="VARIABLE", help="the variable with the key that both hosts have")
     # `verbatim rl` starts this process, and watches it:
     parser.add_argument("--session", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
@@ -37,12 +47,29 @@ def run(args: argparse.Namespace) -> int:
     if not supervised:  # `verbatim rl` has checked it before it started this process
         check_run(config, starts_both=False)
     log_to_console(console, logging.WARNING if supervised else logging.INFO)
-    with RunFolder.open(config, TRAINER, resume=args.resume, joins=True) as folder, log_to_file(folder.log(TRAINER)):
+    link = _link(args)
+    if link is not None:
+        opened = trainer_folder(config, args.resume if isinstance(args.resume, Path) else None)
+    else:
+        opened = RunFolder.open(config, TRAINER, resume=args.resume, joins=True)
+    with opened as folder, log_to_file(folder.log(TRAINER)):
         stopped = serve_trainer(
             config, folder, console, lambda exchange, heartbeat: _asked_to_end(exchange, heartbeat, console),
-            session=args.session, parent=args.parent,
+            session=args.session, parent=args.parent, link=link,
         )  # fmt: skip
     return exit_status.INTERRUPTED if stopped else exit_status.FINISHED
+
+
+def _link(args: argparse.Namespace) -> Link | None:
+    """To the host that --connect names."""
+    key = key_of(args)
+    if args.connect is None:
+        if key is not None:
+            raise UsageError("--api-key-env is for --connect URL, where the orchestrator runs on another host")
+        return None
+    if key is None:
+        raise UsageError("--connect needs the key of the orchestrator's host: --api-key-env VARIABLE")
+    return Link(args.connect, key)
 
 
 @contextlib.contextmanager

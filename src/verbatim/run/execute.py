@@ -27,6 +27,7 @@ from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
 from verbatim.run.summary import print_summary
 from verbatim.run.training_run import RunLoop, TrainingRun
+from verbatim.transport.mirror.server import Listen
 
 
 def execute(
@@ -40,6 +41,7 @@ def execute(
     environments: Mapping[str, Any] = ENVIRONMENTS,
     monitors: Sequence[Monitor] = (),
     trainer_elsewhere: bool = False,
+    listen: Listen | None = None,
 ) -> TrainingRun:
     """Run the configuration to its end, and return how it ended.
 
@@ -51,6 +53,7 @@ def execute(
         environments: What ids of environments stand for.
         monitors: Listeners beside those of the configuration.
         trainer_elsewhere: Whether the trainer is a process that is started separately.
+        listen: Where its host connects to, if it does not share the run folder.
 
     Raises:
         UsageError: something that can be mended; where the run could not start, there is no run folder.
@@ -70,7 +73,7 @@ def execute(
         )  # fmt: skip
         to_go_on = how_to_go_on(folder.path)
         try:
-            training.run(run_loop, to_go_on, trainer_elsewhere=trainer_elsewhere)
+            training.run(run_loop, to_go_on, trainer_elsewhere=trainer_elsewhere, listen=listen)
         except UsageError as error:
             if not training.has_begun and not is_machine_fault(error):
                 folder.withdraw()

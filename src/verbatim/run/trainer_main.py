@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.errors import CheckpointError, RunStopped
 from verbatim.rollouts import derive_seed
 from verbatim.run.environments import Environments, make_environments
+from verbatim.run.hosts import fetch_run
 from verbatim.run.logs import last_lines
 from verbatim.run.parts import make_loss
 from verbatim.run.rollouts import inference_settings
@@ -23,6 +25,8 @@ from verbatim.transport import TrainerReady, WeightFolders
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
 from verbatim.transport.heartbeat import Heartbeat, PeerWatch
+from verbatim.transport.mirror.link import Link
+from verbatim.transport.mirror.trainer_side import Mirror
 
 if TYPE_CHECKING:
     from verbatim.trainer.worker import TrainerWorker
@@ -106,7 +110,7 @@ AskedToEnd = Callable[[Exchange, Heartbeat], AbstractContextManager[Callable[[],
 
 def serve_trainer(
     config: RunConfig, folder: RunFolder, console: Console, asked_to_end: AskedToEnd, *,
-    session: str | None, parent: int | None,
+    session: str | None, parent: int | None, link: Link | None = None,
 ) -> bool:  # fmt: skip
     """Whether the process was asked to end.
 
@@ -115,14 +119,19 @@ def serve_trainer(
         asked_to_end: Handles Ctrl-C and SIGTERM.
         session: The folder below the exchange where both processes meet; None where this process was started by itself.
         parent: The process that started this one: without it, this one ends.
+        link: To the orchestrator's host, where that does not share the run folder.
     """
     from verbatim.trainer.local import set_num_threads
     from verbatim.trainer.serve import serve
 
+    checkpoint = fetch_run(link, config, folder, console) if link is not None else None
     exchange = Exchange.open(folder.exchange, session)
     publish_bytes(exchange.config, dump_config(config).encode())
     on_beat = _end_with(parent) if parent is not None else None
-    with Heartbeat(exchange.trainer_beat, on_beat=on_beat) as heartbeat:
+    with (
+        Heartbeat(exchange.trainer_beat, on_beat=on_beat) as heartbeat,
+        Mirror(link, exchange, checkpoint) if link is not None else contextlib.nullcontext() as mirror,
+    ):
         worker, ready = open_trainer(config, lambda: make_environments(config), folder, console, states=exchange.states)
         set_num_threads(threads_of(config, config.trainer.num_threads))
         exchange.ready(ready)
@@ -130,13 +139,13 @@ def serve_trainer(
             if session is not None:  # the orchestrator has started this process, and watches it
                 serve(worker, exchange, heartbeat, look=lambda: None)
             else:
-                _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console)
+                _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console, mirror)
         return stopped()
 
 
 def _serve_by_itself(
     worker: TrainerWorker, ready: TrainerReady, config: RunConfig, folder: RunFolder, exchange: Exchange,
-    heartbeat: Heartbeat, console: Console,
+    heartbeat: Heartbeat, console: Console, mirror: Mirror | None,
 ) -> None:  # fmt: skip
     from verbatim.monitors.console import format_number
     from verbatim.trainer.serve import serve
@@ -147,9 +156,9 @@ def _serve_by_itself(
         shown = "  ".join(f"{label} {format_number(metrics[key])}" for label, key in names if key in metrics)
         console.print(f"step {version}/{config.max_steps}  {shown}", soft_wrap=True)
 
-    console.print(f"ready after step {ready.version}; the other process:  verbatim orchestrator FILE "
-                  f"--run-dir {folder.path}", soft_wrap=True)  # fmt: skip
-    serve(worker, exchange, heartbeat, look=_look(exchange, config, folder), on_step=show)
+    the_other = f"; the other process:  verbatim orchestrator FILE --run-dir {folder.path}" if mirror is None else ""
+    console.print(f"ready after step {ready.version}{the_other}", soft_wrap=True)
+    serve(worker, exchange, heartbeat, look=_look(exchange, config, folder, mirror), on_step=show)
 
 
 def _end_with(parent: int) -> Callable[[], None]:
@@ -165,12 +174,14 @@ def _end_with(parent: int) -> Callable[[], None]:
     return look
 
 
-def _look(exchange: Exchange, config: RunConfig, folder: RunFolder) -> Callable[[], None]:
+def _look(exchange: Exchange, config: RunConfig, folder: RunFolder, mirror: Mirror | None) -> Callable[[], None]:
     """Raises when the orchestrator that was there is gone; waits for one that was not there yet."""
     watch: PeerWatch | None = None
 
     def look() -> None:
         nonlocal watch
+        if mirror is not None:
+            mirror.look()
         if watch is None:
             if exchange.orchestrator_beat.exists():
                 watch = PeerWatch(
@@ -181,6 +192,7 @@ def _look(exchange: Exchange, config: RunConfig, folder: RunFolder) -> Callable[
             return
         fault = watch.fault()
         if fault is not None:
-            raise RunStopped(f"{fault}{last_lines(folder.log(ORCHESTRATOR))}")
+            trouble = mirror.trouble if mirror is not None else ""
+            raise RunStopped(f"{fault}{trouble}{last_lines(folder.log(ORCHESTRATOR))}")
 
     return look

@@ -25,11 +25,13 @@ from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped, UsageError
 from verbatim.imports import child_environment
 from verbatim.run.environments import Environments
+from verbatim.run.hosts import serve_run
 from verbatim.run.logs import last_lines
 from verbatim.run.trainer_main import open_trainer, threads_of
 from verbatim.transport import TrainerLink, TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat, PeerWatch
+from verbatim.transport.mirror.server import Listen
 from verbatim.transport.remote_trainer import RemoteTrainer
 from verbatim.user_code import is_ctrl_c
 
@@ -110,21 +112,47 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
 
 
 @contextlib.contextmanager
-def trainer_elsewhere(config: RunConfig, folder: RunFolder, console: Console) -> Iterator[TrainerSide]:
-    """In a process that is started with `verbatim trainer`."""
-    log = folder.log(TRAINER)
-    exchange = _find_session(folder.exchange, console, folder.path)
+def trainer_elsewhere(
+    config: RunConfig, folder: RunFolder, console: Console, listen: Listen | None = None
+) -> Iterator[TrainerSide]:
+    """In a process that is started with `verbatim trainer`: in the same run folder, or on a host with another one,
+    which connects to where this one listens."""
+    if listen is None:
+        log = folder.log(TRAINER)
+        how = f"verbatim trainer FILE --run-dir {folder.path}"
+        with _found_trainer(config, folder, console, how, lambda: None, log) as side:
+            yield side
+        return
+    with serve_run(config, folder, listen) as server:
+        patience = _PATIENCE
+        try:
+            how = f"verbatim trainer FILE --run-dir FOLDER --connect {server.url} --api-key-env VARIABLE"
+            with _found_trainer(config, folder, console, how, server.how_trainer_ended, None) as side:
+                yield side
+        except BaseException:
+            patience = _LITTLE_PATIENCE
+            raise
+        finally:
+            server.wait_for_trainer(patience)
+
+
+@contextlib.contextmanager
+def _found_trainer(
+    config: RunConfig, folder: RunFolder, console: Console, how: str, ended: Callable[[], str | None], log: Path | None
+) -> Iterator[TrainerSide]:
+    """The trainer that is there, or comes."""
+    exchange = _find_session(folder.exchange, console, how)
     folder.agree(config, exchange.config.read_text(encoding="utf-8"))
-    ready = _wait_until_ready(exchange, config, lambda: None, log)
+    ready = _wait_until_ready(exchange, config, ended, log)
     if not exchange.attach():
         raise RunStopped(f"the trainer of {folder.path} serves another orchestrator; end it, and start it again")
-    with _side(ready, exchange, config, lambda: None, log) as side:
+    with _side(ready, exchange, config, ended, log) as side:
         yield side
 
 
 @contextlib.contextmanager
 def _side(
-    ready: TrainerReady, exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
+    ready: TrainerReady, exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path | None
 ) -> Iterator[TrainerSide]:
     """The trainer, while this side gives signs of life."""
     watch = _watch(exchange, config, config.orchestrator.stall_timeout)
@@ -140,12 +168,12 @@ def _side(
         )  # fmt: skip
 
 
-def _fault(watch: PeerWatch, ended: Callable[[], str | None], log: Path) -> str | None:
+def _fault(watch: PeerWatch, ended: Callable[[], str | None], log: Path | None) -> str | None:
     """What is wrong with the trainer."""
     if (gone := ended()) is not None:
         return gone
     seen = watch.fault()
-    return None if seen is None else f"{seen}{last_lines(log)}"
+    return None if seen is None else f"{seen}{last_lines(log) if log is not None else ''}"
 
 
 def _watch(exchange: Exchange, config: RunConfig, stall_timeout: float) -> PeerWatch:
@@ -156,7 +184,7 @@ def _watch(exchange: Exchange, config: RunConfig, stall_timeout: float) -> PeerW
 
 
 def _wait_until_ready(
-    exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
+    exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path | None
 ) -> TrainerReady:
     """Wait without a limit: a warm start may take hours before the first step."""
     watch = _watch(exchange, config, math.inf)
@@ -167,7 +195,7 @@ def _wait_until_ready(
     return ready
 
 
-def _find_session(root: Path, console: Console, run: Path) -> Exchange:
+def _find_session(root: Path, console: Console, how: str) -> Exchange:
     """The session of a trainer that lives: its heartbeat counts up while we look."""
     first: dict[Path, int] = {}
     told = False
@@ -178,7 +206,7 @@ def _find_session(root: Path, console: Console, run: Path) -> Exchange:
             return exchange
         if not told:
             told = True
-            console.print(f"waiting for the trainer:  verbatim trainer FILE --run-dir {run}", soft_wrap=True)
+            console.print(f"waiting for the trainer:  {how}", soft_wrap=True)
         time.sleep(_POLL)
 
 

@@ -28,6 +28,7 @@ from verbatim.run.parts import make_dispatcher, make_logprob_models, make_rules,
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
 from verbatim.run.run_log import RunLog
 from verbatim.trajectories import Ledger
+from verbatim.transport.mirror.server import Listen
 
 if TYPE_CHECKING:
     from verbatim.run.trainer_process import TrainerSide
@@ -69,7 +70,9 @@ class TrainingRun:
     _store: CheckpointStore = field(init=False)
     _log: RunLog = field(init=False)
 
-    def run(self, run_loop: RunLoop, how_to_go_on: str, *, trainer_elsewhere: bool = False) -> None:
+    def run(
+        self, run_loop: RunLoop, how_to_go_on: str, *, trainer_elsewhere: bool = False, listen: Listen | None = None
+    ) -> None:
         """Take all steps.
 
         The trainer prepares the model outside the event loop, so that Ctrl-C ends it at once.
@@ -79,7 +82,7 @@ class TrainingRun:
         config, folder, kept = self.config, self.folder, self.config.checkpoint
         self._store = CheckpointStore(folder.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every)
         if trainer_elsewhere:
-            place = places.trainer_elsewhere(config, folder, self.console)
+            place = places.trainer_elsewhere(config, folder, self.console, listen)
         elif config.trainer.separate_process:
             place = places.trainer_child(config, folder, self.console)
         else:

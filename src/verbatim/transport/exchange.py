@@ -69,7 +69,7 @@ class Exchange:
             number: From 1.
             look: Called while waiting; ends the wait by raising.
         """
-        path = self.messages / _name(number, "safetensors")
+        path = self.messages / message_name(number)
         seconds = FIRST_WAIT
         while not path.exists():
             look()
@@ -81,7 +81,7 @@ class Exchange:
 
     def answer(self, number: int, value: Any) -> None:
         """Publish the answer to a message."""
-        publish_json(self.answers / _name(number, "json"), value)
+        publish_json(self.answers / answer_name(number), value)
 
     # ---- the orchestrator's side
 
@@ -131,11 +131,11 @@ class Exchange:
         Raises:
             OSError: the system refused to write; the number is still free.
         """
-        publish_bytes(self.messages / _name(number, "safetensors"), message_to_bytes(message))
+        publish_bytes(self.messages / message_name(number), message_to_bytes(message))
 
     def take_answer(self, number: int) -> Any | None:
         """The answer to a message, once; None if it is not there yet."""
-        path = self.answers / _name(number, "json")
+        path = self.answers / answer_name(number)
         value = read_published_json(path)
         if value is not None:
             with contextlib.suppress(OSError):
@@ -143,5 +143,11 @@ class Exchange:
         return value
 
 
-def _name(number: int, suffix: str) -> str:
-    return f"{number:06d}.{suffix}"
+def message_name(number: int) -> str:
+    """The file of a message."""
+    return f"{number:06d}.safetensors"
+
+
+def answer_name(number: int) -> str:
+    """The file of the answer to it."""
+    return f"{number:06d}.json"

@@ -120,8 +120,8 @@ class HttpClient:
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = weakref.WeakKeyDictionary()
         check_address(url, "url")
         check_limits(request_timeout, max_retries)
-        _check_key(api_key)
-        _check_installed()
+        check_key(api_key)
+        check_installed()
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         if api_key:
@@ -241,7 +241,7 @@ class HttpClient:
 
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_IDLE, ssl=_remote_certificates() if self._remote_api else True
+                limit=0, keepalive_timeout=_IDLE, ssl=certificates() if self._remote_api else True
             ),
             headers=self._headers,
             proxy=self._proxy,
@@ -282,14 +282,14 @@ def check_limits(request_timeout: object, max_retries: object) -> None:
                          "retries and a time above 0, in seconds")  # fmt: skip
 
 
-def _check_key(key: object) -> None:
+def check_key(key: object) -> None:
     """Refuse a key that no header can hold, without quoting it."""
     if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable() and " " not in key):
         raise UsageError("the API key holds a line break, a space or a letter that a header cannot hold, or is no "
                          "text; a key that was read from a file needs .strip()")  # fmt: skip
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     """Refuse to start without the libraries, and say what to install."""
     try:
         import aiohttp  # noqa: F401
@@ -397,7 +397,7 @@ def _proxy_of_environment(url: str) -> str | None:
     return proxy
 
 
-def _remote_certificates() -> ssl.SSLContext:
+def certificates() -> ssl.SSLContext:
     """Those that the environment names, else certifi's: a container may have none of its own."""
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return ssl.create_default_context()  # OpenSSL reads both variables

@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -188,12 +189,17 @@ class Acceptor:
         listening: A socket that is bound and listens.
         make: Creates the protocol of a connection.
         table: The open connections.
+        tls: The certificate of https; None is http.
     """
 
-    def __init__(self, listening: socket.socket, make: Callable[[], asyncio.Protocol], table: ConnectionTable) -> None:
+    def __init__(
+        self, listening: socket.socket, make: Callable[[], asyncio.Protocol], table: ConnectionTable,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
         self._listening = listening
         self._make = make
         self._table = table
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._pause = _FIRST_PAUSE
         self._again: asyncio.TimerHandle | None = None
@@ -270,7 +276,7 @@ class Acceptor:
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._make, connection)
+            await self._loop.connect_accepted_socket(self._make, connection, ssl=self._tls)
         except OSError:  # the client closed it meanwhile
             connection.close()
 
@@ -304,9 +310,12 @@ class Server(uvicorn.Server):
         app: The ASGI application.
         listening: A socket that is bound and listens.
         table: The open connections.
+        tls: The certificate of https; None is http.
     """
 
-    def __init__(self, app: ASGIApp, listening: socket.socket, table: ConnectionTable) -> None:
+    def __init__(
+        self, app: ASGIApp, listening: socket.socket, table: ConnectionTable, tls: ssl.SSLContext | None = None
+    ) -> None:
         super().__init__(uvicorn.Config(
             app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none", http="h11",
             proxy_headers=False, timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=5,
@@ -314,7 +323,7 @@ class Server(uvicorn.Server):
         make = functools.partial(
             Connection, config=self.config, server_state=self.server_state, app_state={}, table=table
         )
-        self._acceptor = Acceptor(listening, make, table)
+        self._acceptor = Acceptor(listening, make, table, tls)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """The `Acceptor` listens already, in place of asyncio's."""

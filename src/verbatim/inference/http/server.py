@@ -78,7 +78,7 @@ async def serve_sampler(
     limits = limits or ServerLimits()
     table = ConnectionTable(limits, min(limits.max_connections, raise_descriptor_limit()))
     async with contextlib.AsyncExitStack() as stack:
-        listening = stack.enter_context(_listen(host, port))
+        listening = stack.enter_context(listen(host, port))
         desk: ChatDesk | None = None
         if renderer is not None:
             desk = ProcessDesk(renderer, chat_processes, limits) if chat_processes else ThreadDesk(renderer)
@@ -104,7 +104,12 @@ def _check_uploads(uploads: Path | None, api_key: str | None) -> None:
         raise UsageError("uploads of weights need an api key: whoever reaches this server could load other weights")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        UsageError: the address is taken, or not of this machine.
+    """
     if not 0 <= port <= LAST_PORT:
         raise UsageError(f"port {port}; expected 0 (any that is free) to {LAST_PORT}")
     try:

@@ -1,0 +1,448 @@
+"""What one host writes arrives at the other one whole, once, whatever the connection does; nobody else may send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import hashlib
+import os
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+from transport_samples import make_sample
+
+from verbatim.errors import RunStopped, UsageError
+from verbatim.transport import StepReport, TrainerReady, WeightFolders
+from verbatim.transport.exchange import Exchange
+from verbatim.transport.heartbeat import Heartbeat, read_beat
+from verbatim.transport.mirror import link as link_module
+from verbatim.transport.mirror import protocol
+from verbatim.transport.mirror.app import MirrorApp
+from verbatim.transport.mirror.incoming import Incoming, IncomingFile
+from verbatim.transport.mirror.link import Busy, Link, SessionGone
+from verbatim.transport.mirror.protocol import RUN, SESSIONS, files_of, is_file_name, is_uploaded
+from verbatim.transport.mirror.server import Listen, serve_mirror
+from verbatim.transport.mirror.trainer_side import Mirror
+from verbatim.transport.remote_trainer import RemoteTrainer
+from verbatim.transport.trainer_messages import to_json
+
+KEY, SESSION = "a-key-of-16-bytes", "00112233445566ff"
+
+
+class BreakingNetwork:
+    """Passes on each connection's bytes up to a number of them, then breaks it; the numbers take turns."""
+
+    def __init__(self, port: int, *limits: int | None, damage: int | None = None) -> None:
+        self._to, self._limits, self.connections = port, limits, 0
+        self._damage, self.url = damage, ""
+
+    async def __aenter__(self) -> BreakingNetwork:
+        self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _pass_on(self, here_in: asyncio.StreamReader, here_out: asyncio.StreamWriter) -> None:
+        limit = self._limits[self.connections % len(self._limits)]
+        self.connections += 1
+        there_in, there_out = await asyncio.open_connection("127.0.0.1", self._to)
+        left = [10**12 if limit is None else limit]
+        pumps = [asyncio.create_task(self._pump(*ends, left)) for ends in ((here_in, there_out), (there_in, here_out))]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in pumps:
+            pump.cancel()
+        for writer in (here_out, there_out):
+            writer.transport.abort()
+
+    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, left: list[int]) -> None:
+        while left[0] > 0 and (data := await source.read(min(left[0], 2**16))):
+            left[0] -= len(data)
+            if self._damage is not None and len(data) > 5000:  # the middle of a file, and of no head
+                data, self._damage = data[:4000] + bytes([data[4000] ^ 1]) + data[4001:], None
+            target.write(data)
+            await target.drain()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """The orchestrator's run folder, with a checkpoint."""
+    checkpoint = tmp_path / "here" / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state").write_bytes(os.urandom(50_000))
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def app(here: Path) -> MirrorApp:
+    checkpoint = here / "checkpoints" / "step_000002"
+    return MirrorApp(here, config="x = 1\n", offers={"checkpoints/step_000002": files_of(checkpoint)}, keep=2, key=KEY)
+
+
+@pytest.fixture
+def port(app: MirrorApp):
+    with serve_mirror(app, Listen(host="127.0.0.1", port=0, key=KEY)) as server:
+        yield int(server.url.rpartition(":")[2])
+
+
+@contextlib.asynccontextmanager
+async def linked(port: int, key: str = KEY) -> AsyncIterator[Link]:
+    async with Link(f"http://127.0.0.1:{port}", key) as link:
+        yield link
+
+
+async def begun(link: Link, session: str = SESSION) -> None:
+    await link.ask("POST", f"{SESSIONS}/{session}", {"who": "a test", "checkpoint": "checkpoints/step_000002"})
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110  nothing tells a test when it comes true
+        await asyncio.sleep(0.01)
+
+
+def folder_with(path: Path, **files: bytes) -> Path:
+    path.mkdir(parents=True)
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(link_module, "_LONGEST_PAUSE", 0.01)
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("limits", [(900, 1500, 700, None), (20_011,), (3_001,), (25_000, 999)])
+async def test_a_folder_arrives_whole_whatever_byte_each_connection_breaks_at(here, port, tmp_path, limits):
+    source = folder_with(tmp_path / "there" / "weights" / "v000007", a=os.urandom(30_000), b=b"", c=b"x")
+    async with BreakingNetwork(port, *limits) as network, Link(network.url, KEY) as link:
+        await link.insist("POST", f"{SESSIONS}/{SESSION}", {"checkpoint": "checkpoints/step_000002"})
+        await link.upload(SESSION, "weights/v000007", source)
+        assert network.connections > 1
+    assert files_of(here / "weights" / "v000007") == files_of(source)
+
+
+async def test_after_a_break_only_what_is_missing_is_sent(here, port, app, tmp_path):
+    data = os.urandom(200_000)
+    async with linked(port) as link:
+        await begun(link)
+        mark = {"a": (len(data), hashlib.sha256(data).hexdigest())}
+        ask = {"folder": "weights/v000001", "file": "a"}
+        folders = functools.partial(link.ask, "POST", f"{SESSIONS}/{SESSION}/folders", mark, folder=ask["folder"])
+        assert (await folders())["missing"] == {"a": 0}
+        assert await link.ask("PUT", f"{SESSIONS}/{SESSION}/parts", data[:70_001], **ask, offset=0) == {"size": 70_001}
+        # sent again, as after a lost answer, or too far: nothing is appended
+        assert await link.ask("PUT", f"{SESSIONS}/{SESSION}/parts", data[:70_001], **ask, offset=0) == {"size": 70_001}
+        assert await link.ask("PUT", f"{SESSIONS}/{SESSION}/parts", b"y", **ask, offset=70_002) == {"size": 70_001}
+        assert (await folders())["missing"] == {"a": 70_001}
+        assert not (here / "weights" / "v000001").exists()
+        await link.ask("PUT", f"{SESSIONS}/{SESSION}/parts", data[70_001:], **ask, offset=70_001)
+        for _ in range(2):  # the second time as after a lost answer
+            assert (await folders())["missing"] == {}
+    assert (here / "weights" / "v000001" / "a").read_bytes() == data
+
+
+@pytest.mark.parametrize("limits", [(700, 1500, 999), (20_011,), (None,)])
+async def test_a_file_is_fetched_from_the_last_byte_on(here, port, tmp_path, limits):
+    wanted = here / "checkpoints" / "step_000002" / "state"
+    size, sha256 = protocol.mark_of(wanted)
+    (tmp_path / ".copy.tmp").write_bytes(wanted.read_bytes()[:12_345])  # what a killed process has fetched
+    passed = []
+    async with BreakingNetwork(port, *limits) as network, Link(network.url, KEY) as link:
+        append = link_module._append
+        link_module._append = lambda file, digest, chunk: (passed.append(len(chunk)), append(file, digest, chunk))
+        try:
+            await link.download(f"{RUN}/files", tmp_path / "copy", size, sha256, file="checkpoints/step_000002/state")
+        finally:
+            link_module._append = append
+    assert (tmp_path / "copy").read_bytes() == wanted.read_bytes()
+    assert sum(passed) == size - 12_345
+    assert not (tmp_path / ".copy.tmp").exists()
+
+
+async def test_a_damaged_part_is_sent_again_and_never_published(here, port, tmp_path, caplog):
+    source = folder_with(tmp_path / "there" / "w", a=os.urandom(90_000))
+    async with BreakingNetwork(port, None, damage=1) as network, Link(network.url, KEY) as link:
+        await begun(link)
+        await link.upload(SESSION, "weights/v000001", source)
+    assert files_of(here / "weights" / "v000001") == files_of(source)
+    assert "arrived with other bytes" in caplog.text
+
+
+async def test_a_file_that_changes_on_its_way_is_refused_after_three_times(here, port, tmp_path, monkeypatch):
+    source = folder_with(tmp_path / "there" / "w", a=b"right")
+    monkeypatch.setattr(link_module, "files_of", lambda folder: {"a": (5, hashlib.sha256(b"wrong").hexdigest())})
+    async with linked(port) as link:
+        await begun(link)
+        with pytest.raises(RunStopped, match=r"w/a arrived at http://.* with another sha256 3 times"):
+            await link.upload(SESSION, "weights/v000001", source)
+        with pytest.raises(RunStopped, match=r"with another sha256 3 times, expected 000"):
+            await link.download(f"{RUN}/files", tmp_path / "copy", 50_000, "000", file="checkpoints/step_000002/state")
+    assert not (here / "weights" / "v000001").exists()
+
+
+async def test_a_request_that_takes_over_ends_the_one_whose_connection_broke(tmp_path):
+    file, gate = IncomingFile(tmp_path / "a"), asyncio.Event()
+
+    async def slow():
+        yield bytes(2**20)
+        await gate.wait()
+        yield b"XXX"
+
+    async def parts(*data):
+        for part in data:
+            yield part
+
+    old = asyncio.create_task(file.append(0, slow()))
+    await until(lambda: file.size == 2**20)
+    assert await file.append(2**20, parts(b"de", b"f")) == 2**20 + 3
+    gate.set()
+    assert await old == 2**20 + 3
+    assert file.path.read_bytes() == bytes(2**20) + b"def"
+    assert file.sha256 == hashlib.sha256(bytes(2**20) + b"def").hexdigest()
+
+
+async def test_weights_that_are_part_of_a_state_do_not_travel_twice_and_old_versions_go(tmp_path):
+    run = tmp_path / "run"
+    incoming = Incoming(run, run / "exchange" / SESSION / "incoming", WeightFolders(run / "weights", keep=2))
+
+    async def arrive(folder: str, source: Path) -> int:
+        sent, files = 0, files_of(source)
+        missing, wrong = await incoming.announce(folder, files)
+        for name, offset in missing.items():
+            data = (source / name).read_bytes()[offset:]
+
+            async def parts(data=data):
+                yield data
+
+            await incoming.file(folder, name).append(offset, parts())
+            sent += len(data)
+        assert await incoming.announce(folder, files) == ({}, [])
+        assert wrong == []
+        return sent
+
+    for version in (1, 2, 3):
+        there = folder_with(tmp_path / f"v{version}", model=bytes([version]) * 1000)
+        assert await arrive(f"weights/v{version:06d}", there) == 1000
+    assert sorted(path.name for path in (run / "weights").iterdir()) == ["v000002", "v000003"]
+    state = folder_with(tmp_path / "state" / "weights", model=bytes([3]) * 1000).parent
+    folder_with(state / "trainer", optimizer=b"o" * 10)
+    assert await arrive(f"exchange/{SESSION}/states/v000003", state) == 10
+    assert files_of(run / "exchange" / SESSION / "states" / "v000003") == files_of(state)
+    model = folder_with(tmp_path / "model", model=b"m" * 500)
+    assert await arrive("model", model) == 500
+    assert await Incoming(run, run / "x", WeightFolders(run / "weights")).announce("model", files_of(model)) == ({}, [])
+
+
+async def test_a_full_disk_on_the_orchestrators_host_is_named_on_both(here, port, tmp_path, monkeypatch, caplog):
+    def full(self, part):
+        raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+
+    monkeypatch.setattr(IncomingFile, "_write", full)
+    source = folder_with(tmp_path / "there" / "w", a=b"data")
+    async with linked(port) as link:
+        await begun(link)
+        with pytest.raises(RunStopped, match=r"the orchestrator's host .* cannot write: No space left on device"):
+            await link.upload(SESSION, "weights/v000001", source)
+    assert "No space left on device" in caplog.text
+
+
+# ---- who may send, and what
+
+
+@pytest.mark.parametrize("key", ["a-key-of-16-byteS", "a-key-of-16-byte", "x"])
+async def test_a_wrong_key_is_refused(port, key):
+    async with linked(port, key) as link:
+        with pytest.raises(UsageError, match="refuses the key; put the same one into the variable that --api-key-env"):
+            await link.insist("POST", RUN, {"protocol": 1})
+
+
+async def test_no_key_is_refused_on_every_route(port, app):
+    async with aiohttp.ClientSession() as client:
+        for method, path in [("POST", RUN), ("GET", f"{RUN}/files?file=x"), ("PUT", f"{SESSIONS}/{SESSION}/beat"),
+                             ("GET", "/health"), ("GET", "/")]:  # fmt: skip
+            async with client.request(method, f"http://127.0.0.1:{port}{path}") as response:
+                assert response.status == 401
+    assert app.session is None
+
+
+async def test_another_version_of_the_protocol_is_refused(port):
+    async with linked(port) as link:
+        with pytest.raises(UsageError, match=r"version 2 of this protocol, expected 1; install the same version"):
+            await link.insist("POST", RUN, {"protocol": 2})
+        assert (await link.insist("POST", RUN, {"protocol": 1}))["config"] == "x = 1\n"
+
+
+async def test_a_second_trainer_is_refused_while_the_first_one_lives(port, app):
+    async with linked(port) as link:
+        await begun(link)
+        await begun(link)  # again, as after a lost answer
+        with pytest.raises(UsageError, match=r"the orchestrator has a trainer, a test, heard of 0 s ago; end it first"):
+            await begun(link, "f" * 16)
+        app.session.heard -= 60  # silent, but it may have an orchestrator: that has to notice first
+        app.session.exchange.attach()
+        with pytest.raises(Busy):
+            await begun(link, "f" * 16)
+        await link.ask("DELETE", f"{SESSIONS}/{SESSION}", {"why": "done"})
+    assert app.session.exchange.folder.name == SESSION
+
+
+async def test_a_trainer_that_ended_before_it_was_served_is_replaced(here, port, app):
+    async with linked(port) as link:
+        await begun(link)
+        await link.ask("DELETE", f"{SESSIONS}/{SESSION}", {"why": ""})
+        await begun(link, "f" * 16)
+        with pytest.raises(SessionGone):
+            await link.ask("PUT", f"{SESSIONS}/{SESSION}/beat", b"{}")
+    assert [path.name for path in (here / "exchange").iterdir() if path.is_dir()] == ["f" * 16]
+
+
+async def test_a_trainer_that_begins_elsewhere_in_the_run_is_refused(port):
+    async with linked(port) as link:
+        with pytest.raises(UsageError, match=r"from None, expected checkpoints/step_000002: the run has gone on"):
+            await link.ask("POST", f"{SESSIONS}/{SESSION}", {"checkpoint": None})
+
+
+@pytest.mark.parametrize("folder", ["checkpoints/step_000002", "../x", "weights", "weights/../../v000001", "/tmp/v1",
+                                    "exchange/ffffffffffffffff/states/v000001", "config.toml", ""])  # fmt: skip
+async def test_a_trainer_writes_only_the_folders_that_are_its_own(here, port, folder):
+    async with linked(port) as link:
+        await begun(link)
+        with pytest.raises(UsageError, match="no folder that a trainer writes"):
+            await link.ask("POST", f"{SESSIONS}/{SESSION}/folders", {"a": (1, "x")}, folder=folder)
+    assert not (here.parent / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", ".hidden", "a/../b", "", "a//b", "a\0"])
+async def test_names_that_leave_their_folder_are_refused(port, name):
+    assert not is_file_name(name)
+    async with linked(port) as link:
+        await begun(link)
+        with pytest.raises(UsageError, match="expected names of files below the folder"):
+            await link.ask("POST", f"{SESSIONS}/{SESSION}/folders", {name: (1, "x")}, folder="weights/v000001")
+        with pytest.raises(UsageError, match="is not offered"):
+            await link.ask("GET", f"{RUN}/files", file=f"checkpoints/step_000002/{name}")
+
+
+def test_a_folder_of_the_run_is_recognised():
+    assert is_uploaded(f"exchange/{SESSION}/states/v000001")
+    assert not is_uploaded(f"exchange/{SESSION}/messages")
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """For 127.0.0.1; its key is beside it, as key.pem."""
+    certificate, private = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", private, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return certificate
+
+
+async def test_https_with_a_certificate_that_the_environment_names(app, certificate, tmp_path, monkeypatch):
+    where = Listen(host="127.0.0.1", port=0, key=KEY, certificate=certificate, private_key=tmp_path / "key.pem")
+    with serve_mirror(app, where) as it:
+        assert it.url.startswith("https://")
+        async with Link(it.url, KEY) as link:
+            with pytest.raises(UsageError, match=r"its certificate is not trusted .*SSL_CERT_FILE"):
+                await link.insist("POST", RUN, {"protocol": 1})
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        async with Link(it.url, KEY) as link:
+            assert (await link.insist("POST", RUN, {"protocol": 1}))["protocol"] == 1
+    with pytest.raises(UsageError, match=r"--tls-cert .*: .*; expected PEM files"), serve_mirror(
+        app, Listen(host="127.0.0.1", port=0, key=KEY, certificate=tmp_path / "none.pem")
+    ):
+        pass
+
+
+# ---- the exchange as a whole
+
+
+async def test_batches_answers_weights_and_heartbeats_pass_over_a_network_that_breaks(here, port, app, tmp_path):
+    there = Exchange.open(tmp_path / "there" / "exchange", SESSION)
+    version = folder_with(tmp_path / "there" / "weights" / "v000003", a=os.urandom(20_000))
+    state = folder_with(there.states / "v000003", a=(version / "a").read_bytes(), b=b"optimizer")
+    folder_with(tmp_path / "there" / "model", m=b"m" * 100)
+    samples = tuple(make_sample(length, seed=length) for length in (9, 300, 2))
+
+    def train() -> list[str]:
+        seen = []
+        for number in (1, 2):
+            message = there.wait_for_message(number, mirror.look)
+            seen.append(message.kind)
+            if message.kind == "train":
+                report = StepReport(version=message.version, weights=version, num_trained_tokens=7, state=state,
+                                    metrics={"n": float(sum(map(len, message.samples)))})  # fmt: skip
+                there.answer(number, {"result": to_json(report, there.run)})
+        return seen
+
+    async with BreakingNetwork(port, 9_001, 2_500) as network:
+        mirror = Mirror(Link(network.url, KEY), there, "checkpoints/step_000002")
+        mirror.__enter__()
+        with Heartbeat(there.trainer_beat) as heart:
+            heart.progress("computing")
+            training = asyncio.create_task(asyncio.to_thread(train))
+            there.ready(TrainerReady(version=2, weights=str((tmp_path / "there" / "model").resolve()), checkpoint=None))
+            await until(lambda: app.session is not None and app.session.exchange.read_ready() is not None)
+            current = Exchange.current(here / "exchange")
+            assert current.read_ready().weights == str(here / "model")
+            assert (here / "model" / "m").read_bytes() == b"m" * 100
+            current.attach()
+            with Heartbeat(current.orchestrator_beat):
+                remote = RemoteTrainer(current, fault=lambda: None)
+                report = await remote.train(samples, 3, checkpoint=True)
+                assert (report.metrics, report.num_trained_tokens) == ({"n": 311.0}, 7)
+                assert report.weights == here / "weights" / "v000003"
+                assert files_of(report.weights) == files_of(version)
+                assert (report.state / "b").read_bytes() == b"optimizer"
+                await until(lambda: there.is_attached and getattr(read_beat(there.orchestrator_beat), "beats", 0) > 1)
+                assert (await asyncio.to_thread(read_beat, current.trainer_beat)).doing in ("starting", "computing")
+                await remote.close()
+                assert await training == ["train", "stop"]
+        await asyncio.to_thread(mirror.__exit__, None, None, None)  # the network is of this event loop
+        assert network.connections > 5
+    assert not state.exists()
+    assert app.session.ended == ""
+
+
+async def test_a_trainer_that_fails_says_so_to_the_orchestrator(here, port, app, tmp_path):
+    there = Exchange.open(tmp_path / "there" / "exchange", SESSION)
+    mirror = Mirror(Link(f"http://127.0.0.1:{port}", KEY), there, "checkpoints/step_000002")
+    with pytest.raises(RunStopped), Heartbeat(there.trainer_beat), mirror:
+        await until(lambda: app.session is not None)
+        raise RunStopped("the disk burns")
+    assert app.session.ended == "the disk burns"
+
+
+async def test_a_trainer_that_is_refused_hears_why(port, tmp_path):
+    there = Exchange.open(tmp_path / "there" / "exchange", SESSION)
+    refused = pytest.raises(UsageError, match="the run has gone on meanwhile")
+    with Mirror(Link(f"http://127.0.0.1:{port}", KEY), there, None) as mirror, refused:
+        there.wait_for_message(1, mirror.look)
+
+
+async def test_a_trainer_that_waits_is_found_by_the_next_orchestrator(here, app, tmp_path):
+    there = Exchange.open(tmp_path / "there" / "exchange", SESSION)
+    folder_with(tmp_path / "there" / "model", m=b"m")
+    there.ready(TrainerReady(version=2, weights=str((tmp_path / "there" / "model").resolve()), checkpoint=None))
+
+    with serve_mirror(app, Listen(host="127.0.0.1", port=0, key=KEY)) as first:
+        port = int(first.url.rpartition(":")[2])
+    offers = {"checkpoints/step_000002": files_of(here / "checkpoints" / "step_000002")}
+    second = MirrorApp(here, config="x = 1\n", offers=offers, keep=2, key=KEY)
+    with Mirror(Link(f"http://127.0.0.1:{port}", KEY), there, "checkpoints/step_000002"):
+        for each in (app, second):
+            with serve_mirror(each, Listen(host="127.0.0.1", port=port, key=KEY)):
+                await until(lambda: each.session is not None and each.session.exchange.read_ready() is not None)  # noqa: B023
