@@ -57,7 +57,7 @@ async def test_the_pool_asks_its_replicas_and_the_steps_metrics_take_what_it_say
     async with opened(*replicas) as pool:
         assert isinstance(pool, ReportsMetrics)
         await pool.generate(request("a"))
-        await until(lambda: pool.metrics().get("replica/0/kv_usage") == 0.25)
+        await until(lambda: all(pool.metrics().get(f"replica/{i}/kv_usage") == 0.25 for i in range(2)))
         found = pool.metrics()
         assert found["replica/0/running"] == found["replica/0/waiting"] == found["replica/0/in_flight"] == 0
         assert {name.split("/")[2] for name in found if name.startswith("replica/1/")} == {
