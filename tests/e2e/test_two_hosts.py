@@ -30,7 +30,7 @@ from e2e.tiny_runs import (
 from verbatim.checkpoints import find_damage
 from verbatim.cli.main import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.extras]
+pytestmark = pytest.mark.slow
 
 STEPS = 6
 KEY = "0123456789abcdef-key"

@@ -127,6 +127,8 @@ async def _fetch_run(link: Link, config: RunConfig, folder: RunFolder, console: 
     for step in store.steps():
         if f"checkpoints/step_{step:06d}" != checkpoint:  # copies, of which the orchestrator's host has newer ones
             shutil.rmtree(folder.checkpoints / f"step_{step:06d}")
+    for left in folder.checkpoints.glob(".fetching-*"):  # of a checkpoint that an earlier process did not get whole
+        shutil.rmtree(left)
     return checkpoint
 
 
