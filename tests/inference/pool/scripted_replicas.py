@@ -14,7 +14,7 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.types import StopReason
 
 VOCAB = 100
-LIMITS = Limits(health_interval=0.01, health=0.05, stall=0.3, update=0.3, check=0.3, start=0.5)
+LIMITS = Limits(health_interval=0.01, health=0.05, silence=0.1, stall=0.3, update=0.3, check=0.3, start=0.5)
 
 
 def request(session="", *, prompt=(1, 2, 3), tokens=4, seed=0):

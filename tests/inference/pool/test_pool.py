@@ -12,6 +12,8 @@ from rollouts.waiting import until
 from verbatim.errors import EngineDead, RecordError, SamplerFault
 from verbatim.inference.base import Sampler, as_replicated, failure_of, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
+from verbatim.inference.pool.base import TooSlow
+from verbatim.inference.pool.loading import illness
 
 
 @contextlib.asynccontextmanager
@@ -210,10 +212,30 @@ async def test_without_restarts_a_dead_replica_stays_out_and_the_last_one_names_
         await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
         replicas[0].freeze()
         with pytest.raises(EngineDead, match=(
-            r"^no replica is left\. replica 0: the answer to a health check took more than 0\.05 s; "
+            r"^no replica is left\. replica 0 has answered no health check for 0 s; "
             r"replica 1: connection refused$"
         )):  # fmt: skip
             await pool.update_replicas(tmp_path, 2, ScriptedCheck(2))
+
+
+async def test_a_replica_that_is_silent_for_less_than_its_limit_is_not_lost():
+    """A busy machine: two health checks take too long, the third one is answered."""
+    replica, asked = ScriptedReplica(), []
+
+    async def health():
+        asked.append(len(asked))
+        if len(asked) <= 2:
+            raise TooSlow("replica 0: health: no answer within 10 s")
+
+    replica.health = health
+    assert await illness(replica, dataclasses.replace(LIMITS, silence=60.0)) is None
+    assert asked == [0, 1, 2]
+
+
+async def test_a_replica_that_refuses_connections_is_lost_at_the_second_check():
+    replica = ScriptedReplica()
+    replica.die()
+    assert await illness(replica, dataclasses.replace(LIMITS, silence=60.0)) == "replica 0: connection refused"
 
 
 async def test_an_engine_that_hangs_behind_a_server_that_answers_is_lost():

@@ -48,7 +48,8 @@ async def _pool_of(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
             update_timeout=settings.update_timeout,
         )  # fmt: skip
 
-    return await open_pool(FoundServers(
+    servers = FoundServers(
         settings.urls, connect, weights=(Path(inputs.model), inputs.policy_version), patience=settings.start_timeout,
         setting="inference.torch.start_timeout",
-    ))  # fmt: skip
+    )  # fmt: skip
+    return await open_pool(servers, settings)

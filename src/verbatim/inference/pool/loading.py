@@ -15,7 +15,7 @@ from verbatim.inference.pool.base import CanSleep, Replica, TooSlow
 T = TypeVar("T")
 
 HEALTH_CHECKS = 2
-"""Failed checks of its health, one after the other, after which a replica counts as dead."""
+"""Refused or broken connections, one after the other, after which a replica counts as dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,9 @@ class Limits:
     health_interval: float = 1.0
     """Between two checks of a replica's health."""
     health: float = 15.0
-    """For the answer to one of them; `HEALTH_CHECKS` in a row make a replica dead."""
+    """For the answer to one of them; a replica's own limit is shorter."""
+    silence: float = 60.0
+    """Without an answer to any of them: the replica counts as dead."""
     stall: float = 600.0
     """Without a token while requests are in flight: the engine behind the server hangs."""
     update: float = 900.0
@@ -91,16 +93,25 @@ async def fall_asleep(replica: Replica, target: Target, limits: Limits) -> None:
 
 
 async def illness(replica: Replica, limits: Limits) -> str | None:
-    """Why a replica counts as dead; None if it answers."""
-    why = None
-    for _ in range(HEALTH_CHECKS):
+    """Why a replica counts as dead; None if it answers.
+
+    A refused connection or an error says that it is gone; silence may be a busy machine, so it has longer.
+    """
+    loop = asyncio.get_running_loop()
+    began, refused = loop.time(), 0
+    while True:
         try:
             await within(limits.health, replica, "the answer to a health check", replica.health())
+        except TooSlow:
+            silent = loop.time() - began
+            if silent >= limits.silence:
+                return f"{replica.name} has answered no health check for {silent:.0f} s"
         except SamplerFault as fault:
-            why = str(fault)
+            refused += 1
+            if refused == HEALTH_CHECKS:
+                return str(fault)
         else:
             return None
-    return why
 
 
 async def within(seconds: float, replica: Replica, phase: str, call: Awaitable[T]) -> T:

@@ -10,7 +10,9 @@ from typing import Protocol
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import WeightCheck
 from verbatim.inference.pool.base import Replica
+from verbatim.inference.pool.loading import Limits
 from verbatim.inference.pool.pool import ReplicaPool
+from verbatim.inference.pool.settings import ServerSettings
 
 _ASK_EVERY = 2.0
 """Seconds between two looks for a server that was lost."""
@@ -120,7 +122,7 @@ async def _answers(replica: Replica) -> bool:
     return True
 
 
-async def open_pool(servers: Servers) -> ServerPool:
+async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
     """The pool of all servers, each checked, each with the weights that the run begins with.
 
     Raises:
@@ -139,7 +141,8 @@ async def open_pool(servers: Servers) -> ServerPool:
         if isinstance(error, BaseExceptionGroup):
             raise error.exceptions[0] from None
         raise
-    return ServerPool(servers, [opened[index] for index in sorted(opened)])
+    limits = Limits(silence=settings.health_timeout)
+    return ServerPool(servers, [opened[index] for index in sorted(opened)], limits)
 
 
 async def _open(servers: Servers, index: int, opened: dict[int, ServerReplica]) -> None:
@@ -156,11 +159,12 @@ async def _open(servers: Servers, index: int, opened: dict[int, ServerReplica]) 
 class ServerPool(ReplicaPool):
     """The replicas of these servers. A server that is started again begins with the newest weights."""
 
-    def __init__(self, servers: Servers, replicas: Sequence[ServerReplica]) -> None:
+    def __init__(self, servers: Servers, replicas: Sequence[ServerReplica], limits: Limits | None = None) -> None:
         path, _ = servers.weights
         super().__init__(
-            replicas, restart=servers.start_again, on_close=servers.close, weights=path if path.is_dir() else None
-        )
+            replicas, restart=servers.start_again, on_close=servers.close, limits=limits,
+            weights=path if path.is_dir() else None,
+        )  # fmt: skip
         self._servers = servers
 
     async def update_replicas(self, path: Path, version: int, check: WeightCheck | None) -> None:

@@ -25,6 +25,9 @@ class ServerSettings(BackendSettings):
     """Seconds until a server that was started, or was lost, must answer."""
     update_timeout: PositiveFloat = 300.0
     """Seconds for each phase of a weight update."""
+    health_timeout: PositiveFloat = 60.0
+    """Seconds that a server may leave health checks without an answer before it counts as dead, for a machine that is
+    busy. One that refuses connections counts as dead at once."""
 
     @model_validator(mode="after")
     def _urls_fit(self) -> Self:

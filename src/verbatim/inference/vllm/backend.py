@@ -17,4 +17,4 @@ async def vllm_backend(inputs: BackendInputs, settings: VllmSettings) -> Sampler
     from verbatim.inference.pool.servers import open_pool
     from verbatim.inference.vllm.servers import vllm_servers
 
-    return await open_pool(vllm_servers(inputs, settings))
+    return await open_pool(vllm_servers(inputs, settings), settings)
