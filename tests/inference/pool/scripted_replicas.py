@@ -32,8 +32,8 @@ class ScriptedReplica(ScriptedSampler):
 
     Args:
         faults: What goes wrong with a load, one for each load; "" loads well: "stale" keeps the weights, "label" the
-            version, "cache" the prefix cache; "refused" cannot load, "slow" never ends, "mismatch" finds wrong digests,
-            "dies" dies.
+            version, "cache" the prefix cache; "refused" cannot load, "gone" finds no file, "slow" never ends,
+            "mismatch" finds wrong digests and stays paused, "dies" dies.
         reports: Whether a request that is cut off says how many tokens were drawn.
     """
 
@@ -42,6 +42,7 @@ class ScriptedReplica(ScriptedSampler):
         super().__init__(policy_version=version, **(ours | arguments))
         self.index, self.faults, self.reports = index, list(faults), reports
         self.held, self.is_dead, self.is_frozen, self.is_closed, self.is_stalled = version, False, False, False, False
+        self.is_paused = False
         self.events, self.gate, self.fails, self.cache = [], None, 0, {}
         self.is_asleep, self.seconds_waking, self.at_sleep = False, None, []
         self.logprob = lambda token: logprob_of(token, self.held)
@@ -147,6 +148,8 @@ class ScriptedReplica(ScriptedSampler):
             await self.gate.wait()
         if fault == "refused":
             raise ModelError(f"{path} has no tensor 'lm_head.weight'")
+        if fault == "gone":
+            raise FileNotFoundError(f"{path}/model.safetensors")
         if fault == "slow":
             await asyncio.Event().wait()
         if fault == "too slow":
@@ -158,7 +161,8 @@ class ScriptedReplica(ScriptedSampler):
             self.held = version
         if fault != "cache":
             self.cache = {}
-        if fault == "mismatch":
+        self.is_paused = fault == "mismatch"
+        if self.is_paused:
             raise SamplerFault(f"{self.name}: 1 tensor is not the published one: model.norm.weight")
         if fault != "label":
             self.policy_version = version
@@ -189,6 +193,8 @@ class ScriptedCheck:
     async def prepare(self, sampler):
         await sampler._pass()
         sampler._is_awake()
+        if sampler.is_paused:
+            await asyncio.Event().wait()
         sampler.events.append(f"prepare {self.version}")
 
     async def __call__(self, sampler):

@@ -145,7 +145,49 @@ async def test_a_replica_that_dies_in_an_update_is_out_at_once_and_comes_back_wi
         await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
         assert pool.policy_version == 1
         await until(lambda: pool.metrics()["replicas/serving"] == 2)
-        assert restarts.made[0].events == ["prepare 1", "load 1", "check 1"]
+        assert restarts.made[0].events == ["load 1", "check 1"]
+
+
+@pytest.mark.parametrize("fault", ["refused", "mismatch", "gone"])
+async def test_a_replica_that_comes_back_while_its_weights_become_outdated_loads_newer_ones(tmp_path, fault):
+    """The published folder is removed before it was read to its end."""
+    gate = asyncio.Event()
+
+    class Gated(Restarts):
+        async def __call__(self, index):
+            replica = await super().__call__(index)
+            replica.gate = gate
+            return replica
+
+    replicas, restarts = [ScriptedReplica(i) for i in range(2)], Gated(faults=[fault])
+    limits = dataclasses.replace(LIMITS, update=60)
+    async with opened(*replicas, restart=restarts, weights=tmp_path, limits=limits) as pool:
+        await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        replicas[0].die()
+        await until(lambda: restarts.made and restarts.made[0].events == ["load 1"])
+        await pool.update_replicas(tmp_path, 2, ScriptedCheck(2))
+        gate.set()
+        await until(lambda: pool.metrics()["replicas/serving"] == 2)
+        metrics = pool.metrics()
+    assert restarts.made[0].events == ["load 1", "load 2", "check 2"]
+    assert (metrics["replicas/failed_checks"], metrics["replicas/lost"]) == (0, 1)
+
+
+async def test_a_server_that_is_found_again_in_the_middle_of_an_update_is_asked_for_nothing_before_it_loads(tmp_path):
+    """It answers to health checks, and is paused."""
+
+    class Paused(Restarts):
+        async def __call__(self, index):
+            replica = await super().__call__(index)
+            replica.is_paused = True
+            return replica
+
+    replicas, restarts = [ScriptedReplica(i) for i in range(2)], Paused()
+    async with opened(*replicas, restart=restarts, weights=tmp_path) as pool:
+        await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        replicas[0].die()
+        await until(lambda: restarts.made and pool.metrics()["replicas/serving"] == 2)
+        assert (len(restarts.made), pool.metrics()["replicas/lost"]) == (1, 1)
 
 
 async def test_an_update_waits_for_the_only_replica_to_come_back(tmp_path):
@@ -267,7 +309,7 @@ async def test_a_replica_that_comes_back_loads_what_the_run_began_with_where_tha
         assert [replica.events for replica in replicas] == [["check 0"]] * 2
         replicas[1].die()
         await until(lambda: restarts.made and pool.metrics()["replicas/serving"] == 2)
-    assert restarts.made[0].events == ["prepare 0", "load 0", "check 0"]
+    assert restarts.made[0].events == ["load 0", "check 0"]
 
 
 async def test_200_healthy_updates_pass_without_a_false_alarm_while_requests_go_on(tmp_path, caplog):

@@ -48,6 +48,11 @@ def is_running(pid: int) -> bool:
     return False
 
 
+def is_there(pid: int) -> bool:
+    """Whether it runs, or has ended and was not reaped."""
+    return Path(f"/proc/{pid}").exists()
+
+
 def all_end(found: list[int], within: float = 20.0) -> bool:
     end = time.monotonic() + within
     while time.monotonic() < end:
@@ -65,6 +70,30 @@ async def test_a_server_ends_with_all_that_it_started(tmp_path):
     await process.stop()
     assert process.has_ended and not any(map(is_running, found))
     await process.stop()  # again changes nothing
+
+
+# A worker whose first thread has ended: the system shows it as a zombie, while it and its own child go on.
+HALF_ENDED = """
+import ctypes, subprocess, sys, threading, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+threading.Thread(target=time.sleep, args=(600,)).start()
+open(sys.argv[1], "w").write(str(child.pid))
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+async def test_what_a_worker_started_that_is_about_to_end_is_killed_too(tmp_path):
+    """As an engine that was told to end and waits for its threads on a busy machine."""
+    note = tmp_path / "child"
+    code = SERVER.replace('"import time; time.sleep(600)"', f"{HALF_ENDED!r}, {str(note)!r}")
+    process = server(tmp_path, code)
+    await process.start(30)
+    _, worker = pids(tmp_path)
+    assert await asyncio.to_thread(all_end, [worker])
+    child = int(await asyncio.to_thread(note.read_text))
+    assert is_running(child) and is_there(worker)
+    await process.stop()
+    assert not is_running(child) and not is_there(worker)
 
 
 async def test_what_a_killed_server_leaves_behind_is_killed(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from aiohttp import web
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
 from verbatim.inference.http.protocol import UNKNOWN_LOGPROB
@@ -44,6 +44,7 @@ class VllmDouble:
         self.fault = ""
         self.hangs_at = ""
         self.fails_at = ""
+        self.gates: dict[str, asyncio.Event] = {}
         self.key: str | None = None
         self.calls: list[str] = []
         self.running = asyncio.Event()
@@ -64,6 +65,7 @@ class VllmDouble:
         self._names = set(load_file(folder / "model.safetensors"))
         self._report: dict[str, Any] | None = None
         self._is_updating = False
+        self._loaded_path = str(folder)
         self._cache: dict[tuple[str, bytes], dict[str, torch.Tensor]] = {}
         self.facts = {
             "format": 1, "model": str(folder), "vocab_size": int(self._model.config.vocab_size), "max_model_len": 512,
@@ -116,6 +118,8 @@ class VllmDouble:
             return web.json_response({"error": error}, status=403)
         if request.path == self.hangs_at:
             await asyncio.sleep(60)
+        if request.path in self.gates:
+            await self.gates[request.path].wait()
         if request.path == self.fails_at:
             return web.json_response({"error": {"message": "it burns", "code": 500}}, status=500)
         response: web.StreamResponse = await handler(request)
@@ -185,7 +189,7 @@ class VllmDouble:
             return web.json_response({"error": {"message": "CUDA error: an illegal memory access", "code": 500}},
                                      status=500)  # fmt: skip
         if self.fault not in ("update skipped", "nothing done"):
-            self._load(path)
+            self._load(self._loaded_path if self.fault == "weights before" else path)
         return web.json_response({"message": "Weights updated"})
 
     async def _finish(self, _: web.Request) -> web.Response:
@@ -223,13 +227,15 @@ class VllmDouble:
                                  "unmapped": [], "seconds": 0.0}  # fmt: skip
         self._report = found
         try:
-            published = load_file(Path(path) / "model.safetensors")
+            raw = (Path(path) / "model.safetensors").read_bytes()
+            published = load(raw[: len(raw) // 2] if self.fault == "half a file" else raw)
             missing = self._names - set(published)
             if missing:
                 raise ValueError(f"the folder has nothing for {sorted(missing)[0]}")
         except Exception as error:  # noqa: BLE001 - the client is told
             found.update(error=f"{type(error).__name__}: {error}", loaded=False)
             return
+        self._loaded_path = path
         try:
             self._fill(dict(wrong(self.fault, published)), found)
         except RuntimeError as error:

@@ -154,12 +154,13 @@ class Roster:
                 return
 
     async def _prove(self, member: Member) -> str | None:
-        """Load and check, a second time where the check fails. Why it failed twice; None if the weights are right."""
+        """Load and check, a second time where the check fails. Why it failed twice; None if the weights are right, or
+        outdated: published folders are removed after a while, so failing to load an old one shows nothing."""
         target = self.target
         for is_last in (False, True):
             life = member.life
             life.withhold()
-            computes = not is_last and member.state != "asleep"
+            computes = not is_last and member.state not in ("asleep", "starting")  # a server found again may be paused
             try:
                 why = await life.ask(load_and_check(life.replica, target, self._limits, prepare=computes))
             except TooSlow:
@@ -168,8 +169,16 @@ class Roster:
                 if await illness(life.replica, self._limits) is not None:
                     raise
                 why = str(fault)
+            except OSError as error:
+                if target is self.target:
+                    raise
+                why = error_text(error, 2000)
             if why is None:
                 life.prove(target.version)
+                return None
+            if target is not self.target:
+                logger.info("%s loads policy version %d, for version %d is outdated: %s", member.name,
+                            self.target.version, target.version, printable(why))  # fmt: skip
                 return None
             self.counts.failed_checks += 1
             if is_last or target.path is None:

@@ -141,7 +141,7 @@ async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
         if isinstance(error, BaseExceptionGroup):
             raise error.exceptions[0] from None
         raise
-    limits = Limits(silence=settings.health_timeout)
+    limits = Limits(silence=settings.health_timeout, stall=settings.stall_timeout)
     return ServerPool(servers, [opened[index] for index in sorted(opened)], limits)
 
 

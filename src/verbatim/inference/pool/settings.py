@@ -28,6 +28,8 @@ class ServerSettings(BackendSettings):
     health_timeout: PositiveFloat = 60.0
     """Seconds that a server may leave health checks without an answer before it counts as dead, for a machine that is
     busy. One that refuses connections counts as dead at once."""
+    stall_timeout: PositiveFloat = 600.0
+    """Seconds without a token after which a server that has requests, and answers, counts as hung."""
 
     @model_validator(mode="after")
     def _urls_fit(self) -> Self:

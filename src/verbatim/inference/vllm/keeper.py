@@ -42,8 +42,9 @@ def main(command: Sequence[str]) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 server.wait(PATIENCE)
     finally:
+        server.kill()
+        status = server.wait()
         _kill_descendants()
-    status = server.wait()
     return status if status >= 0 else 128 - status
 
 
@@ -54,7 +55,8 @@ def _is_closed(descriptor: int) -> bool:
 
 
 def _kill_descendants() -> None:
-    """Kill until no child is left: those of a killed child become children of this process."""
+    """Kill and reap until no child is left: those of a killed child become children of this process, but only once all
+    its threads have ended; until then it is a zombie that cannot be reaped."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and (children := list(_children())):
         for pid in children:
@@ -67,13 +69,10 @@ def _kill_descendants() -> None:
 
 
 def _children() -> Iterator[int]:
-    """Children of this process that have not ended; where the system does not list them, none."""
+    """Children of this process, zombies too; where the system does not list them, none."""
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            for pid in map(int, task.read_text().split()):
-                with contextlib.suppress(OSError):
-                    if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                        yield pid
+            yield from map(int, task.read_text().split())
 
 
 def _die_with_parent() -> None:

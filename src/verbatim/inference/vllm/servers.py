@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import secrets
+import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -82,13 +84,24 @@ class StartedServers:
 
         Raises:
             SamplerFault: it does not start.
+            OSError: the weights cannot be kept for it.
         """
-        if (former := self._processes.pop(index, None)) is not None:
-            await former.stop()
+        if (former := self._processes.get(index)) is not None:
+            await former.stop()  # `close` waits for it too where this is cancelled
         path, version = self.weights
+        if path == Path(self._inputs.model):
+            return await self._start(index, path, version)
+        kept = self._logs / f"replica_{index}.weights"
+        await asyncio.to_thread(_keep, path, kept)  # the trainer removes published folders, and a start takes long
+        try:
+            return await self._start(index, kept, version)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
+
+    async def _start(self, index: int, model: Path, version: int) -> VllmReplica:
         for attempt in itertools.count(1):
             process = make_process(
-                self._settings, index, model=path, port=free_port(),
+                self._settings, index, model=model, port=free_port(),
                 context_length=self._settings.max_model_len or self._inputs.context_length, logs=self._logs,
                 num_threads=self._inputs.num_threads, api_key=self._key,
             )  # fmt: skip
@@ -113,3 +126,16 @@ class StartedServers:
         await asyncio.gather(*(process.stop() for process in processes))
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def _keep(path: Path, kept: Path) -> None:
+    """Link the files of a published folder, or copy them where links cannot be made."""
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(path, kept, copy_function=link)

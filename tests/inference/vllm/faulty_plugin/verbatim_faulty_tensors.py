@@ -4,8 +4,19 @@ from collections.abc import Iterator
 
 import torch
 
+GATE, UP, V = (f"model.layers.0.{name}_proj.weight" for name in ("mlp.gate", "mlp.up", "self_attn.v"))
+DOWN, LAST_DOWN = "model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
 LAYER, Q, K = "model.layers.1.", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 EXPERT = "model.layers.0.mlp.experts.{}.{}_proj.weight"
+
+CHANGES = {
+    "zeros": (GATE, torch.zeros_like),
+    "other sign": (DOWN, torch.neg),
+    "transposed": (Q, torch.t),
+    "rounded": (UP, lambda tensor: tensor.bfloat16().float()),
+    "rows moved": (EMBEDDING, lambda tensor: tensor.roll(1, 0)),
+}
 
 
 def wrong(fault: str, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -29,4 +40,13 @@ def wrong(fault: str, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, t
         tensors.pop(EXPERT.format(1, "down"))
     elif fault == "stale norm":
         tensors.pop("model.norm.weight")
+    elif fault == "stale v":
+        tensors.pop(V)
+    elif fault == "swapped gate and up":
+        tensors[GATE], tensors[UP] = tensors[UP], tensors[GATE]
+    elif fault == "swapped layers":
+        tensors[DOWN], tensors[LAST_DOWN] = tensors[LAST_DOWN], tensors[DOWN]
+    elif fault in CHANGES:
+        name, change = CHANGES[fault]
+        tensors[name] = change(tensors[name]).contiguous()
     yield from tensors.items()
