@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 
-.PHONY: help install demo test test-all test-vllm faults lint types clean
+.PHONY: help install demo test test-all test-vllm faults faults-vllm lint types clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, W&B) installed, and all tests but those of vLLM"
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
 	@echo "make faults    the fault campaigns as a whole: kills, damaged files, hostile environments, requests, templates"
+	@echo "make faults-vllm  runs whose vLLM servers are killed and frozen: 20 kills, 10 freezes"
 	@echo "make clean     remove $(VENV) and caches; runs/ stays"
 
 install: $(INSTALLED)
@@ -57,7 +58,10 @@ $(VLLM_INSTALLED): src/verbatim/inference/vllm/install.py | install
 	@touch $@
 
 faults: install
-	$(BIN)/pytest tests/faults --whole
+	$(BIN)/pytest tests/faults --whole -m "not vllm"
+
+faults-vllm: install $(VLLM_INSTALLED)
+	VLLM_CPU_KVCACHE_SPACE=1 VERBATIM_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest tests/faults --whole -m vllm -s
 
 lint: install
 	$(BIN)/ruff check .
