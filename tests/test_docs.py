@@ -88,7 +88,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 def test_the_documentation_shows_how_to_write_each_kind_of_plug_in():
     assert set(MODULES) >= {
         "parcel_desk", "my_losses", "my_token_losses", "my_advantages", "my_turn_advantages", "my_filters",
-        "my_monitors", "my_backends", "my_packers", "my_strategies",
+        "my_monitors", "my_backends", "my_packers", "my_strategies", "my_reference_losses",
     }  # fmt: skip
 
 
@@ -257,6 +257,17 @@ def test_a_loss_that_names_its_level_and_an_advantage_for_each_turn_train(place:
         *others, last = trajectory["turns"]
         assert trajectory["advantage"] is None and last["advantage"] is not None
         assert all(turn["advantage"] == 0 for turn in others)
+
+
+def test_a_loss_with_a_knob_for_a_reference_has_one(place: Path, tmp_path_factory):
+    model = build_tiny_model(tmp_path_factory.mktemp("docs") / "model")
+    (place / "run.toml").write_text(
+        TOML.format(model=model) + 'import_path = "lots.Lots"\n[trainer.loss]\ntype = "my_reference_losses.HELD"\n'
+    )
+    with contextlib.redirect_stdout(None):
+        assert main(["rl", "run.toml", "--run-dir", "run"]) == 0
+    first, second = (line["metrics"]["ref_kl"] for line in train_lines(place / "run"))
+    assert first == 0.0 < second
 
 
 # ---- renderers and rollout engines

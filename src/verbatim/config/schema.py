@@ -38,8 +38,8 @@ from verbatim.texts import shown
 __all__ = [
     "COLDEST", "BuildConfig", "CheckpointConfig", "ComponentConfig", "EnvConfig", "EvalConfig", "Fraction",
     "InferenceConfig", "LengthPenaltyConfig", "LoraConfig", "ModelConfig", "MonitorConfig", "NonNegativeFloat",
-    "OptimConfig", "OrchestratorConfig", "PositiveFloat", "PositiveInt", "RendererConfig", "RunConfig",
-    "SamplingConfig", "TeacherConfig", "TrainerConfig", "WarmStartConfig",
+    "OptimConfig", "OrchestratorConfig", "PositiveFloat", "PositiveInt", "ReferenceConfig", "RendererConfig",
+    "RunConfig", "SamplingConfig", "TeacherConfig", "TrainerConfig", "WarmStartConfig",
 ]  # fmt: skip
 
 
@@ -94,6 +94,14 @@ class LoraConfig(Section):
         return self
 
 
+class ReferenceConfig(Section):
+    """A frozen model in the trainer's process whose logprobs of the sampled tokens are the stream "reference"."""
+
+    model: str | None = None
+    """A folder or hub id; by default the model that the run begins with, after its warm start. With [trainer.lora] that
+    one takes no memory."""
+
+
 class TrainerConfig(Section):
     """The trainer: optimizer, loss, packing, precision, process."""
 
@@ -103,6 +111,8 @@ class TrainerConfig(Section):
     """The loss."""
     lora: LoraConfig | None = None
     """Train low-rank adapters, and leave the model's own weights as they are."""
+    reference: ReferenceConfig | None = None
+    """Score the sampled tokens with a reference, also where trainer.loss.kl_ref_tau does not ask for it."""
     packing: str = "auto"
     """How samples are laid out in memory: "rows", one after the other, or "tree", what they have in common once. "auto"
     takes the tree where that saves tokens. "tree" needs a model whose tokens mix by attention alone. The import path of

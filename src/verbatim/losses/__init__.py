@@ -7,6 +7,7 @@ from verbatim.losses.gspo import gspo_loss
 from verbatim.losses.ipa import ipa_loss
 from verbatim.losses.opd import opd_loss
 from verbatim.losses.ppo import ppo_loss
+from verbatim.losses.reference import ReferenceTerm, reference_term
 from verbatim.losses.sft import sft_loss
 from verbatim.losses.tis import tis_loss
 
@@ -22,6 +23,6 @@ LOSSES: dict[str, Loss] = {
 }
 
 __all__ = [
-    "LOSSES", "Loss", "LossInputs", "LossOutputs", "cispo_loss", "default_loss", "gspo_loss", "ipa_loss", "opd_loss",
-    "ppo_loss", "sft_loss", "tis_loss",
+    "LOSSES", "Loss", "LossInputs", "LossOutputs", "ReferenceTerm", "cispo_loss", "default_loss", "gspo_loss",
+    "ipa_loss", "opd_loss", "ppo_loss", "reference_term", "sft_loss", "tis_loss",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -101,6 +102,12 @@ class Loss:
     def reads_a_teacher(self) -> bool:
         """Whether a token teaches also where its advantage is 0."""
         return self.training_mode == "opd" or bool(self.knobs.get(self.teacher_weight or ""))
+
+    @property
+    def reads_a_reference(self) -> bool:
+        """Whether a knob `kl_ref_tau`, which weighs a KL term to a reference, is not 0."""
+        knob = inspect.signature(self.function).parameters.get("kl_ref_tau")
+        return bool(self.knobs.get("kl_ref_tau", knob is not None and knob.default))
 
     @property
     def name(self) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from verbatim.config.schema import Fraction, NonNegativeFloat
 from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
 from verbatim.losses.ratios import ratio_metrics, share, trained_tokens
+from verbatim.losses.reference import Estimator, ReferenceTerm, reference_term
 
 
-def cispo_loss(inputs: LossInputs, *, eps_low: Fraction = 1.0, eps_high: NonNegativeFloat = 5.0) -> LossOutputs:
+def cispo_loss(
+    inputs: LossInputs, *, eps_low: Fraction = 1.0, eps_high: NonNegativeFloat = 5.0,
+    kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2",
+) -> LossOutputs:  # fmt: skip
     """The sum over trained tokens of weighted log-likelihoods.
 
     ```
@@ -23,21 +27,25 @@ def cispo_loss(inputs: LossInputs, *, eps_low: Fraction = 1.0, eps_high: NonNega
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
         eps_low: The weight is at least 1 - eps_low; 1 = no lower bound.
         eps_high: The weight is at most 1 + eps_high.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0 = none is read.
+        kl_ref: Its estimator.
 
     Returns:
         The loss; metrics of `ratio_metrics`, where nothing is masked, and `clipped_{low,high}`, shares of the trained
         tokens.
 
     Raises:
-        ComponentError: a knob outside its range.
+        ComponentError: a knob outside its range, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(cispo_loss, eps_low=eps_low, eps_high=eps_high)
-    return bounded_weights(inputs, 1 - eps_low, 1 + eps_high)
+    refuse_bad_knobs(cispo_loss, eps_low=eps_low, eps_high=eps_high, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
+    reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
+    return bounded_weights(inputs, 1 - eps_low, 1 + eps_high, reference)
 
 
-def bounded_weights(inputs: LossInputs, lowest: float, highest: float) -> LossOutputs:
-    """`sum_t -sg(clip(w, lowest, highest)) A l` and its metrics."""
+def bounded_weights(inputs: LossInputs, lowest: float, highest: float, reference: ReferenceTerm) -> LossOutputs:
+    """`sum_t -sg(clip(w, lowest, highest)) A l` with the KL term to a reference, and its metrics."""
     trainer, inference, advantages = trained_tokens(inputs)
+    advantages = advantages - reference.penalty
     log_ratio = (trainer - inference).detach()
     ratio = log_ratio.exp()
     low, high = ratio < lowest, ratio > highest
@@ -48,4 +56,4 @@ def bounded_weights(inputs: LossInputs, lowest: float, highest: float) -> LossOu
         "clipped_low": share(low, ratio),
         "clipped_high": share(high, ratio),
     }
-    return LossOutputs(loss=-(weights * trainer).sum(), metrics=metrics)
+    return LossOutputs(loss=(reference.terms - weights * trainer).sum(), metrics=metrics)

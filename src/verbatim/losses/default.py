@@ -5,12 +5,13 @@ from __future__ import annotations
 from verbatim.config.schema import NonNegativeFloat, PositiveFloat
 from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
 from verbatim.losses.ratios import clamped_ratio, ratio_metrics, share, trained_teacher, trained_tokens
+from verbatim.losses.reference import Estimator, reference_term
 
 
 def default_loss(
     inputs: LossInputs, *, dppo_mask_low: NonNegativeFloat = 0.2, dppo_mask_high: NonNegativeFloat = 0.2,
     adv_tau: NonNegativeFloat = 1.0, teacher_tau: NonNegativeFloat = 0.0, kl_tau: NonNegativeFloat = 1e-3,
-    delta: PositiveFloat = 8.0,
+    delta: PositiveFloat = 8.0, kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2",
 ) -> LossOutputs:  # fmt: skip
     """The sum over trained tokens of policy gradient and KL term.
 
@@ -35,18 +36,20 @@ def default_loss(
         teacher_tau: Weight of the teacher's log ratio; 0 = it is not read.
         kl_tau: Weight of the KL term.
         delta: Upper clamp of the importance ratio; `inf` = none.
+        kl_ref_tau: Weight of the KL term to a reference, with the estimator `kl_ref`, of `reference_term`; 0 = none.
 
     Returns:
-        The loss; metrics of `ratio_metrics`, `dppo_dropped_{low,high}` (shares of the trained tokens), and with a
-        teacher `teacher_kl` = mean(l - t).
+        The loss; metrics of `ratio_metrics`, shares `dppo_dropped_{low,high}`; given a teacher `teacher_kl`.
 
     Raises:
-        ComponentError: a knob outside its range, or `teacher_tau` without teacher logprobs.
+        ComponentError: a knob outside its range, or `teacher_tau` or `kl_ref_tau` without the logprobs that it weighs.
     """
     refuse_bad_knobs(default_loss, dppo_mask_low=dppo_mask_low, dppo_mask_high=dppo_mask_high, adv_tau=adv_tau,
-                     teacher_tau=teacher_tau, kl_tau=kl_tau, delta=delta)  # fmt: skip
+                     teacher_tau=teacher_tau, kl_tau=kl_tau, delta=delta, kl_ref_tau=kl_ref_tau,
+                     kl_ref=kl_ref)  # fmt: skip
     trainer, inference, advantages = trained_tokens(inputs)
-    advantages = adv_tau * advantages
+    reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref, delta=delta)
+    advantages = adv_tau * advantages - reference.penalty
     metrics = {}
     if teacher_tau:
         behind = trained_teacher(inputs, "teacher_tau > 0") - trainer.detach()
@@ -57,13 +60,11 @@ def default_loss(
     moved = (trainer.exp() - inference.exp()).detach()
     dropped_high = (advantages > 0) & (moved > dppo_mask_high)
     dropped_low = (advantages <= 0) & (moved < -dppo_mask_low)
-    dropped = dropped_high | dropped_low
-    kept = advantages.masked_fill(dropped, 0.0)
-    loss = (-kept * clamped_ratio(log_ratio, kept, delta) + kl_tau * log_ratio.square()).sum()
-
+    kept = advantages.masked_fill(dropped_high | dropped_low, 0.0)
+    terms = -kept * clamped_ratio(log_ratio, kept, delta) + kl_tau * log_ratio.square() + reference.terms
     metrics |= {
-        **ratio_metrics(log_ratio, dropped),
+        **ratio_metrics(log_ratio, dropped_high | dropped_low),
         "dppo_dropped_low": share(dropped_low, moved),
         "dppo_dropped_high": share(dropped_high, moved),
     }
-    return LossOutputs(loss=loss, metrics=metrics)
+    return LossOutputs(loss=terms.sum(), metrics=metrics)

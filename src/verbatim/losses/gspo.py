@@ -6,9 +6,13 @@ from verbatim.config.schema import Fraction, NonNegativeFloat
 from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
 from verbatim.losses.ppo import clipped_surrogate
 from verbatim.losses.ratios import share, trained_tokens
+from verbatim.losses.reference import Estimator, reference_term
 
 
-def gspo_loss(inputs: LossInputs, *, eps_low: Fraction = 3e-4, eps_high: NonNegativeFloat = 4e-4) -> LossOutputs:
+def gspo_loss(
+    inputs: LossInputs, *, eps_low: Fraction = 3e-4, eps_high: NonNegativeFloat = 4e-4,
+    kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2",
+) -> LossOutputs:  # fmt: skip
     """The mean over one trajectory's trained tokens of PPO's surrogate on the trajectory's ratio.
 
     ```
@@ -26,16 +30,21 @@ def gspo_loss(inputs: LossInputs, *, eps_low: Fraction = 3e-4, eps_high: NonNega
         inputs: A whole trajectory, float [seq] tensors; only tokens under `loss_mask` are read.
         eps_low: A trajectory with A < 0 learns no more once its ratio is below 1 - eps_low.
         eps_high: A trajectory with A > 0 learns no more once its ratio is above 1 + eps_high.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`, meant over the trajectory's tokens like
+            the others; 0 = none is read.
+        kl_ref: Its estimator.
 
     Returns:
         The loss; metrics `sequence_ratio_{mean,min,max}`, `clipped_{low,high}` (shares of the trajectory's tokens) and
         the count `masked_by_loss`: the clipped tokens, if no other is left whose term moves the ratio they share.
 
     Raises:
-        ComponentError: a knob outside its range.
+        ComponentError: a knob outside its range, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(gspo_loss, eps_low=eps_low, eps_high=eps_high)
+    refuse_bad_knobs(gspo_loss, eps_low=eps_low, eps_high=eps_high, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
+    reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     trainer, inference, advantages = trained_tokens(inputs)
+    advantages = advantages - reference.penalty
     log_ratio = (trainer - inference).mean()
     terms, low, high = clipped_surrogate(
         log_ratio.expand_as(advantages), advantages, eps_low=eps_low, eps_high=eps_high
@@ -49,4 +58,4 @@ def gspo_loss(inputs: LossInputs, *, eps_low: Fraction = 3e-4, eps_high: NonNega
         "clipped_high": share(high, advantages),
         "masked_by_loss": clipped.sum() * (clipped | (advantages == 0)).all(),
     }
-    return LossOutputs(loss=terms.mean(), metrics=metrics)
+    return LossOutputs(loss=(terms + reference.terms).mean(), metrics=metrics)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from verbatim.config.schema import PositiveFloat
+from verbatim.config.schema import NonNegativeFloat, PositiveFloat
 from verbatim.errors import ComponentError
 from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
 from verbatim.losses.ratios import segment_means, share, trained_tokens
+from verbatim.losses.reference import Estimator, reference_term
 
 
-def ipa_loss(inputs: LossInputs, *, max_ratio: PositiveFloat = 2.0) -> LossOutputs:
+def ipa_loss(
+    inputs: LossInputs, *, max_ratio: PositiveFloat = 2.0, kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2"
+) -> LossOutputs:
     """The sum over one trajectory's chunks.
 
     ```
@@ -28,18 +31,22 @@ def ipa_loss(inputs: LossInputs, *, max_ratio: PositiveFloat = 2.0) -> LossOutpu
     Args:
         inputs: A whole trajectory, float [seq] tensors, with chunk ids; only tokens under `loss_mask` are read.
         max_ratio: Chunks whose ratio is above this are dropped.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0 = none is read.
+        kl_ref: Its estimator.
 
     Returns:
         The loss; metrics `chunk_ratio_{mean,min,max}`, `chunks_dropped` (share of the chunks), `clipped_high` (share
         of the tokens whose weight is cut to 1), and the count `masked_by_loss`, tokens of dropped chunks.
 
     Raises:
-        ComponentError: a knob outside its range, or no chunk ids.
+        ComponentError: a knob outside its range, no chunk ids, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(ipa_loss, max_ratio=max_ratio)
+    refuse_bad_knobs(ipa_loss, max_ratio=max_ratio, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     if inputs.chunk_ids is None:
         raise ComponentError("ipa works on chunks: expected LossInputs.chunk_ids, found None")
+    reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     trainer, inference, advantages = trained_tokens(inputs)
+    advantages = advantages - reference.penalty
     log_ratios_C, chunks = segment_means((trainer - inference).detach(), inputs.chunk_ids[inputs.loss_mask])
     ratios_C = log_ratios_C.exp()
     ratios, good = ratios_C[chunks], advantages > 0
@@ -54,4 +61,4 @@ def ipa_loss(inputs: LossInputs, *, max_ratio: PositiveFloat = 2.0) -> LossOutpu
         "clipped_high": share((ratios > 1) & ~dropped & ~good, ratios),
         "masked_by_loss": dropped.sum(),
     }
-    return LossOutputs(loss=-(weights * advantages * trainer).sum(), metrics=metrics)
+    return LossOutputs(loss=(reference.terms - weights * advantages * trainer).sum(), metrics=metrics)

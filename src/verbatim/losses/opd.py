@@ -5,9 +5,13 @@ from __future__ import annotations
 from verbatim.config.schema import NonNegativeFloat, PositiveFloat
 from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
 from verbatim.losses.ratios import clamped_ratio, ratio_metrics, share, trained_teacher, trained_tokens
+from verbatim.losses.reference import Estimator, reference_term
 
 
-def opd_loss(inputs: LossInputs, *, kl_tau: NonNegativeFloat = 1e-3, delta: PositiveFloat = 8.0) -> LossOutputs:
+def opd_loss(
+    inputs: LossInputs, *, kl_tau: NonNegativeFloat = 1e-3, delta: PositiveFloat = 8.0,
+    kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2",
+) -> LossOutputs:  # fmt: skip
     """The sum over trained tokens of the teacher's log ratio as an advantage, and a KL term to the sampling policy.
 
     ```
@@ -24,19 +28,24 @@ def opd_loss(inputs: LossInputs, *, kl_tau: NonNegativeFloat = 1e-3, delta: Posi
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
         kl_tau: Weight of the KL term.
         delta: Upper clamp of the importance ratio; `inf` = none.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0 = none is read.
+        kl_ref: Its estimator.
 
     Returns:
         The loss; metrics of `ratio_metrics`, `teacher_kl` = mean(l - t), and `clipped_high`, the share of tokens where
         the ratio is clamped. Nothing is masked.
 
     Raises:
-        ComponentError: a knob outside its range, or no teacher logprobs.
+        ComponentError: a knob outside its range, no teacher logprobs, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(opd_loss, kl_tau=kl_tau, delta=delta)
+    refuse_bad_knobs(opd_loss, kl_tau=kl_tau, delta=delta, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     trainer, inference, _ = trained_tokens(inputs)
+    reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref, delta=delta)
     behind = trained_teacher(inputs, "opd") - trainer.detach()
+    learned = behind - reference.penalty
     log_ratio = trainer - inference
-    loss = (-behind * clamped_ratio(log_ratio, behind, delta) + kl_tau * log_ratio.square()).sum()
+    surrogate = -learned * clamped_ratio(log_ratio, learned, delta)
+    loss = (surrogate + kl_tau * log_ratio.square() + reference.terms).sum()
     clipped = log_ratio.detach().exp() > delta
     metrics = {
         **ratio_metrics(log_ratio),

@@ -10,6 +10,7 @@ from pydantic import Field
 from verbatim.config.schema import Fraction, NonNegativeFloat
 from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
 from verbatim.losses.ratios import ratio_metrics, share, trained_tokens
+from verbatim.losses.reference import Estimator, reference_term
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,8 +19,9 @@ AboveOne = Annotated[float, Field(gt=1)]
 
 
 def ppo_loss(
-    inputs: LossInputs, *, eps_low: Fraction = 0.2, eps_high: NonNegativeFloat = 0.28, dual_clip: AboveOne | None = None
-) -> LossOutputs:
+    inputs: LossInputs, *, eps_low: Fraction = 0.2, eps_high: NonNegativeFloat = 0.28,
+    dual_clip: AboveOne | None = None, kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2",
+) -> LossOutputs:  # fmt: skip
     """The sum over trained tokens of PPO's pessimistic surrogate.
 
     ```
@@ -39,16 +41,21 @@ def ppo_loss(
         eps_low: A token with A < 0 learns no more once its ratio is below 1 - eps_low.
         eps_high: A token with A > 0 learns no more once its ratio is above 1 + eps_high.
         dual_clip: A token with A < 0 learns no more while its ratio is above this; 3 is usual. None = off.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0 = none is read.
+        kl_ref: Its estimator.
 
     Returns:
         The loss; metrics of `ratio_metrics`, where clipped tokens count as masked, and `clipped_{low,high}`, their
         shares by the side of the ratio.
 
     Raises:
-        ComponentError: a knob outside its range.
+        ComponentError: a knob outside its range, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(ppo_loss, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
+    refuse_bad_knobs(ppo_loss, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, kl_ref_tau=kl_ref_tau,
+                     kl_ref=kl_ref)  # fmt: skip
+    reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     trainer, inference, advantages = trained_tokens(inputs)
+    advantages = advantages - reference.penalty
     log_ratio = trainer - inference
     terms, low, high = clipped_surrogate(
         log_ratio, advantages, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
@@ -58,7 +65,7 @@ def ppo_loss(
         "clipped_low": share(low, advantages),
         "clipped_high": share(high, advantages),
     }
-    return LossOutputs(loss=terms.sum(), metrics=metrics)
+    return LossOutputs(loss=(terms + reference.terms).sum(), metrics=metrics)
 
 
 def clipped_surrogate(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from verbatim.config.schema import PositiveFloat
+from verbatim.config.schema import NonNegativeFloat, PositiveFloat
 from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
 from verbatim.losses.cispo import bounded_weights
+from verbatim.losses.reference import Estimator, reference_term
 
 
-def tis_loss(inputs: LossInputs, *, cap: PositiveFloat = 2.0) -> LossOutputs:
+def tis_loss(
+    inputs: LossInputs, *, cap: PositiveFloat = 2.0, kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2"
+) -> LossOutputs:
     """The sum over trained tokens of weighted log-likelihoods.
 
     ```
@@ -20,13 +23,15 @@ def tis_loss(inputs: LossInputs, *, cap: PositiveFloat = 2.0) -> LossOutputs:
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
         cap: The weight is at most this; `inf` = no bound.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0 = none is read.
+        kl_ref: Its estimator.
 
     Returns:
         The loss; metrics of `ratio_metrics`, where nothing is masked, and `clipped_{low,high}`, shares of the trained
         tokens.
 
     Raises:
-        ComponentError: a knob outside its range.
+        ComponentError: a knob outside its range, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(tis_loss, cap=cap)
-    return bounded_weights(inputs, 0.0, cap)
+    refuse_bad_knobs(tis_loss, cap=cap, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
+    return bounded_weights(inputs, 0.0, cap, reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref))

@@ -15,6 +15,8 @@ Bool: TypeAlias = NDArray[np.bool_]
 
 TEACHER = "teacher"
 """The logprob stream of the teacher."""
+REFERENCE = "reference"
+"""The logprob stream of the frozen model that the policy is kept near."""
 NO_STREAMS: MappingProxyType[str, Any] = MappingProxyType({})
 """No logprobs of other models."""
 

@@ -11,7 +11,7 @@ from verbatim.config.schema import LoraConfig, RunConfig, TeacherConfig
 from verbatim.config.sections import BackendSettings, table_of
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.resolve import corpus
-from verbatim.errors import ComponentError, UsageError
+from verbatim.errors import ComponentError, ModelError, UsageError
 from verbatim.imports import is_installed
 from verbatim.inference.chat.client import OpenAI
 from verbatim.models.source import find_source
@@ -25,7 +25,7 @@ from verbatim.run.environments import (
     make_environments,
     read_conversations,
 )
-from verbatim.run.parts import logprob_models, make_loss, make_monitors, make_rules
+from verbatim.run.parts import frozen_models, logprob_models, make_loss, make_monitors, make_rules
 from verbatim.run.placement import check_placement, check_turns
 from verbatim.run.rollouts import inference_settings, make_renderer, plays_elsewhere, rollout_settings
 
@@ -70,6 +70,9 @@ def check_run(
     _check_inference(config, starts_both)
     if config.orchestrator.teacher is not None:
         _check_teacher(config.orchestrator.teacher)
+    for name, model in frozen_models(config).items():
+        if model is not None:
+            _check_frozen(model, name, config)
     _check_model(config, environments, data)
     return environments
 
@@ -91,7 +94,7 @@ def _check_loss(config: RunConfig) -> None:
     from verbatim.losses.results import try_loss
 
     try:
-        try_loss(make_loss(config), streams=logprob_models(config))
+        try_loss(make_loss(config), streams=[*logprob_models(config), *frozen_models(config)])
     except ComponentError as error:
         raise ComponentError(f"trainer.loss: {error}") from error
 
@@ -143,6 +146,16 @@ def _check_teacher(teacher: TeacherConfig) -> None:
     if not is_installed("aiohttp"):
         raise UsageError("a teacher behind orchestrator.teacher.base_url needs the package aiohttp: pip install "
                          "'verbatim-rl[api]'")  # fmt: skip
+
+
+def _check_frozen(model: str, name: str, config: RunConfig) -> None:
+    from verbatim.models.loading import check_model_config, check_weights
+
+    try:
+        check_weights(model)
+        check_model_config(model, context_length=config.orchestrator.seq_len)
+    except ModelError as error:
+        raise ModelError(f"trainer.{name}.model: {error}") from error
 
 
 def _check_adapters(config: RunConfig, lora: LoraConfig) -> None:

@@ -20,6 +20,7 @@ from verbatim.disk import make_folder, rename, sync_tree, write_file
 from verbatim.errors import RunStopped, UsageError
 from verbatim.machine_faults import describe
 from verbatim.rollouts.main_loop import run_main
+from verbatim.run.parts import needs_first_model
 from verbatim.texts import shown
 from verbatim.transport.mirror.link import Link
 from verbatim.transport.mirror.protocol import PROTOCOL, RUN, Files, is_file_name, mark_of
@@ -28,7 +29,7 @@ from verbatim.transport.mirror.server import Listen, MirrorServer, serve_mirror
 logger = logging.getLogger(__name__)
 
 _MODELS = ("model", "warm_start")
-"""What a run without a checkpoint may begin with."""
+"""What a run may begin with."""
 _OFFERED = re.compile(r"checkpoints/step_\d{6,12}|model|warm_start")
 
 
@@ -44,19 +45,20 @@ def serve_run(config: RunConfig, folder: RunFolder, where: Listen) -> Iterator[M
     except ImportError as error:
         raise UsageError(f"--listen needs {error.name}: pip install 'verbatim-rl[serve]'") from None
     app = MirrorApp(
-        folder.path.resolve(), config=dump_config(config), offers=_offers(folder),
+        folder.path.resolve(), config=dump_config(config), offers=_offers(config, folder),
         keep=config.orchestrator.max_async_level + 2, key=where.key,
     )  # fmt: skip
     with serve_mirror(app, where) as server:
         yield server
 
 
-def _offers(folder: RunFolder) -> dict[str, Files]:
+def _offers(config: RunConfig, folder: RunFolder) -> dict[str, Files]:
     newest = CheckpointStore(folder.checkpoints, read_only=True).latest()
-    if newest is not None:
-        return {f"checkpoints/{newest.folder.name}": _sealed_files(newest.folder)}
+    found = {} if newest is None else {f"checkpoints/{newest.folder.name}": _sealed_files(newest.folder)}
+    if found and not needs_first_model(config):
+        return found
     whole = [name for name in _MODELS if (folder.path / name).is_dir() and find_damage(folder.path / name) is None]
-    return {name: _sealed_files(folder.path / name) for name in whole}
+    return found | {name: _sealed_files(folder.path / name) for name in whole}
 
 
 def _sealed_files(folder: Path) -> Files:

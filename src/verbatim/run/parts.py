@@ -18,7 +18,7 @@ from verbatim.monitors.base import OpenMonitor
 from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.staleness import capped_settings
-from verbatim.records.fields import TEACHER
+from verbatim.records.fields import REFERENCE, TEACHER
 from verbatim.rollouts import RolloutSetup, derive_seed
 from verbatim.run.environments import Environments
 from verbatim.run.rollouts import inference_settings
@@ -186,6 +186,21 @@ def make_logprob_models(config: RunConfig) -> dict[str, Teacher]:
     from verbatim.inference.teacher import make_teacher
 
     return {name: make_teacher(model) for name, model in logprob_models(config).items()}
+
+
+def frozen_models(config: RunConfig) -> dict[str, str | None]:
+    """The models that the trainer holds beside its own, by the name of the logprob stream that a loss reads: a folder
+    or hub id, None = the model that the run begins with."""
+    reference = config.trainer.reference
+    if reference is None and not make_loss(config).reads_a_reference:
+        return {}
+    return {REFERENCE: reference.model if reference is not None else None}
+
+
+def needs_first_model(config: RunConfig) -> bool:
+    """Whether a trainer that continues a checkpoint reads the model too that the run began with: a checkpoint of
+    adapters does not hold their base, and a reference stays what it was."""
+    return config.trainer.lora is not None or None in frozen_models(config).values()
 
 
 def needs_rewards(config: RunConfig) -> bool:

@@ -19,7 +19,7 @@ from verbatim.rollouts import derive_seed
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.hosts import fetch_run
 from verbatim.run.logs import last_lines
-from verbatim.run.parts import make_loss
+from verbatim.run.parts import frozen_models, make_loss, needs_first_model
 from verbatim.run.rollouts import inference_settings
 from verbatim.transport import TrainerReady, WeightFolders
 from verbatim.transport.exchange import Exchange
@@ -31,6 +31,7 @@ from verbatim.transport.mirror.trainer_side import Mirror
 if TYPE_CHECKING:
     from verbatim.trainer.worker import TrainerWorker
 
+
 def open_trainer(
     config: RunConfig, environments: Callable[[], Environments], folder: RunFolder, console: Console, *, states: Path
 ) -> tuple[TrainerWorker, TrainerReady]:
@@ -41,19 +42,12 @@ def open_trainer(
         states: Where the trainer leaves its parts of checkpoints.
     """
     from verbatim.models.loading import load_tokenizer
-    from verbatim.models.source import is_adapter
-    from verbatim.run.prepare import prepare_model
     from verbatim.trainer.device_memory import DeviceMemory
     from verbatim.trainer.trainer import Trainer
     from verbatim.trainer.worker import TrainerWorker
 
     found = CheckpointStore(folder.checkpoints, read_only=True).latest()
-    source = found.folder / "weights" if found else None
-    adapted = config.trainer.lora is not None  # then a checkpoint holds the adapters, and the run folder their base
-    base = prepare_model(config, environments(), folder.path, console) if source is None or adapted else source
-    if source is not None and not adapted and is_adapter(source):
-        raise CheckpointError(f"{source} holds an adapter: the run in {folder.path} was started with [trainer.lora]; "
-                              "resume it with that table, or start a new run")  # fmt: skip
+    first, base = _sources(config, environments, folder, console, found.folder / "weights" if found else None)
     trainer = Trainer(
         base,
         config.trainer,
@@ -62,6 +56,7 @@ def open_trainer(
         tokenizer=load_tokenizer(base),
         seq_len=config.orchestrator.seq_len,
         seed=derive_seed(config.seed, "lora") % 2**32,
+        frozen={name: first if model is None else model for name, model in frozen_models(config).items()},
     )
     if trainer.adapters is not None:
         console.print(f"lora        {trainer.adapters}", soft_wrap=True)
@@ -76,9 +71,9 @@ def open_trainer(
         weights=WeightFolders(folder.weights.resolve(), keep=config.orchestrator.max_async_level + 2),
         states=states.resolve(),
         context_length=config.orchestrator.seq_len,
-        memory=DeviceMemory(trainer.model, trainer.optimizer, trainer.device) if shares_device else None,
+        memory=DeviceMemory(trainer.models, trainer.optimizer, trainer.device) if shares_device else None,
     )
-    if found is not None and adapted:  # published anew, because the folder of a run may have been moved
+    if found is not None and trainer.adapters is not None:  # published anew: the folder of a run may have been moved
         base = worker.weights.publish(worker.version, trainer.save_weights)
     ready = TrainerReady(
         version=worker.version,
@@ -89,6 +84,28 @@ def open_trainer(
     if worker.memory is not None:
         worker.memory.leave()  # the sampler starts now
     return worker, ready
+
+
+def _sources(
+    config: RunConfig, environments: Callable[[], Environments], folder: RunFolder, console: Console,
+    checkpoint: Path | None,
+) -> tuple[Path, Path]:  # fmt: skip
+    """The model that the run began with (the checkpoint, where it is not needed), and the weights to load: of adapters,
+    those they belong to.
+
+    Raises:
+        CheckpointError: the checkpoint holds an adapter, and this run trains none.
+    """
+    from verbatim.models.source import is_adapter
+    from verbatim.run.prepare import prepare_model
+
+    if checkpoint is not None and config.trainer.lora is None and is_adapter(checkpoint):
+        raise CheckpointError(f"{checkpoint} holds an adapter: the run in {folder.path} was started with "
+                              "[trainer.lora]; resume it with that table, or start a new run")  # fmt: skip
+    if checkpoint is not None and not needs_first_model(config):
+        return checkpoint, checkpoint
+    first = prepare_model(config, environments(), folder.path, console)
+    return first, first if checkpoint is None or config.trainer.lora is not None else checkpoint
 
 
 def threads_of(config: RunConfig, own: int | None) -> int | None:

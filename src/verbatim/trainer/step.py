@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,12 +14,13 @@ from torch import Tensor
 from verbatim.errors import RunStopped
 from verbatim.losses import Loss, LossInputs
 from verbatim.losses.results import checked_outputs
+from verbatim.records.fields import REFERENCE
 from verbatim.trainer.device_batch import DeviceBatch, whole_trajectory
 from verbatim.trainer.logprobs import ChunkLogprobs, TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.types import MicroBatch
 
-_OBSERVED = ("entropy", "mismatch_kl")
+_OBSERVED = ("entropy", "mismatch_kl", "ref_kl")
 """Measured here over tokens, whatever the loss is; a loss's own figures of that name are left out."""
 
 
@@ -38,6 +39,8 @@ class GradientPass:
     denominator: int
     """What the sum over the optimizer step is divided by, at least 1."""
     metrics: MetricSums
+    frozen: Mapping[str, TargetLogprobs] = field(default_factory=dict)
+    """Models that are not trained, by the name of the logprob stream that they give to the loss."""
     num_trained: int = 0
     """Targets whose gradient was taken, so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
@@ -51,12 +54,21 @@ class GradientPass:
             ComponentError: the loss returned something that cannot be minimised.
         """
         batches = [DeviceBatch(micro_batch, self.lm.model.device) for micro_batch in micro_batches]
+        self._add_streams(batches)
         if self.loss.level == "token":
             for batch in batches:
                 self._backward(batch, partial(self._token_gradient, batch))
         else:
             self._run_whole(batches)
         return self._finite_loss()
+
+    @torch.no_grad()
+    def _add_streams(self, batches: Sequence[DeviceBatch]) -> None:
+        for name, lm in self.frozen.items():
+            for batch in batches:
+                assert name not in batch.logprob_streams_M, f"the stream {name!r} came with the samples"
+                found = lm.forward(lm.hidden(batch), batch.target_ids_M, batch.temperatures_M)
+                batch.logprob_streams_M[name] = found.logprobs_M
 
     # ---- token-level losses
 
@@ -154,6 +166,9 @@ class GradientPass:
         """Measure what does not depend on the loss."""
         num_tokens = at.stop - at.start
         self.metrics.add({"entropy": result.entropy_M.mean()}, num_tokens)
+        if REFERENCE in batch.logprob_streams_M:
+            ahead = batch.logprob_streams_M[REFERENCE][at] - result.logprobs_M.detach()
+            self.metrics.add({"ref_kl": (ahead.expm1() - ahead).mean()}, num_tokens)
         if self.loss.needs_inference_logprobs:
             log_ratio = result.logprobs_M.detach() - batch.inference_logprobs_M[at]
             self.metrics.add({"mismatch_kl": (log_ratio.expm1() - log_ratio).mean()}, num_tokens)

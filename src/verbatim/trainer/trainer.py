@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -21,11 +22,13 @@ from verbatim.config.schema import TrainerConfig
 from verbatim.errors import CheckpointError, ModelError, RunStopped, UsageError
 from verbatim.losses import Loss
 from verbatim.machine_faults import naming
+from verbatim.models.adapters import fingerprint
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.models.positions import refuse_moving_positions
 from verbatim.packing import find_packer, num_tokens
 from verbatim.trainer.device_batch import DeviceBatch
+from verbatim.trainer.frozen import base_under_adapters, load_frozen
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
@@ -74,6 +77,7 @@ class Trainer:
         seq_len: int = 0,
         dtype: Literal["float32", "float64"] = "float32",
         seed: int = 0,
+        frozen: Mapping[str, str | Path] | None = None,
     ) -> None:
         """Load a model and make its optimizer.
 
@@ -86,6 +90,8 @@ class Trainer:
             seq_len: Most tokens of a sample, if that is known: a model that cannot take so many is refused here.
             dtype: The type of the master weights. float64 is for tests of the gradient.
             seed: Of the first values of low-rank adapters.
+            frozen: Folders or hub ids of models that are not trained, by the name of the logprob stream that they give
+                to the loss. With low-rank adapters, their base takes no memory.
 
         Raises:
             ModelError: the model cannot be loaded, or cannot be trained as asked.
@@ -113,6 +119,25 @@ class Trainer:
         """Optimizer steps done: what the schedule counts."""
         self._trees_are_right: bool | None = None
         """None = not tried yet."""
+        self._load_frozen(frozen or {}, model_path, dtype, seq_len)
+
+    def _load_frozen(self, frozen: Mapping[str, str | Path], model_path: str | Path, dtype: str, seq_len: int) -> None:
+        """The models that are not trained; under low-rank adapters, the one in training is its own first model."""
+        only_attention = self.config.packing == "tree"
+        self._frozen = {
+            name: base_under_adapters(self._targets) if self.adapters is not None and Path(source) == Path(model_path)
+            else load_frozen(source, name, self._targets, dtype=dtype, seq_len=seq_len, only_attention=only_attention)
+            for name, source in frozen.items()
+        }  # fmt: skip
+        self._fingerprints = {
+            name: fingerprint(lm.model.model.named_parameters())
+            for name, lm in self._frozen.items()
+            if lm.model is not self.lm  # adapters know their base
+        }
+        self.models = nn.ModuleList(dict.fromkeys([self.model, *(lm.model.model for lm in self._frozen.values())]))
+        """Everything that has weights on its device."""
+        if any(lm.model.rows_alone for lm in self._frozen.values()):
+            self.packing = "rows"
 
     # ---- training
 
@@ -124,11 +149,12 @@ class Trainer:
 
         Returns:
             `loss`, `grad_norm` (before clipping; mean over the optimizer steps), `lr` (of the last one), `entropy`,
-            `mismatch_kl`, `trained_tokens` (targets whose gradient was taken), `num_tokens` (computed),
-            `num_micro_batches`, `num_optimizer_steps`, `packing/sample_tokens` (of the samples: what rows compute),
-            `packing/repeated_tokens` (computed more than once because a tree was cut), `packing/tree` (share of the
-            computed tokens that lay in trees), `packing/fallback` (1, where trees were found to be wrong and rows are
-            taken instead), `seconds`, `tokens_per_second`, and the loss's own metrics under other names than these.
+            `mismatch_kl`, `ref_kl` (with a reference), `trained_tokens` (targets whose gradient was taken),
+            `num_tokens` (computed), `num_micro_batches`, `num_optimizer_steps`, `packing/sample_tokens` (of the
+            samples: what rows compute), `packing/repeated_tokens` (computed more than once because a tree was cut),
+            `packing/tree` (share of the computed tokens that lay in trees), `packing/fallback` (1, where trees were
+            found to be wrong and rows are taken instead), `seconds`, `tokens_per_second`, and the loss's own metrics
+            under other names than these.
             Means are over the trained tokens of the whole batch, or its trajectories (metrics of losses that see
             them whole). Without a trained token there is nothing to average, and those means are left out.
 
@@ -173,8 +199,9 @@ class Trainer:
         """
         micro_batches = self._pack_checked(samples)
         gradients = GradientPass(
-            lm=self._targets, loss=self.loss, denominator=self._denominator(micro_batches), metrics=metrics
-        )
+            lm=self._targets, loss=self.loss, denominator=self._denominator(micro_batches), metrics=metrics,
+            frozen=self._frozen,
+        )  # fmt: skip
         try:
             loss_sum = gradients.run(micro_batches)
             grad_norm, lr = self._step()
@@ -291,7 +318,8 @@ class Trainer:
         """Write optimizer and schedule; with `save_weights`, all that a resumed run needs to go on bit for bit."""
         folder.mkdir(parents=True, exist_ok=True)
         save_optimizer(self.optimizer, self.model, folder / OPTIMIZER_FILE)
-        state = {"num_optimizer_steps": self.num_optimizer_steps, "total_optimizer_steps": self.total_optimizer_steps}
+        state = {"num_optimizer_steps": self.num_optimizer_steps, "total_optimizer_steps": self.total_optimizer_steps,
+                 "frozen": self._fingerprints}  # fmt: skip
         with naming(folder / STATE_FILE):
             (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
@@ -306,13 +334,18 @@ class Trainer:
         """
         path = folder / STATE_FILE
         try:
-            done = json.loads(path.read_text(encoding="utf-8"))["num_optimizer_steps"]
+            state = json.loads(path.read_text(encoding="utf-8"))
+            done, scored = state["num_optimizer_steps"], dict(state.get("frozen", {}))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is no trainer state: {error!r}; expected a folder that save_state "
                                   "wrote") from error  # fmt: skip
         if not isinstance(done, int) or not 0 <= done <= self.total_optimizer_steps:
             raise CheckpointError(f"{path}: {done!r} optimizer steps are done, this run has "
                                   f"{self.total_optimizer_steps} in all; raise max_steps to go on")  # fmt: skip
+        for name, digest in self._fingerprints.items():
+            if scored.get(name, digest) != digest:
+                raise CheckpointError(f"{path}: the {name} model of this run had other weights; put back the model "
+                                      "that it was started with, or start a new run")  # fmt: skip
         load_optimizer(self.optimizer, self.model, folder / OPTIMIZER_FILE)
         self.num_optimizer_steps = done
 

@@ -1,0 +1,72 @@
+"""The KL term to a reference, a frozen model whose logprobs of the sampled tokens are the stream "reference"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from verbatim.errors import ComponentError
+from verbatim.losses.base import LossInputs
+from verbatim.losses.ratios import clamped_ratio
+from verbatim.records.fields import REFERENCE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+DELTA = 8.0
+"""Upper clamp of the importance ratio that weighs the term, in losses without a `delta` of their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceTerm:
+    """What a loss does with its reference."""
+
+    penalty: Tensor | float = 0.0
+    """To be taken from each token's advantage, before anything else: float [M], detached."""
+    terms: Tensor | float = 0.0
+    """To be added to each token's term: float [M]."""
+
+
+def reference_term(
+    inputs: LossInputs, *, kl_ref_tau: float, kl_ref: Estimator = "k2", delta: float = DELTA
+) -> ReferenceTerm:
+    """The KL divergence of the policy from the reference, by one of three estimators.
+
+    ```
+    k1   A - kl_ref_tau sg(l - r)                          r the stream "reference", l trainer_logprobs
+    k2   + kl_ref_tau sg(min(w, delta)) (l - r)^2 / 2      w = exp(l - m), m inference_logprobs
+    k3   + kl_ref_tau sg(min(w, delta)) (exp(r - l) - (r - l) - 1)
+    ```
+
+    On samples of the policy itself, the gradients of k1 and k2 have the mean of the reverse KL's, `E[l - r]`; that of
+    k3, which is common, does not (arXiv 2510.01555). k1 as a loss term would have none, so it is taken from the
+    advantage. Sources: Schulman, "Approximating KL divergence" (2020), for the estimators.
+
+    Example: `l = m = log 0.5`, `r = log 0.25`, `kl_ref_tau = 1`: k2 is `(log 2)^2 / 2` with the gradient `log 2`, k3 is
+    `0.5 + log 2 - 1` with the gradient `1 - 0.5`, and k1 takes `log 2` from the advantage.
+
+    Args:
+        inputs: float [seq] tensors; only the M tokens under `loss_mask` are read.
+        kl_ref_tau: Weight; 0 = nothing is read.
+        kl_ref: The estimator.
+        delta: Upper clamp of the importance ratio.
+
+    Raises:
+        ComponentError: `kl_ref_tau` above 0 without the stream.
+    """
+    if not kl_ref_tau:
+        return ReferenceTerm()
+    stream = inputs.logprob_streams.get(REFERENCE)
+    if stream is None:
+        raise ComponentError(
+            f'kl_ref_tau > 0 reads a reference, and the batch has no logprob stream "{REFERENCE}"; add a '
+            "[trainer.reference] table to the run's file"
+        )
+    mask = inputs.loss_mask
+    trainer, ahead = inputs.trainer_logprobs[mask], stream[mask] - inputs.trainer_logprobs[mask]
+    if kl_ref == "k1":
+        return ReferenceTerm(penalty=-kl_ref_tau * ahead.detach())
+    log_ratio = (trainer - inputs.inference_logprobs[mask]).detach()
+    weights = kl_ref_tau * clamped_ratio(log_ratio, log_ratio.new_ones(()), delta)
+    return ReferenceTerm(terms=weights * (ahead.square() / 2 if kl_ref == "k2" else ahead.expm1() - ahead))
