@@ -195,7 +195,9 @@ def test_merging_rounds_once(models, adapters):
     exact = torch.from_numpy(base + 0.5 * b @ a)
     assert len(merged) == 14
     assert merged[f"{name}.weight"].dtype == torch.bfloat16
-    assert torch.equal(merged[f"{name}.weight"], exact.float().bfloat16())
+    error = (merged[f"{name}.weight"].double() - exact).abs()
+    half_a_unit = 2.0 ** (exact.abs().log2().floor() - 8)  # bfloat16 keeps 8 bits
+    assert (error <= half_a_unit + 1e-6).all()  # float32's rounding comes before it
 
 
 def test_the_fingerprint_changes_with_names_shapes_and_values():

@@ -15,7 +15,8 @@ class BackendInputs:
     """What a run gives to its inference backend, beside the backend's own settings."""
 
     model: str | Path
-    """A folder in Hugging Face format, or a hub id: the weights to begin with."""
+    """A folder in Hugging Face format, or a hub id: the weights to begin with. With `adapter_rank` maybe the folder of
+    an adapter, which names its base model."""
     context_length: int
     """Most tokens of prompt and completion together."""
     policy_version: int = 0
@@ -24,6 +25,8 @@ class BackendInputs:
     """The backend's share of this machine's cores, for one that computes here; None = all of them."""
     on_weight_update: OnWeightUpdate = "recompute"
     """What happens to the key/value cache of sequences in flight when new weights arrive."""
+    adapter_rank: int | None = None
+    """Rank of the low-rank adapters that updates bring; None = they bring whole weights."""
     logs: Path | None = None
     """A folder for what the backend's processes print; None keeps nothing of it."""
 

@@ -112,8 +112,9 @@ def _pairs(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tenso
 def merged_weight(weight: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, *, transposed: bool) -> Tensor:
     """`W + scale * B A` in the dtype of W, computed in at least float32 and rounded once."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    delta = b_OR.to(weight.device, dtype) @ a_RI.to(weight.device, dtype)
-    return torch.add(weight.to(dtype), delta.T if transposed else delta, alpha=scale).to(weight.dtype)
+    a_RI, b_OR = a_RI.to(weight.device, dtype), b_OR.to(weight.device, dtype)
+    left, right = (a_RI.T, b_OR.T) if transposed else (b_OR, a_RI)
+    return torch.addmm(weight.to(dtype), left, right, alpha=scale).to(weight.dtype)
 
 
 class BaseWeights:

@@ -32,6 +32,28 @@ def head_size_of(model: str | Path) -> int | None:
     return None if given is None else int(given)
 
 
+def linear_layers_of(model: str | Path) -> tuple[str, ...]:
+    """The ends of the names of its linear layers, without its output head.
+
+    Example: of a Qwen3 down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj and v_proj.
+
+    Raises:
+        UsageError: it has no config.json, or one of no causal language model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    try:
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model {str(model)!r} has no config.json of a causal language model: {error}") from error
+    head = made.get_output_embeddings()
+    return tuple(sorted({name.rpartition(".")[2] for name, module in made.named_modules()
+                         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head}))  # fmt: skip
+
+
 def _config(model: str | Path) -> Any:
     from transformers import AutoConfig
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from verbatim.errors import ModelError
 
@@ -23,6 +24,41 @@ def is_adapter(name: str | Path) -> bool:
     """Whether this is a folder with an adapter of `peft`, and not with a whole model."""
     folder = Path(name).expanduser()
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(folder: str | Path) -> str:
+    """The folder or hub id of the model that an adapter's folder belongs to.
+
+    Raises:
+        ModelError: the folder does not say.
+    """
+    return str(_adapter_setting(folder, "base_model_name_or_path"))
+
+
+def rank_of(folder: str | Path) -> int:
+    """The rank of an adapter.
+
+    Raises:
+        ModelError: the folder does not say.
+    """
+    return int(_adapter_setting(folder, "r"))
+
+
+def scale_of(folder: str | Path) -> float:
+    """alpha / r of an adapter.
+
+    Raises:
+        ModelError: the folder does not say.
+    """
+    return float(_adapter_setting(folder, "lora_alpha")) / rank_of(folder)
+
+
+def _adapter_setting(folder: str | Path, key: str) -> Any:
+    path = Path(folder).expanduser() / ADAPTER_CONFIG
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} does not have the {key} of an adapter: {error!r}") from error
 
 
 def find_source(name: str | Path) -> str:

@@ -159,8 +159,6 @@ def _check_frozen(model: str, name: str, config: RunConfig) -> None:
 
 
 def _check_adapters(config: RunConfig, lora: LoraConfig) -> None:
-    if config.inference.backend == "vllm":
-        raise UsageError('[trainer.lora] is not sent to vLLM servers; use inference.backend = "torch"')
     if config.model.name is not None:
         find_source(config.model.name)
     from transformers import AutoConfig, Qwen3Config

@@ -16,6 +16,7 @@ from verbatim.errors import ComponentError
 from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
+from verbatim.models.source import is_adapter, rank_of
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts import EpisodeLimits, EpisodeRunner, EpisodeTally, LocalRunner, RolloutSetup
 from verbatim.rollouts.backends import RUNNERS, RunnerInputs
@@ -156,7 +157,7 @@ async def make_sampler(
     Raises:
         ComponentError: the backend gave something that is not a sampler.
     """
-    inference = config.inference
+    inference, lora = config.inference, config.trainer.lora
     backend = find_backend(inference.backend, SAMPLERS, what=inference.what)
     inputs = BackendInputs(
         model=source,
@@ -164,6 +165,7 @@ async def make_sampler(
         policy_version=policy_version,
         num_threads=num_threads,
         on_weight_update=inference.on_weight_update,
+        adapter_rank=lora.r if lora is not None else rank_of(source) if is_adapter(source) else None,
         logs=logs,
     )
     settings = settings_for(inference, inference.backend, backend)

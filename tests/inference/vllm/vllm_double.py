@@ -71,7 +71,8 @@ class VllmDouble:
             "format": 1, "model": str(folder), "vocab_size": int(self._model.config.vocab_size), "max_model_len": 512,
             "dtype": "float32", "quantization": None, "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm", "prefix_caching": True, "chunked_prefill": True, "speculative": False,
-            "weight_transfer": "verbatim_files", "unsupported_heads": None,
+            "max_lora_rank": None, "adapts_head": False, "weight_transfer": "verbatim_files",
+            "unsupported_heads": None,
         }  # fmt: skip
         self.missing: set[str] = set()
         self.takes_ids = True

@@ -8,7 +8,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from verbatim.errors import UsageError
 from verbatim.inference.vllm.settings import VllmSettings
+from verbatim.models.sizes import linear_layers_of
 
 PLUGIN = Path(__file__).with_name("plugin")
 """A folder for PYTHONPATH: vLLM finds our weight-transfer engine there; nothing is installed into its environment."""
@@ -20,6 +22,12 @@ WORKER_EXTENSION = "verbatim_vllm.WeightReport"
 MIDDLEWARE = "verbatim_vllm_http.Guard"
 MODEL_NAME = "policy"
 """What the model is called in requests, whatever folder its weights are from."""
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of `--max-lora-rank`."""
+_VERSIONS_IN_A_STEP, _VERSIONS_KEPT = 4, 16
+"""Adapters of requests that are computed together, and those that are in memory: a request ends with the adapter that
+it began with, however many versions come meanwhile."""
 
 _OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
@@ -35,8 +43,9 @@ EXACT_OPTIONS: Sequence[str] = (
 
 
 def server_command(
-    settings: VllmSettings, *, model: str | Path, port: int, context_length: int, host: str = "127.0.0.1"
-) -> list[str]:
+    settings: VllmSettings, *, model: str | Path, port: int, context_length: int, host: str = "127.0.0.1",
+    adapter_rank: int | None = None,
+) -> list[str]:  # fmt: skip
     """The command of one server.
 
     Args:
@@ -45,6 +54,7 @@ def server_command(
         port: Where it listens.
         context_length: Most tokens of prompt and completion together, where the settings do not say.
         host: Where it listens.
+        adapter_rank: Rank of the low-rank adapters that updates bring; None = they bring whole weights.
     """
     transfer = json.dumps({"backend": TRANSFER_ENGINES[settings.weight_transfer]})
     options = [
@@ -58,7 +68,29 @@ def server_command(
         options.append("--enable-sleep-mode")
     if settings.gpu_memory_utilization is not None:
         options += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+    if adapter_rank is not None:
+        options += lora_options(adapter_rank, linear_layers_of(model))
     return [python_of(settings), "-m", "vllm.entrypoints.openai.api_server", *options, *settings.args]
+
+
+def lora_options(rank: int, layers: Sequence[str]) -> list[str]:
+    """What a server needs for adapters of this rank beside these layers.
+
+    They are named because vLLM 0.32 would otherwise wrap the output head too, and end at the first step that has a
+    request for prompt logprobs (the canary's) beside others.
+
+    >>> lora_options(4, ["q_proj"])
+    ['--enable-lora', '--max-lora-rank', '8', '--max-loras', '4', '--max-cpu-loras', '16', '--lora-target-modules', \
+'q_proj']
+
+    Raises:
+        UsageError: a rank that vLLM does not take.
+    """
+    most = next((known for known in _RANKS if known >= rank), None)
+    if most is None:
+        raise UsageError(f"trainer.lora.r = {rank}, but vLLM takes ranks up to {_RANKS[-1]}")
+    return ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", str(_VERSIONS_IN_A_STEP),
+            "--max-cpu-loras", str(_VERSIONS_KEPT), "--lora-target-modules", *layers]  # fmt: skip
 
 
 def python_of(settings: VllmSettings) -> str:
@@ -87,6 +119,7 @@ def server_environment(
         "PYTHONPATH": str(PLUGIN),
         "VLLM_SERVER_DEV_MODE": "1",  # the routes of weight updates
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # the routes of adapters, which do nothing without --enable-lora
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "90",  # seconds; vLLM's own 5 end before our client gives up an idle connection
         **({"HF_HUB_OFFLINE": "1"} if is_local_model else {}),
         **({"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}),

@@ -20,8 +20,10 @@ from verbatim.inference.http.protocol import GENERATE, SAMPLER, brief
 from verbatim.inference.http.scoring import read_cached_tokens, scoring_body
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
+from verbatim.inference.vllm.command import lora_options
 from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports
 
+_LAYERS = ("q_proj", "k_proj", "...all linear layers but the head...")
 _METRICS: Mapping[str, str] = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -63,6 +65,10 @@ class ServerFacts:
     unsupported_heads: str | None
     """The size of the model's attention heads and those that the server can compute; None = it can compute the
     model's."""
+    max_lora_rank: int | None = None
+    """Highest rank of low-rank adapters; None = it takes none."""
+    adapts_head: bool = False
+    """Whether it has room for an adapter of the output head."""
 
 
 class VllmControl:
@@ -183,6 +189,34 @@ class VllmControl:
         if not isinstance(answer, dict) or answer.get("status") != expected:
             raise SamplerFault(f"{self._name}: wake up {memory}: it says {brief(answer)}, expected {expected}")
 
+    # ---- low-rank adapters
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter from a folder of the server's host; requests that name it use it.
+
+        Raises:
+            SamplerFault: it cannot be read, does not fit, or the name is taken.
+        """
+        await self._send("load adapter", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    async def forget_adapter(self, name: str) -> None:
+        """No new request may name it."""
+        await self._send("unload adapter", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def adapter_reports(self) -> list[WorkerReport]:
+        """What the newest adapter of each worker is made of.
+
+        Raises:
+            SamplerFault: it does not say.
+        """
+        async with self._phase("report adapter"):
+            return read_reports(await self._call_workers("verbatim_adapter"))
+
+    async def _send(self, phase: str, path: str, body: Mapping[str, Any]) -> None:
+        """`_post` for routes whose answer is a sentence."""
+        async with self._phase(phase):
+            await self._client.ask("POST", path, encode(body), _read_success)
+
     # ---- what the server is
 
     async def health(self, seconds: float) -> None:
@@ -297,7 +331,16 @@ def _read_any(answer: Answer) -> str:
     return answer.text
 
 
-def refuse_inexact(facts: ServerFacts, *, name: str, transfer: str, vocab_size: int, context_length: int) -> None:
+def _read_success(answer: Answer) -> None:
+    """Whatever it says, unless it says why it failed."""
+    if answer.status != 200:
+        read_json(answer)
+
+
+def refuse_inexact(
+    facts: ServerFacts, *, name: str, transfer: str, vocab_size: int, context_length: int,
+    adapter_rank: int | None = None,
+) -> None:  # fmt: skip
     """Refuse a server that does not sample exactly what is asked for, or that cannot load weights.
 
     Args:
@@ -306,6 +349,7 @@ def refuse_inexact(facts: ServerFacts, *, name: str, transfer: str, vocab_size: 
         transfer: The weight-transfer engine that it needs.
         vocab_size: The model's.
         context_length: Most tokens of prompt and completion together that the run asks for.
+        adapter_rank: Rank of the low-rank adapters that it is to load; None = it gets whole weights.
 
     Raises:
         UsageError: names everything that is wrong, and the flags to add.
@@ -332,6 +376,14 @@ def refuse_inexact(facts: ServerFacts, *, name: str, transfer: str, vocab_size: 
         (facts.weight_transfer == transfer,
          f"its weight-transfer engine is {facts.weight_transfer}: add --weight-transfer-config "
          f"'{{\"backend\": \"{transfer}\"}}'"),
+        (adapter_rank is None or (facts.max_lora_rank or 0) >= adapter_rank,
+         f"it takes no adapters of rank {adapter_rank}: add {' '.join(lora_options(adapter_rank or 1, _LAYERS))}, and "
+         "the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        (adapter_rank is None or not facts.adapts_head,
+         f"it adapts the output head, which ends vLLM 0.32 in a step with prompt logprobs: add --lora-target-modules "
+         f"{' '.join(_LAYERS)}"),
+        (adapter_rank is not None or facts.max_lora_rank is None,
+         "it was started for adapters, and this run sends it whole weights: leave out --enable-lora"),
     ) if not ok]  # fmt: skip
     if wrong:
         raise UsageError(f"{name} cannot be used: " + "; ".join(wrong))

@@ -19,6 +19,7 @@ import numpy as np
 
 from verbatim.errors import ModelError, SamplerFault
 from verbatim.inference.http.protocol import brief
+from verbatim.models.source import is_adapter, scale_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +75,7 @@ class Proof:
 
 
 class PublishedFolder:
-    """The tensors of a folder in Hugging Face format.
+    """The tensors of a folder in Hugging Face format, or of an adapter in the format of `peft`.
 
     Args:
         path: The folder.
@@ -90,6 +91,7 @@ class PublishedFolder:
         self._lock = threading.Lock()
         self._digests: dict[Piece, str] = {}
         self._finite: set[str] = set()
+        self._scale = scale_of(path) if is_adapter(path) else 1.0
         try:
             files = [safe_open(file, framework="pt") for file in _weight_files(path)]
             self._where = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 - no mapping
@@ -155,7 +157,10 @@ class PublishedFolder:
             part = tensor
             if part.ndim and piece.shape != tuple(part.shape):
                 part = part.narrow(piece.dim, piece.start, piece.shape[piece.dim])
-            self._digests[piece] = digest(part.to(getattr(torch, piece.dtype)))
+            held = part.to(getattr(torch, piece.dtype))
+            if self._scale != 1 and name.endswith(".lora_B.weight"):  # vLLM multiplies it in when it loads an adapter
+                held = held * self._scale
+            self._digests[piece] = digest(held)
 
     def compare(self, reports: Sequence[WorkerReport]) -> Proof:
         """Whether the workers' kernels were built from these tensors, from all of them."""
@@ -287,6 +292,8 @@ def _list(value: object) -> Iterator[Any]:
 
 
 def _weight_files(path: Path) -> list[Path]:
+    if is_adapter(path):
+        return [path / "adapter_model.safetensors"]
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return [path / "model.safetensors"]

@@ -62,6 +62,10 @@ class Broadcast:
                 "shapes": [list(folder.shapes[name]) for name in names]}  # fmt: skip
         await asyncio.gather(control.load(info), asyncio.to_thread(self._send, folder, names))
 
+    def there(self, path: Path) -> str:
+        """Adapters are not sent so."""
+        raise UsageError('inference.vllm.weight_transfer = "nccl" sends whole weights; use "files" or "http"')
+
     def _send(self, folder: PublishedFolder, names: list[str]) -> None:
         import torch
 

@@ -7,6 +7,8 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +20,25 @@ from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_version
 from verbatim.inference.vllm.control import Memory, VllmControl, joined, named, refuse_inexact
-from verbatim.inference.vllm.digests import Piece, PublishedFolder, open_folder
+from verbatim.inference.vllm.digests import Piece, Proof, PublishedFolder, WorkerReport, open_folder
 from verbatim.inference.vllm.transports import make_transport
+from verbatim.models.source import is_adapter
 from verbatim.types import Float32, Int32
 
 logger = logging.getLogger(__name__)
 _BEYOND_A_PHASE = 30.0
 """Seconds that the client waits longer than a phase lasts, so that the phase ends it and names itself."""
+
+
+@dataclass(eq=False)
+class _Route:
+    """Where requests go: a model, or an adapter of it."""
+
+    http: HttpSampler
+    adapter: str | None = None
+    """Its name on the server; None = the base model."""
+    num_in_flight: int = 0
+    """Completions that it has not answered."""
 
 
 class VllmReplica:
@@ -37,6 +51,10 @@ class VllmReplica:
     server stays paused, and another `update_weights` may mend it.
 
     No new request reads a prefix that older weights computed: each update gives the requests a cache salt of its own.
+
+    An adapter is loaded beside those before it, under a name that was never used, while the server samples. New
+    requests name it once it is proven; those in flight end with the adapter, and the version, that they began with,
+    whatever `on_weight_update` is, because vLLM cannot change it under a request.
 
     Args:
         url: The server's root.
@@ -52,6 +70,7 @@ class VllmReplica:
         phase_timeout: Seconds for each phase of an update.
         request_timeout: Seconds for one completion.
         max_retries: Further attempts of a completion.
+        adapter_rank: Rank of the low-rank adapters that updates bring; None = they bring whole weights.
 
     Raises:
         UsageError: no plain http(s) address, or a limit or key that cannot be used.
@@ -72,13 +91,16 @@ class VllmReplica:
         phase_timeout: float = 120.0,
         request_timeout: float = 3600.0,
         max_retries: int = 2,
+        adapter_rank: int | None = None,
     ) -> None:
         check_version(policy_version)
-        self._http = HttpSampler(
-            url, api_key=api_key, model=model, context_length=context_length, vocab_size=vocab_size,
-            policy_version=policy_version, processed_logprobs=True, request_timeout=request_timeout,
-            max_retries=max_retries, ours=False,
+        self._connect = partial(
+            HttpSampler, url, api_key=api_key, context_length=context_length, vocab_size=vocab_size,
+            processed_logprobs=True, request_timeout=request_timeout, max_retries=max_retries, ours=False,
         )  # fmt: skip
+        self._route = _Route(self._connect(model=model, policy_version=policy_version))
+        self._former: list[_Route] = []
+        self._adapter_rank = adapter_rank
         self._name = name
         self._model = model
         self._context_length = context_length
@@ -103,6 +125,11 @@ class VllmReplica:
 
     def __repr__(self) -> str:
         return f"VllmReplica({self._http.url!r}, name={self._name!r})"
+
+    @property
+    def _http(self) -> HttpSampler:
+        """Where new requests go."""
+        return self._route.http
 
     @property
     def name(self) -> str:
@@ -144,13 +171,19 @@ class VllmReplica:
             SamplerFault: the engine failed, the server cannot be reached, or a token came without logprob or version.
         """
         check_prompt(request, vocab_size=self._vocab_size, context_length=self._context_length)
-        found = await self._http.generate(request)
+        route = self._route
+        route.num_in_flight += 1
+        try:
+            found = await route.http.generate(request)
+        finally:
+            route.num_in_flight -= 1
         if len(found.ids) and found.logprobs is None:
             raise SamplerFault(f"{self._name}: a completion without logprobs", num_tokens=len(found.ids))
         return found
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder while the server is paused, and prove that its kernels are built from it.
+        """Load a Hugging Face folder while the server is paused, or an adapter's folder while it samples, and prove
+        that its kernels are built from it.
 
         Raises:
             ModelError: the folder is damaged, has other tensors than the one before, or holds numbers that are not
@@ -160,9 +193,47 @@ class VllmReplica:
                 the replica, the phase and the tensors. The server stays paused.
         """
         check_version(version)
-        stale = await self._load(path, version)
+        stale = await self._take(path, version)
         if stale is not None:
             raise SamplerFault(f"{self._name}: its weights are not those of {path}: {stale}")
+
+    async def _take(self, path: Path, version: int) -> str | None:
+        if self._adapter_rank is None:
+            return await self._load(path, version)
+        if is_adapter(path):
+            return await self._load_adapter(path, version)
+        self._go_to(None, version)  # the base model, which the server was started with; the canary compares it
+        return None
+
+    async def _load_adapter(self, path: Path, version: int) -> str | None:
+        """Load an adapter beside the others, and send requests to it if it is proven; otherwise returns what is wrong,
+        and requests go where they went."""
+        folder = await asyncio.to_thread(self._open, path)
+        control, name = self._control, f"v{version}-{uuid.uuid4().hex[:8]}"
+        await self._transport.prepare(self._control_client, control, path, version)
+        await control.load_adapter(name, self._transport.there(path))
+        reports = await control.adapter_reports()
+        proof = await asyncio.to_thread(folder.compare, reports)
+        if proof.fault is not None:
+            await control.forget_adapter(name)
+            return proof.fault
+        self._note(folder, reports, proof)
+        self._go_to(name, version)
+        for route in [route for route in self._former if not route.num_in_flight]:
+            self._former.remove(route)
+            await route.http.close()
+            if route.adapter is not None:
+                await control.forget_adapter(route.adapter)
+        return None
+
+    def _go_to(self, adapter: str | None, version: int) -> None:
+        """Send new requests to an adapter, or to the base model."""
+        self._former.append(self._route)
+        model = self._model if adapter is None else adapter
+        self._route = _Route(self._connect(model=model, policy_version=version), adapter)
+        self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
+        self._num_asked_cache = 0
+        self._version = version
 
     async def _load(self, path: Path, version: int) -> str | None:
         """Load, and resume if the weights are proven; otherwise returns what is wrong, and the server stays paused."""
@@ -178,12 +249,7 @@ class VllmReplica:
         proof = await asyncio.to_thread(folder.compare, reports)
         if proof.fault is not None:
             return proof.fault
-        self._shapes = folder.shapes
-        self._pieces = [piece for report in reports for piece, _, _ in report.digests]
-        if proof.unmapped and proof.unmapped != self._unverified:
-            logger.warning("%s: no digest tells whether these tensors were loaded, only logprobs do: %s", self._name,
-                           joined(proof.unmapped))  # fmt: skip
-        self._unverified = proof.unmapped
+        self._note(folder, reports, proof)
         await control.set_version(version)
         self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
         emptied = await control.forget_prefixes(running_too=self._on_weight_update == "recompute")
@@ -213,6 +279,15 @@ class VllmReplica:
         self._asleep.discard(memory)
         self.seconds_waking = (self.seconds_waking or 0.0) + time.monotonic() - began
 
+    def _note(self, folder: PublishedFolder, reports: Sequence[WorkerReport], proof: Proof) -> None:
+        """Remember what the next update will be asked about."""
+        self._shapes = folder.shapes
+        self._pieces = [piece for report in reports for piece, _, _ in report.digests]
+        if proof.unmapped and proof.unmapped != self._unverified:
+            logger.warning("%s: no digest tells whether these tensors were loaded, only logprobs do: %s", self._name,
+                           joined(proof.unmapped))  # fmt: skip
+        self._unverified = proof.unmapped
+
     def _open(self, path: Path) -> PublishedFolder:
         """Read the folder once, before the server is paused: its digests, and that all its numbers are finite."""
         folder = open_folder(path)
@@ -234,7 +309,8 @@ class VllmReplica:
 
     async def close(self) -> None:
         """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
-        await self._http.close()
+        for route in (*self._former, self._route):
+            await route.http.close()
         await self._control_client.close()
 
     # ---- what the server is, and how it is
@@ -249,7 +325,7 @@ class VllmReplica:
         facts = await self._control.facts()
         refuse_inexact(
             facts, name=f"{named(self._name, self.url)}", transfer=self._transport.engine, vocab_size=self._vocab_size,
-            context_length=self._context_length,
+            context_length=self._context_length, adapter_rank=self._adapter_rank,
         )  # fmt: skip
         missing = await self._control.missing_flag(self._model)
         if missing is not None:
@@ -262,7 +338,7 @@ class VllmReplica:
             UsageError: names the tensors that stay stale.
             SamplerFault: as `update_weights`.
         """
-        stale = await self._load(folder, self._version)
+        stale = await self._take(folder, self._version)
         if stale is not None:
             raise UsageError(f"{named(self._name, self.url)}: weight updates do not reach every tensor: {stale}. If it "
                              "serves another model than this run's, start it with --model and the folder in "

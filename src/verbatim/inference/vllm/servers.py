@@ -19,6 +19,7 @@ from verbatim.inference.vllm.process import ServerProcess, free_port, make_proce
 from verbatim.inference.vllm.replica import VllmReplica
 from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.models.sizes import vocab_size_of
+from verbatim.models.source import base_of, is_adapter
 
 _ATTEMPTS = 3
 """Starts of one server: its port may have been taken meanwhile."""
@@ -36,10 +37,16 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
             f"inference.vllm.max_model_len = {context_length} is shorter than orchestrator.seq_len = "
             f"{inputs.context_length}; leave it out, or make it at least that"
         )
+    if inputs.adapter_rank is not None and settings.weight_transfer == "nccl":
+        raise UsageError('inference.vllm.weight_transfer = "nccl" sends whole weights, and [trainer.lora] adapters; '
+                         'use "files" or "http"')  # fmt: skip
+    if inputs.adapter_rank is not None and settings.colocate:
+        raise UsageError("inference.vllm.colocate puts servers to sleep, which lose the base model, and updates of "
+                         "[trainer.lora] bring adapters alone; leave out one of the two")  # fmt: skip
     make = partial(
-        VllmReplica, context_length=context_length, vocab_size=vocab_size_of(inputs.model),
-        on_weight_update=inputs.on_weight_update, weight_transfer=settings.weight_transfer,
-        phase_timeout=settings.update_timeout,
+        VllmReplica, context_length=context_length, vocab_size=vocab_size_of(base_model(inputs.model)),
+        adapter_rank=inputs.adapter_rank, on_weight_update=inputs.on_weight_update,
+        weight_transfer=settings.weight_transfer, phase_timeout=settings.update_timeout,
     )  # fmt: skip
     if not settings.urls:
         return StartedServers(inputs, settings, make)
@@ -52,6 +59,11 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
         patience=settings.start_timeout,
         setting="inference.vllm.start_timeout",
     )
+
+
+def base_model(model: str | Path) -> str | Path:
+    """What a server is started with: the model itself, or the base model of an adapter."""
+    return base_of(model) if is_adapter(model) else model
 
 
 class StartedServers:
@@ -101,9 +113,9 @@ class StartedServers:
     async def _start(self, index: int, model: Path, version: int) -> VllmReplica:
         for attempt in itertools.count(1):
             process = make_process(
-                self._settings, index, model=model, port=free_port(),
+                self._settings, index, model=base_model(model), port=free_port(),
                 context_length=self._settings.max_model_len or self._inputs.context_length, logs=self._logs,
-                num_threads=self._inputs.num_threads, api_key=self._key,
+                num_threads=self._inputs.num_threads, api_key=self._key, adapter_rank=self._inputs.adapter_rank,
             )  # fmt: skip
             self._processes[index] = process
             try:

@@ -25,6 +25,9 @@ class Transport(Protocol):
     async def load(self, control: VllmControl, folder: PublishedFolder) -> None:
         """Make the paused server load the weights."""
 
+    def there(self, path: Path) -> str:
+        """The path of a prepared folder on the server's host; the server that is told it reads adapters from it."""
+
 
 class SharedFolder:
     """The server reads the folder, which has the same path on its host."""
@@ -37,6 +40,10 @@ class SharedFolder:
     async def load(self, control: VllmControl, folder: PublishedFolder) -> None:
         """Name the folder."""
         await control.load({"path": str(folder.path)})
+
+    def there(self, path: Path) -> str:
+        """The same path."""
+        return str(path.absolute())
 
 
 class Upload:
@@ -54,6 +61,10 @@ class Upload:
     async def load(self, control: VllmControl, folder: PublishedFolder) -> None:
         """Name the copy."""
         await control.load({"path": self._there})
+
+    def there(self, path: Path) -> str:
+        """The copy's path."""
+        return self._there
 
 
 def make_transport(weight_transfer: Literal["auto", "files", "http", "nccl"]) -> Transport:

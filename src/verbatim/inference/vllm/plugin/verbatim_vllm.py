@@ -30,6 +30,18 @@ class WeightReport:
         report = getattr(engine, "report", None)
         return {"format": FORMAT, "engine": type(engine).__name__, "report": report}
 
+    def verbatim_adapter(self) -> dict[str, Any]:
+        """What the newest low-rank adapter of this worker is made of."""
+        from verbatim_vllm_adapters import report
+
+        manager = self.model_runner.lora_manager  # type: ignore[attr-defined]
+        return {"format": FORMAT, "engine": "adapters", "report": report(manager._adapter_manager)}
+
+    def _adapts_head(self) -> bool:
+        """Whether the output head is wrapped for adapters."""
+        manager = getattr(self.model_runner, "lora_manager", None)  # type: ignore[attr-defined]
+        return manager is not None and any("lm_head" in name for name in manager._adapter_manager.modules)
+
     def verbatim_facts(self) -> dict[str, Any]:
         """How this server was started, as far as exactness depends on it."""
         config = self.vllm_config  # type: ignore[attr-defined]
@@ -46,6 +58,8 @@ class WeightReport:
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
             "speculative": config.speculative_config is not None,
+            "max_lora_rank": None if config.lora_config is None else int(config.lora_config.max_lora_rank),
+            "adapts_head": self._adapts_head(),
             "weight_transfer": None if transfer is None else str(transfer.backend),
             "unsupported_heads": _unsupported_heads(model),
         }

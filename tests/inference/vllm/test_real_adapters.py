@@ -1,0 +1,144 @@
+"""Low-rank adapters on a real vLLM server: exact logprobs under a new name for each version, proven from its slots.
+
+Run by `make test-vllm`; VERBATIM_VLLM_PYTHON names the Python of an environment with vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from inference.vllm.test_vllm_adapters import RANK, AdaptedModel, request
+from verbatim.errors import SamplerFault
+from verbatim.inference.vllm.process import free_port, make_process
+from verbatim.inference.vllm.replica import VllmReplica
+from verbatim.inference.vllm.settings import VllmSettings
+from verbatim.orchestrator.weight_sync import WeightSync
+from verbatim.transport import StepReport
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")]
+PYTHON = os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")
+TOLERANCE = 5e-5
+
+
+@dataclass
+class Served:
+    """A real server, and the trainer of its adapters."""
+
+    url: str
+    trainer: AdaptedModel
+
+    def replica(self) -> VllmReplica:
+        return VllmReplica(self.url, name="replica 0", model="policy", context_length=512, policy_version=0,
+                           vocab_size=self.trainer.vocab_size, adapter_rank=RANK)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("adapters")
+    trainer = AdaptedModel(folder / "weights")  # alpha / r = 0.5: vLLM multiplies it into B
+    settings = VllmSettings(python=PYTHON, args=("--enforce-eager", "--block-size", "32"),
+                            env={"VLLM_CPU_KVCACHE_SPACE": "1"})  # fmt: skip
+    process = make_process(settings, 0, model=trainer.published, port=free_port(), context_length=512, logs=folder,
+                           num_threads=1, adapter_rank=RANK)  # fmt: skip
+    with asyncio.Runner() as runner:
+        runner.run(process.start(900.0))
+        try:
+            yield Served(process.url, trainer)
+        finally:
+            runner.run(process.stop())
+
+
+async def test_every_version_is_the_trainers_and_proves_it(served: Served):
+    replica, trainer = served.replica(), served.trainer
+    try:
+        await replica.check_server()
+        await replica.prove_path(trainer.published)
+        sync = WeightSync(replica, trainer.probes() if trainer.num_steps == 0 else None, 1e-4)
+        await sync.check_first()
+        largest = 0.0
+        for version in range(1, 6):
+            path = trainer.adapter_step()
+            await sync.load(StepReport(version=version, weights=path, num_trained_tokens=1, metrics={},
+                                       probes=trainer.probes()))  # fmt: skip
+            asked = request(40, max_tokens=30)
+            found = await replica.generate(asked)
+            assert found.policy_versions.tolist() == [version] * 30
+            whole = np.concatenate([asked.prompt_ids, found.ids])
+            expected = trainer.adapted_logprobs(whole)[len(asked.prompt_ids) - 1 :]
+            largest = max(largest, float(np.abs(found.logprobs - expected).max()))
+            assert replica.num_unverified == 0
+        print(f"largest |delta logprob| over 5 versions: {largest:.2g}")
+        assert largest <= TOLERANCE
+        assert not replica._former or len(replica._former) == 1  # the last but one is let go by the next update
+    finally:
+        await replica.close()
+
+
+async def test_the_canary_may_ask_while_others_sample(served: Served):
+    """Prompt logprobs beside other requests in one step: with the output head wrapped for adapters, vLLM 0.32 ends."""
+    replica, trainer = served.replica(), served.trainer
+    try:
+        await replica.update_weights(trainer.adapter_step(), 6)
+        sampling = [asyncio.ensure_future(replica.generate(request(20 + i, max_tokens=60))) for i in range(8)]
+        probes = trainer.probes()
+        for _ in range(6):
+            for ids, expected in zip(probes.token_ids, probes.logprobs, strict=True):
+                assert np.abs((await replica.prompt_logprobs(ids))[1:] - expected).max() <= TOLERANCE
+        for found in await asyncio.gather(*sampling):
+            assert found.policy_versions.tolist() == [6] * 60
+    finally:
+        await replica.close()
+
+
+async def test_requests_in_flight_end_with_their_adapter(served: Served):
+    replica, trainer = served.replica(), served.trainer
+    try:
+        first = trainer.adapter_step()
+        kept = {name: value.detach().clone() for name, value in trainer.adapted.named_parameters()}
+        path = trainer.adapter_step()
+        await replica.update_weights(first, 11)
+        asked = request(24, max_tokens=480)
+        running = asyncio.ensure_future(replica.generate(asked))
+        while (await replica.load_metrics()).running == 0:  # noqa: ASYNC110 - a server sets no event
+            await asyncio.sleep(0.01)
+        await replica.update_weights(path, 12)
+        assert not running.done()
+        newer = await replica.generate(request(25, max_tokens=5))
+        assert newer.policy_versions.tolist() == [12] * 5
+        whole = np.concatenate([request(25).prompt_ids, newer.ids])
+        assert np.abs(newer.logprobs - trainer.adapted_logprobs(whole)[24:]).max() <= TOLERANCE
+        found = await running
+        assert found.policy_versions.tolist() == [11] * 480
+        trainer.adapted.load_state_dict(kept, strict=False)
+        whole = np.concatenate([asked.prompt_ids, found.ids])
+        assert np.abs(found.logprobs - trainer.adapted_logprobs(whole)[len(asked.prompt_ids) - 1 :]).max() <= TOLERANCE
+    finally:
+        await replica.close()
+
+
+async def test_another_adapter_than_the_published_one_is_named(served: Served, tmp_path: Path):
+    replica, trainer = served.replica(), served.trainer
+    try:
+        other, path = trainer.adapter_step(), trainer.adapter_step(1e-6)
+        with (
+            mock.patch.object(replica._transport, "there", lambda _: str(other)),
+            pytest.raises(SamplerFault, match=r"other values: .*lora_A.* and \d+ more"),
+        ):
+            await replica.update_weights(path, 21)
+        with (
+            mock.patch.object(replica._transport, "there", lambda _: str(tmp_path / "nothing")),
+            pytest.raises(SamplerFault, match=r"replica 0: load adapter: .*No adapter found"),
+        ):
+            await replica.update_weights(path, 21)
+        await replica.update_weights(path, 21)
+        assert (await replica.generate(request(30, max_tokens=2))).policy_versions.tolist() == [21, 21]
+    finally:
+        await replica.close()
