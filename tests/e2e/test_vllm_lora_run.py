@@ -25,9 +25,10 @@ def test_a_run_with_adapters_is_sampled_by_vllm_and_resumed(tmp_path: Path, mode
         steps = train_lines(run)
         assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
         assert all(line["metrics"]["grad_norm"] > 0 for line in steps)
-        assert max(line["metrics"]["mismatch_kl"] for line in steps[:1]) < 1e-8  # version 0 sampled all of it
+        for at in (0, 3):  # what version 0, and version 3 after the resumption, sampled and trained themselves
+            assert steps[at]["metrics"]["mismatch_kl"] < 1e-8
         turns = [turn for t in trajectory_lines(run) for turn in t["turns"]]
         assert all(len(set(turn["policy_versions"])) == 1 for turn in turns)
-        assert {turn["policy_versions"][0] for turn in turns} >= {0, 1, 2, 3}
+        assert {turn["policy_versions"][0] for turn in turns} >= {0, 1, 3}
         assert_ledger_adds_up(run)
         assert (run / "final" / "adapter_model.safetensors").is_file()
