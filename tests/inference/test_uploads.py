@@ -134,6 +134,15 @@ async def test_versions_before_are_removed(client, there, published):
     assert [path.name for path in there.iterdir()] == ["v7"]
 
 
+async def test_what_else_is_in_the_folder_for_uploads_stays(client, there, published):
+    for name in ("thesis", "v", "v6-of-another"):
+        (there / name).mkdir(parents=True)
+        (there / name / "text").write_text("mine")
+    await uploads.upload(client, published, await uploads.digests_of(published), 7)
+    assert sorted(path.name for path in there.iterdir()) == ["thesis", "v", "v6-of-another", "v7"]
+    assert (there / "thesis" / "text").read_text() == "mine"
+
+
 async def test_a_server_without_a_folder_for_uploads_says_so(monkeypatch, published):
     made = InProcess(guard(monkeypatch, None))
     with pytest.raises(SamplerFault, match=r"takes no uploads: start it with --uploads FOLDER"):
@@ -149,6 +158,24 @@ async def test_every_route_needs_the_key(monkeypatch, there, path, key):
         assert (await client.post(path, headers=headers)).status_code == 401
         assert (await client.get("/health")).json() == "vllm"
     assert not there.exists()
+
+
+@pytest.mark.parametrize(("given", "heard"), [(None, "close"), (b"Bearer another-key", "close"),
+                                              (b"Bearer a-secret-key", "accept")])  # fmt: skip
+async def test_a_websocket_needs_the_key(monkeypatch, there, given, heard):
+    async def vllm(scope, receive, send):
+        await send({"type": "websocket.accept"})
+
+    app, sent = guard(monkeypatch, there), []
+    app._app = vllm
+
+    async def send(message):
+        sent.append(message["type"])
+
+    headers = [] if given is None else [(b"authorization", given)]
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": headers}
+    await app(scope, None, send)
+    assert sent == [f"websocket.{heard}"]
 
 
 async def test_names_cannot_leave_the_folder(monkeypatch, there):

@@ -79,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--port {args.port}: expected 0 (any that is free) to {LAST_PORT}")
     if args.weights_folder is not None and not args.weights_folder.is_dir():
         raise UsageError(f"--weights-folder {args.weights_folder}: there is no such folder")
+    if args.uploads is not None and api_key is None:
+        raise UsageError("--uploads needs a key, because whoever reaches the server could load other weights: "
+                         "--api-key-env VARIABLE")  # fmt: skip
     console = PlainConsole()
     log_to_console(PlainConsole(stderr=True), logging.WARNING)
     run_until_asked(lambda stop: _serve(args, api_key, console, stop))

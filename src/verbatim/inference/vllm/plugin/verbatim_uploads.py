@@ -3,7 +3,7 @@
     GET  /verbatim/v1/uploads/FOLDER/FILE            {"size": bytes that are there}
     PUT  /verbatim/v1/uploads/FOLDER/FILE?offset=N   the bytes from N on; 409 with {"size": ...} if N is not the size
     POST /verbatim/v1/uploads/FOLDER                 {"FILE": "sha256", ...}: {"path": ...} once all of them are right;
-                                                     other folders are removed then
+                                                     folders of other versions are removed then
 
 Both servers answer with it: ours, and a vLLM through `verbatim_vllm_http`. So it imports the standard library only.
 """
@@ -22,6 +22,7 @@ from urllib.parse import parse_qs
 
 PREFIX = "/verbatim/v1/uploads/"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_VERSION = re.compile(r"v\d+")
 _MOST_JSON = 2**20
 
 Scope = MutableMapping[str, Any]
@@ -88,7 +89,7 @@ async def _finish(folder: Path, receive: Receive) -> tuple[int, dict[str, Any]]:
     if wrong:
         return 422, {"wrong": wrong}
     for other in folder.parent.iterdir():
-        if other != folder:
+        if other != folder and _VERSION.fullmatch(other.name):  # whatever else is there is not ours
             await asyncio.to_thread(shutil.rmtree, other, ignore_errors=True)
     return 200, {"path": str(folder)}
 

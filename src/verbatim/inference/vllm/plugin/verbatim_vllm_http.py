@@ -33,11 +33,13 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or hand on to vLLM."""
-        if scope["type"] != "http" or scope["path"] == "/health":
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == "/health"):
             await self._app(scope, receive, send)
+        elif not self._is_allowed(scope) and scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "this server needs a key (bearer token)"})
         elif not self._is_allowed(scope):
             await _answer(send, 401, {"error": {"message": "this server needs a key (bearer token)", "code": 401}})
-        elif scope["path"].startswith(verbatim_uploads.PREFIX):
+        elif scope["type"] == "http" and scope["path"].startswith(verbatim_uploads.PREFIX):
             await _answer(send, *await verbatim_uploads.take(self._uploads, scope, receive))
         else:
             await self._app(scope, receive, send)
