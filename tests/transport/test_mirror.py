@@ -7,8 +7,12 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import os
+import socket
 import subprocess
+import threading
+import types
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from verbatim.errors import RunStopped, UsageError
 from verbatim.transport import StepReport, TrainerReady, WeightFolders
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat, read_beat
+from verbatim.transport.mirror import app as app_module
 from verbatim.transport.mirror import link as link_module
 from verbatim.transport.mirror import protocol
 from verbatim.transport.mirror.app import MirrorApp
@@ -170,6 +175,84 @@ async def test_a_file_is_fetched_from_the_last_byte_on(here, port, tmp_path, lim
     assert not (tmp_path / ".copy.tmp").exists()
 
 
+async def test_an_attempt_that_is_late_leaves_no_byte_out_of_the_digest(here, port, tmp_path, monkeypatch):
+    wanted = here / "checkpoints" / "step_000002" / "state"
+    size, sha256 = protocol.mark_of(wanted)
+    written, gate = threading.Event(), threading.Event()
+
+    def slow(file, digest, chunk):
+        file.write(chunk)
+        written.set()
+        gate.wait()
+        file.flush()
+        digest.update(chunk)
+
+    monkeypatch.setattr(link_module, "_append", slow)
+    (partial := tmp_path / ".copy.tmp").touch()
+    digest, query = hashlib.sha256(), {"file": "checkpoints/step_000002/state"}
+    async with linked(port) as link:
+        attempt = asyncio.create_task(link._download_rest(f"{RUN}/files", partial, size, digest, query))
+        await until(written.is_set)
+        attempt.cancel()  # as the limit of an attempt does
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not attempt.done()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await attempt
+        assert digest.hexdigest() == hashlib.sha256(partial.read_bytes()).hexdigest()
+        assert partial.stat().st_size > 0
+        await link.download(f"{RUN}/files", tmp_path / "copy", size, sha256, **query)
+    assert (tmp_path / "copy").read_bytes() == wanted.read_bytes()
+
+
+async def test_an_attempt_that_fails_after_the_last_byte_has_fetched_the_file(here, port, tmp_path, monkeypatch):
+    wanted = here / "checkpoints" / "step_000002" / "state"
+    size, sha256 = protocol.mark_of(wanted)
+    append = link_module._append
+
+    def fail_at_the_end(file, digest, chunk):
+        append(file, digest, chunk)
+        if file.tell() == size:
+            raise link_module.Broken("reset")
+
+    monkeypatch.setattr(link_module, "_append", fail_at_the_end)
+    async with linked(port) as link:
+        await link.download(f"{RUN}/files", tmp_path / "copy", size, sha256, file="checkpoints/step_000002/state")
+    assert (tmp_path / "copy").read_bytes() == wanted.read_bytes()
+
+
+@pytest.fixture
+def each_look_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(link_module, "time", types.SimpleNamespace(monotonic=lambda: float(next(seconds))))
+
+
+@pytest.mark.usefixtures("each_look_takes_a_second")
+async def test_an_orchestrators_host_that_is_gone_ends_a_fetch(app, here, tmp_path):
+    size, sha256 = protocol.mark_of(here / "checkpoints" / "step_000002" / "state")
+    with serve_mirror(app, Listen(host="127.0.0.1", port=0, key=KEY)) as server:
+        port = int(server.url.rpartition(":")[2])
+    ask = {"file": "checkpoints/step_000002/state"}
+    async with linked(port) as link:
+        with link.patient_for(9.5), pytest.raises(
+            RunStopped, match=r"nothing has come from http://.* for 1\d s \(.*\); once the orchestrator runs, start"
+        ):
+            await link.download(f"{RUN}/files", tmp_path / "copy", size, sha256, **ask)
+
+
+@pytest.mark.usefixtures("each_look_takes_a_second")
+async def test_a_fetch_goes_on_while_each_connection_brings_some_bytes(here, port, tmp_path):
+    wanted = here / "checkpoints" / "step_000002" / "state"
+    size, sha256 = protocol.mark_of(wanted)
+    async with BreakingNetwork(port, 3_001) as network, Link(network.url, KEY) as link:
+        with link.patient_for(1.5):  # the second failure in a row would end it
+            await link.download(f"{RUN}/files", tmp_path / "copy", size, sha256,
+                                file="checkpoints/step_000002/state")  # fmt: skip
+        assert network.connections > 15
+    assert (tmp_path / "copy").read_bytes() == wanted.read_bytes()
+
+
 async def test_a_damaged_part_is_sent_again_and_never_published(here, port, tmp_path, caplog):
     source = folder_with(tmp_path / "there" / "w", a=os.urandom(90_000))
     async with BreakingNetwork(port, None, damage=1) as network, Link(network.url, KEY) as link:
@@ -297,6 +380,54 @@ async def test_a_second_trainer_is_refused_while_the_first_one_lives(port, app):
     assert app.session.exchange.folder.name == SESSION
 
 
+async def test_a_begin_that_is_sent_again_does_not_begin_twice(port, app, monkeypatch):
+    opened, gate, open_exchange = [], threading.Event(), Exchange.open
+
+    def slow(root, session):
+        opened.append(session)
+        gate.wait()
+        return open_exchange(root, session)
+
+    monkeypatch.setattr(app_module.Exchange, "open", slow)
+    async with linked(port) as link:
+        begins = [asyncio.create_task(begun(link)) for _ in range(2)]
+        await until(lambda: opened)
+        for _ in range(5):  # both requests have arrived
+            await link.ask("POST", RUN, {"protocol": 1})
+        gate.set()
+        await asyncio.gather(*begins)
+    assert opened == [SESSION]
+
+
+@pytest.mark.parametrize(("route", "name"), [("beat", "trainer.json"), ("answers/1", "000001.json")])
+async def test_a_file_that_is_sent_again_while_a_slow_disk_writes_it_is_published_once(
+    port, app, monkeypatch, route, name
+):  # fmt: skip
+    writing, most, gate = [], [], threading.Event()
+    publish = app_module.publish_bytes
+
+    def slow(path, data):
+        if path.name == name:
+            writing.append(path)
+            most.append(len(writing))
+            gate.wait()
+            publish(path, data)
+            writing.pop()
+        else:
+            publish(path, data)
+
+    async with linked(port) as link:
+        await begun(link)
+        monkeypatch.setattr(app_module, "publish_bytes", slow)
+        sent = [asyncio.create_task(link.ask("PUT", f"{SESSIONS}/{SESSION}/{route}", b"{}")) for _ in range(2)]
+        await until(lambda: most)
+        for _ in range(5):  # both requests have arrived
+            await link.ask("POST", RUN, {"protocol": 1})
+        gate.set()
+        await asyncio.gather(*sent)
+    assert set(most) == {1}
+
+
 async def test_a_trainer_that_ended_before_it_was_served_is_replaced(here, port, app):
     async with linked(port) as link:
         await begun(link)
@@ -365,6 +496,16 @@ async def test_https_with_a_certificate_that_the_environment_names(app, certific
         app, Listen(host="127.0.0.1", port=0, key=KEY, certificate=tmp_path / "none.pem")
     ):
         pass
+
+
+def test_connections_that_never_finish_their_handshake_are_counted(app, certificate, tmp_path):
+    where = Listen(host="127.0.0.1", port=0, key=KEY, certificate=certificate, private_key=tmp_path / "key.pem")
+    with serve_mirror(app, where) as it, contextlib.ExitStack() as stack:
+        port = int(it.url.rpartition(":")[2])
+        for _ in range(64):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as another:
+            assert another.recv(12) == b"HTTP/1.1 503"
 
 
 # ---- the exchange as a whole

@@ -95,14 +95,15 @@ def trainer_folder(config: RunConfig, folder: Path | None) -> RunFolder:
 def fetch_run(link: Link, config: RunConfig, folder: RunFolder, console: Console) -> str | None:
     """Agree with the orchestrator's host on the configuration, and fetch what a trainer needs of the run.
 
-    Waits for that host without a limit.
+    Waits for that host without a limit; once it has answered, it has to go on answering.
 
     Returns:
         The checkpoint that the run goes on from, as "checkpoints/step_000050"; None at its start.
 
     Raises:
         UsageError: the key, the configuration or the version of Verbatim differs, or this folder is of another run.
-        RunStopped: there is no room on the disk, or a file arrives damaged again and again.
+        RunStopped: there is no room on the disk, a file arrives damaged again and again, or nothing comes from that
+            host for `orchestrator.heartbeat_timeout`.
     """
     console.print(f"the orchestrator's host: {link.url}", soft_wrap=True)
     return run_main(_fetch_run(link, config, folder, console))
@@ -123,8 +124,9 @@ async def _fetch_run(link: Link, config: RunConfig, folder: RunFolder, console: 
                 raise UsageError(f"{link.url} offers {shown(name)}, which is no folder that a trainer needs")
         checkpoint = next((name for name in offers if name.startswith("checkpoints/")), None)
         _refuse_other_runs(folder, checkpoint, link.url)
-        for name, files in offers.items():
-            await _fetch_folder(link, folder.path, name, files, console)
+        with link.patient_for(config.orchestrator.heartbeat_timeout):
+            for name, files in offers.items():
+                await _fetch_folder(link, folder.path, name, files, console)
     store = CheckpointStore(folder.checkpoints, read_only=True)
     for step in store.steps():
         if f"checkpoints/step_{step:06d}" != checkpoint:  # copies, of which the orchestrator's host has newer ones

@@ -225,7 +225,7 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
-            if len(self._table.open) + len(self._queue) >= self._table.most and not self._table.evict():
+            if self._num_connections >= self._table.most and not self._table.evict():
                 self._turn_away()
                 break
             try:
@@ -246,6 +246,12 @@ class Acceptor:
             self._silent.add(connection)
         if self._queue and self._beginning is None:
             self._begin()
+
+    @property
+    def _num_connections(self) -> int:
+        """Those in the queue too, and those whose TLS handshake is under way; without TLS there is none."""
+        num_handshakes = 0 if self._tls is None else len(self._connecting)
+        return len(self._table.open) + len(self._queue) + num_handshakes
 
     def _begin(self) -> None:
         """Begin some queued connections: every health check, and the oldest others."""
@@ -276,7 +282,10 @@ class Acceptor:
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._make, connection, ssl=self._tls)
+            await self._loop.connect_accepted_socket(
+                self._make, connection, ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else self._table.limits.head_seconds,
+            )  # fmt: skip
         except OSError:  # the client closed it meanwhile
             connection.close()
 

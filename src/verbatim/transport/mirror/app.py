@@ -73,6 +73,8 @@ class Session:
     """Answers that have arrived."""
     digests: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Size and sha256 of the message that is asked for."""
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a file is published: a request that is sent again may find the first one at work on it."""
 
 
 class _File(FileResponse):
@@ -97,6 +99,7 @@ class MirrorApp:
         """The trainer that is served; None before the first."""
         self.stopping = False
         """Whether requests that wait are to be answered now."""
+        self._beginning = asyncio.Lock()
         in_session = f"{SESSIONS}/{{session}}"
         routes: list[tuple[str, str, Callable[[Request], Awaitable[Any]]]] = [
             ("POST", RUN, self._describe),
@@ -140,7 +143,8 @@ class MirrorApp:
         name = request.query_params.get("file", "")
         if not any(name.removeprefix(f"{folder}/") in files for folder, files in self._offers.items()
                    if name.startswith(f"{folder}/")):  # fmt: skip
-            raise Refused(404, f"{shown(name)} is not offered")
+            raise Refused(404, f"{shown(name)} is not offered; if the orchestrator was started again meanwhile, start "
+                          "this trainer again")  # fmt: skip
         return _File(self._run / name)
 
     async def _begin(self, request: Request) -> dict[str, Any]:
@@ -151,9 +155,14 @@ class MirrorApp:
         if body.get("checkpoint") != newest:
             raise Refused(409, f"the trainer begins from {shown(body.get('checkpoint'))}, expected {newest}: the run "
                           "has gone on meanwhile; start `verbatim trainer` again")  # fmt: skip
+        async with self._beginning:  # opening an exchange removes the one before
+            await self._open_session(session, cut(printable(str(body.get("who"))), 200))
+        return {}
+
+    async def _open_session(self, session: str, who: str) -> None:
         old, now = self.session, time.monotonic()
         if old is not None and old.exchange.folder.name == session:
-            return {}
+            return
         if old is not None and (old.exchange.is_attached or (old.ended is None and now - old.heard < _QUIET)):
             quiet = now - old.heard
             raise Refused(409, f"the orchestrator has a trainer, {old.who}, heard of {quiet:.0f} s ago; end it first",
@@ -163,9 +172,8 @@ class MirrorApp:
         incoming = Incoming(
             self._run, exchange.folder / "incoming", WeightFolders(self._run / "weights", keep=self._keep)
         )
-        self.session = Session(exchange, cut(printable(str(body.get("who"))), 200), incoming, now)
-        logger.info("the trainer is %s", self.session.who)
-        return {}
+        self.session = Session(exchange, who, incoming, time.monotonic())
+        logger.info("the trainer is %s", who)
 
     # ---- in a session
 
@@ -182,9 +190,10 @@ class MirrorApp:
         return {}
 
     async def _beat(self, request: Request) -> dict[str, Any]:
-        exchange = self._found(request).exchange
-        beat = await _body(request)
-        await asyncio.to_thread(publish_bytes, exchange.trainer_beat, beat)
+        session, beat = self._found(request), await _body(request)
+        exchange = session.exchange
+        async with session.publishing:
+            await asyncio.to_thread(publish_bytes, exchange.trainer_beat, beat)
         theirs = read_beat(exchange.orchestrator_beat)
         return {"orchestrator": None if theirs is None else vars(theirs), "attached": exchange.is_attached}
 
@@ -229,15 +238,18 @@ class MirrorApp:
         return {"size": await found.append(int(offset), _parts(request, session))}
 
     async def _ready(self, request: Request) -> dict[str, Any]:
-        await asyncio.to_thread(publish_bytes, self._found(request).exchange.folder / READY, await _body(request))
+        session, body = self._found(request), await _body(request)
+        async with session.publishing:
+            await asyncio.to_thread(publish_bytes, session.exchange.folder / READY, body)
         return {}
 
     async def _answer(self, request: Request) -> dict[str, Any]:
         session, number, body = self._found(request), request.path_params["number"], await _body(request)
-        if number == session.answers + 1:  # one that came before has been taken away already
-            answers = session.exchange.answers
-            await asyncio.to_thread(publish_bytes, answers / answer_name(number), body)
-            session.answers = number
+        async with session.publishing:
+            if number == session.answers + 1:  # one that came before has been taken away already
+                answers = session.exchange.answers
+                await asyncio.to_thread(publish_bytes, answers / answer_name(number), body)
+                session.answers = number
         return {}
 
 

@@ -8,8 +8,10 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,6 +70,9 @@ class Link:
         self._key = key
         self._session: aiohttp.ClientSession | None = None
         self._failures = 0
+        self._patience = math.inf
+        self._silent_since: float | None = None
+        """Seconds of the monotonic clock at the first failure since something came; None while something comes."""
         self.trouble: str | None = None
         """How the last request failed; None while the connection holds."""
 
@@ -85,6 +90,19 @@ class Link:
     async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
         await self._session.close()
+
+    @contextlib.contextmanager
+    def patient_for(self, seconds: float) -> Iterator[None]:
+        """While the block lasts, take the orchestrator's host for gone after so many seconds without a byte of it.
+
+        Raises:
+            RunStopped: it is gone; raised by the request that waits for it.
+        """
+        before, self._patience = self._patience, seconds
+        try:
+            yield
+        finally:
+            self._patience = before
 
     async def insist(self, method: str, path: str, body: object = None, **query: object) -> dict[str, Any]:
         """The answer to a request, which is sent until there is one.
@@ -124,7 +142,7 @@ class Link:
         for _ in range(OTHER_BYTES):
             digest = await asyncio.to_thread(_digest_of, partial)
             while (done := _size(partial)) < size:
-                await self._persist(functools.partial(self._download_rest, path, partial, digest, query))
+                await self._persist(functools.partial(self._download_rest, path, partial, size, digest, query))
             if done == size and digest.hexdigest() == sha256:
                 os.replace(partial, target)
                 return
@@ -133,13 +151,16 @@ class Link:
         raise RunStopped(f"{target} arrived from {self.url} with another sha256 {OTHER_BYTES} times, expected {sha256}")
 
     async def _download_rest(
-        self, path: str, partial: Path, digest: hashlib._Hash, query: Mapping[str, object]
+        self, path: str, partial: Path, size: int, digest: hashlib._Hash, query: Mapping[str, object]
     ) -> None:
-        headers = {"Range": f"bytes={_size(partial)}-"}
+        if (there := _size(partial)) >= size:  # the attempt before failed after the last byte
+            return
+        headers = {"Range": f"bytes={there}-"}
         async with self._open("GET", path, None, query, headers=headers) as response:
             with naming(partial), partial.open("ab") as file:
                 async for chunk in response.content.iter_chunked(_CHUNK):
-                    await asyncio.to_thread(_append, file, digest, chunk)
+                    self._silent_since = None
+                    await _to_its_end(_append, file, digest, chunk)
 
     async def upload(self, session: str, folder: str, source: Path) -> None:
         """Send a folder, as far as it is not there; then it has its name there.
@@ -179,6 +200,7 @@ class Link:
                 found = await attempt()
             except Broken as failure:
                 self._note(failure)
+                self._refuse_silence()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 continue
@@ -188,8 +210,18 @@ class Link:
     def _note(self, failure: Broken | None) -> None:
         self._failures = 0 if failure is None else self._failures + 1
         self.trouble = None if failure is None else str(failure)
+        if failure is None:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = time.monotonic()
         if self._failures == _TOLD_AFTER:
             logger.info("%s: %s; trying again", self.url, failure)
+
+    def _refuse_silence(self) -> None:
+        silent = 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
+        if silent > self._patience:
+            raise RunStopped(f"nothing has come from {self.url} for {silent:.0f} s ({self.trouble}); once the "
+                             "orchestrator runs, start this trainer again")  # fmt: skip
 
     @contextlib.asynccontextmanager
     async def _open(
@@ -245,6 +277,16 @@ def _digest_of(partial: Path) -> hashlib._Hash:
     with partial.open("ab+") as file:
         file.seek(0)
         return hashlib.file_digest(file, "sha256")
+
+
+async def _to_its_end(work: Callable[..., None], *arguments: Any) -> None:
+    """Run the work on a thread. A caller that is cancelled, or late, leaves once it has ended: half of it would be done
+    behind the back of the next attempt."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(working)
+    finally:
+        await asyncio.wait({working})
 
 
 def _append(file: Any, digest: hashlib._Hash, chunk: bytes) -> None:
