@@ -7,7 +7,15 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from verbatim.losses import LOSSES
 from verbatim.models.float64 import keep_float64
@@ -16,8 +24,8 @@ from verbatim.models.loading import load_model
 from verbatim.packing import PACKERS
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.step import GradientPass
-from verbatim.trainer.trainer import checkpoint_layers
 from verbatim.types import TrainingSample
 
 VOCAB = 61
@@ -45,6 +53,17 @@ def write_llama(folder, *, tied=False):
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return _save(LlamaForCausalLM(config), folder)
+
+
+def write_experts(folder):
+    """A random Mixtral of two layers; its folder has a tensor for each expert, the model one for all of a layer."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, num_local_experts=4, num_experts_per_tok=2,
+        initializer_range=0.15, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return _save(MixtralForCausalLM(config), folder)
 
 
 def _save(model, folder):

@@ -13,6 +13,7 @@ from verbatim.errors import ConfigError
 from verbatim.plain_console import PlainConsole
 from verbatim.run.check import check_run
 from verbatim.run.tables import component_tables
+from verbatim.run.trainer_ranks import follow_leader, is_led, open_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the file has no [warm_start].
     """
+    if is_led():  # launched beside rank 0, which has the run's folder
+        follow_leader()
+        return exit_status.FINISHED
     config = load_config(args.file, args.overrides, component_tables())
     if config.warm_start is None:
         raise ConfigError(f"{args.file} has no [warm_start] table, which says what `verbatim sft` does; for example\n"
@@ -35,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     with RunFolder.create(config, name=f"{config.named(args.file.stem).name}-sft", now=datetime.now()) as folder:
         from verbatim.run.prepare import prepare_model
 
-        model = prepare_model(config, environments, folder.path, console)
+        with open_ranks(config, folder.path / "logs", may_be_launched=True) as ranks:
+            model = prepare_model(config, environments, folder.path, console, ranks=ranks)
         folder.link_latest()
         console.print(f"trained model  {model}", soft_wrap=True)
     return exit_status.FINISHED

@@ -20,6 +20,7 @@ from verbatim.run.check import check_run
 from verbatim.run.hosts import trainer_folder
 from verbatim.run.logs import log_to_console, log_to_file
 from verbatim.run.trainer_main import serve_trainer
+from verbatim.run.trainer_ranks import follow_leader, is_led
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat
 from verbatim.transport.mirror.link import Link
@@ -41,9 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve one orchestrator, until it says that the run is over."""
+    supervised = args.session is not None
+    if not supervised and is_led():  # launched beside rank 0, which has the run's folder
+        follow_leader()
+        return exit_status.FINISHED
     config = rl_command.load(args).named(args.file.stem)
     console = PlainConsole()
-    supervised = args.session is not None
     if not supervised:  # `verbatim rl` has checked it before it started this process
         check_run(config, starts_both=False)
     log_to_console(console, logging.WARNING if supervised else logging.INFO)

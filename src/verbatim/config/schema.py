@@ -38,7 +38,8 @@ from verbatim.texts import shown
 __all__ = [
     "COLDEST", "BuildConfig", "CheckpointConfig", "ComponentConfig", "EnvConfig", "EvalConfig", "Fraction",
     "InferenceConfig", "LengthPenaltyConfig", "LoraConfig", "ModelConfig", "MonitorConfig", "NonNegativeFloat",
-    "OptimConfig", "OrchestratorConfig", "PositiveFloat", "PositiveInt", "ReferenceConfig", "RendererConfig",
+    "OptimConfig", "OrchestratorConfig", "ParallelConfig", "PositiveFloat", "PositiveInt", "ReferenceConfig",
+    "RendererConfig",
     "RunConfig", "SamplingConfig", "TeacherConfig", "TrainerConfig", "WarmStartConfig",
 ]  # fmt: skip
 
@@ -102,6 +103,16 @@ class ReferenceConfig(Section):
     one takes no memory."""
 
 
+class ParallelConfig(Section):
+    """Several processes that train one model, each with its share of parameters, gradients and optimizer state."""
+
+    processes: PositiveInt = 1
+    """How many are started on this machine, each on a CUDA device of its own where there are any. A launcher such as
+    torchrun, with `verbatim trainer`, starts them on many machines instead."""
+    deadline: FinitePositive = 600.0
+    """Seconds for which one of them may keep the others waiting; then the run stops, and it is named."""
+
+
 class TrainerConfig(Section):
     """The trainer: optimizer, loss, packing, precision, process."""
 
@@ -133,7 +144,20 @@ class TrainerConfig(Section):
     separate_process: bool = True
     """Train in a process of its own. false: on a thread of the orchestrator's, where a debugger reaches it."""
     num_threads: PositiveInt | None = None
-    """Threads of its matrix products on a CPU; by default half of the cores where both sides work at once."""
+    """Threads of its matrix products on a CPU, of each process; by default half of the cores where both sides work at
+    once, shared among the processes."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Several processes."""
+
+    @model_validator(mode="after")
+    def _processes_of_their_own(self) -> Self:
+        if self.parallel.processes > 1 and self.lora is not None:
+            raise ValueError(f"parallel.processes = {self.parallel.processes} with [trainer.lora]: adapters are "
+                             "trained by one process; remove one of both")  # fmt: skip
+        if self.parallel.processes > 1 and not self.separate_process:
+            raise ValueError(f"parallel.processes = {self.parallel.processes} needs separate_process = true; with "
+                             "false the trainer is a thread of the orchestrator's process")  # fmt: skip
+        return self
 
 
 class BuildConfig(Section):

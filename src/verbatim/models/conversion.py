@@ -36,25 +36,19 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
     Raises:
         ModelError: tensors that cannot be converted: one is missing, or their shapes differ.
     """
-    transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    own, prefix = model.state_dict(), model.base_model_prefix
-    unknown: list[str] = []
+    converter_of = {
+        pattern: converter for converter in get_model_conversion_mapping(model)
+        if isinstance(converter, WeightConverter) for pattern in converter.source_patterns
+    }  # fmt: skip
+    sources, unknown = sources_of(model, saved)
     saved_as: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     conversions: dict[str, Any] = {}
-    for key in sorted(saved, key=dot_natural_key):  # the order in which experts are stacked
-        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
-        if name not in own and key in own:
-            name, pattern = rename_source_key(key, [], [], prefix, own)
-        if name not in own:
-            unknown.append(key)
-            continue
-        saved_as[name, pattern].append(key)
-        if pattern is not None:
-            conversion = conversions.setdefault(name, deepcopy(converter_of[pattern]))
-            conversion.add_tensor(name, key, pattern, saved[key])
+    for name, found in sources.items():
+        for key, pattern in found:
+            saved_as[name, pattern].append(key)
+            if pattern is not None:
+                conversion = conversions.setdefault(name, deepcopy(converter_of[pattern]))
+                conversion.add_tensor(name, key, pattern, saved[key])
     converted: dict[str, Tensor] = {}
     for (name, pattern), keys in saved_as.items():
         if pattern is not None:
@@ -73,6 +67,30 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         for target, value in made.items():
             converted[target] = value[0] if isinstance(value, list) else value
     return converted, unknown
+
+
+def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[str, str | None]]], list[str]]:
+    """The tensors of a folder that each tensor of the model is made of, in the order in which experts are stacked; and
+    names of the folder that are not in the model.
+
+    A source is its name in the folder and the pattern of its conversion, None where it is only renamed. One conversion
+    may make several tensors of the model: its sources stand under the first.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    own, prefix = model.state_dict(), model.base_model_prefix
+    unknown: list[str] = []
+    sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        if name not in own and key in own:
+            name, pattern = rename_source_key(key, [], [], prefix, own)
+        if name not in own:
+            unknown.append(key)
+            continue
+        sources[name].append((key, pattern))
+    return sources, unknown
 
 
 def _refuse_gaps(name: str, keys: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from verbatim.errors import ModelError
 
@@ -24,11 +25,18 @@ def keep_float64(model: nn.Module) -> None:
         if eps is not None and weight is not None:
             probe = torch.linspace(-1, 2, weight.shape[-1], dtype=weight.dtype, device=weight.device)
             with torch.no_grad():
-                same = torch.allclose(_rms_norm(weight, eps, probe), module(probe), rtol=0, atol=1e-5)
+                own = torch.linspace(0.5, 2, weight.shape[-1], dtype=weight.dtype, device=weight.device)
+                found = functional_call(module, {"weight": own}, (probe,))  # its own may be sharded
+                same = torch.allclose(_rms_norm(own, eps, probe), found, rtol=0, atol=1e-5)
             if same:
-                module.forward = partial(_rms_norm, weight, eps)  # the parameter itself: it is updated in place
+                module.forward = partial(_normalize, module, eps)
                 continue
         raise ModelError(f"{name} ({type(module).__name__}) is a norm that is not known in float64; train in float32")
+
+
+def _normalize(module: nn.Module, eps: float, x: Tensor) -> Tensor:
+    weight: Tensor = module.weight  # type: ignore[assignment]  # looked up: sharding replaces the parameter
+    return _rms_norm(weight, eps, x)
 
 
 def _rms_norm(weight: Tensor, eps: float, x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,27 @@ from torch import Tensor
 from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION, AttentionPlan, WholeSequencePlan
 from verbatim.models.refusal import refusing
+
+
+class ModelCalls(Protocol):
+    """How functions of a model are called, where its parameters have to be gathered first."""
+
+    def run(self, function: Callable[..., Any], **inputs: Any) -> Any:
+        """The function's result."""
+
+    def release(self) -> None:
+        """After the last of several passes without a backward pass."""
+
+
+class DirectCalls:
+    """The `ModelCalls` of a model whose parameters are all here."""
+
+    def run(self, function: Callable[..., Any], **inputs: Any) -> Any:
+        """The function's result."""
+        return function(**inputs)
+
+    def release(self) -> None:
+        """Nothing was gathered."""
 
 
 class CausalLM:
@@ -21,8 +43,9 @@ class CausalLM:
         ModelError: a model whose logits are not its output head of its last hidden state; names it.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, calls: ModelCalls | None = None) -> None:
         self.model = model
+        self.calls = calls or DirectCalls()
         self.config = model.config.get_text_config()
         self.backbone = model.base_model
         self.output = model.get_output_embeddings()
@@ -59,7 +82,9 @@ class CausalLM:
         return torch.cat([self._forward(row) for row in rows])
 
     def _forward(self, input_ids_U: Tensor, **inputs: Any) -> Tensor:
-        hidden: Tensor = self.backbone(input_ids=input_ids_U[None], use_cache=False, **inputs).last_hidden_state[0]
+        hidden: Tensor = self.calls.run(
+            self.backbone, input_ids=input_ids_U[None], use_cache=False, **inputs
+        ).last_hidden_state[0]
         return hidden
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
@@ -77,9 +102,10 @@ class CausalLM:
         probe = torch.arange(4, device=self.device) % self.vocab_size
         plan = WholeSequencePlan()
         positions = torch.arange(4, device=self.device)
-        ours = self.logits(self.hidden(probe, positions, plan))
+        ours = self.calls.run(self.logits, hidden_MD=self.hidden(probe, positions, plan))
         inputs = {} if self.rows_alone else {"position_ids": positions[None], "attention_plan": plan}
-        theirs = self.model(input_ids=probe[None], use_cache=False, **inputs).logits[0]
+        theirs = self.calls.run(self.model, input_ids=probe[None], use_cache=False, **inputs).logits[0]
+        self.calls.release()
         if not torch.allclose(ours.float(), theirs.float(), atol=1e-2 if ours.dtype == torch.bfloat16 else 1e-4):
             raise ModelError(
                 f"{type(self.model).__name__} computes its logits by more than its output head; Verbatim would train "

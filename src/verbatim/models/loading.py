@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +19,10 @@ from verbatim.errors import ModelError
 from verbatim.machine_faults import is_out_of_memory, rust_errors_as_oserror
 from verbatim.models.conversion import to_model_tensors
 from verbatim.models.float64 import keep_float64
+from verbatim.models.head import ModelCalls
 from verbatim.models.mixing import plan_attention
 from verbatim.models.refusal import refusing
+from verbatim.models.shards import empty_model, fill, local_rows
 from verbatim.models.source import find_source, is_adapter
 
 transformers_logging.disable_progress_bar()  # weights are saved and loaded at every step of a run
@@ -102,9 +104,21 @@ def check_weights(name: str | Path) -> None:
             raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
 
 
+class Shards(ModelCalls, Protocol):
+    """Shards a model over processes, and calls its functions."""
+
+    def apply(self, model: Any, fill: Callable[[], None]) -> None:
+        """Shard its parameters, which are on the meta device; make room for this process's rows, and have them filled.
+
+        Raises:
+            ModelError: it cannot be sharded; or what `fill` raised on any process, on all of them.
+        """
+
+
 def load_model(
-    name: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu", only_attention: bool = True
-) -> Any:
+    name: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu", only_attention: bool = True,
+    shards: Shards | None = None,
+) -> Any:  # fmt: skip
     """A causal language model in eval mode, whose attention follows an `AttentionPlan`.
 
     Args:
@@ -113,6 +127,7 @@ def load_model(
         device: Device of its weights; "auto" is CUDA if available, else the CPU.
         only_attention: Refuse a model that mixes tokens by more than attention. False: such a model keeps its own
             attention, and `CausalLM` computes each of its rows separately.
+        shards: Shards the weights, called by all processes: each reads and holds its own rows alone.
 
     Raises:
         ModelError: no such folder or id, not a causal language model, an unsupported one, or weights not finite.
@@ -120,14 +135,26 @@ def load_model(
     place = resolve_device(str(device))
     source = find_source(name)
     with refusing(f"model {str(name)!r}{_kind(source)} cannot be loaded as a causal language model"):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype])
-    refuse_not_finite(model.named_parameters(), f"model {str(name)!r}")  # the checks below would not notice
+        if shards is None:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype])
+        else:
+            model = empty_model(source, _DTYPES[dtype])
+
+    def fill_rows() -> None:
+        fill(model, source)
+        rows = ((name, local_rows(parameter)[0]) for name, parameter in model.named_parameters())
+        refuse_not_finite(rows, f"model {str(name)!r}")
+
     model.eval()
-    model = model.to(place)
+    if shards is None:
+        refuse_not_finite(model.named_parameters(), f"model {str(name)!r}")  # the checks below would not notice
+        model = model.to(place)
+    else:
+        shards.apply(model, fill_rows)
     with refusing(f"{type(model).__name__} fails in its first forward pass"):
         if dtype == "float64":
             keep_float64(model)
-        other = plan_attention(model)
+        other = plan_attention(model, shards)
     if other is not None and only_attention:
         raise ModelError(
             f"{type(model).__name__} mixes tokens by {other}; only attention layers that go through transformers' "

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION, AttentionCall, WholeSequencePlan
+from verbatim.models.head import DirectCalls, ModelCalls
 from verbatim.models.own_attention import (
     TOLERANCE,
     PlanFault,
@@ -26,7 +27,7 @@ LEAK = 0.05
 """Relative difference above which a row depends on the other; rounding stays below, also in bfloat16."""
 
 
-def plan_attention(model: Any) -> str | None:
+def plan_attention(model: Any, calls: ModelCalls | None = None) -> str | None:
     """Make a model's attention follow an `AttentionPlan`.
 
     Returns:
@@ -35,7 +36,8 @@ def plan_attention(model: Any) -> str | None:
     Raises:
         ModelError: a token depends on later ones, or the model cannot be compared with its own attention.
     """
-    _refuse_unless_causal(model)
+    calls = calls or DirectCalls()
+    _refuse_unless_causal(model, calls)
     config = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if kinds:
@@ -49,19 +51,22 @@ def plan_attention(model: Any) -> str | None:
         return what
     own: str = config._attn_implementation
     model.set_attn_implementation(ATTENTION)
-    what = _leak(model)
+    what = _leak(model, calls)
     if what is not None:
         model.set_attn_implementation(own)
     return what
 
 
 @torch.no_grad()
-def _refuse_unless_causal(model: Any) -> None:
+def _refuse_unless_causal(model: Any, calls: ModelCalls) -> None:
     """Refuse a model in which a prediction changes with later tokens."""
     length = probe_length(model.config.get_text_config(), 8 * ROW)
     ids = torch.arange(length, device=model.device)[None] * 5 % model.get_input_embeddings().weight.shape[0]
     try:
-        longer, alone = (model(input_ids=x, use_cache=False).logits[0, :ROW].float() for x in (ids, ids[:, :ROW]))
+        longer, alone = (
+            calls.run(model, input_ids=x, use_cache=False).logits[0, :ROW].float() for x in (ids, ids[:, :ROW])
+        )
+        calls.release()
     except FAULTS as error:
         raise ModelError(f"{type(model).__name__} does not give logits for ids alone ({describe(error)}); use a causal "
                          "language model of another class") from error  # fmt: skip
@@ -104,20 +109,21 @@ class _TwoRows(WholeSequencePlan):
 
 
 @torch.no_grad()
-def _leak(model: Any) -> str | None:
+def _leak(model: Any, calls: ModelCalls) -> str | None:
     """How a row behind another one differs from the same row alone; None = not at all."""
     embedding = model.get_input_embeddings().weight
     row = torch.arange(ROW, device=embedding.device)
 
     def hidden(input_ids: Tensor, plan: WholeSequencePlan) -> Tensor:
         position_ids = row.repeat(len(input_ids) // ROW)
-        out = model.base_model(input_ids=input_ids[None] % len(embedding), position_ids=position_ids[None],
-                               use_cache=False, attention_plan=plan)  # fmt: skip
+        out = calls.run(model.base_model, input_ids=input_ids[None] % len(embedding),
+                        position_ids=position_ids[None], use_cache=False, attention_plan=plan)  # fmt: skip
         last: Tensor = out.last_hidden_state[0, -ROW:]
         return last.float()
 
     try:
         behind, alone = hidden(torch.cat([row + ROW, row]), _TwoRows()), hidden(row, WholeSequencePlan())
+        calls.release()
     except NotImplementedError as error:
         return str(error)
     return "something besides its attention layers" if (behind - alone).norm() > LEAK * alone.norm() else None

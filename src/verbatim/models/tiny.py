@@ -104,7 +104,7 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
 
 def _fitting(model: Any) -> Any:
     """The shallowest copy that has every kind of layer."""
-    layers = _layers(model)
+    layers = decoder_layers(model)
     kinds = [_kind(layer) for layer in layers]
     first_with_all = 1 + max((kinds.index(kind) for kind in set(kinds)), default=0)
     problem: Exception | None = None
@@ -120,7 +120,7 @@ def _fitting(model: Any) -> Any:
         size = sum(p.numel() for p in tiny.parameters())
         if size > _MOST_PARAMETERS:
             raise ValueError(f"it has {size:,} parameters")
-        missing = set(kinds) - {_kind(layer) for layer in _layers(tiny)}
+        missing = set(kinds) - {_kind(layer) for layer in decoder_layers(tiny)}
         if not missing:
             return tiny
     raise problem or ValueError(f"{len(missing)} of {len(set(kinds))} kinds of layer are missing in it")
@@ -201,7 +201,7 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: Any) -> list[nn.Module]:
     """The decoder layers: the module list with `num_hidden_layers` entries, or else the longest one."""
     decoder = model.get_decoder() or model.base_model
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList)]
@@ -226,7 +226,7 @@ def _settings(name: str, module: nn.Module) -> tuple[object, ...]:
             elif "window" in key or "chunk" in key:
                 yield key, value is None
 
-    return (name, type(module).__name__, *sorted(of()))
+    return (name, type(module).__name__.removeprefix("FSDP"), *sorted(of()))
 
 
 @torch.no_grad()

@@ -14,14 +14,14 @@ from verbatim.config.schema import RunConfig, WarmStartConfig
 from verbatim.disk import keep_aside, making
 from verbatim.environments.resolve import corpus
 from verbatim.errors import UsageError
-from verbatim.losses import LOSSES
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts import derive_seed, trajectory_from_messages
 from verbatim.run.environments import Environments, demonstrations, read_conversations
+from verbatim.run.make_trainer import make_trainer
 from verbatim.run.rollouts import make_renderer
-from verbatim.trainer.trainer import Trainer
+from verbatim.trainer.parallel.ranks import Ranks
 from verbatim.trainer.warm_start import warm_start
 from verbatim.trajectories import build
 from verbatim.types import TrainingSample
@@ -29,8 +29,10 @@ from verbatim.types import TrainingSample
 logger = logging.getLogger(__name__)
 
 
-def prepare_model(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
-    """The folder (or hub id) with the weights of policy version 0.
+def prepare_model(
+    config: RunConfig, environments: Environments, folder: Path, console: Console, *, ranks: Ranks | None = None
+) -> Path:
+    """The folder (or hub id) with the weights of policy version 0. `ranks`: the processes that train together.
 
     Raises:
         UsageError: no demonstrations, or a data file that cannot be read.
@@ -39,7 +41,7 @@ def prepare_model(config: RunConfig, environments: Environments, folder: Path, c
     source = Path(config.model.name) if config.model.name is not None else _build(config, environments, folder, console)
     if config.warm_start is None:
         return source
-    return _warm_start(config, config.warm_start, environments, source, folder, console)
+    return _warm_start(config, config.warm_start, environments, source, folder, console, ranks)
 
 
 def _build(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
@@ -58,7 +60,7 @@ def _build(config: RunConfig, environments: Environments, folder: Path, console:
 
 def _warm_start(
     config: RunConfig, settings: WarmStartConfig, environments: Environments, source: Path, folder: Path,
-    console: Console,
+    console: Console, ranks: Ranks | None,
 ) -> Path:  # fmt: skip
     target = folder / "warm_start"
     if _is_whole(target):
@@ -67,15 +69,7 @@ def _warm_start(
     tokenizer = load_tokenizer(source)
     renderer = make_renderer(config.orchestrator.renderer, tokenizer)
     samples = _warm_start_samples(config, settings, environments, renderer, console)
-    trainer = Trainer(
-        source,
-        # All weights, also where low-rank adapters are trained afterwards: they then begin at a model that can speak.
-        config.trainer.model_copy(update={"optim": settings.optim, "optimizer_steps_per_batch": 1, "lora": None}),
-        loss=LOSSES["sft"],
-        total_optimizer_steps=settings.steps,
-        tokenizer=tokenizer,
-        seq_len=config.orchestrator.seq_len,
-    )
+    trainer = make_trainer(config, "warm_start", source, ranks=ranks, tokenizer=tokenizer)
     started = time.monotonic()
     last: dict[str, float] = {}
 

@@ -15,12 +15,13 @@ from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import CheckpointError, RunStopped
-from verbatim.rollouts import derive_seed
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.hosts import fetch_run
 from verbatim.run.logs import last_lines
-from verbatim.run.parts import frozen_models, make_loss, needs_first_model
+from verbatim.run.make_trainer import make_trainer, threads_of
+from verbatim.run.parts import needs_first_model
 from verbatim.run.rollouts import inference_settings
+from verbatim.run.trainer_ranks import open_ranks
 from verbatim.transport import TrainerReady, WeightFolders
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
@@ -29,35 +30,30 @@ from verbatim.transport.mirror.link import Link
 from verbatim.transport.mirror.trainer_side import Mirror
 
 if TYPE_CHECKING:
+    from verbatim.trainer.parallel.ranks import Ranks
     from verbatim.trainer.worker import TrainerWorker
 
 
 def open_trainer(
-    config: RunConfig, environments: Callable[[], Environments], folder: RunFolder, console: Console, *, states: Path
-) -> tuple[TrainerWorker, TrainerReady]:
+    config: RunConfig, environments: Callable[[], Environments], folder: RunFolder, console: Console, *, states: Path,
+    ranks: Ranks | None = None,
+) -> tuple[TrainerWorker, TrainerReady]:  # fmt: skip
     """A trainer that holds the newest checkpoint of the run, or the model the run begins with.
 
     Args:
         environments: Asked only where a model has to be built or warm-started.
         states: Where the trainer leaves its parts of checkpoints.
+        ranks: The processes that train together; None = this one alone.
     """
     from verbatim.models.loading import load_tokenizer
     from verbatim.trainer.device_memory import DeviceMemory
-    from verbatim.trainer.trainer import Trainer
     from verbatim.trainer.worker import TrainerWorker
 
     found = CheckpointStore(folder.checkpoints, read_only=True).latest()
-    first, base = _sources(config, environments, folder, console, found.folder / "weights" if found else None)
-    trainer = Trainer(
-        base,
-        config.trainer,
-        loss=make_loss(config),
-        total_optimizer_steps=config.max_steps * config.trainer.optimizer_steps_per_batch,
-        tokenizer=load_tokenizer(base),
-        seq_len=config.orchestrator.seq_len,
-        seed=derive_seed(config.seed, "lora") % 2**32,
-        frozen={name: first if model is None else model for name, model in frozen_models(config).items()},
+    first, base = _sources(
+        config, environments, folder, console, found.folder / "weights" if found else None, ranks=ranks
     )
+    trainer = make_trainer(config, "run", base, first=first, ranks=ranks, tokenizer=load_tokenizer(base))
     if trainer.adapters is not None:
         console.print(f"lora        {trainer.adapters}", soft_wrap=True)
     if found is not None:
@@ -88,7 +84,7 @@ def open_trainer(
 
 def _sources(
     config: RunConfig, environments: Callable[[], Environments], folder: RunFolder, console: Console,
-    checkpoint: Path | None,
+    checkpoint: Path | None, *, ranks: Ranks | None,
 ) -> tuple[Path, Path]:  # fmt: skip
     """The model that the run began with (the checkpoint, where it is not needed), and the weights to load: of adapters,
     those they belong to.
@@ -104,21 +100,8 @@ def _sources(
                               "[trainer.lora]; resume it with that table, or start a new run")  # fmt: skip
     if checkpoint is not None and not needs_first_model(config):
         return checkpoint, checkpoint
-    first = prepare_model(config, environments(), folder.path, console)
+    first = prepare_model(config, environments(), folder.path, console, ranks=ranks)
     return first, first if checkpoint is None or config.trainer.lora is not None else checkpoint
-
-
-def threads_of(config: RunConfig, own: int | None) -> int | None:
-    """Threads for one side's matrix products; None = torch's own setting, all cores.
-
-    Where both sides compute at the same time, each gets its half of the cores: two teams of threads on the same cores
-    wait for each other.
-    """
-    if own is not None:
-        return own
-    if config.orchestrator.max_async_level == 0 or "OMP_NUM_THREADS" in os.environ:
-        return None
-    return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 AskedToEnd = Callable[[Exchange, Heartbeat], AbstractContextManager[Callable[[], bool]]]
@@ -148,21 +131,26 @@ def serve_trainer(
     with (
         Heartbeat(exchange.trainer_beat, on_beat=on_beat) as heartbeat,
         Mirror(link, exchange, checkpoint) if link is not None else contextlib.nullcontext() as mirror,
+        open_ranks(config, folder.path / "logs", may_be_launched=session is None) as ranks,
     ):
-        worker, ready = open_trainer(config, lambda: make_environments(config), folder, console, states=exchange.states)
-        set_num_threads(threads_of(config, config.trainer.num_threads))
+        worker, ready = open_trainer(
+            config, lambda: make_environments(config), folder, console, states=exchange.states, ranks=ranks
+        )
+        if ranks is None:
+            set_num_threads(threads_of(config, config.trainer.num_threads))
         exchange.ready(ready)
+        look = ranks.look if ranks is not None else lambda: None
         with asked_to_end(exchange, heartbeat) as stopped:
             if session is not None:  # the orchestrator has started this process, and watches it
-                serve(worker, exchange, heartbeat, look=lambda: None)
+                serve(worker, exchange, heartbeat, look=look)
             else:
-                _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console, mirror)
+                _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console, mirror, look)
         return stopped()
 
 
 def _serve_by_itself(
     worker: TrainerWorker, ready: TrainerReady, config: RunConfig, folder: RunFolder, exchange: Exchange,
-    heartbeat: Heartbeat, console: Console, mirror: Mirror | None,
+    heartbeat: Heartbeat, console: Console, mirror: Mirror | None, look_at_ranks: Callable[[], None],
 ) -> None:  # fmt: skip
     from verbatim.monitors.console import format_number
     from verbatim.trainer.serve import serve
@@ -175,7 +163,13 @@ def _serve_by_itself(
 
     the_other = f"; the other process:  verbatim orchestrator FILE --run-dir {folder.path}" if mirror is None else ""
     console.print(f"ready after step {ready.version}{the_other}", soft_wrap=True)
-    serve(worker, exchange, heartbeat, look=_look(exchange, config, folder, mirror), on_step=show)
+    look_at_orchestrator = _look(exchange, config, folder, mirror)
+
+    def look() -> None:
+        look_at_ranks()
+        look_at_orchestrator()
+
+    serve(worker, exchange, heartbeat, look=look, on_step=show)
 
 
 def _end_with(parent: int) -> Callable[[], None]:

@@ -27,7 +27,8 @@ from verbatim.imports import child_environment
 from verbatim.run.environments import Environments
 from verbatim.run.hosts import serve_run
 from verbatim.run.logs import last_lines
-from verbatim.run.trainer_main import open_trainer, threads_of
+from verbatim.run.make_trainer import threads_of
+from verbatim.run.trainer_main import open_trainer
 from verbatim.transport import TrainerLink, TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat, PeerWatch
@@ -63,6 +64,10 @@ def trainer_inside(
     """On a thread of this process."""
     from verbatim.trainer.local import LocalTrainer
 
+    if config.trainer.parallel.processes > 1:
+        raise UsageError(f"trainer.parallel.processes = {config.trainer.parallel.processes}, but the trainer is on a "
+                         "thread of this process (trainer.separate_process = false, or an environment that cannot be "
+                         "made again in another process); use one process")  # fmt: skip
     states = folder.path / "states"
     if not is_locked(folder.path / f"{TRAINER}.lock"):  # what an earlier process and its trainer left
         folder.remove_left_overs(TRAINER)

@@ -132,7 +132,7 @@ class TrainingRun:
 
     async def _open_rollouts(self, side: TrainerSide, state: dict[str, Any], stack: contextlib.AsyncExitStack) -> bool:
         from verbatim.models.loading import load_tokenizer
-        from verbatim.run.trainer_main import threads_of
+        from verbatim.run.make_trainer import threads_of
 
         config, ready, settings = self.config, side.ready, self.config.orchestrator
         teacher, chat_teacher = settings.teacher, None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verbatim.models.head import CausalLM
+from verbatim.trainer.attention.rows import RowsPlan
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.types import Int32, TrainingSample
 
@@ -84,6 +85,16 @@ class TargetLogprobs:
 
         grads = [down(at) for at in _chunks(len(target_ids_M), self.chunk)]
         torch.autograd.backward(hidden_MD, torch.cat(grads))
+
+    def idle_pass(self) -> None:
+        """A pass over one token whose gradient is 0, and backward where gradients are enabled: takes part in what the
+        processes of a sharded model do together in a pass."""
+        device = self.model.device
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        with self.autocast():
+            hidden_UD = self.model.hidden(token, token, RowsPlan([1], device))
+        if torch.is_grad_enabled():
+            torch.autograd.backward(hidden_UD, torch.zeros_like(hidden_UD))
 
 
 def whole_sample(token_ids: Int32, trajectory_id: str = "") -> TrainingSample:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ class MetricSums:
         self._names: list[str] = []
         self._values: list[Tensor] = []
         self._weights: list[float] = []
+        self._of_others: list[Mapping[str, Sequence[float]]] = []
 
     def add(self, metrics: Mapping[str, Tensor | float], weight: float) -> None:
         """Add scalars that are means over `weight` tokens or trajectories.
@@ -33,7 +34,20 @@ class MetricSums:
             self._values.append(as_scalar(name, value))
             self._weights.append(weight)
 
+    def add_partial(self, partial: Mapping[str, Sequence[float]]) -> None:
+        """Add what another process has: the value of its `partial`."""
+        self._of_others.append(partial)
+
     def result(self) -> dict[str, float]:
+        by_name: dict[str, list[Sequence[float]]] = {}
+        for partial in [*self._of_others, self.partial()]:
+            for name, pair in partial.items():
+                by_name.setdefault(name, []).append(pair)
+        joined = {name: _join(name, pairs) for name, pairs in by_name.items()}
+        return {name: value / weight if weight else value for name, (value, weight) in joined.items()}
+
+    def partial(self) -> dict[str, Sequence[float]]:
+        """Of each scalar the sum over the weights and their sum, or the extreme or count and 0; without others'."""
         if not self._values:
             return {}
         device = self._values[-1].device
@@ -42,14 +56,24 @@ class MetricSums:
         by_name: dict[str, list[tuple[float, float]]] = {}
         for name, number, weight in zip(self._names, numbers.tolist(), self._weights, strict=True):
             by_name.setdefault(name, []).append((number, weight))
-        return {name: _reduce(name, pairs) for name, pairs in by_name.items()}
+        return {
+            name: _join(name, pairs if _kind(name) is not sum else [(n * weight, weight) for n, weight in pairs])
+            for name, pairs in by_name.items()
+        }
 
 
-def _reduce(name: str, pairs: list[tuple[float, float]]) -> float:
+def _kind(name: str) -> object:
     if name.endswith("_min"):
-        return min(number for number, _ in pairs)
+        return min
     if name.endswith("_max"):
-        return max(number for number, _ in pairs)
-    if name.startswith("num_") or name == "masked_by_loss":
-        return sum(number for number, _ in pairs)
-    return sum(number * weight for number, weight in pairs) / sum(weight for _, weight in pairs)
+        return max
+    return "count" if name.startswith("num_") or name == "masked_by_loss" else sum
+
+
+def _join(name: str, pairs: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Of values and weights the one extreme or count, with weight 0, or both sums."""
+    values = [value for value, _ in pairs]
+    kind = _kind(name)
+    if kind is min or kind is max:
+        return (min if kind is min else max)(values), 0
+    return sum(values), 0 if kind == "count" else sum(weight for _, weight in pairs)

@@ -1,20 +1,16 @@
-"""Builds AdamW over a model's parameters, computes its learning rates, saves and loads its state as safetensors."""
+"""Builds AdamW over a model's parameters, clips gradients, computes learning rates."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from verbatim.config.schema import OptimConfig
-from verbatim.errors import CheckpointError
-from verbatim.machine_faults import rust_errors_as_oserror
-
-_STATE = ("step", "exp_avg", "exp_avg_sq")
+from verbatim.errors import RunStopped
+from verbatim.trainer.optimizer_state import local
+from verbatim.trainer.parallel.ranks import Ranks
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -27,6 +23,35 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     # fused: one kernel instead of a dozen, on CPU and CUDA alike
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr,
                              betas=(config.beta1, config.beta2), eps=config.eps, fused=True)  # fmt: skip
+
+
+def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks | None = None) -> float:
+    """Scale gradients down to this norm, where theirs is larger; returns it as it was: of all shards.
+
+    Raises:
+        RunStopped: it is not finite; on all ranks. Names parameters.
+    """
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None]
+    grads = [local(parameter.grad) for _, parameter in named if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
+    if ranks is not None:
+        # Squares add up; in float64, because a sum over ranks is rounded in another order.
+        squares = sum((torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2 for grad in grads), norm.double() * 0)
+        norm = ranks.total(squares.cpu()).sqrt()
+    if not torch.isfinite(norm):
+        bad = [name for (name, _), grad in zip(named, grads, strict=True) if not grad.isfinite().all()]
+        if ranks is not None:
+            bad = sorted({name for names in ranks.gather(bad) for name in names})
+        error = RunStopped(f"the gradient's norm is {norm.item()} although the loss is finite; not finite in "
+                           f"{len(bad)} parameters: {', '.join(bad[:3])}")  # fmt: skip
+        if ranks is not None:
+            ranks.share(None, error)
+        raise error
+    if ranks is None:
+        torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in named], max_norm, norm)
+    elif (scale := max_norm / (norm.item() + 1e-6)) < 1:
+        torch._foreach_mul_(grads, scale)
+    return float(norm)
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -46,48 +71,3 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     progress = (step - warmup) / max(1, total_steps - warmup)
     left = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
-
-
-def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
-    """Write the state of every parameter that has one, as `{parameter}/{step, exp_avg, exp_avg_sq}`."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}/{key}"] = value.detach().cpu().contiguous()
-    with rust_errors_as_oserror(path):
-        save_file(tensors, path)
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
-    """Read what `save_optimizer` wrote, into an optimizer that is then bit for bit the same.
-
-    Raises:
-        CheckpointError: no such file, or it belongs to another model; the optimizer is then unchanged.
-    """
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} holds no optimizer state that can be read: {error}") from error
-    state: dict[Tensor, dict[str, Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        found = {key: tensors.pop(f"{name}/{key}") for key in _STATE if f"{name}/{key}" in tensors}
-        if not found:
-            continue  # a parameter that never had a gradient has no state
-        for key in ("exp_avg", "exp_avg_sq"):
-            if key not in found or found[key].shape != parameter.shape or found[key].dtype != parameter.dtype:
-                raise CheckpointError(
-                    f"{path}: {name}/{key} is {_describe(found.get(key))}, the model's parameter is "
-                    f"{_describe(parameter)}; resume with the model and dtype the checkpoint was made with"
-                )
-        state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
-    if tensors:
-        raise CheckpointError(
-            f"{path} has state of {len(tensors)} tensors that this model does not have, for example "
-            f"{next(iter(tensors))!r}; resume with the model the checkpoint was made with"
-        )
-    optimizer.state.clear()
-    optimizer.state.update(state)
-
-
-def _describe(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"

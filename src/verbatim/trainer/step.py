@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verbatim.errors import RunStopped
+from verbatim.errors import ComponentError, RunStopped, VerbatimError
 from verbatim.losses import Loss, LossInputs
 from verbatim.losses.results import checked_outputs
+from verbatim.machine_faults import describe, is_out_of_memory
 from verbatim.records.fields import REFERENCE
+from verbatim.texts import error_text
 from verbatim.trainer.device_batch import DeviceBatch, whole_trajectory
 from verbatim.trainer.logprobs import ChunkLogprobs, TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.parallel.ranks import Ranks
 from verbatim.types import MicroBatch
+
+logger = logging.getLogger(__name__)
 
 _OBSERVED = ("entropy", "mismatch_kl", "ref_kl")
 """Measured here over tokens, whatever the loss is; a loss's own figures of that name are left out."""
@@ -41,13 +47,20 @@ class GradientPass:
     metrics: MetricSums
     frozen: Mapping[str, TargetLogprobs] = field(default_factory=dict)
     """Models that are not trained, by the name of the logprob stream that they give to the loss."""
+    ranks: Ranks | None = None
+    """The processes that share this optimizer step, each with micro-batches of its own."""
     num_trained: int = 0
     """Targets whose gradient was taken, so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
     """The loss of each call, and the trajectories to name where it is not finite."""
+    _error: Exception | None = None
+    """What a loss raised, of several processes: they all come to the end of their passes first."""
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Forward and backward over all micro-batches; returns the sum of the loss, before division.
+
+        Of several processes each makes as many passes as the one with the most micro-batches; gradients are summed over
+        them, the returned loss is this process's own.
 
         Raises:
             RunStopped: the loss is not finite; names the trajectories.
@@ -55,11 +68,19 @@ class GradientPass:
         """
         batches = [DeviceBatch(micro_batch, self.lm.model.device) for micro_batch in micro_batches]
         self._add_streams(batches)
+        cut = _cut(batches) if self.loss.level != "token" else []
+        most_cut, most = len(cut), len(batches)
+        if self.ranks is not None:
+            most_cut, most = self.ranks.most(most_cut, most)
         if self.loss.level == "token":
             for batch in batches:
                 self._backward(batch, partial(self._token_gradient, batch))
         else:
-            self._run_whole(batches)
+            self._run_whole(batches, cut, num_idle=most_cut - len(cut))
+        for _ in range(most - len(batches)):
+            self.lm.idle_pass()
+        if self._error is not None:
+            raise self._told(self._error) from self._error
         return self._finite_loss()
 
     @torch.no_grad()
@@ -92,16 +113,14 @@ class GradientPass:
 
     # ---- losses that see trajectories whole
 
-    def _run_whole(self, batches: list[DeviceBatch]) -> None:
-        """Batches that share a trajectory in two passes, all others in one."""
-        places: dict[str, set[int]] = {}
-        for i, batch in enumerate(batches):
-            for trajectory_id in batch.host.trajectory_ids:
-                places.setdefault(trajectory_id, set()).add(i)
-        cut = sorted(set().union(*(at for at in places.values() if len(at) > 1)))
+    def _run_whole(self, batches: list[DeviceBatch], cut: list[int], num_idle: int) -> None:
+        """Batches that share a trajectory, `cut`, in two passes, all others in one."""
+        with torch.no_grad():
+            logprobs = [self._logprobs(batches[i], self.lm.hidden(batches[i])) for i in cut]
+            for _ in range(num_idle):
+                self.lm.idle_pass()
+            self.lm.model.calls.release()
         if cut:
-            with torch.no_grad():
-                logprobs = [self._logprobs(batches[i], self.lm.hidden(batches[i])) for i in cut]
             grads = self._whole_gradients([batches[i] for i in cut], logprobs)
             for i, grad_M in zip(cut, grads, strict=True):
                 self._backward(batches[i], partial(_carry, grad_M))
@@ -155,6 +174,17 @@ class GradientPass:
 
     def _gradient(self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]]) -> Tensor:
         """dL/dlogprob of the loss over these inputs, divided by the optimizer step's denominator."""
+        try:
+            return self._checked_gradient(inputs, leaf_M, weight, culprits)
+        except Exception as error:
+            if self.ranks is None:
+                raise
+            self._error = self._error or error
+            return torch.zeros_like(leaf_M)
+
+    def _checked_gradient(
+        self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]]
+    ) -> Tensor:
         with torch.enable_grad():
             total, metrics = checked_outputs(self.loss(inputs), self.loss.name)
             (grad_M,) = torch.autograd.grad(total.reshape(()) / self.denominator, leaf_M)
@@ -173,7 +203,18 @@ class GradientPass:
             log_ratio = result.logprobs_M.detach() - batch.inference_logprobs_M[at]
             self.metrics.add({"mismatch_kl": (log_ratio.expm1() - log_ratio).mean()}, num_tokens)
 
+    def _told(self, error: Exception) -> VerbatimError:
+        """What a loss raised, as an error that all ranks can raise."""
+        if isinstance(error, VerbatimError):
+            return error
+        if is_out_of_memory(error):
+            return RunStopped(describe(error))
+        logger.error("the loss %s failed", self.loss.name, exc_info=error)
+        return ComponentError(f"the loss {self.loss.name} raised {error_text(error)}")
+
     def _finite_loss(self) -> float:
+        if not self._losses:
+            return 0.0
         values = torch.stack([value for value, _ in self._losses]).tolist()
         total = sum(values)
         for value, (_, culprits) in zip(values, self._losses, strict=True):
@@ -181,6 +222,15 @@ class GradientPass:
                 names = culprits()
                 raise RunStopped(f"the loss is {value} on {len(names)} trajectories: {', '.join(names[:5])}")
         return float(total)
+
+
+def _cut(batches: Sequence[DeviceBatch]) -> list[int]:
+    """Which batches share a trajectory with another one."""
+    places: dict[str, set[int]] = {}
+    for i, batch in enumerate(batches):
+        for trajectory_id in batch.host.trajectory_ids:
+            places.setdefault(trajectory_id, set()).add(i)
+    return sorted(set().union(*(at for at in places.values() if len(at) > 1)))
 
 
 def _carry(grad_M: Tensor, at: slice, _: ChunkLogprobs) -> Tensor:

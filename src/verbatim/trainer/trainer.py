@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verbatim.config.schema import TrainerConfig
-from verbatim.errors import CheckpointError, ModelError, RunStopped, UsageError
+from verbatim.errors import RunStopped
 from verbatim.losses import Loss
-from verbatim.machine_faults import naming
 from verbatim.models.adapters import fingerprint
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.models.positions import refuse_moving_positions
 from verbatim.packing import find_packer, num_tokens
+from verbatim.packing.cost import model_cost
+from verbatim.packing.ranks import deal_samples
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.frozen import base_under_adapters, load_frozen
 from verbatim.trainer.linear import use_onednn
@@ -34,14 +31,20 @@ from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.model_check import packing_for
-from verbatim.trainer.optim import build_optimizer, learning_rate, load_optimizer, save_optimizer
+from verbatim.trainer.optim import build_optimizer, clip_gradients, learning_rate
+from verbatim.trainer.optimizer_state import load_optimizer, save_optimizer
+from verbatim.trainer.parallel.micro_batches import hand_out, take_in
+from verbatim.trainer.parallel.publish import save_sharded
+from verbatim.trainer.parallel.ranks import Ranks
+from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
+from verbatim.trainer.progress import read_progress, write_progress
+from verbatim.trainer.recompute import checkpoint_layers
+from verbatim.trainer.sample_check import check_samples
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
-from verbatim.trainer.tree_check import trees_are_right
+from verbatim.trainer.tree_check import pack_both_ways, trees_are_right
 from verbatim.types import Float32, MicroBatch, TrainingSample
 
-STATE_FILE = "trainer.json"
-OPTIMIZER_FILE = "optimizer.safetensors"
 MICRO_BATCH_TOKENS = 16_384
 """Most tokens of one forward pass, where the configuration does not say."""
 CPU_MICRO_BATCH_TOKENS = 8192
@@ -52,33 +55,28 @@ CPU_MICRO_BATCH_TOKENS = 8192
 class _TrainedPart:
     """One optimizer step: the part of the batch that it was taken on, and what came of it."""
 
-    micro_batches: Sequence[MicroBatch]
     num_trained: int
     denominator: int
     loss_sum: float
     grad_norm: float
     lr: float
+    micro_batches: Sequence[MicroBatch] = ()
 
 
 class Trainer:
     """Owns the model being trained, its optimizer and the count of optimizer steps.
 
     It draws no random numbers: the same weights, state and batch give the same optimizer step.
+
+    Of several processes (`ranks`), each has a trainer that is made with the same arguments. That of rank 0 is used as
+    if it were alone; those of the others take part in what it does, by `obey`.
     """
 
     def __init__(
-        self,
-        model_path: str | Path,
-        config: TrainerConfig,
-        *,
-        loss: Loss,
-        total_optimizer_steps: int,
-        tokenizer: Any = None,
-        seq_len: int = 0,
-        dtype: Literal["float32", "float64"] = "float32",
-        seed: int = 0,
-        frozen: Mapping[str, str | Path] | None = None,
-    ) -> None:
+        self, model_path: str | Path, config: TrainerConfig, *, loss: Loss, total_optimizer_steps: int,
+        tokenizer: Any = None, seq_len: int = 0, dtype: Literal["float32", "float64"] = "float32", seed: int = 0,
+        frozen: Mapping[str, str | Path] | None = None, ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
         """Load a model and make its optimizer.
 
         Args:
@@ -92,6 +90,7 @@ class Trainer:
             seed: Of the first values of low-rank adapters.
             frozen: Folders or hub ids of models that are not trained, by the name of the logprob stream that they give
                 to the loss. With low-rank adapters, their base takes no memory.
+            ranks: The processes that train this model together; None = this one alone.
 
         Raises:
             ModelError: the model cannot be loaded, or cannot be trained as asked.
@@ -100,16 +99,20 @@ class Trainer:
         self.loss = loss
         self.total_optimizer_steps = total_optimizer_steps
         self.tokenizer = tokenizer
-        self.device = resolve_device(config.device)
+        self.ranks = ranks
+        self.device = resolve_device(config.device) if ranks is None else ranks.device
+        self._sharding = None if ranks is None else Sharding(ranks, config.dtype)
         self.model: Any = load_model(
-            model_path, dtype=dtype, device=self.device, only_attention=config.packing == "tree"
+            model_path, dtype=dtype, device=self.device, only_attention=config.packing == "tree", shards=self._sharding
         )
         if config.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self.lm = CausalLM(self.model)
+        self.lm = CausalLM(self.model, self._sharding)
+        refuse_rows_alone(self.lm, ranks)
         self._targets = TargetLogprobs(self.lm, config.logprob_chunk, self._autocast)
-        refuse_moving_positions(self.lm, seq_len)
-        self.packing: str = packing_for(self.lm, config.packing)
+        if self._packs:
+            refuse_moving_positions(self.lm, seq_len)
+        self.packing: str = packing_for(self.lm, config.packing) if self._packs else config.packing
         """The packer: "rows" where the model can take no other, or where this process found trees to be wrong."""
         self.adapters = Adapters(self.model, config.lora, base=model_path, seed=seed) if config.lora else None
         """What is trained instead of the model's own weights; None = these are."""
@@ -123,10 +126,10 @@ class Trainer:
 
     def _load_frozen(self, frozen: Mapping[str, str | Path], model_path: str | Path, dtype: str, seq_len: int) -> None:
         """The models that are not trained; under low-rank adapters, the one in training is its own first model."""
-        only_attention = self.config.packing == "tree"
         self._frozen = {
             name: base_under_adapters(self._targets) if self.adapters is not None and Path(source) == Path(model_path)
-            else load_frozen(source, name, self._targets, dtype=dtype, seq_len=seq_len, only_attention=only_attention)
+            else load_frozen(source, name, self._targets, dtype=dtype, seq_len=seq_len,
+                             only_attention=self.config.packing == "tree")
             for name, source in frozen.items()
         }  # fmt: skip
         self._fingerprints = {
@@ -164,10 +167,10 @@ class Trainer:
             UsageError: samples that this loss cannot be computed on.
         """
         began = time.perf_counter()
-        self._check(samples)
+        check_samples(samples, self.loss)
         metrics = MetricSums()
         split = split_batch(samples, self.config.optimizer_steps_per_batch)
-        parts = [self._train_part(part, metrics) for part in split]
+        parts = [self._train_part(part, metrics) for part in split]  # each on all ranks
         packed = [micro_batch for part in parts for micro_batch in part.micro_batches]
         num_trained = sum(part.num_trained for part in parts)
         expected = sum(sample.num_trained_tokens for sample in samples)
@@ -197,13 +200,31 @@ class Trainer:
         Raises:
             RunStopped: the loss or the gradient is not finite; no weight was touched.
         """
-        micro_batches = self._pack_checked(samples)
+        dealt = self._pack_checked(samples)
+        micro_batches = [micro_batch for part in dealt for micro_batch in part]
+        denominator = self._denominator(micro_batches)
+        with self._together("train", denominator=denominator):
+            trained = self._take_step(self._hand_out(dealt), denominator, metrics)
+        return dataclasses.replace(trained, micro_batches=micro_batches)
+
+    def _take_step(self, own: Sequence[MicroBatch], denominator: int, metrics: MetricSums) -> _TrainedPart:
+        """One optimizer step on all ranks, with this rank's micro-batches; the result and the metrics are those of all.
+
+        Raises:
+            RunStopped: as `_train_part`.
+        """
+        mine = metrics if self.ranks is None else MetricSums()
         gradients = GradientPass(
-            lm=self._targets, loss=self.loss, denominator=self._denominator(micro_batches), metrics=metrics,
-            frozen=self._frozen,
+            lm=self._targets, loss=self.loss, denominator=denominator, metrics=mine, frozen=self._frozen,
+            ranks=self.ranks,
         )  # fmt: skip
         try:
-            loss_sum = gradients.run(micro_batches)
+            found = [(gradients.run(own), gradients.num_trained)] if self.ranks is None else self.ranks.agree(
+                lambda: (gradients.run(own), gradients.num_trained, mine.partial())
+            )
+            for _, _, *partials in found:
+                for partial in partials:
+                    metrics.add_partial(partial)
             grad_norm, lr = self._step()
         except RunStopped as error:
             raise RunStopped(f"optimizer step {self.num_optimizer_steps}: {error}. No weight was touched by this "
@@ -211,8 +232,8 @@ class Trainer:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return _TrainedPart(
-            micro_batches=micro_batches, num_trained=gradients.num_trained, denominator=gradients.denominator,
-            loss_sum=loss_sum, grad_norm=grad_norm, lr=lr,
+            num_trained=sum(number for _, number, *_ in found), denominator=denominator,
+            loss_sum=sum(loss for loss, *_ in found), grad_norm=grad_norm, lr=lr,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -220,37 +241,78 @@ class Trainer:
         """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside its mask."""
         out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
         numbered = [dataclasses.replace(sample, trajectory_id=str(i)) for i, sample in enumerate(samples)]
-        for micro_batch in self.pack(numbered):
-            batch, targets = DeviceBatch(micro_batch, self.device), micro_batch.targets
-            logprobs = self._targets.forward(self._targets.hidden(batch), batch.target_ids_M, batch.temperatures_M)
-            found = logprobs.logprobs_M.cpu().numpy()
-            for number, trajectory_id in enumerate(micro_batch.trajectory_ids):
-                mine = targets.trajectories == number
-                out[int(trajectory_id)][targets.offsets[mine]] = found[mine]
+        dealt = self._deal(numbered)
+        with self._together("logprobs"):
+            found = [self._own_logprobs(self._hand_out(dealt))]
+            if self.ranks is not None:
+                found += [self.ranks.receive(rank)[1] for rank in range(1, self.ranks.size)]
+        for micro_batches, logprobs in zip(dealt, found, strict=True):
+            for micro_batch, logprobs_M in zip(micro_batches, logprobs, strict=True):
+                targets = micro_batch.targets
+                for number, trajectory_id in enumerate(micro_batch.trajectory_ids):
+                    mine = targets.trajectories == number
+                    out[int(trajectory_id)][targets.offsets[mine]] = logprobs_M[mine]
         return out
 
+    @torch.no_grad()
+    def _own_logprobs(self, own: Sequence[MicroBatch]) -> list[Float32]:
+        found = []
+        most = len(own) if self.ranks is None else self.ranks.most(len(own))[0]
+        for micro_batch in own:
+            batch = DeviceBatch(micro_batch, self.device)
+            logprobs = self._targets.forward(self._targets.hidden(batch), batch.target_ids_M, batch.temperatures_M)
+            found.append(logprobs.logprobs_M.cpu().numpy())
+        for _ in range(most - len(own)):
+            self._targets.idle_pass()
+        self.lm.calls.release()
+        return found
+
     def pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step.
+        """The micro-batches of one optimizer step, as one process computes them.
 
         Raises:
             ModelError: a sample is so long that it would change the positions of the others.
         """
         refuse_moving_positions(self.lm, max(map(len, samples), default=0))
-        keep_whole = self.loss.level != "token"
-        default = CPU_MICRO_BATCH_TOKENS if self.device.type == "cpu" and not keep_whole else MICRO_BATCH_TOKENS
-        budget = self.config.micro_batch_tokens or default
-        return find_packer(self.packing)(samples, micro_batch_tokens=budget, keep_whole=keep_whole)
+        return find_packer(self.packing)(samples, micro_batch_tokens=self._budget, keep_whole=self._keep_whole)
 
-    def _pack_checked(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
-        """`pack`; before the first trees of this process are trained on, a few of their samples are tried both ways."""
-        micro_batches = self.pack(samples)
-        if self._trees_are_right is not None or all(micro_batch.is_rows for micro_batch in micro_batches):
-            return micro_batches
-        self._trees_are_right = trees_are_right(self._targets, samples, tolerance=self._rounding())
+    @property
+    def _keep_whole(self) -> bool:
+        return self.loss.level != "token"
+
+    @property
+    def _budget(self) -> int:
+        """Most tokens of a micro-batch."""
+        default = CPU_MICRO_BATCH_TOKENS if self.device.type == "cpu" and not self._keep_whole else MICRO_BATCH_TOKENS
+        return self.config.micro_batch_tokens or default
+
+    def _deal(self, samples: Sequence[TrainingSample]) -> list[list[MicroBatch]]:
+        """The micro-batches of an optimizer step, by rank."""
+        if self.ranks is None:
+            return [self.pack(samples)]
+        refuse_moving_positions(self.lm, max(map(len, samples), default=0))
+        step = deal_samples(
+            samples, self.packing, num_ranks=self.ranks.size, micro_batch_tokens=self._budget,
+            keep_whole=self._keep_whole, cost=model_cost(self.lm.config),
+        )  # fmt: skip
+        return [step.lay(rank) for rank in range(self.ranks.size)]
+
+    def _pack_checked(self, samples: Sequence[TrainingSample]) -> list[list[MicroBatch]]:
+        """`_deal`; before the first trees of this run are trained on, a few of their samples are tried both ways."""
+        dealt = self._deal(samples)
+        rows_alone = all(micro_batch.is_rows for micro_batches in dealt for micro_batch in micro_batches)
+        if self._trees_are_right is not None or rows_alone:
+            return dealt
+        both = pack_both_ways(samples)
+        with self._together("try_trees"):
+            self._trees_are_right = self._try_trees(*both)
         if self._trees_are_right:
-            return micro_batches
+            return dealt
         self.packing = "rows"
-        return self.pack(samples)
+        return self._deal(samples)
+
+    def _try_trees(self, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch]) -> bool:
+        return trees_are_right(self._targets, rows, trees, tolerance=self._rounding(), sharding=self._sharding)
 
     def _rounding(self) -> float:
         """The largest relative difference between two ways to compute one gradient."""
@@ -270,46 +332,67 @@ class Trainer:
         assert self.num_optimizer_steps < self.total_optimizer_steps, (
             f"all {self.total_optimizer_steps} optimizer steps of the schedule are done"
         )
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        if not torch.isfinite(norm):
-            bad = [n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-            raise RunStopped(f"the gradient's norm is {norm.item()} although the loss is finite; not finite in "
-                             f"{len(bad)} parameters: {', '.join(bad[:3])}")  # fmt: skip
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.config.optim.max_grad_norm, norm)
+        if self._sharding is not None:
+            self._sharding.drop_unused()
+        norm = clip_gradients(self.model, self.config.optim.max_grad_norm, self.ranks)
         lr = learning_rate(self.config.optim, self.num_optimizer_steps, self.total_optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # Counted first: memory may run out in the middle, and such weights are between two optimizer steps.
         self.num_optimizer_steps += 1
         self.optimizer.step()
-        return float(norm), lr
-
-    def _check(self, samples: Sequence[TrainingSample]) -> None:
-        for sample in samples:
-            missing = sample.loss_mask & np.isnan(sample.logprobs)
-            assert not (self.loss.needs_inference_logprobs and missing.any()), (
-                f"trajectory {sample.trajectory_id!r}: {int(missing.sum())} trained tokens have no inference logprob, "
-                f"which the loss {self.loss.name} needs; they must be dropped and counted before training"
-            )
-        by_trajectory = self.loss.level != "token" or self.loss.normalizer == "trajectories"
-        if by_trajectory and len(samples) > 1 and any(not sample.trajectory_id for sample in samples):
-            raise UsageError(
-                f"a training sample has no trajectory_id, but the loss {self.loss.name} works on whole "
-                "trajectories; set trajectory_id on every Trajectory before build_samples"
-            )
+        return norm, lr
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.config.dtype == "bfloat16":
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
 
+    # ---- other ranks
+
+    @property
+    def _packs(self) -> bool:
+        return self.ranks is None or self.ranks.leads
+
+    def _together(self, do: str, **what: Any) -> AbstractContextManager[None]:
+        """All ranks do this, here in the block."""
+        return nullcontext() if self.ranks is None else self.ranks.lead(do, **what)
+
+    def _hand_out(self, dealt: list[list[MicroBatch]]) -> list[MicroBatch]:
+        """Send the others their micro-batches; returns this rank's."""
+        return dealt[0] if self.ranks is None else hand_out(self.ranks, dealt)
+
+    def obey(self, order: Mapping[str, Any]) -> None:
+        """Another rank than 0: take part in what the trainer of rank 0 was called for."""
+        assert self.ranks is not None
+        match order["do"]:
+            case "train":
+                self._take_step(take_in(self.ranks), order["denominator"], MetricSums())
+            case "logprobs":
+                self.ranks.send(None, self._own_logprobs(take_in(self.ranks)), 0)
+            case "try_trees":
+                self._try_trees([], [])
+            case "save_weights":
+                self._save_weights(Path(order["folder"]))
+            case "save_state":
+                self._save_state(Path(order["folder"]))
+            case "load_state":
+                self._load_state(Path(order["folder"]))
+            case unknown:
+                raise AssertionError(f"no trainer can {unknown}")
+
     # ---- weights and state
 
     def save_weights(self, folder: Path) -> None:
         """Write what is trained, and the tokenizer if there is one: the master weights as a folder that
         `from_pretrained` loads, or the adapters as one that `peft` loads."""
-        if self.adapters is not None:
+        with self._together("save_weights", folder=str(folder.resolve())):
+            self._save_weights(folder)
+
+    def _save_weights(self, folder: Path) -> None:
+        if self.ranks is not None:
+            save_sharded(self.model, self.tokenizer, folder, self.ranks)
+        elif self.adapters is not None:
             self.adapters.save(self.tokenizer, folder)
         else:
             save_model(self.model, self.tokenizer, folder)
@@ -317,11 +400,18 @@ class Trainer:
     def save_state(self, folder: Path) -> None:
         """Write optimizer and schedule; with `save_weights`, all that a resumed run needs to go on bit for bit."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_optimizer(self.optimizer, self.model, folder / OPTIMIZER_FILE)
-        state = {"num_optimizer_steps": self.num_optimizer_steps, "total_optimizer_steps": self.total_optimizer_steps,
-                 "frozen": self._fingerprints}  # fmt: skip
-        with naming(folder / STATE_FILE):
-            (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+        with self._together("save_state", folder=str(folder.resolve())):
+            self._save_state(folder)
+
+    def _save_state(self, folder: Path) -> None:
+        if self.ranks is None:
+            save_optimizer(self.optimizer, self.model, folder)
+        else:
+            rank, size = self.ranks.rank, self.ranks.size
+            self.ranks.agree(lambda: save_optimizer(self.optimizer, self.model, folder, rank=rank, size=size))
+            if rank:
+                return
+        write_progress(folder, self.num_optimizer_steps, self.total_optimizer_steps, self._fingerprints)
 
     def load_state(self, folder: Path) -> None:
         """Take over what `save_state` wrote; the weights come from the constructor's `model_path`, adapters from
@@ -332,42 +422,16 @@ class Trainer:
         Raises:
             CheckpointError: the state is missing, damaged, or of another model or a longer run.
         """
-        path = folder / STATE_FILE
-        try:
-            state = json.loads(path.read_text(encoding="utf-8"))
-            done, scored = state["num_optimizer_steps"], dict(state.get("frozen", {}))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is no trainer state: {error!r}; expected a folder that save_state "
-                                  "wrote") from error  # fmt: skip
-        if not isinstance(done, int) or not 0 <= done <= self.total_optimizer_steps:
-            raise CheckpointError(f"{path}: {done!r} optimizer steps are done, this run has "
-                                  f"{self.total_optimizer_steps} in all; raise max_steps to go on")  # fmt: skip
-        for name, digest in self._fingerprints.items():
-            if scored.get(name, digest) != digest:
-                raise CheckpointError(f"{path}: the {name} model of this run had other weights; put back the model "
-                                      "that it was started with, or start a new run")  # fmt: skip
-        load_optimizer(self.optimizer, self.model, folder / OPTIMIZER_FILE)
+        with self._together("load_state", folder=str(folder.resolve())):
+            self._load_state(folder)
+
+    def _load_state(self, folder: Path) -> None:
+        if self.ranks is None:
+            self._read_state(folder)
+        else:
+            self.ranks.agree(lambda: self._read_state(folder))
+
+    def _read_state(self, folder: Path) -> None:
+        done = read_progress(folder, self.total_optimizer_steps, self._fingerprints)
+        load_optimizer(self.optimizer, self.model, folder)
         self.num_optimizer_steps = done
-
-
-def checkpoint_layers(model: Any) -> None:
-    """Recompute each layer's activations in the backward pass, with dropout still off.
-
-    Raises:
-        ModelError: a model without such layers, or with dropout.
-    """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ModelError(f"{type(model).__name__} has no layers that can be checkpointed; set "
-                         "trainer.gradient_checkpointing = false")  # fmt: skip
-    dropouts = {k: v for k, v in model.config.get_text_config().to_dict().items()
-                if ("dropout" in k or "pdrop" in k) and isinstance(v, int | float) and v}  # fmt: skip
-    if dropouts:
-        raise ModelError(
-            f"{type(model).__name__} has {dropouts}: checkpointed layers would apply it, and train another policy than "
-            "the one that sampled; set these to 0 in the model's config.json"
-        )
-    for layer in layers:
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        layer.gradient_checkpointing = True
-        layer.training = True  # the layer alone, not the modules in it: transformers asks for it here

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
-from verbatim.models.own_attention import differences, gradient, weights_of
+from verbatim.models.own_attention import SMALL, Gradient, differences, gradient, weights_of
 from verbatim.packing import pack_rows, pack_tree
 from verbatim.packing.layout import token_order
 from verbatim.token_tree import common_prefix_length
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.logprobs import ChunkLogprobs, TargetLogprobs
+from verbatim.trainer.optimizer_state import local
+from verbatim.trainer.parallel.sharding import Sharding
 from verbatim.types import MicroBatch, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -23,8 +26,19 @@ MOST_TOKENS = 2048
 """Most tokens of the samples that are compared; one pair may be longer."""
 
 
-def trees_are_right(lm: TargetLogprobs, samples: Sequence[TrainingSample], *, tolerance: float) -> bool:
-    """Whether some of the samples that share prefixes have the gradient of rows; a warning where they do not.
+def pack_both_ways(samples: Sequence[TrainingSample]) -> tuple[list[MicroBatch], list[MicroBatch]]:
+    """Some of the samples that share prefixes, in rows and in trees."""
+    sharing = sharing_samples(samples)
+    total = sum(map(len, sharing))
+    rows, trees = (pack(sharing, micro_batch_tokens=total, keep_whole=False) for pack in (pack_rows, pack_tree))
+    return rows, trees
+
+
+def trees_are_right(
+    lm: TargetLogprobs, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch], *, tolerance: float,
+    sharding: Sharding | None = None,
+) -> bool:  # fmt: skip
+    """Whether the gradient of samples packed as trees is that of the same samples as rows; a warning where it is not.
 
     The gradient is that of a sum of logprobs in which every target has a weight of its own: the run's loss may be flat
     or refuse these samples, and what packing can get wrong lies before it. Where the gradient of the rows is not finite
@@ -32,18 +46,22 @@ def trees_are_right(lm: TargetLogprobs, samples: Sequence[TrainingSample], *, to
 
     Args:
         lm: Its model's gradients are empty, before and after.
-        samples: The samples of one optimizer step.
+        rows: As `pack_both_ways` has made them.
+        trees: The same samples.
         tolerance: The largest relative difference that rounding explains.
+        sharding: Of a sharded model, all of whose ranks call this; all but one with no micro-batch.
     """
-    sharing = sharing_samples(samples)
-    total = sum(map(len, sharing))
     expected, found = (
-        gradient(lm.model.model, partial(_backward, lm, pack(sharing, micro_batch_tokens=total, keep_whole=False)))
-        for pack in (pack_rows, pack_tree)
+        gradient(lm.model.model, partial(_backward, lm, micro_batches, sharding)) for micro_batches in (rows, trees)
     )
-    if not all(grad.isfinite().all() for grad in expected.values()):
+    if sharding is None:
+        finite = all(bool(grad.isfinite().all()) for grad in expected.values())
+        by_name = differences(found, expected)
+    else:
+        finite, by_name = _differences_of_shards(found, expected, sharding)
+    if not finite:
         return True
-    difference, name = max(((value, name) for name, value in differences(found, expected).items()), default=(0.0, ""))
+    difference, name = max(((value, name) for name, value in by_name.items()), default=(0.0, ""))
     if difference > tolerance:
         logger.warning(
             "prefix trees do not have the gradient of rows here: %s differs by %.1e, expected at most %.0e; packing "
@@ -70,7 +88,27 @@ def sharing_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     return [ordered[i] for i in sorted(chosen)]
 
 
-def _backward(lm: TargetLogprobs, micro_batches: Sequence[MicroBatch]) -> None:
+def _differences_of_shards(
+    found: Gradient, expected: Gradient, sharding: Sharding
+) -> tuple[bool, dict[str, float]]:  # fmt: skip
+    """Whether the expected gradient is finite, and `differences`, over all ranks."""
+    names = sorted(expected.keys() | found.keys())
+    none = torch.zeros(1)
+
+    def squares(name: str) -> list[float]:
+        a, b = (local(grads[name]) if name in grads else none for grads in (found, expected))
+        return [float(x.double().square().sum()) for x in (a - b, b)]
+
+    pairs = sharding.total(torch.tensor([squares(name) for name in names], dtype=torch.float64)).sqrt()
+    if not pairs[:, 1].isfinite().all():
+        return False, {}
+    norms = pairs[:, 1].clamp(min=max(SMALL * float(pairs[:, 1].max()), 1e-30))
+    relative = (pairs[:, 0] / norms).nan_to_num(nan=torch.inf)
+    return True, dict(zip(names, relative.tolist(), strict=True))
+
+
+def _backward(lm: TargetLogprobs, micro_batches: Sequence[MicroBatch], sharding: Sharding | None) -> None:
+    most = len(micro_batches) if sharding is None else sharding.most(len(micro_batches))
     for micro_batch in micro_batches:
         batch = DeviceBatch(micro_batch, lm.model.device)
         weights_M = weights_of(batch.offsets_M)
@@ -79,3 +117,7 @@ def _backward(lm: TargetLogprobs, micro_batches: Sequence[MicroBatch]) -> None:
             return weights_M[at].to(found.logprobs_M.dtype)
 
         lm.backward(lm.hidden(batch), batch.target_ids_M, batch.temperatures_M, weighted)
+    for _ in range(most - len(micro_batches)):
+        lm.idle_pass()
+    if sharding is not None:
+        sharding.drop_unused()

@@ -1,0 +1,115 @@
+"""Makes a model without memory for its parameters, and fills them from a folder, each process only its own rows.
+
+No process ever holds the whole model: at most one tensor of it, where that is made of several of the folder's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from verbatim.errors import ModelError
+from verbatim.models.conversion import sources_of, to_model_tensors
+
+logger = logging.getLogger(__name__)
+
+
+def empty_model(source: str, dtype: torch.dtype) -> Any:
+    """A model whose parameters are on the meta device. Its buffers, which a folder does not hold, are made."""
+    config = AutoConfig.from_pretrained(source)
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with contextlib.suppress(OSError):  # a folder may have none
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    return model
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """The rows of a tensor that this process holds, and the first one's number; all of one that is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    mesh = tensor.device_mesh
+    rows = -(-tensor.shape[0] // mesh.size())
+    return tensor.to_local(), min(rows * mesh.get_local_rank(), tensor.shape[0])
+
+
+@torch.no_grad()
+def fill(model: Any, source: str) -> None:
+    """Copy the weights of a folder, or of a hub id, into a model's parameters and saved buffers; of sharded ones this
+    process's rows.
+
+    Raises:
+        ModelError: a file that cannot be read; a tensor that is missing or of another shape.
+    """
+    folder = Path(source if Path(source).is_dir() else snapshot_download(source, allow_patterns=["*.safetensors"]))
+    with contextlib.ExitStack() as stack:
+        file_of: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+            file_of.update(dict.fromkeys(file.keys(), file))
+        if not file_of:
+            raise ModelError(f"{folder} holds no *.safetensors")
+        _fill(model, file_of, str(folder))
+
+
+def _fill(model: Any, file_of: Mapping[str, Any], where: str) -> None:
+    own = dict(model.named_parameters(remove_duplicate=False))
+    own.update({name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()})
+    tied = dict(model.all_tied_weights_keys)
+    filled: set[str] = set()
+    sources, unknown = sources_of(model, file_of)
+    for name, found in sources.items():
+        if len(found) == 1 and found[0][1] is None:
+            piece = file_of[found[0][0]].get_slice(found[0][0])
+            made = {name: (piece, tuple(piece.get_shape()))}
+        else:
+            converted, _ = to_model_tensors(model, {key: file_of[key].get_tensor(key) for key, _ in found})
+            made = {target: (value, tuple(value.shape)) for target, value in converted.items()}
+        for target, (value, shape) in made.items():
+            filled.add(target)
+            if tied.get(target) not in own:  # else the tensor that it is tied to decides, as in from_pretrained
+                _copy(own[target], value, shape, f"{where}: {target}")
+    missing = [name for name in own if name not in filled and tied.get(name) not in filled]
+    if missing:
+        raise ModelError(f"{where} does not fit the model: missing {missing[:3]}")
+    if unknown:
+        logger.warning("%s has %d tensors that the model does not have: %s", where, len(unknown), unknown[:3])
+
+
+def _copy(tensor: Tensor, value: Any, shape: tuple[int, ...], where: str) -> None:
+    if shape != tuple(tensor.shape):
+        raise ModelError(f"{where} has the shape {list(shape)}, the model's {list(tensor.shape)}")
+    mine, first = local_rows(tensor)
+    if mine.numel():
+        mine.copy_(value[first : first + mine.shape[0]] if mine.ndim else value[...])
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """A parameter is on the meta device from the moment it belongs to a module."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        found = module._parameters.get(name)
+        if found is not None and found.device.type != "meta":
+            module._parameters[name] = nn.Parameter(found.to("meta"), requires_grad=found.requires_grad)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,78 @@
+"""Makes the trainer of a run or of its warm start, on every process that trains."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from verbatim.config.schema import RunConfig
+from verbatim.rollouts import derive_seed
+from verbatim.run.parts import frozen_models, make_loss
+
+if TYPE_CHECKING:
+    from verbatim.trainer.parallel.ranks import Ranks
+    from verbatim.trainer.trainer import Trainer
+
+Purpose = Literal["run", "warm_start"]
+
+
+def make_trainer(
+    config: RunConfig, purpose: Purpose, source: str | Path, *, first: str | Path | None = None, ranks: Ranks | None,
+    tokenizer: Any = None,
+) -> Trainer:
+    """The trainer of a run, or of its warm start. Of several processes, rank 0 has the others make theirs.
+
+    Args:
+        purpose: Which of both.
+        source: The folder or hub id of its weights.
+        first: Those that the run began with; a frozen model without a name is this one.
+        ranks: The processes that train together; None = this one alone.
+        tokenizer: Saved beside the weights.
+    """
+    from verbatim.losses import LOSSES
+    from verbatim.trainer.trainer import Trainer
+
+    settings, warm_start = config.trainer, config.warm_start
+    if purpose == "run":
+        loss, steps = make_loss(config), config.max_steps * settings.optimizer_steps_per_batch
+    else:  # all weights, also where low-rank adapters are trained afterwards: they begin at a model that can speak
+        assert warm_start is not None
+        settings = settings.model_copy(update={"optim": warm_start.optim, "optimizer_steps_per_batch": 1, "lora": None})
+        loss, steps = LOSSES["sft"], warm_start.steps
+    models = frozen_models(config) if purpose == "run" else {}
+    frozen = {name: str(first if model is None else model) for name, model in models.items()}
+    together: AbstractContextManager[None] = nullcontext()
+    if ranks is not None and ranks.leads:
+        together = ranks.lead("make", purpose=purpose, source=str(source), first=str(first))
+    with together:
+        return Trainer(
+            source, settings, loss=loss, total_optimizer_steps=steps, tokenizer=tokenizer,
+            seq_len=config.orchestrator.seq_len, seed=derive_seed(config.seed, "lora") % 2**32, frozen=frozen,
+            ranks=ranks,
+        )  # fmt: skip
+
+
+def threads_of(config: RunConfig, own: int | None) -> int | None:
+    """Threads for one side's matrix products; None = torch's own setting, all cores.
+
+    Where both sides compute at the same time, each gets its half of the cores: two teams of threads on the same cores
+    wait for each other.
+    """
+    if own is not None:
+        return own
+    if config.orchestrator.max_async_level == 0 or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def set_trainer_threads(config: RunConfig, processes: int) -> None:
+    """Give this process, one of several of the trainer on this machine, its share of the cores."""
+    from verbatim.trainer.local import set_num_threads
+
+    own = config.trainer.num_threads
+    if own is None and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        own = max(1, (threads_of(config, None) or cores) // processes)
+    set_num_threads(own)

@@ -1,0 +1,276 @@
+"""Starts the processes that train one model together, or joins those that a launcher (`torchrun`) has started.
+
+Rank 0 is the trainer's own process. It starts the others on this machine, one interpreter each, watches them, and ends
+them with itself. They run `python -m verbatim.run.trainer_rank`, which ends in `follow_leader`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verbatim.config import dump_config
+from verbatim.config.schema import RunConfig
+from verbatim.errors import RunStopped, UsageError
+from verbatim.imports import child_environment
+from verbatim.run.logs import last_lines
+from verbatim.run.rollouts import inference_settings
+
+if TYPE_CHECKING:
+    from verbatim.trainer.parallel.ranks import Ranks
+
+STORE = "VERBATIM_TRAINER_STORE"
+"""Tells a process that was started here the address where rank 0 serves the store."""
+PARENT = "VERBATIM_TRAINER_LEADER"
+"""The process id of rank 0."""
+_POLL = 0.02
+_PATIENCE = 20.0
+"""Seconds that the other processes have to end by themselves."""
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def is_led() -> bool:
+    """Whether this process was launched, and another one leads."""
+    return is_launched() and os.environ["RANK"] != "0"
+
+
+def num_processes(config: RunConfig, *, may_be_launched: bool) -> int:
+    """Processes that train together.
+
+    Raises:
+        UsageError: more than there are CUDA devices here, or not as many as were launched.
+    """
+    wanted = config.trainer.parallel.processes
+    several = wanted > 1 or (may_be_launched and is_launched())
+    if several and config.trainer.lora is not None:
+        raise UsageError("[trainer.lora] is trained by one process, and several were asked for or launched")
+    if several and inference_settings(config).shares_device:
+        raise UsageError("the sampler shares the trainer's device, which several processes of a trainer cannot leave; "
+                         "use trainer.parallel.processes = 1, or give the sampler a device of its own")  # fmt: skip
+    if may_be_launched and is_launched():
+        size = int(os.environ["WORLD_SIZE"])
+        if wanted not in (1, size):
+            raise UsageError(f"trainer.parallel.processes = {wanted}, but {size} processes were launched; remove the "
+                             "key, or the launcher")  # fmt: skip
+        return size
+    if wanted > 1 and _use_cuda(config):
+        import torch
+
+        if wanted > torch.cuda.device_count():
+            raise UsageError(f"trainer.parallel.processes = {wanted}, but there are {torch.cuda.device_count()} CUDA "
+                             "devices here, and each process needs its own; take fewer, or launch them on several "
+                             "hosts: torchrun ... -m verbatim.cli trainer FILE --run-dir FOLDER")  # fmt: skip
+    return wanted
+
+
+@contextlib.contextmanager
+def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) -> Iterator[Ranks | None]:
+    """The processes that train together, seen from rank 0, while the block runs; None = this one alone.
+
+    Args:
+        config: The run's configuration; the others get it from here.
+        logs: A folder for what they log.
+        may_be_launched: Whether a launcher may have started this process and its fellows. Not so for the trainer of
+            `verbatim rl`, which inherits the variables of its parent.
+
+    Raises:
+        UsageError: as `num_processes`.
+        RunStopped: one of them ended before it was ready; quotes its log.
+    """
+    size = num_processes(config, may_be_launched=may_be_launched)
+    if size == 1:
+        yield None
+        return
+    if may_be_launched and is_launched():
+        with _connected(config, *_rendezvous()) as ranks:
+            yield ranks
+        return
+    others = _Others(size, logs)
+    try:
+        store = others.start(config)
+        with _connected(config, store, 0, size, others=others) as ranks:
+            yield ranks
+        others.wait()
+    finally:
+        others.kill()
+
+
+@contextlib.contextmanager
+def _connected(
+    config: RunConfig, store: Any, rank: int, size: int, *, others: _Others | None = None
+) -> Iterator[Ranks]:
+    import torch.distributed as dist
+
+    from verbatim.run.make_trainer import set_trainer_threads
+    from verbatim.trainer.parallel.ranks import Ranks
+
+    if rank == 0:
+        store.set("config", dump_config(config))
+    set_trainer_threads(config, _processes_here(size))
+    ranks = Ranks(
+        store, rank=rank, size=size, local_rank=int(os.environ.get("LOCAL_RANK", "0")) if others is None else 0,
+        use_cuda=_use_cuda(config), deadline=config.trainer.parallel.deadline,
+        ended=others.ended if others is not None else dict,
+    )  # fmt: skip
+    try:
+        yield ranks
+        if rank == 0:
+            ranks.end()
+    finally:
+        with contextlib.suppress(Exception):  # where the others are gone, there is nothing to take leave of
+            dist.destroy_process_group()
+
+
+def follow_leader() -> None:
+    """Another rank: do what rank 0 orders, until it ends. Returns when all is done.
+
+    Never raises: where this process cannot go on, it tells rank 0 and ends, because the others wait for it in the
+    middle of something that they do together.
+    """
+    import logging
+    import tomllib
+
+    from verbatim.config import make_config
+    from verbatim.run.make_trainer import make_trainer
+    from verbatim.run.tables import component_tables
+
+    _ignore_interrupts()
+    store, rank, size = _rendezvous()
+    store.set(f"ready/{rank}", "")
+    store.wait(["config"], timedelta(days=1))
+    config = make_config(tomllib.loads(store.get("config").decode()), tables=component_tables())
+    trainer: Any = None
+    ranks: Any = None
+
+    def obey(order: dict[str, Any]) -> None:
+        nonlocal trainer
+        if order["do"] == "make":
+            trainer = None  # before the next one takes its memory
+            trainer = make_trainer(config, order["purpose"], order["source"], first=order["first"], ranks=ranks)
+        else:
+            trainer.obey(order)
+
+    try:
+        with _connected(config, store, rank, size) as ranks:
+            ranks.follow(obey)
+    except BaseException as error:
+        logging.getLogger(__name__).exception("rank %d ends", rank)
+        if ranks is not None:
+            ranks.report(error)
+        sys.stderr.flush()
+        os._exit(1)  # at once: as long as this process lives, the others wait for it
+
+
+def _rendezvous() -> tuple[Any, int, int]:
+    """The store, this process's rank, and how many there are."""
+    import torch.distributed as dist
+
+    if STORE in os.environ:
+        host, _, port = os.environ[STORE].rpartition(":")
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), is_master=False, wait_for_workers=False
+        )
+        return store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    return store, rank, size
+
+
+class _Others:
+    """The processes of the other ranks, started by this one."""
+
+    def __init__(self, size: int, logs: Path) -> None:
+        self._size = size
+        self._logs = logs
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, config: RunConfig) -> Any:
+        """Start them, and return the store where they are met, once all of them are there."""
+        import torch.distributed as dist
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        store.set("config", dump_config(config))
+        self._logs.mkdir(parents=True, exist_ok=True)
+        for rank in range(1, self._size):
+            variables = {
+                **child_environment(), STORE: f"127.0.0.1:{port}", PARENT: str(os.getpid()), "RANK": str(rank),
+                "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(self._size),
+            }  # fmt: skip
+            with self._log(rank).open("ab") as log:
+                self._processes[rank] = subprocess.Popen(
+                    [sys.executable, "-m", "verbatim.run.trainer_rank"], env=variables, stdin=subprocess.DEVNULL,
+                    stdout=log, stderr=log, start_new_session=True,
+                )  # fmt: skip
+        while not store.check([f"ready/{rank}" for rank in self._processes]):
+            if ended := self.ended():
+                raise RunStopped("; ".join(f"rank {rank} of the trainer {how}" for rank, how in ended.items()))
+            time.sleep(_POLL)
+        return store
+
+    def ended(self) -> dict[int, str]:
+        """Those that have ended, and how."""
+        statuses = {rank: process.poll() for rank, process in self._processes.items()}
+        return {
+            rank: f"{_how(status)}{last_lines(self._log(rank))}"
+            for rank, status in statuses.items() if status is not None
+        }  # fmt: skip
+
+    def wait(self) -> None:
+        """Until they have ended by themselves."""
+        until = time.monotonic() + _PATIENCE
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, until - time.monotonic()))
+
+    def kill(self) -> None:
+        """End those that are left."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def _log(self, rank: int) -> Path:
+        return self._logs / f"trainer-rank-{rank}.log"
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C and SIGTERM of a launcher are for rank 0, which ends the run in order."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _processes_here(size: int) -> int:
+    """Processes of this machine, which share its cores."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size)) if is_launched() else size
+
+
+def _use_cuda(config: RunConfig) -> bool:
+    if config.trainer.device == "cpu":
+        return False
+    from verbatim.models.loading import resolve_device
+
+    return resolve_device(config.trainer.device).type == "cuda"

@@ -1,0 +1,63 @@
+"""Sends micro-batches to the ranks that train on them, as their arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verbatim.trainer.parallel.ranks import Ranks
+from verbatim.types import MicroBatch, Targets
+
+_TOKENS = ("input_ids", "position_ids", "starts", "ends", "trajectory_lengths")
+_TARGETS = (
+    "source_positions", "target_ids", "temperatures", "inference_logprobs", "advantages", "chunk_ids", "trajectories",
+    "offsets",
+)  # fmt: skip
+
+
+def hand_out(ranks: Ranks, dealt: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
+    """Rank 0: send each rank its micro-batches; returns its own."""
+    for rank in range(1, ranks.size):
+        ranks.send([_head(micro_batch) for micro_batch in dealt[rank]],
+                   [array for micro_batch in dealt[rank] for array in _arrays(micro_batch)], rank)  # fmt: skip
+    return list(dealt[0])
+
+
+def take_in(ranks: Ranks) -> list[MicroBatch]:
+    """Another rank: its own micro-batches."""
+    heads, arrays = ranks.receive(0)
+    found = []
+    for head in heads:
+        count = len(_TOKENS) + len(_TARGETS) + len(head["streams"])
+        found.append(_made(head, arrays[:count]))
+        del arrays[:count]
+    return found
+
+
+def _head(micro_batch: MicroBatch) -> dict[str, Any]:
+    return {
+        "trajectory_ids": list(micro_batch.trajectory_ids), "is_rows": micro_batch.is_rows,
+        "num_repeated_tokens": micro_batch.num_repeated_tokens, "streams": list(micro_batch.targets.logprob_streams),
+    }  # fmt: skip
+
+
+def _arrays(micro_batch: MicroBatch) -> list[np.ndarray]:
+    targets = micro_batch.targets
+    return [
+        *(getattr(micro_batch, name) for name in _TOKENS), *(getattr(targets, name) for name in _TARGETS),
+        *targets.logprob_streams.values(),
+    ]  # fmt: skip
+
+
+def _made(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> MicroBatch:
+    tokens, rest = arrays[: len(_TOKENS)], arrays[len(_TOKENS) :]
+    targets, streams = rest[: len(_TARGETS)], rest[len(_TARGETS) :]
+    return MicroBatch(
+        **dict(zip(_TOKENS, tokens, strict=True)),
+        targets=Targets(**dict(zip(_TARGETS, targets, strict=True)),
+                        logprob_streams=dict(zip(head["streams"], streams, strict=True))),
+        trajectory_ids=tuple(head["trajectory_ids"]), is_rows=head["is_rows"],
+        num_repeated_tokens=head["num_repeated_tokens"],
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Writes the weights of a sharded model as a Hugging Face folder, a few layers at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from verbatim.machine_faults import rust_errors_as_oserror
+from verbatim.models.tiny import decoder_layers
+from verbatim.trainer.parallel.ranks import Ranks
+
+SMALL_FILE = 64 << 20
+"""Layers share a file up to this many bytes."""
+
+
+def save_sharded(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None:
+    """Write a folder that `from_pretrained` loads; all ranks call it, rank 0 writes.
+
+    Rank 0 holds one layer at a time, or what fits into `SMALL_FILE`. A model that fits into one file is one file, as
+    one process writes it; a larger one has an index.
+
+    Raises:
+        RunStopped: rank 0's system refused to write (disk full, no permission); on all ranks.
+    """
+    plan = list(_files(model))
+    names = [_file_name(number, len(plan)) for number in range(len(plan))]
+    index: dict[str, str] = {}
+    num_bytes = 0
+    error: OSError | None = None
+    for file_name, tensors in zip(names, plan, strict=True):
+        whole = {name: _whole(tensor) for name, tensor in tensors.items()}
+        if not ranks.leads or error is not None:
+            continue  # the others' tensors are gathered by all
+        saved = {name: tensor.cpu().contiguous() for name, tensor in revert_weight_conversion(model, whole).items()}
+        del whole
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with rust_errors_as_oserror(folder / file_name):
+                save_file(saved, folder / file_name, metadata={"format": "pt"})
+        except OSError as refused:
+            error = refused
+        index.update(dict.fromkeys(saved, file_name))
+        num_bytes += sum(tensor.nbytes for tensor in saved.values())
+
+    def finish() -> None:
+        if error is not None:
+            raise error
+        if ranks.leads:
+            _write_the_rest(model, tokenizer, folder, index if len(plan) > 1 else {}, num_bytes)
+
+    ranks.agree(finish)
+
+
+def _files(model: Any) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file: layers and single tensors of no layer, in order."""
+    units = _units(model)
+    room = max([SMALL_FILE, *(_num_bytes(unit) for unit in units)])
+    file: dict[str, Tensor] = {}
+    for unit in units:
+        if file and _num_bytes(file) + _num_bytes(unit) > room:
+            yield file
+            file = {}
+        file.update(unit)
+    yield file
+
+
+def _units(model: Any) -> list[dict[str, Tensor]]:
+    """What may not be torn apart, because tensors of a layer may be saved as one: each layer, each other tensor."""
+    layers = {module: number for number, module in enumerate(decoder_layers(model))}
+    prefixes = {f"{name}.": layers[module] for name, module in model.named_modules() if module in layers}
+    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    units: dict[Any, dict[str, Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        if name not in left_out:
+            key = next((number for prefix, number in prefixes.items() if name.startswith(prefix)), name)
+            units.setdefault(key, {})[name] = tensor
+    return list(units.values())
+
+
+def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_the_rest(model: Any, tokenizer: Any, folder: Path, index: Mapping[str, str], num_bytes: int) -> None:
+    with rust_errors_as_oserror(folder):
+        if index:
+            about = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(index.items()))}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)

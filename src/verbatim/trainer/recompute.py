@@ -1,0 +1,34 @@
+"""Recomputes activations of layers in the backward pass, to save memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from verbatim.errors import ModelError
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Recompute each layer's activations in the backward pass, with dropout still off.
+
+    Raises:
+        ModelError: a model without such layers, or with dropout.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no layers that can be checkpointed; set "
+                         "trainer.gradient_checkpointing = false")  # fmt: skip
+    dropouts = {k: v for k, v in model.config.get_text_config().to_dict().items()
+                if ("dropout" in k or "pdrop" in k) and isinstance(v, int | float) and v}  # fmt: skip
+    if dropouts:
+        raise ModelError(
+            f"{type(model).__name__} has {dropouts}: checkpointed layers would apply it, and train another policy than "
+            "the one that sampled; set these to 0 in the model's config.json"
+        )
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.gradient_checkpointing = True
+        layer.training = True  # the layer alone, not the modules in it: transformers asks for it here

@@ -1,0 +1,74 @@
+"""How many processes train is settled before any is started."""
+
+import pytest
+import torch
+
+from verbatim.config import make_config
+from verbatim.errors import ConfigError, UsageError
+from verbatim.run import trainer_ranks
+from verbatim.run.trainer_ranks import is_led, num_processes, open_ranks
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+def config_of(**trainer):
+    return make_config({
+        "model": {"name": "somewhere"}, "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
+        "trainer": {"device": "cpu", **trainer},
+    })  # fmt: skip
+
+
+def launched(monkeypatch, rank, size):
+    for name, value in zip(LAUNCHER, (rank, size, rank), strict=True):
+        monkeypatch.setenv(name, str(value))
+
+
+def test_one_process_starts_nothing(tmp_path):
+    with open_ranks(config_of(), tmp_path / "logs") as ranks:
+        assert ranks is None
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_launcher_says_how_many_processes_there_are_and_who_leads(monkeypatch):
+    launched(monkeypatch, 1, 4)
+    assert num_processes(config_of(), may_be_launched=True) == 4
+    assert num_processes(config_of(parallel={"processes": 4}), may_be_launched=True) == 4
+    assert is_led()
+    with pytest.raises(UsageError, match=r"trainer\.parallel\.processes = 2, but 4 processes were launched"):
+        num_processes(config_of(parallel={"processes": 2}), may_be_launched=True)
+    launched(monkeypatch, 0, 4)
+    assert not is_led()
+
+
+def test_the_trainer_of_a_run_does_not_take_its_parents_launcher_for_its_own(monkeypatch):
+    launched(monkeypatch, 0, 4)
+    assert num_processes(config_of(parallel={"processes": 2}), may_be_launched=False) == 2
+
+
+def test_more_processes_than_cuda_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(trainer_ranks, "_use_cuda", lambda config: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert num_processes(config_of(parallel={"processes": 2}), may_be_launched=False) == 2
+    with pytest.raises(UsageError, match=r"processes = 3, but there are 2 CUDA devices here"):
+        num_processes(config_of(parallel={"processes": 3}), may_be_launched=False)
+
+
+@pytest.mark.parametrize("trainer, said", [
+    ({"separate_process": False}, r"parallel\.processes = 2 needs separate_process = true"),
+    ({"lora": {}}, r"parallel\.processes = 2 with \[trainer\.lora\]"),
+])  # fmt: skip
+def test_what_several_processes_cannot_do_is_refused_with_the_configuration(trainer, said):
+    with pytest.raises(ConfigError, match=said):
+        config_of(parallel={"processes": 2}, **trainer)
+
+
+def test_launched_processes_refuse_adapters(monkeypatch):
+    launched(monkeypatch, 0, 2)
+    with pytest.raises(UsageError, match=r"\[trainer\.lora\] is trained by one process"):
+        num_processes(config_of(lora={}), may_be_launched=True)

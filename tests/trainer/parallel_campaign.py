@@ -1,0 +1,56 @@
+"""Compares the gradients of several processes with those of one on many seeded batches.
+
+    python tests/trainer/parallel_campaign.py --processes 3 --batches 300
+
+Prints one JSON line: the settings, and the largest difference of a gradient (norm of the difference over the norm, per
+parameter) and of a metric.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import parallel_jobs
+from parallel_ranks import crew
+from trainer_helpers import write_llama, write_model
+
+SETTINGS = (
+    {"model": "tied", "batches": ["random"], "micro_batch_tokens": 40},
+    {"model": "untied", "batches": ["random"], "micro_batch_tokens": 20, "gradient_checkpointing": True},
+    {"model": "untied", "batches": ["shared"], "packing": "tree", "micro_batch_tokens": 30},
+    {"model": "tied", "batches": ["random"], "loss": "gspo", "micro_batch_tokens": 20},
+    {"model": "llama", "batches": ["random"], "loss": "ipa", "micro_batch_tokens": 30},
+    {"model": "tied", "batches": ["shared"], "loss": "gspo", "packing": "tree", "micro_batch_tokens": 24},
+)
+"""Losses of every level, rows and trees, tied and untied heads, recomputed activations; each gets its seeds."""
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=300)
+    args = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, crew(args.processes) as processes:
+        root = Path(folder)
+        models = {
+            "tied": write_model(root / "tied"), "untied": write_model(root / "untied", sliding_window=7, tied=False),
+            "llama": write_llama(root / "llama"),
+        }  # fmt: skip
+        share = -(-args.batches // len(SETTINGS))
+        cases = [{**case, "model": str(models[case["model"]])} for case in SETTINGS]
+        found = [
+            processes.run(parallel_jobs.campaign, [case], list(range(n * share, (n + 1) * share)), seconds=7200)[0]
+            for n, case in enumerate(cases)
+        ]
+    print(json.dumps({
+        "processes": args.processes, "batches": share * len(SETTINGS), "seconds": round(time.monotonic() - began),
+        "largest_gradient_difference": max(figures["gradient"] for figures in found),
+        "largest_metric_difference": max(figures["metrics"] for figures in found),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""What the processes of tests do together: every function is called on all ranks, with the same arguments."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from trainer_helpers import make_batch, make_sample, shared_prefixes
+from transformers import AutoModelForCausalLM
+
+from verbatim.config.schema import OptimConfig, TrainerConfig
+from verbatim.errors import RunStopped, UsageError
+from verbatim.losses import LOSSES, Loss
+from verbatim.trainer.optimizer_state import local
+from verbatim.trainer.parallel import publish
+from verbatim.trainer.trainer import Trainer
+
+FLOOR = 1e-6
+"""Gradients below this share of the largest one are compared relative to that share."""
+OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+
+
+def trainer_of(folder, ranks, *, loss="default", dtype="float64", compute="float32", **settings):
+    config = TrainerConfig(
+        **{"optim": OPTIM, "device": "cpu", "dtype": compute, "logprob_chunk": 7, "packing": "rows", **settings}
+    )
+    found = LOSSES[loss] if isinstance(loss, str) else loss
+    return Trainer(folder, config, loss=found, total_optimizer_steps=50, dtype=dtype, ranks=ranks)
+
+
+def batch_of(kind, seed=0):
+    """Batches by name, so that a job's arguments are plain values."""
+    if kind == "shared":
+        return shared_prefixes(seed)
+    if kind == "one":
+        return [make_sample(9, "a", seed=seed)]
+    if kind == "random":
+        rng = np.random.default_rng(seed)
+        count = int(rng.integers(1, 9))
+        return [make_sample(int(rng.integers(2, 40)), f"t{i // 2}", seed=seed * 100 + i, chunk=i) for i in range(count)]
+    return make_batch(seed)
+
+
+def noted_gradients(trainer):
+    """The whole gradient of each optimizer step that follows, by parameter name."""
+    steps, take = [], trainer._step
+
+    def step():
+        if trainer._sharding is not None:
+            trainer._sharding.drop_unused()
+            trainer._sharding._used.fill_(1)
+        steps.append({
+            name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone()
+            for name, p in trainer.model.named_parameters() if p.grad is not None
+        })  # fmt: skip
+        return take()
+
+    trainer._step = step
+    return steps
+
+
+def whole(tensor):
+    return getattr(tensor, "full_tensor", lambda: tensor)()
+
+
+def apart(found, expected, floor=0.0):
+    """Norm of the difference over the norm, the largest over parameters; over `floor` of the largest norm at least."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    worst = 0.0
+    least = max(floor * max(float(want.norm()) for want in expected.values()), 1e-300)
+    for name, want in expected.items():
+        assert want.norm() > 0 or found[name].norm() == 0, name
+        worst = max(worst, float((found[name] - want).norm() / want.norm().clamp(min=least)))
+    return worst
+
+
+def compare(ranks, cases):
+    """For each case, how far gradient, metrics and logprobs of these ranks are from those of one process."""
+    return [_compare(ranks, **case) for case in cases]
+
+
+def compare_bfloat16(ranks, cases):
+    """`compare`, computed in bfloat16."""
+    return [_compare(ranks, compute="bfloat16", dtype="float32", **case) for case in cases]
+
+
+def _compare(ranks, model, batches, **settings):
+    trainer = trainer_of(Path(model), ranks, **settings)
+    found = noted_gradients(trainer)
+    if not ranks.leads:
+        ranks.follow(trainer.obey)
+        ranks.gather(None)
+        return None
+    taken = [batch_of(kind, seed) for kind, seed in batches]
+    metrics = [trainer.train_batch(batch) for batch in taken]
+    logprobs = trainer.logprobs(taken[0])
+    ranks.end()
+    alone = trainer_of(Path(model), None, **settings)
+    expected = noted_gradients(alone)
+    alone_metrics = [alone.train_batch(batch) for batch in taken]
+    alone_logprobs = alone.logprobs(taken[0])
+    ranks.gather(None)  # the others wait here, not in the next case
+    return {
+        "gradient": [apart(a, b) for a, b in zip(found, expected, strict=True)],
+        "metrics": metrics, "alone": alone_metrics,
+        "logprobs": max(float(np.nanmax(np.abs(a - b))) for a, b in zip(logprobs, alone_logprobs, strict=True)),
+    }  # fmt: skip
+
+
+def campaign(ranks, cases, seeds):
+    """The largest difference of a gradient, and of a metric, from those of one process: by case, over seeds."""
+    worst = []
+    for case in cases:
+        settings = {key: value for key, value in case.items() if key not in ("model", "batches")}
+        optim = OptimConfig(lr=1e-9)
+        trainer = trainer_of(Path(case["model"]), ranks, optim=optim, **settings)
+        found = noted_gradients(trainer)
+        if not ranks.leads:
+            ranks.follow(trainer.obey)
+            ranks.gather(None)
+            continue
+        alone = trainer_of(Path(case["model"]), None, optim=optim, **settings)
+        expected = noted_gradients(alone)
+        figures = {"gradient": 0.0, "metrics": 0.0, "steps": 0}
+        for seed in seeds:
+            for kind in case["batches"]:
+                batch = batch_of(kind, seed)
+                metrics, alone_metrics = trainer.train_batch(batch), alone.train_batch(batch)
+                for name in ("loss", "grad_norm", "entropy", "trained_tokens"):
+                    apart_by = abs(metrics[name] - alone_metrics[name]) / max(abs(alone_metrics[name]), 1e-9)
+                    figures["metrics"] = max(figures["metrics"], apart_by)
+            # A batch of two-token samples has no gradient of queries and keys but rounding errors of 0.
+            floors = [FLOOR] * len(found)
+            figures["gradient"] = max([figures["gradient"], *map(apart, found, expected, floors)])
+            figures["steps"] += len(found)
+            assert len(found) == len(expected)
+            found.clear()
+            expected.clear()
+        ranks.end()
+        ranks.gather(None)
+        worst.append(figures)
+    return worst
+
+
+def storage(ranks, model):
+    """Bytes of parameters, gradients and optimizer state on each rank, and what one process has; the largest layer.
+
+    While the model is loaded, no rank has a tensor that is larger than its rows of it.
+    """
+    with mock.patch.object(AutoModelForCausalLM, "from_pretrained", side_effect=AssertionError("loaded whole")):
+        trainer = trainer_of(Path(model), ranks)
+    held = []
+    zero_grad = trainer.optimizer.zero_grad
+
+    def count(**arguments):
+        state = [t for values in trainer.optimizer.state.values() for t in values.values()]
+        tensors = [x for p in trainer.model.parameters() for x in (p, p.grad)] + state
+        held.append(sum(local(t).nbytes for t in tensors if t is not None))
+        zero_grad(**arguments)
+
+    trainer.optimizer.zero_grad = count
+    layer = sum(p.numel() * 8 for p in trainer.model.model.layers[0].parameters())
+    parameters = sum(p.numel() for p in trainer.model.parameters()) * 8
+    if ranks.leads:
+        trainer.train_batch(make_batch())
+        ranks.end()
+    else:
+        ranks.follow(trainer.obey)
+    return {"held": ranks.gather(held[0]), "layer": layer, "alone": 4 * parameters}
+
+
+def save_and_load(ranks, model, folder):
+    """Train two batches and save; rank 0 says how far the saved weights are from its own."""
+    folder = Path(folder)
+    trainer = trainer_of(Path(model), ranks)
+    if not ranks.leads:
+        ranks.follow(trainer.obey)
+        return None
+    for seed in (0, 1):
+        trainer.train_batch(make_batch(seed))
+    trainer.save_weights(folder / "weights")
+    trainer.save_state(folder / "trainer")
+    metrics = trainer.train_batch(make_batch(2))
+    trainer.save_weights(folder / "next")
+    ranks.end()
+    return metrics
+
+
+def save_in_small_files(ranks, model, out):
+    """Save a model's weights, a layer in each file."""
+    publish.SMALL_FILE = 1
+    trainer = trainer_of(Path(model), ranks, dtype="float32")
+    if ranks.leads:
+        trainer.save_weights(Path(out))
+        ranks.end()
+    else:
+        ranks.follow(trainer.obey)
+
+
+def resume(ranks, folder, out):
+    """Take the next optimizer step after what `save_and_load` saved, and save the weights."""
+    trainer = trainer_of(Path(folder) / "weights", ranks)
+    if ranks is not None and not ranks.leads:
+        ranks.follow(trainer.obey)
+        return None
+    trainer.load_state(Path(folder) / "trainer")
+    metrics = trainer.train_batch(make_batch(2))
+    trainer.save_weights(Path(out))
+    if ranks is not None:
+        ranks.end()
+    return metrics
+
+
+def _poisoned(inputs):
+    out = LOSSES["default"](inputs)
+    bad = bool((inputs.chunk_ids == 3).any())
+    return replace(out, loss=out.loss * (float("nan") if bad else 1.0))
+
+
+def _refusing(inputs):
+    if bool((inputs.chunk_ids == 3).any()):
+        raise ValueError("no such chunk")
+    return LOSSES["default"](inputs)
+
+
+def bad_losses(ranks, model):
+    """What a loss that fails on one rank's trajectories raises, and whether the ranks go on together."""
+    said = []
+    for function, good in ((_poisoned, 1), (_refusing, 1)):
+        loss = Loss(function, level="sequence")
+        trainer = trainer_of(Path(model), ranks, loss=loss, micro_batch_tokens=20)
+        if not ranks.leads:
+            ranks.follow(trainer.obey)
+            ranks.gather(None)
+            continue
+        before = {name: whole_on_leader(p) for name, p in trainer.model.named_parameters()}
+        try:
+            trainer.train_batch(make_batch())
+        except (RunStopped, UsageError) as error:
+            said.append([type(error).__name__, str(error)])
+        same = all(torch.equal(whole_on_leader(p), before[name]) for name, p in trainer.model.named_parameters())
+        metrics = trainer.train_batch([s for s in make_batch(good) if s.trajectory_id == "a"])
+        said[-1] += [same, metrics["trained_tokens"]]
+        ranks.end()
+        ranks.gather(None)
+    return said
+
+
+def hang(ranks, folder):
+    """What rank 0 hears where rank 1 does not come to what all do together."""
+    folder = Path(folder)
+    if not ranks.leads:
+        ranks.next_order()
+        while not (folder / "told").exists():
+            time.sleep(0.05)
+        return None
+    told = []
+    for _ in range(2):
+        try:
+            with ranks.lead("meet"):
+                ranks.most(1)
+        except RunStopped as error:
+            told.append(str(error))
+    (folder / "told").touch()
+    return [*told, os.getpid()]
+
+
+def die(ranks, how):
+    """What rank 0 hears where rank 1 fails in the middle of something."""
+    if not ranks.leads:
+        ranks.next_order()
+        if how == "reports":
+            ranks.report(MemoryError("1 GiB"))
+        os._exit(1)
+    try:
+        with ranks.lead("meet"):
+            ranks.most(1)
+    except RunStopped as error:
+        return str(error)
+    return None
+
+
+def whole_on_leader(parameter):
+    return local(parameter).detach().clone()
+
+
+def same_weights(one, other):
+    """The largest relative difference of two folders' weights."""
+    from safetensors.torch import load_file
+
+    def read(folder):
+        return {k: v for path in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(path).items()}
+
+    return apart(read(one), read(other))
+

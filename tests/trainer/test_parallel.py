@@ -1,0 +1,178 @@
+"""Several processes have the gradient, the metrics and the state of one."""
+
+import json
+import re
+import shutil
+
+import parallel_jobs as jobs
+import pytest
+from parallel_ranks import crew
+from safetensors import safe_open
+from trainer_helpers import write_experts
+
+from verbatim.checkpoints import find_damage, seal
+from verbatim.errors import CheckpointError
+
+pytestmark = pytest.mark.slow
+
+TIMES = ("seconds", "tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two processes: their start costs more than the tests."""
+    with crew(2) as found:
+        yield found
+
+
+def case(model, batches, **settings):
+    return {"model": str(model), "batches": batches, **settings}
+
+
+def cases(qwen, untied):
+    """Rows and trees, losses of every level, tied and untied heads, recomputed activations, several optimizer steps."""
+    return [
+        case(qwen, [["usual", 0], ["usual", 1]], micro_batch_tokens=40),
+        case(untied, [["usual", 2]], micro_batch_tokens=20, gradient_checkpointing=True),
+        case(untied, [["shared", 0]], packing="tree", micro_batch_tokens=30),
+        case(qwen, [["usual", 0]], loss="gspo", micro_batch_tokens=20),
+        case(qwen, [["usual", 0]], loss="ipa"),
+        case(qwen, [["shared", 3]], loss="gspo", packing="tree", micro_batch_tokens=24),
+        case(qwen, [["usual", 0]], loss="sft", optimizer_steps_per_batch=2),
+        case(qwen, [["one", 5]]),
+    ]
+
+
+def assert_as_one(found, tolerance=1e-12):
+    assert max(found["gradient"]) < tolerance
+    assert found["logprobs"] < 1e-6
+    for metrics, alone in zip(found["metrics"], found["alone"], strict=True):
+        same = {k: v for k, v in alone.items() if k not in (*TIMES, "num_micro_batches", "packing/repeated_tokens",
+                                                            "num_tokens", "packing/tree")}  # fmt: skip
+        assert {k: metrics[k] for k in same} == pytest.approx(same, rel=tolerance)
+        assert metrics.keys() == alone.keys()
+
+
+def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, qwen, sliding_qwen):
+    for found in two.run(jobs.compare, cases(qwen, sliding_qwen)):
+        assert_as_one(found)
+
+
+def test_experts_are_loaded_by_rows_and_trained_as_by_one_process(two, tmp_path):
+    model = write_experts(tmp_path / "experts")
+    (found,) = two.run(jobs.compare, [case(model, [["usual", 0]], dtype="float32", micro_batch_tokens=40)])
+    assert max(found["gradient"]) < 1e-5
+    two.run(jobs.save_in_small_files, str(model), str(tmp_path / "out"))
+    assert jobs.same_weights(tmp_path / "out", model) == 0.0
+
+
+def test_bfloat16_has_the_gradient_of_one_up_to_its_rounding(two, qwen):
+    (found,) = two.run(jobs.compare, [case(qwen, [["usual", 0]], dtype="float32")])
+    assert max(found["gradient"]) < 1e-5
+    settings = {"model": str(qwen), "batches": [["usual", 0]]}
+    (found,) = two.run(jobs.compare_bfloat16, [settings])
+    assert max(found["gradient"]) < 0.05
+
+
+def test_each_rank_holds_its_share_of_parameters_gradients_and_state(two, sliding_qwen):
+    found = two.run(jobs.storage, str(sliding_qwen))
+    for held in found["held"]:
+        assert held <= 1.1 * found["alone"] / 2 + found["layer"]
+    assert sum(found["held"]) <= 1.1 * found["alone"]
+
+
+@pytest.fixture(scope="module")
+def saved(two, sliding_qwen, tmp_path_factory):
+    """What two processes saved after two optimizer steps, and their weights after a third one."""
+    folder = tmp_path_factory.mktemp("saved")
+    metrics = two.run(jobs.save_and_load, str(sliding_qwen), str(folder))
+    return folder, metrics
+
+
+def test_a_run_resumes_bit_for_bit_on_as_many_processes(two, saved, tmp_path):
+    folder, metrics = saved
+    again = two.run(jobs.resume, str(folder), str(tmp_path / "out"))
+    assert jobs.same_weights(tmp_path / "out", folder / "next") == 0.0
+    assert again["loss"] == metrics["loss"]
+
+
+def test_one_process_resumes_what_two_saved_and_two_what_one_saved(two, saved, sliding_qwen, tmp_path):
+    folder, _ = saved
+    jobs.resume(None, str(folder), str(tmp_path / "one"))
+    assert jobs.same_weights(tmp_path / "one", folder / "next") < 1e-12
+    alone = jobs.trainer_of(sliding_qwen, None)
+    for seed in (0, 1):
+        alone.train_batch(jobs.make_batch(seed))
+    alone.save_weights(tmp_path / "state" / "weights")
+    alone.save_state(tmp_path / "state" / "trainer")
+    two.run(jobs.resume, str(tmp_path / "state"), str(tmp_path / "two"))
+    assert jobs.same_weights(tmp_path / "two", folder / "next") < 1e-12
+
+
+def test_a_checkpoint_is_safetensors_and_json_that_can_be_sealed(saved, tmp_path):
+    folder, _ = saved
+    names = sorted(path.name for path in (folder / "trainer").iterdir())
+    assert names == ["optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors", "trainer.json"]
+    shutil.copytree(folder, tmp_path / "copy")
+    seal(tmp_path / "copy")
+    assert find_damage(tmp_path / "copy") is None
+    for path in folder.rglob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            assert list(file.keys())
+
+
+def test_resuming_opens_no_pickle(saved, tmp_path, monkeypatch):
+    import pickle
+
+    folder, _ = saved
+
+    def refused(*_, **__):
+        raise AssertionError("a pickle was opened")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refused)
+    jobs.resume(None, str(folder), str(tmp_path / "out"))
+
+
+def test_a_missing_or_foreign_file_of_a_rank_is_named(saved, qwen, tmp_path):
+    folder, _ = saved
+    state = shutil.copytree(folder / "trainer", tmp_path / "trainer")
+    (state / "optimizer-00002-of-00002.safetensors").unlink()
+    trainer = jobs.trainer_of(folder / "weights", None)
+    with pytest.raises(CheckpointError, match="the optimizer state of 1 processes, expected 2"):
+        trainer.load_state(state)
+    with pytest.raises(CheckpointError, match="lm_head"):  # its head is tied
+        jobs.trainer_of(qwen, None).load_state(folder / "trainer")
+    assert not trainer.optimizer.state
+
+
+def test_a_large_model_is_saved_in_several_files_with_an_index(two, sliding_qwen, tmp_path):
+    two.run(jobs.save_in_small_files, str(sliding_qwen), str(tmp_path / "out"))
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2 and files[0].startswith("model-00001-of-0000")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    assert jobs.same_weights(tmp_path / "out", sliding_qwen) == 0.0
+    reader = jobs.trainer_of(tmp_path / "out", None)
+    assert reader.model.config.architectures == ["Qwen3ForCausalLM"]
+
+
+def test_a_loss_that_fails_on_one_rank_stops_all_of_them_in_step(two, qwen):
+    nan, refused = two.run(jobs.bad_losses, str(qwen))
+    assert nan[0] == "RunStopped" and "the loss is nan on 1 trajectories: c" in nan[1] and "optimizer step 0" in nan[1]
+    assert refused[0] == "ComponentError" and "no such chunk" in refused[1]
+    for *_, untouched, trained in (nan, refused):
+        assert untouched and trained > 0
+
+
+def test_a_rank_that_keeps_the_others_waiting_is_named(two, tmp_path):
+    first, again, leader = two.run(jobs.hang, str(tmp_path), deadline=3)
+    assert re.fullmatch(r"rank 1 of the trainer \(process \d+\) kept the other processes waiting for 3 s "
+                        r"\(trainer\.parallel\.deadline\), or is gone", first)  # fmt: skip
+    assert str(leader) not in first and again == f"the trainer's processes have ended: {first}"
+
+
+def test_what_ends_a_rank_is_told_by_rank_0():
+    with crew(2) as found:
+        said = found.run(jobs.die, "reports")
+    assert re.fullmatch(r"rank 1 of the trainer \(process \d+\) failed: out of memory: 1 GiB.*", said)
