@@ -153,6 +153,20 @@ def test_what_can_never_start_is_refused_and_nothing_is_made(place: Path, capsys
     assert snapshot(place) == before
 
 
+@pytest.mark.parametrize("command", ["config", "rl"])
+def test_a_reference_of_another_vocabulary_is_refused_before_a_warm_start(place: Path, model: Path, capsys, command):
+    shutil.copytree(model, place / "wider", dirs_exist_ok=True)
+    file = place / "wider" / "config.json"
+    sizes = json.loads(file.read_text())
+    file.write_text(json.dumps({**sizes, "vocab_size": sizes["vocab_size"] + 64}))
+    before = snapshot(place)
+    assert main([command, "run.toml", "--trainer.reference.model", "wider"]) == 2
+    said = "".join(capsys.readouterr())
+    assert f"trainer.reference.model: 'wider' has {sizes['vocab_size'] + 64} tokens, and model.name = " in said
+    assert f" has {sizes['vocab_size']}: it cannot score what that one samples" in said
+    assert snapshot(place) == before
+
+
 def test_a_model_folder_is_tried_without_its_weights(place: Path, model: Path, capsys):
     """Of another kind of model, without a chat template, and torn: known from small files and a file's first bytes."""
     shutil.copytree(model, place / "other")

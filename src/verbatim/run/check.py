@@ -156,6 +156,17 @@ def _check_frozen(model: str, name: str, config: RunConfig) -> None:
         check_model_config(model, context_length=config.orchestrator.seq_len)
     except ModelError as error:
         raise ModelError(f"trainer.{name}.model: {error}") from error
+    if config.model.name is None:
+        return  # built for its own tokenizer: the trainer compares the two
+    from verbatim.models.sizes import vocab_size_of
+
+    own, found = (vocab_size_of(find_source(source)) for source in (config.model.name, model))
+    if own != found:
+        raise ModelError(
+            f"trainer.{name}.model: {model!r} has {found} tokens, and model.name = {config.model.name!r} has {own}: it "
+            "cannot score what that one samples; name a model with the same tokenizer, or leave the key out: that is "
+            "the model that the run begins with"
+        )
 
 
 def _check_adapters(config: RunConfig, lora: LoraConfig) -> None:
