@@ -12,7 +12,9 @@ from trainer_helpers import VOCAB, make_batch, shared_prefixes, write_llama
 from verbatim.config.schema import LoraConfig, OptimConfig, TrainerConfig
 from verbatim.errors import CheckpointError, ModelError
 from verbatim.losses import LOSSES, Loss, LossInputs, LossOutputs
+from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.device_memory import DeviceMemory
+from verbatim.trainer.frozen import load_frozen
 from verbatim.trainer.trainer import Trainer
 
 KL = dataclasses.replace(LOSSES["default"], knobs={"kl_ref_tau": 0.5})
@@ -163,6 +165,36 @@ def test_a_state_is_continued_with_the_reference_it_was_made_with(qwen, other, t
     ) | {"seconds": 0, "tokens_per_second": 0}
     assert same(weights(resumed), weights(trainer))
     make_trainer(tmp_path / "weights", loss=LOSSES["default"]).load_state(tmp_path / "state")  # without one is fine
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
+def test_a_state_of_adapters_knows_the_reference_too(qwen, other, tmp_path):
+    """Their base is known by its weights: a copy of it goes on, another model does not."""
+    lora = LoraConfig(r=4, alpha=8)
+    make_trainer(qwen, frozen={"reference": qwen}, lora=lora).save_state(tmp_path / "state")
+    copied = shutil.copytree(qwen, tmp_path / "copied")
+    make_trainer(qwen, frozen={"reference": copied}, lora=lora).load_state(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="the reference model of this run had other weights"):
+        make_trainer(qwen, frozen={"reference": other}, lora=lora).load_state(tmp_path / "state")
+
+
+class AllBranches(TreePlan):
+    """Every token sees all tokens before it, those of other branches too."""
+
+    def __init__(self, position_ids, ends, device="cpu"):
+        super().__init__(position_ids, np.full_like(ends, len(ends)), device)
+
+
+def test_trees_that_are_wrong_for_a_reference_alone_are_not_used(qwen, other, monkeypatch):
+    def load(*args, **how):
+        monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", AllBranches)
+        return load_frozen(*args, **how)
+
+    monkeypatch.setattr("verbatim.trainer.trainer.load_frozen", load)
+    assert make_trainer(qwen, frozen={"reference": other}, packing="auto").packing == "rows"
+    monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", TreePlan)
+    with pytest.raises(ModelError, match=r"the reference model .*cannot be packed as trees.*trainer\.packing = \"rows"):
+        make_trainer(qwen, frozen={"reference": other}, packing="tree")
 
 
 def test_the_models_of_these_tests_differ(qwen, other):

@@ -13,6 +13,7 @@ from verbatim.models.loading import load_model
 from verbatim.models.positions import refuse_moving_positions
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
+from verbatim.trainer.model_check import packing_for
 
 
 def load_frozen(
@@ -43,6 +44,26 @@ def load_frozen(
         )
     refuse_moving_positions(lm, seq_len)
     return TargetLogprobs(lm, beside.chunk, beside.autocast)
+
+
+def packing_beside(model: CausalLM, name: str, source: str | Path, packing: str) -> str:
+    """The packing of micro-batches that this model scores too: "rows" where "auto" would give it wrong trees.
+
+    Args:
+        model: As it was loaded.
+        name: Of its logprob stream.
+        source: Its folder or hub id.
+        packing: That of the model in training.
+
+    Raises:
+        ModelError: it cannot be packed as it was asked for.
+    """
+    if model.rows_alone:
+        return "rows"
+    try:
+        return packing_for(model, packing)
+    except ModelError as error:
+        raise ModelError(f"the {name} model {str(source)!r}: {error}") from error
 
 
 def base_under_adapters(lm: TargetLogprobs) -> TargetLogprobs:

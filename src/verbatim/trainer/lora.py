@@ -60,7 +60,8 @@ class Adapters:
         self._model = model
         self._config = config
         self._base = str(Path(base).absolute()) if Path(base).is_dir() else str(base)
-        self._base_fingerprint = fingerprint(model.named_parameters())
+        self.base_fingerprint = fingerprint(model.named_parameters())
+        """Of the model's own weights, which stay as they are."""
         self.num_base_parameters = sum(p.numel() for p in model.parameters())
         """Parameters of the model, which are not trained."""
         _refuse_other_when_merged(model, config)
@@ -96,7 +97,7 @@ class Adapters:
             for key, value in self._peft_config.to_dict().items()
         }
         described |= {"base_model_name_or_path": self._base, "inference_mode": True}
-        for name, content in ((ADAPTER_CONFIG, described), (BASE_FILE, {BASE_FINGERPRINT: self._base_fingerprint})):
+        for name, content in ((ADAPTER_CONFIG, described), (BASE_FILE, {BASE_FINGERPRINT: self.base_fingerprint})):
             with naming(folder / name):
                 text = json.dumps(content, indent=2, sort_keys=True, default=str)
                 (folder / name).write_text(text + "\n", encoding="utf-8")
@@ -131,7 +132,7 @@ class Adapters:
             layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in saved})
             raise CheckpointError(f"{folder} adapts other layers than trainer.lora.target_modules, {other[0]} first; "
                                   f"resume with trainer.lora.target_modules = {json.dumps(layers)}")  # fmt: skip
-        if found.base_fingerprint not in (None, self._base_fingerprint):
+        if found.base_fingerprint not in (None, self.base_fingerprint):
             raise CheckpointError(f"the adapter in {folder} belongs to other weights than those in {self._base}; put "
                                   "back the base model that the run was started with, or start a new run")  # fmt: skip
         with torch.no_grad():

@@ -25,7 +25,7 @@ from verbatim.packing import find_packer, num_tokens
 from verbatim.packing.cost import model_cost
 from verbatim.packing.ranks import deal_samples
 from verbatim.trainer.device_batch import DeviceBatch
-from verbatim.trainer.frozen import base_under_adapters, load_frozen
+from verbatim.trainer.frozen import base_under_adapters, load_frozen, packing_beside
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
@@ -133,14 +133,15 @@ class Trainer:
             for name, source in frozen.items()
         }  # fmt: skip
         self._fingerprints = {
-            name: fingerprint(lm.model.model.named_parameters())
+            name: self.adapters.base_fingerprint if self.adapters is not None and lm.model is self.lm
+            else fingerprint(lm.model.model.named_parameters())
             for name, lm in self._frozen.items()
-            if lm.model is not self.lm  # adapters know their base
-        }
+        }  # fmt: skip
         self.models = nn.ModuleList(dict.fromkeys([self.model, *(lm.model.model for lm in self._frozen.values())]))
         """Everything that has weights on its device."""
-        if any(lm.model.rows_alone for lm in self._frozen.values()):
-            self.packing = "rows"
+        for name, lm in self._frozen.items():
+            if Path(frozen[name]) != Path(model_path):  # of another architecture maybe
+                self.packing = packing_beside(lm.model, name, frozen[name], self.packing)
 
     # ---- training
 
