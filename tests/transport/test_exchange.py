@@ -136,6 +136,21 @@ async def test_a_state_that_the_trainer_left_is_moved_to_where_it_is_wanted(exch
     assert not left.exists()
 
 
+@pytest.mark.parametrize("of_the_run", [True, False])
+async def test_no_other_folder_is_moved_for_a_state(exchange, tmp_path, of_the_run):
+    other = (exchange.run / "checkpoints" if of_the_run else tmp_path) / "step_000002"
+    other.mkdir(parents=True)
+    (other / "a").write_text("1")
+    (wanted := tmp_path / "wanted").mkdir()
+    said = {"in_run": "checkpoints/step_000002"} if of_the_run else str(other)
+    thread, _ = serve(exchange, 1, answer=lambda version: {"result": said})
+    with pytest.raises(RunStopped, match=r"left its state in .*step_000002, expected a folder in .*states"):
+        await RemoteTrainer(exchange, fault=lambda: None).save(wanted, 2)
+    await asyncio.to_thread(thread.join)
+    assert (other / "a").read_text() == "1"
+    assert not list(wanted.iterdir())
+
+
 async def test_a_trainer_that_is_gone_ends_the_wait_for_its_answer(exchange):
     link = RemoteTrainer(exchange, fault=lambda: "the trainer was ended by SIGKILL")
     with pytest.raises(RunStopped, match="the trainer was ended by SIGKILL"):

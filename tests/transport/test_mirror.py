@@ -34,7 +34,7 @@ from verbatim.transport.mirror.protocol import RUN, SESSIONS, files_of, is_file_
 from verbatim.transport.mirror.server import Listen, serve_mirror
 from verbatim.transport.mirror.trainer_side import Mirror
 from verbatim.transport.remote_trainer import RemoteTrainer
-from verbatim.transport.trainer_messages import to_json
+from verbatim.transport.trainer_messages import TrainerMessage, to_json
 
 KEY, SESSION = "a-key-of-16-bytes", "00112233445566ff"
 
@@ -572,6 +572,34 @@ async def test_a_trainer_that_is_refused_hears_why(port, tmp_path):
     refused = pytest.raises(UsageError, match="the run has gone on meanwhile")
     with Mirror(Link(f"http://127.0.0.1:{port}", KEY), there, None) as mirror, refused:
         there.wait_for_message(1, mirror.look)
+
+
+def test_a_trainer_that_is_refused_hears_it_before_it_prepares_anything(port, app, tmp_path):
+    url = f"http://127.0.0.1:{port}"
+    first, second = (Exchange.open(tmp_path / host / "exchange") for host in ("there", "elsewhere"))
+    with Mirror(Link(url, KEY), first, "checkpoints/step_000002") as mirror:
+        mirror.wait_until_answered()
+        assert app.session.exchange.folder.name == first.folder.name
+        refused = pytest.raises(UsageError, match=r"the orchestrator has a trainer, .*; end it first")
+        with Mirror(Link(url, KEY), second, "checkpoints/step_000002") as late, refused:
+            late.wait_until_answered()
+
+
+async def test_a_trainer_that_was_sent_a_batch_never_takes_one_of_another_orchestrator(port, app, tmp_path):
+    there = Exchange.open(tmp_path / "there" / "exchange", SESSION)
+    with Mirror(Link(f"http://127.0.0.1:{port}", KEY), there, "checkpoints/step_000002") as mirror:
+        await asyncio.to_thread(mirror.wait_until_answered)
+        app.session.exchange.send(1, TrainerMessage(kind="train", version=3))  # no heartbeat says that it is attached
+        message = await asyncio.to_thread(there.wait_for_message, 1, mirror.look)
+        assert message.version == 3
+        assert there.is_attached
+        app.session = None  # as of an orchestrator that was started again
+        with pytest.raises(RunStopped, match="the orchestrator that this trainer served has ended"):
+            await asyncio.to_thread(there.wait_for_message, 2, mirror.look)
+
+
+def test_the_key_is_in_no_text_of_the_settings():
+    assert KEY not in repr(Listen(host="127.0.0.1", port=0, key=KEY))
 
 
 async def test_a_trainer_that_waits_is_found_by_the_next_orchestrator(here, app, tmp_path):

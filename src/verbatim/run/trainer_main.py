@@ -133,6 +133,8 @@ def serve_trainer(
         Mirror(link, exchange, checkpoint) if link is not None else contextlib.nullcontext() as mirror,
         open_ranks(config, folder.path / "logs", may_be_launched=session is None) as ranks,
     ):
+        if mirror is not None:
+            mirror.wait_until_answered()  # a refusal comes before hours of a warm start
         worker, ready = open_trainer(
             config, lambda: make_environments(config), folder, console, states=exchange.states, ranks=ranks
         )

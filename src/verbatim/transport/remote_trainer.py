@@ -36,12 +36,16 @@ class RemoteTrainer:
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
         """Hand over a batch and wait for its weights."""
         message = TrainerMessage(kind="train", version=version, samples=tuple(samples), checkpoint=checkpoint)
-        return report_from_json(await self._execute(message), self._exchange.run)
+        report = report_from_json(await self._execute(message), self._exchange.run)
+        if report.state is not None:
+            self._refuse_others(report.state)
+        return report
 
     async def save(self, folder: Path, version: int) -> None:
         """Have the trainer leave its state in the exchange, and move it into the folder."""
         left = path_from_json(await self._execute(TrainerMessage(kind="save", version=version)), self._exchange.run)
         assert left is not None
+        self._refuse_others(left)
         await asyncio.to_thread(_move_content, left, folder)
 
     async def watch(self) -> None:
@@ -75,6 +79,12 @@ class RemoteTrainer:
         if "error" in answer:
             raise RunStopped(f"the trainer: {answer['error']}")
         return answer["result"]
+
+    def _refuse_others(self, state: Path) -> None:
+        """What is in a state's folder is moved away, so it has to be one where trainers leave states."""
+        states = self._exchange.states.resolve()
+        if state.parent.resolve() != states:
+            raise RunStopped(f"the trainer says that it left its state in {state}, expected a folder in {states}")
 
     async def _send(self, message: TrainerMessage) -> int:
         async with self._sending:  # first come, first served: the trainer gets batches in the order of the calls

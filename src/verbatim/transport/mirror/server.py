@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ class Listen:
     host: str
     port: int
     """0 takes a free one."""
-    key: str
+    key: str = field(repr=False)
     """Every request has to bring it."""
     certificate: Path | None = None
     """A PEM file, for https; None: http."""

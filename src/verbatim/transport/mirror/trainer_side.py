@@ -42,6 +42,8 @@ class Mirror:
         self._link, self._exchange, self._checkpoint = link, exchange, checkpoint
         self._session = f"{SESSIONS}/{exchange.folder.name}"
         self._ending = threading.Event()
+        self._answered = threading.Event()
+        """Set once the orchestrator's host has taken this trainer, or has asked it to wait."""
         self._why = ""
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="mirror", daemon=True)
@@ -59,6 +61,15 @@ class Mirror:
         """Raise what ended the mirror: the orchestrator's host refuses it, or a disk is full."""
         if self._failure is not None and not self._ending.is_set():
             raise self._failure
+
+    def wait_until_answered(self) -> None:
+        """Wait until the orchestrator's host has taken this trainer, or has asked it to wait for another one's end.
+
+        Raises:
+            UsageError: it refuses this trainer; more as `look`.
+        """
+        while not self._answered.wait(_LOOK_SECONDS):
+            self.look()
 
     @property
     def trouble(self) -> str:
@@ -114,8 +125,10 @@ class Mirror:
         while True:
             try:
                 await self._link.insist("POST", self._session, beginning)
+                self._answered.set()
                 return
             except Busy as busy:
+                self._answered.set()
                 logger.info("waiting: %s", busy)
                 await asyncio.sleep(_AGAIN_SECONDS)
 
@@ -143,6 +156,7 @@ class Mirror:
             route = f"{self._session}/messages/{number}"
             message = (await self._link.insist("GET", route))["message"]
             if message is not None:
+                self._exchange.attach()  # whoever sends is attached; the heartbeat may say so later
                 size, sha256 = message
                 path = self._exchange.messages / message_name(number)
                 await self._link.download(f"{route}/content", path, size, sha256)
