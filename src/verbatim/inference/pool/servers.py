@@ -141,8 +141,17 @@ async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
         if isinstance(error, BaseExceptionGroup):
             raise error.exceptions[0] from None
         raise
-    limits = Limits(silence=settings.health_timeout, stall=settings.stall_timeout)
-    return ServerPool(servers, [opened[index] for index in sorted(opened)], limits)
+    return ServerPool(servers, [opened[index] for index in sorted(opened)], limits_of(settings))
+
+
+def limits_of(settings: ServerSettings) -> Limits:
+    """The pool's limits. Those of a whole update and of a new start are longer than the settings for their parts, which
+    name what took too long."""
+    least = Limits()
+    return Limits(
+        silence=settings.health_timeout, stall=settings.stall_timeout,
+        update=max(least.update, 3 * settings.update_timeout), start=max(least.start, 2 * settings.start_timeout),
+    )  # fmt: skip
 
 
 async def _open(servers: Servers, index: int, opened: dict[int, ServerReplica]) -> None:
