@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from models.other_models import write_other
+from verbatim.models.head import CausalLM
+from verbatim.models.loading import load_model
 from verbatim.trainer.logprobs import TargetLogprobs
 
 
@@ -112,3 +115,14 @@ def peak_bytes(function):
         peak = max(peak, alive)
     assert peak > 0
     return peak
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_an_idle_pass_needs_no_plan_of_trees(name, tmp_path, monkeypatch):
+    """On CUDA such a plan takes multiples of 128 tokens, and an idle pass has one."""
+    lm = TargetLogprobs(CausalLM(load_model(write_other(name, tmp_path))), chunk=8)
+    monkeypatch.setattr("verbatim.trainer.attention.rows.forest_plan", lambda *_: pytest.fail("a plan of trees"))
+    lm.idle_pass()
+    grads = [p.grad for p in lm.model.backbone.parameters() if p.grad is not None]
+    assert grads
+    assert not any(grad.any() for grad in grads)

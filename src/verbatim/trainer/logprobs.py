@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
-from verbatim.trainer.attention.rows import RowsPlan
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.types import Int32, TrainingSample
 
@@ -92,7 +92,7 @@ class TargetLogprobs:
         device = self.model.device
         token = torch.zeros(1, dtype=torch.int64, device=device)
         with self.autocast():
-            hidden_UD = self.model.hidden(token, token, RowsPlan([1], device))
+            hidden_UD = self.model.hidden(token, token, WholeSequencePlan())
         if torch.is_grad_enabled():
             torch.autograd.backward(hidden_UD, torch.zeros_like(hidden_UD))
 
