@@ -23,6 +23,10 @@ from verbatim.models.conversion import sources_of, to_model_tensors
 
 logger = logging.getLogger(__name__)
 
+_FILES: Mapping[str, Any] = {"allow_patterns": ["*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
+"""Of a model on the hub. Some have the same weights once more in another layout, as large: Mistral's beside the others,
+those of gpt-oss in folders."""
+
 
 def empty_model(source: str, dtype: torch.dtype) -> Any:
     """A model whose parameters are on the meta device. Its buffers, which a folder does not hold, are made."""
@@ -51,7 +55,7 @@ def fill(model: Any, source: str) -> None:
     Raises:
         ModelError: a file that cannot be read; a tensor that is missing or of another shape.
     """
-    folder = Path(source if Path(source).is_dir() else snapshot_download(source, allow_patterns=["*.safetensors"]))
+    folder = Path(source if Path(source).is_dir() else snapshot_download(source, **_FILES))
     with contextlib.ExitStack() as stack:
         file_of: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
