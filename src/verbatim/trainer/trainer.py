@@ -140,7 +140,7 @@ class Trainer:
         self.models = nn.ModuleList(dict.fromkeys([self.model, *(lm.model.model for lm in self._frozen.values())]))
         """Everything that has weights on its device."""
         for name, lm in self._frozen.items():
-            if Path(frozen[name]) != Path(model_path):  # of another architecture maybe
+            if self._packs and Path(frozen[name]) != Path(model_path):  # of another architecture maybe
                 self.packing = packing_beside(lm.model, name, frozen[name], self.packing)
 
     # ---- training
