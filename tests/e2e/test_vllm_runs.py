@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from e2e.tiny_runs import LOTS, workplace
 from verbatim.config.schema import BuildConfig
@@ -70,9 +73,16 @@ def place(tmp_path: Path):
 
 
 def start(place: Path, model: Path, *, steps: int, replicas: int) -> subprocess.Popen[bytes]:
+    return command(place, model, "rl", "run.toml", "--run-dir", "mine", steps=steps, replicas=replicas)
+
+
+def command(
+    place: Path, model: Path, *arguments: str, steps: int = 1, replicas: int = 1, **options: Any
+) -> subprocess.Popen[bytes]:
+    """`verbatim` with these arguments, beside a run's file."""
     (place / "run.toml").write_text(RUN.format(model=model, steps=steps, replicas=replicas))
     return subprocess.Popen(
-        [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "mine"], cwd=place,
+        [sys.executable, "-m", "verbatim.cli", *arguments], cwd=place, **options,
         env={**os.environ, MARK: str(place), "PYTHONPATH": os.pathsep.join([str(place), *sys.path])},
     )  # fmt: skip
 
@@ -159,3 +169,53 @@ def test_a_killed_run_leaves_no_server_behind(place, model):
     while servers(place) and time.monotonic() < end:
         time.sleep(0.2)
     assert servers(place) == []
+
+
+def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(place, model):
+    from verbatim.inference.embedded.whole_sequence import sequence_logprobs
+    from verbatim.models.head import CausalLM
+    from verbatim.models.loading import load_model
+
+    arguments = ("eval", "run.toml", "--out", "said.jsonl", "--orchestrator.eval", "{ episodes = 10 }")
+    with command(place, model, *arguments, stdout=subprocess.PIPE) as evaluation:
+        assert evaluation.stdout is not None
+        printed = evaluation.stdout.read().decode()
+        assert evaluation.wait(600) == 0
+    said = json.loads(printed[printed.index("{") :])["lots.Lots"]
+    rows = [json.loads(line)["trajectory"] for line in (place / "said.jsonl").read_text().splitlines()]
+    assert (said["episodes"], said["failed"], len(rows)) == (10, 0, 10)
+    assert said["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
+    head = CausalLM(load_model(str(model)))
+    for row in rows:
+        (turn,) = row["turns"]
+        assert turn["policy_versions"] == [0] * len(turn["completion_ids"])
+        ids = torch.tensor([*turn["prompt_ids"], *turn["completion_ids"]])
+        with torch.inference_mode():
+            expected = sequence_logprobs(head, ids, 1.0).numpy()[len(turn["prompt_ids"]) :]
+        assert np.abs(np.array(turn["logprobs"]) - expected).max() <= 5e-5
+    assert servers(place) == []
+
+
+def test_a_student_follows_a_teacher_behind_vllm(place, model):
+    """The teacher has the student's own first weights: over vLLM too their logprobs of the first batch are the same."""
+    import asyncio
+
+    from verbatim.inference.vllm.process import free_port, make_process
+    from verbatim.inference.vllm.settings import VllmSettings
+
+    settings = VllmSettings(python=str(PYTHON), args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"})
+    process = make_process(settings, 0, model=model, port=free_port(), context_length=385, logs=place, num_threads=1)
+    with asyncio.Runner() as runner:
+        runner.run(process.start(600.0))
+        try:
+            teacher = f'{{ model = "policy", base_url = "{process.url}/v1" }}'
+            options = ("--inference.backend", "torch", "--orchestrator.training-mode", "opd",
+                       "--orchestrator.teacher", teacher, "--run-dir", "mine")  # fmt: skip
+            with command(place, model, "rl", "run.toml", *options, steps=4) as run:
+                assert run.wait(600) == 0
+        finally:
+            runner.run(process.stop())
+    kl = [line["metrics"]["teacher_kl"] for line in train_steps(place)]
+    assert len(kl) == 4
+    assert abs(kl[0]) < 1e-5
+    assert_every_token_is_in_the_ledger(place)
