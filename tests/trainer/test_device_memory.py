@@ -14,7 +14,7 @@ DEVICE = torch.device("cuda:0")
 
 
 class Places:
-    """Moves tensors between a device that is none, and host memory: a copy is a new storage, whose place is known."""
+    """Moves tensors between an imaginary device and host memory: a copy is a new storage, whose place is known."""
 
     def __init__(self):
         self.of = {}

@@ -1,4 +1,4 @@
-"""What one host writes arrives at the other one whole, once, whatever the connection does; nobody else may send."""
+"""What one host writes arrives at the other one whole and once, whatever the connection does; others may not send."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verbatim rl` has, and where to listen for the trainer's host."""
     rl_command.add_arguments(parser)
     parser.epilog = ("With --listen the trainer may run on a host that does not share the run folder: weights, batches "
-                     "and checkpoints travel. Behind an SSH tunnel, or with --tls-cert, nobody reads them on the way")
+                     "and checkpoints travel. An SSH tunnel, or --tls-cert, keeps others from reading them on the way")
     add = parser.add_argument
     add("--listen", metavar="[HOST:]PORT",
         help="for a trainer on another host, `verbatim trainer FILE --connect URL`; HOST is 127.0.0.1 by default")

@@ -52,7 +52,7 @@ class Adapter:
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     """A and B of each adapted layer, by the layer's name in the model."""
     base_fingerprint: str | None
-    """Of the base model's weights; None where another program wrote the folder."""
+    """Fingerprint of the base model's weights; None where another program wrote the folder."""
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -159,7 +159,7 @@ def load_base_of(adapter: Adapter, **how: Any) -> Any:
     """`load_model` of the adapter's base model.
 
     Raises:
-        ModelError: there is none, or it cannot be loaded.
+        ModelError: the base model is missing, or it cannot be loaded.
     """
     try:
         return load_model(adapter.base, **how)

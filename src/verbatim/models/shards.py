@@ -24,8 +24,8 @@ from verbatim.models.conversion import sources_of, to_model_tensors
 logger = logging.getLogger(__name__)
 
 _FILES: Mapping[str, Any] = {"allow_patterns": ["*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
-"""Of a model on the hub. Some have the same weights once more in another layout, as large: Mistral's beside the others,
-those of gpt-oss in folders."""
+"""The files that are fetched from the hub. Some models have the same weights a second time in another layout: Mistral's
+beside the others, those of gpt-oss in folders."""
 
 
 def empty_model(source: str, dtype: torch.dtype) -> Any:

@@ -30,7 +30,7 @@ class CostModel:
     """(window, cost of a pair of tokens) for each kind of layer; window 0 = every token before it. The default is a
     dense model of width 1,024."""
     per_target: float = 0.0
-    """Of the head's products for one target."""
+    """Cost of the head's products for one target."""
 
     def runs(self, begins: Int64, ends: Int64, num_targets: Int64) -> Float64:
         """Cost of the tokens at the positions from `begins` to `ends`, with so many targets: float64 like these."""

@@ -113,7 +113,7 @@ class _Pass:
     tokens: list[int] = field(default_factory=list)
     pieces: list[list[int]] = field(default_factory=list)
     fewest_tokens: int = 0
-    """Of a rank."""
+    """Tokens of the rank that has the fewest."""
 
     @classmethod
     def empty(cls, num_ranks: int, most_tokens: int) -> _Pass:

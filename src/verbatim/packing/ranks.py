@@ -25,7 +25,7 @@ FORWARD_TWICE = 4 / 3
 _PIECES_OF_A_SHARE = (2, 4, 8)
 """Into how many pieces a rank's share of a forest is cut, to see which is computed soonest."""
 _HALVINGS = 8
-"""Of the interval in which the smallest piece is sought."""
+"""How often the interval is halved in which the smallest piece is sought."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

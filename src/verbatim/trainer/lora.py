@@ -61,7 +61,7 @@ class Adapters:
         self._config = config
         self._base = str(Path(base).absolute()) if Path(base).is_dir() else str(base)
         self.base_fingerprint = fingerprint(model.named_parameters())
-        """Of the model's own weights, which stay as they are."""
+        """Fingerprint of the model's own weights, which stay as they are."""
         self.num_base_parameters = sum(p.numel() for p in model.parameters())
         """Parameters of the model, which are not trained."""
         _refuse_other_when_merged(model, config)

@@ -47,7 +47,7 @@ class MetricSums:
         return {name: value / weight if weight else value for name, (value, weight) in joined.items()}
 
     def partial(self) -> dict[str, Sequence[float]]:
-        """Of each scalar the sum over the weights and their sum, or the extreme or count and 0; without others'."""
+        """This process's part of each scalar: weighted sum and sum of weights; or extreme or count, and 0."""
         if not self._values:
             return {}
         device = self._values[-1].device
@@ -71,7 +71,7 @@ def _kind(name: str) -> object:
 
 
 def _join(name: str, pairs: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Of values and weights the one extreme or count, with weight 0, or both sums."""
+    """Both sums of values and weights; or the extreme or count, with weight 0."""
     values = [value for value, _ in pairs]
     kind = _kind(name)
     if kind is min or kind is max:

@@ -34,7 +34,7 @@ class TrainerWorker:
     context_length: int
     """Most tokens of a sequence that the sampler takes, and so of a probe."""
     memory: DeviceMemory | None = None
-    """Of a trainer that shares its device: it is there only while it trains."""
+    """Set for a trainer that shares its device: it is there only while it trains."""
     _failure: str | None = None
 
     def __post_init__(self) -> None:

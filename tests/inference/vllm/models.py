@@ -21,7 +21,7 @@ SIZES = BuildConfig(
 
 
 def tiny_tokenizer() -> Any:
-    """Of the tiny models."""
+    """The tokenizer of the tiny models."""
     return build_tokenizer(["hello world 123\n", "a longer text\n"] * 20, vocab_size=320, context_length=512)
 
 

@@ -249,7 +249,7 @@ class Acceptor:
 
     @property
     def _num_connections(self) -> int:
-        """Those in the queue too, and those whose TLS handshake is under way; without TLS there is none."""
+        """Those in the queue too, and those whose TLS handshake is under way."""
         num_handshakes = 0 if self._tls is None else len(self._connecting)
         return len(self._table.open) + len(self._queue) + num_handshakes
 

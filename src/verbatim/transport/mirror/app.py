@@ -259,7 +259,7 @@ async def _answered(handle: Callable[[Request], Awaitable[Any]], request: Reques
     except Refused as refused:
         return JSONResponse(refused.body, refused.status)
     except ClientDisconnect:
-        return Response(status_code=400)  # which nobody reads
+        return Response(status_code=400)  # the client is gone
     except OSError as error:
         logger.error("a file of the trainer's host could not be taken: %s", describe(error))
         return JSONResponse({"error": describe(error)}, 507)

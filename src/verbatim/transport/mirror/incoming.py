@@ -88,7 +88,7 @@ class IncomingFile:
 
     @property
     def sha256(self) -> str:
-        """Of the bytes that are there."""
+        """SHA-256 of the bytes that are there."""
         return self._copied or self._sha256.hexdigest()
 
 

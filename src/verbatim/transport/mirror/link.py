@@ -273,7 +273,7 @@ def _size(path: Path) -> int:
 
 
 def _digest_of(partial: Path) -> hashlib._Hash:
-    """Of what is there, which may be nothing."""
+    """SHA-256 of what is there, which may be nothing."""
     with partial.open("ab+") as file:
         file.seek(0)
         return hashlib.file_digest(file, "sha256")

@@ -94,7 +94,7 @@ class Mirror:
                 self._why = self._why or str(error)
                 raise
             finally:
-                with contextlib.suppress(Exception):  # nobody hears it; the end of the heartbeats says it as well
+                with contextlib.suppress(Exception):  # maybe nothing hears it; the heartbeats end too
                     async with asyncio.timeout(_FAREWELL):
                         await self._link.insist("DELETE", self._session, {"why": self._why})
 
