@@ -195,3 +195,17 @@ async def test_a_trainer_on_a_thread_trains_in_order_and_leaves_the_event_loop_f
     await link.close()
     assert [report.version for report in await training] == [1, 2, 3]
     assert turns > 3
+
+
+def test_memory_that_runs_out_after_the_batch_stops_the_run_by_name(made, monkeypatch):
+    """While the probes are computed; a device that is shared can be full then."""
+
+    def full(samples):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(made.trainer, "logprobs", full)
+    with pytest.raises(RunStopped, match="batch 0 could not be trained"):
+        made.train(1)
+    assert made.worker.version == 0
+    with pytest.raises(RunStopped, match="an earlier one failed"):
+        made.train(1)

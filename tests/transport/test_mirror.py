@@ -241,6 +241,30 @@ async def test_an_orchestrators_host_that_is_gone_ends_a_fetch(app, here, tmp_pa
             await link.download(f"{RUN}/files", tmp_path / "copy", size, sha256, **ask)
 
 
+async def test_a_host_that_answers_and_takes_no_part_of_a_file_ends_the_run(port, tmp_path, monkeypatch):
+    """A proxy between the hosts that refuses large requests."""
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(link_module, "MOST_IN_VAIN", 3)
+    monkeypatch.setattr(link_module, "_LONGEST_PAUSE", 0.0)
+    asked = []
+
+    async def missing(method, path, body=None, **query):
+        asked.append(path)
+        return {"wrong": [], "missing": {"model": 0}}
+
+    async def refuse(*arguments, **query):
+        raise link_module.Broken("502: too large")
+
+    async with linked(port) as link:
+        monkeypatch.setattr(link, "insist", missing)
+        monkeypatch.setattr(link, "ask", refuse)
+        said = r"answers, but no byte of .*weights has arrived there in 3 attempts \(502"
+        with pytest.raises(RunStopped, match=said):
+            await link.upload("s", "weights/v000001", tmp_path / "weights")
+    assert len(asked) == 4
+
+
 @pytest.mark.usefixtures("each_look_takes_a_second")
 async def test_a_fetch_goes_on_while_each_connection_brings_some_bytes(here, port, tmp_path):
     wanted = here / "checkpoints" / "step_000002" / "state"

@@ -61,6 +61,8 @@ class TrainerWorker:
             if state is not None:
                 _make_empty(state)
                 self._write(state, folder)
+            probes = self.probe()
+            moving += self.memory.leave() if self.memory is not None else 0.0
         except VerbatimError as error:
             self._failure = str(error)
             raise
@@ -75,9 +77,8 @@ class TrainerWorker:
             raise RunStopped(self._failure) from error
         self.version = version
         self._optimizer_steps = self.trainer.num_optimizer_steps
-        probes = self.probe()
         if self.memory is not None:
-            metrics["time/trainer_moving"] = moving + self.memory.leave()
+            metrics["time/trainer_moving"] = moving
         return StepReport(
             version=version,
             weights=folder,

@@ -31,6 +31,8 @@ ATTEMPT_SECONDS = 60.0
 """Seconds for one request. What it has carried until then counts."""
 STILL_SECONDS = 15.0
 """Seconds without a byte of an answer after which the connection is taken for broken."""
+MOST_IN_VAIN = 30
+"""Attempts to send files without a byte that arrives, while the other host answers, before the run stops."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 """Seconds before a request is sent again; doubled each time."""
 _TOLD_AFTER = 3
@@ -166,10 +168,12 @@ class Link:
         """Send a folder, as far as it is not there; then it has its name there.
 
         Raises:
-            RunStopped: a file arrived with other bytes three times, or the orchestrator's host cannot write.
+            RunStopped: a file arrived with other bytes three times, the orchestrator's host cannot write, or it answers
+                and no byte of the files arrives.
         """
         files, wrong = await asyncio.to_thread(files_of, source), dict[str, int]()
         route = f"{SESSIONS}/{session}"
+        before, in_vain, pause = None, 0, _FIRST_PAUSE
         while True:
             reply = await self.insist("POST", f"{route}/folders", files, folder=folder)
             for name in reply["wrong"]:
@@ -179,6 +183,17 @@ class Link:
                     raise RunStopped(f"{source / name} arrived at {self.url} with another sha256 {OTHER_BYTES} times")
             if not reply["missing"]:
                 return
+            if reply["missing"] != before:
+                before, in_vain, pause = reply["missing"], 0, _FIRST_PAUSE
+            else:
+                in_vain += 1
+                if in_vain == MOST_IN_VAIN:
+                    raise RunStopped(
+                        f"{self.url} answers, but no byte of {source} has arrived there in {in_vain} attempts "
+                        f"({self.trouble}); does something between the two hosts refuse large requests?"
+                    )
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
             for name, offset in reply["missing"].items():
                 with contextlib.suppress(Broken):  # what is there is asked for again
                     await self._send(f"{route}/parts", folder, source / name, name, offset)
