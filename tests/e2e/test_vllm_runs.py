@@ -175,6 +175,7 @@ def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(plac
     from verbatim.inference.embedded.whole_sequence import sequence_logprobs
     from verbatim.models.head import CausalLM
     from verbatim.models.loading import load_model
+    from verbatim.trajectory_json import trajectory_from_json
 
     arguments = ("eval", "run.toml", "--out", "said.jsonl", "--orchestrator.eval", "{ episodes = 10 }")
     with command(place, model, *arguments, stdout=subprocess.PIPE) as evaluation:
@@ -182,17 +183,18 @@ def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(plac
         printed = evaluation.stdout.read().decode()
         assert evaluation.wait(600) == 0
     said = json.loads(printed[printed.index("{") :])["lots.Lots"]
-    rows = [json.loads(line)["trajectory"] for line in (place / "said.jsonl").read_text().splitlines()]
-    assert (said["episodes"], said["failed"], len(rows)) == (10, 0, 10)
-    assert said["reward/mean"] == pytest.approx(np.mean([row["reward"] for row in rows]))
+    lines = (place / "said.jsonl").read_text().splitlines()
+    sampled = [trajectory_from_json(json.loads(line)["trajectory"]) for line in lines]
+    assert (said["episodes"], said["failed"], len(sampled)) == (10, 0, 10)
+    assert said["reward/mean"] == pytest.approx(np.mean([trajectory.reward for trajectory in sampled]))
     head = CausalLM(load_model(str(model)))
-    for row in rows:
-        (turn,) = row["turns"]
-        assert turn["policy_versions"] == [0] * len(turn["completion_ids"])
-        ids = torch.tensor([*turn["prompt_ids"], *turn["completion_ids"]])
+    for trajectory in sampled:
+        (turn,) = trajectory.turns
+        assert turn.policy_versions.tolist() == [0] * len(turn.completion_ids)
+        ids = torch.from_numpy(np.concatenate([turn.prompt_ids, turn.completion_ids]).astype(np.int64))
         with torch.inference_mode():
-            expected = sequence_logprobs(head, ids, 1.0).numpy()[len(turn["prompt_ids"]) :]
-        assert np.abs(np.array(turn["logprobs"]) - expected).max() <= 5e-5
+            expected = sequence_logprobs(head, ids, 1.0).numpy()[len(turn.prompt_ids) :]
+        assert np.abs(turn.logprobs - expected).max() <= 5e-5
     assert servers(place) == []
 
 
