@@ -19,7 +19,7 @@ EXPECTED = {
     "diffllama": (TREES, NO),
     "qwen2_moe use_sliding_window": (ROWS, NO),
     "doge": (NO, NO),
-    "gpt_oss": (ROWS, NO),
+    "gpt_oss": (TREES, "yes"),
     "bloom": (ROWS, NO),
     "bert-generation": (NO, NO),
     "bert-generation is_decoder": (TREES, "yes"),

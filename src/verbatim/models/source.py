@@ -23,7 +23,10 @@ _TIMEOUTS = (5.0, 10.0)
 def is_adapter(name: str | Path) -> bool:
     """Whether this is a folder with an adapter of `peft`, and not with a whole model."""
     folder = Path(name).expanduser()
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+    try:
+        return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+    except OSError:  # a path that the system refuses is said by whoever opens it
+        return False
 
 
 def base_of(folder: str | Path) -> str:

@@ -229,7 +229,7 @@ async def test_a_probe_that_no_block_of_the_prefix_cache_holds_is_told_once(
             for _ in range(3):
                 await replica.cached_logprob(tied.ids(length))
     expected = f"replica 3: the check for old prefixes is off: the prefix cache keeps nothing of a probe of {length} "
-    assert [expected in record.getMessage() for record in caplog.records] == [True] * times
+    assert sum(expected in record.getMessage() for record in caplog.records) == times
 
 
 async def test_no_new_request_reads_what_requests_in_flight_keep(tied: TinyModel):
