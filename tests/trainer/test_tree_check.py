@@ -9,9 +9,11 @@ import pytest
 from test_trainer_steps import make_trainer, same, weights
 from trainer_helpers import make_batch, make_sample, shared_prefixes
 
+from verbatim.config.schema import TrainerConfig
+from verbatim.errors import RunStopped
 from verbatim.losses import LOSSES
-from verbatim.trainer import trainer as trainer_module
 from verbatim.trainer.attention.tree import TreePlan
+from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.tree_check import MOST_TOKENS, sharing_samples
 
 
@@ -50,7 +52,7 @@ def test_wrong_trees_are_named_and_rows_trained_instead(qwen, make_trees_wrong, 
 def test_right_trees_are_trained_on_as_if_nothing_had_been_tried(model, dtype, request, caplog, monkeypatch):
     folder = request.getfixturevalue(model)
     checked, unchecked = (make_trainer(folder, packing="tree", dtype=dtype) for _ in range(2))
-    unchecked._trees_are_right = True
+    unchecked.packer.trees_are_right = True
     clocks = ("seconds", "tokens_per_second")
     for seed in range(2):
         a, b = checked.train_batch(shared_prefixes(seed)), unchecked.train_batch(shared_prefixes(seed))
@@ -61,15 +63,15 @@ def test_right_trees_are_trained_on_as_if_nothing_had_been_tried(model, dtype, r
 
 
 def test_bfloat16_is_given_room_for_its_rounding(qwen, caplog):
-    trainer = make_trainer(qwen, packing="tree")
-    trainer.config = trainer.config.model_copy(update={"dtype": "bfloat16"})
+    config = TrainerConfig(packing="tree", dtype="bfloat16", device="cpu")
+    trainer = Trainer(qwen, config, loss=LOSSES["default"], total_optimizer_steps=1)
     assert trainer.train_batch(shared_prefixes())["packing/tree"] == 1
     assert not caplog.records
 
 
 def test_trees_are_tried_once_and_only_where_there_are_any(qwen, monkeypatch):
     tried = []
-    monkeypatch.setattr(trainer_module, "trees_are_right", lambda *args, **kwargs: tried.append(args) or True)
+    monkeypatch.setattr("verbatim.trainer.packer.trees_are_right", lambda *args, **kwargs: tried.append(args) or True)
     trainer = make_trainer(qwen, packing="tree", optimizer_steps_per_batch=2)
     trainer.train_batch(make_batch())
     assert not tried
@@ -82,7 +84,7 @@ def test_a_gradient_that_is_not_finite_is_the_steps_to_report(qwen, make_trees_w
     trainer = make_trainer(qwen, packing="tree")
     make_trees_wrong()
     trainer.model.model.norm.weight.data.fill_(np.nan)
-    with pytest.raises(trainer_module.RunStopped, match="the loss is nan"):
+    with pytest.raises(RunStopped, match="the loss is nan"):
         trainer.train_batch(shared_prefixes())
     assert not caplog.records
 

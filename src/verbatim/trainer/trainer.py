@@ -20,35 +20,26 @@ from verbatim.losses import Loss
 from verbatim.models.adapters import fingerprint
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
-from verbatim.models.positions import refuse_moving_positions
-from verbatim.packing import find_packer, num_tokens
-from verbatim.packing.cost import model_cost
-from verbatim.packing.ranks import deal_samples
+from verbatim.packing import num_tokens
 from verbatim.trainer.device_batch import DeviceBatch
-from verbatim.trainer.frozen import base_under_adapters, load_frozen, packing_beside
+from verbatim.trainer.frozen import base_under_adapters, load_frozen
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
 from verbatim.trainer.metrics import MetricSums
-from verbatim.trainer.model_check import packing_for
 from verbatim.trainer.optim import build_optimizer, clip_gradients, learning_rate
 from verbatim.trainer.optimizer_state import load_optimizer, save_optimizer
+from verbatim.trainer.packer import StepPacker
 from verbatim.trainer.parallel.micro_batches import hand_out, take_in
 from verbatim.trainer.parallel.publish import save_sharded
-from verbatim.trainer.parallel.ranks import Ranks
+from verbatim.trainer.parallel.ranks import Ranks, together
 from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
 from verbatim.trainer.progress import read_progress, write_progress
 from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.sample_check import check_samples
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
-from verbatim.trainer.tree_check import pack_both_ways, trees_are_right
 from verbatim.types import Float32, MicroBatch, TrainingSample
-
-MICRO_BATCH_TOKENS = 16_384
-"""Most tokens of one forward pass, where the configuration does not say."""
-CPU_MICRO_BATCH_TOKENS = 8192
-"""On a CPU: activations of more tokens leave its caches, and with fewer a tree is cut more often."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,18 +101,15 @@ class Trainer:
         self.lm = CausalLM(self.model, self._sharding)
         refuse_rows_alone(self.lm, ranks)
         self._targets = TargetLogprobs(self.lm, config.logprob_chunk, self._autocast)
-        if self._packs:
-            refuse_moving_positions(self.lm, seq_len)
-        self.packing: str = packing_for(self.lm, config.packing) if self._packs else config.packing
-        """The packer: "rows" where the model can take no other, or where this process found trees to be wrong."""
+        self.packer = StepPacker(
+            self._targets, config, loss, seq_len=seq_len, ranks=ranks, sharding=self._sharding
+        )  # fmt: skip
         self.adapters = Adapters(self.model, config.lora, base=model_path, seed=seed) if config.lora else None
         """What is trained instead of the model's own weights; None = these are."""
         use_onednn(self.model)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.num_optimizer_steps = 0
         """Optimizer steps done: what the schedule counts."""
-        self._trees_are_right: bool | None = None
-        """None = not tried yet."""
         self._load_frozen(frozen or {}, model_path, dtype, seq_len)
 
     def _load_frozen(self, frozen: Mapping[str, str | Path], model_path: str | Path, dtype: str, seq_len: int) -> None:
@@ -140,8 +128,13 @@ class Trainer:
         self.models = nn.ModuleList(dict.fromkeys([self.model, *(lm.model.model for lm in self._frozen.values())]))
         """Everything that has weights on its device."""
         for name, lm in self._frozen.items():
-            if self._packs and Path(frozen[name]) != Path(model_path):  # of another architecture maybe
-                self.packing = packing_beside(lm.model, name, frozen[name], self.packing)
+            if Path(frozen[name]) != Path(model_path):  # of another architecture maybe
+                self.packer.suit(lm.model, name, frozen[name])
+
+    @property
+    def packing(self) -> str:
+        """The packer: "rows" where a model can take no other, or where this process found trees to be wrong."""
+        return self.packer.packing
 
     # ---- training
 
@@ -190,7 +183,7 @@ class Trainer:
             "packing/sample_tokens": sum(len(sample) for sample in samples if sample.num_trained_tokens),
             "packing/repeated_tokens": sum(micro_batch.num_repeated_tokens for micro_batch in packed),
             "packing/tree": num_tokens([m for m in packed if not m.is_rows]) / max(1, computed),
-            **({"packing/fallback": 1.0} if self._trees_are_right is False else {}),
+            **({"packing/fallback": 1.0} if self.packer.trees_are_right is False else {}),
             "seconds": seconds,
             "tokens_per_second": computed / seconds,
         }
@@ -201,9 +194,9 @@ class Trainer:
         Raises:
             RunStopped: the loss or the gradient is not finite; no weight was touched.
         """
-        dealt = self._pack_checked(samples)
+        dealt = self.packer.deal_checked(samples)
         micro_batches = [micro_batch for part in dealt for micro_batch in part]
-        denominator = self._denominator(micro_batches)
+        denominator = self.packer.denominator(micro_batches)
         with self._together("train", denominator=denominator):
             trained = self._take_step(self._hand_out(dealt), denominator, metrics)
         return dataclasses.replace(trained, micro_batches=micro_batches)
@@ -242,7 +235,7 @@ class Trainer:
         """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside its mask."""
         out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
         numbered = [dataclasses.replace(sample, trajectory_id=str(i)) for i, sample in enumerate(samples)]
-        dealt = self._deal(numbered)
+        dealt = self.packer.deal(numbered)
         with self._together("logprobs"):
             found = [self._own_logprobs(self._hand_out(dealt))]
             if self.ranks is not None:
@@ -274,59 +267,7 @@ class Trainer:
         Raises:
             ModelError: a sample is so long that it would change the positions of the others.
         """
-        refuse_moving_positions(self.lm, max(map(len, samples), default=0))
-        return find_packer(self.packing)(samples, micro_batch_tokens=self._budget, keep_whole=self._keep_whole)
-
-    @property
-    def _keep_whole(self) -> bool:
-        return self.loss.level != "token"
-
-    @property
-    def _budget(self) -> int:
-        """Most tokens of a micro-batch."""
-        default = CPU_MICRO_BATCH_TOKENS if self.device.type == "cpu" and not self._keep_whole else MICRO_BATCH_TOKENS
-        return self.config.micro_batch_tokens or default
-
-    def _deal(self, samples: Sequence[TrainingSample]) -> list[list[MicroBatch]]:
-        """The micro-batches of an optimizer step, by rank."""
-        if self.ranks is None:
-            return [self.pack(samples)]
-        refuse_moving_positions(self.lm, max(map(len, samples), default=0))
-        step = deal_samples(
-            samples, self.packing, num_ranks=self.ranks.size, micro_batch_tokens=self._budget,
-            keep_whole=self._keep_whole, cost=model_cost(self.lm.config),
-        )  # fmt: skip
-        return [step.lay(rank) for rank in range(self.ranks.size)]
-
-    def _pack_checked(self, samples: Sequence[TrainingSample]) -> list[list[MicroBatch]]:
-        """`_deal`; before the first trees of this run are trained on, a few of their samples are tried both ways."""
-        dealt = self._deal(samples)
-        rows_alone = all(micro_batch.is_rows for micro_batches in dealt for micro_batch in micro_batches)
-        if self._trees_are_right is not None or rows_alone:
-            return dealt
-        both = pack_both_ways(samples)
-        with self._together("try_trees"):
-            self._trees_are_right = self._try_trees(*both)
-        if self._trees_are_right:
-            return dealt
-        self.packing = "rows"
-        return self._deal(samples)
-
-    def _try_trees(self, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch]) -> bool:
-        return trees_are_right(self._targets, rows, trees, tolerance=self._rounding(), sharding=self._sharding)
-
-    def _rounding(self) -> float:
-        """The largest relative difference between two ways to compute one gradient."""
-        if self.config.dtype == "bfloat16":
-            return 5e-2
-        return 1e-10 if self.lm.output.weight.dtype == torch.float64 else 1e-4
-
-    def _denominator(self, micro_batches: Sequence[MicroBatch]) -> int:
-        if self.loss.normalizer == "tokens":
-            count = sum(len(micro_batch.targets) for micro_batch in micro_batches)
-        else:
-            count = len({name for micro_batch in micro_batches for name in micro_batch.trajectory_ids})
-        return max(1, count)
+        return self.packer.pack(samples)
 
     def _step(self) -> tuple[float, float]:
         """Clip, and take the optimizer step; the gradient's norm before clipping, and the learning rate."""
@@ -351,13 +292,9 @@ class Trainer:
 
     # ---- other ranks
 
-    @property
-    def _packs(self) -> bool:
-        return self.ranks is None or self.ranks.leads
-
     def _together(self, do: str, **what: Any) -> AbstractContextManager[None]:
         """All ranks do this, here in the block."""
-        return nullcontext() if self.ranks is None else self.ranks.lead(do, **what)
+        return together(self.ranks, do, **what)
 
     def _hand_out(self, dealt: list[list[MicroBatch]]) -> list[MicroBatch]:
         """Send the others their micro-batches; returns this rank's."""
@@ -372,7 +309,7 @@ class Trainer:
             case "logprobs":
                 self.ranks.send(None, self._own_logprobs(take_in(self.ranks)), 0)
             case "try_trees":
-                self._try_trees([], [])
+                self.packer.try_trees([], [])
             case "save_weights":
                 self._save_weights(Path(order["folder"]))
             case "save_state":

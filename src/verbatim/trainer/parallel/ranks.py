@@ -256,6 +256,11 @@ class Ranks:
         return f"rank {rank} of the trainer{process}"
 
 
+def together(ranks: Ranks | None, do: str, **what: Any) -> contextlib.AbstractContextManager[None]:
+    """All ranks do this, rank 0 here in the block: `Ranks.lead`, where there are several processes."""
+    return contextlib.nullcontext() if ranks is None else ranks.lead(do, **what)
+
+
 _KINDS: Mapping[str, type[VerbatimError]] = {"run": RunStopped, "usage": UsageError, "component": ComponentError}
 
 
