@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from verbatim.errors import ModelError, SamplerFault, UsageError
 from verbatim.inference.base import Completion, SampleRequest
@@ -71,8 +71,16 @@ class HttpReplica:
                                  request_timeout=request_timeout, max_retries=max_retries)  # fmt: skip
         self._control = HttpClient(self._http.url, api_key=api_key, request_timeout=update_timeout + CONNECT,
                                    max_retries=0)  # fmt: skip
-        self._name = name
-        self._context_length, self._vocab_size, self._version = context_length, vocab_size, policy_version
+        self.name: Final = name
+        """For messages."""
+        self.url: Final = self._http.url
+        """The server's root."""
+        self.context_length: Final = context_length
+        """Most tokens of prompt and completion together."""
+        self.vocab_size: Final = vocab_size
+        """Ids are below this."""
+        self.policy_version = policy_version
+        """The version of the weights in use."""
         self._first_version = policy_version
         self._how = how
         self._weight_transfer = weight_transfer
@@ -80,39 +88,14 @@ class HttpReplica:
         self._sessions = uuid.uuid4().hex  # another run may have left sessions of the same names
 
     def __repr__(self) -> str:
-        return f"HttpReplica({self._http.url!r}, name={self._name!r})"
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return self._name
+        return f"HttpReplica({self.url!r}, name={self.name!r})"
 
     @property
     def num_unverified(self) -> int:
         """0: the engine takes every tensor of a folder, or none; which ones, the canary shows."""
         return 0
 
-    @property
-    def url(self) -> str:
-        """The server's root."""
-        return self._http.url
-
     # ---- the Sampler protocol
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of prompt and completion together."""
-        return self._context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        return self._vocab_size
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the weights in use."""
-        return self._version
 
     async def generate(self, request: SampleRequest) -> Completion:
         """Sample one completion. Cancelling the call cancels it on the server.
@@ -122,11 +105,11 @@ class HttpReplica:
             SamplerFault: the engine failed, the server cannot be reached or was started again, or a token came without
                 logprob or version.
         """
-        check_prompt(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         session = f"{self._sessions}/{request.session}" if request.session else ""
         found = await self._http.generate(replace(request, session=session))
         if len(found.ids) and (found.logprobs is None or found.policy_versions is None):
-            raise SamplerFault(f"{self._name}: a completion without logprobs or versions", num_tokens=len(found.ids))
+            raise SamplerFault(f"{self.name}: a completion without logprobs or versions", num_tokens=len(found.ids))
         return found
 
     async def update_weights(self, path: Path, version: int) -> None:
@@ -140,14 +123,14 @@ class HttpReplica:
         check_version(version)
         there = await asyncio.to_thread(os.path.abspath, path)
         if self._weight_transfer == "http":
-            async with phase(self._name, "upload weights", self._update_timeout):
+            async with phase(self.name, "upload weights", self._update_timeout):
                 there = await upload(self._control, path, await digests_of(path), version)
         answer = await self._ask("load weights", "POST", protocol.WEIGHTS, {"path": there, "version": version})
         self._refuse_another_server(answer)
         if answer.get("policy_version") != version:
-            raise SamplerFault(f"{self._name}: load weights: its weights are of version "
+            raise SamplerFault(f"{self.name}: load weights: its weights are of version "
                                f"{brief(answer.get('policy_version'))}, expected {version}")  # fmt: skip
-        self._version = version
+        self.policy_version = version
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it, past the prefix cache: float32 [L]; the first is NaN.
@@ -156,7 +139,7 @@ class HttpReplica:
             RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
             SamplerFault: the server failed, cannot be reached or was started again.
         """
-        ids = check_ids(token_ids, self._vocab_size, "token_ids")
+        ids = check_ids(token_ids, self.vocab_size, "token_ids")
         return await self._http.prompt_logprobs(ids, temperature)
 
     async def close(self) -> None:
@@ -176,14 +159,14 @@ class HttpReplica:
         try:
             said = await self._ask("what it is", "GET", protocol.SAMPLER, read=_read_unless_refused)
         except UsageError as error:
-            raise UsageError(f"{self._name}: {error}") from error
+            raise UsageError(f"{self.name}: {error}") from error
         if isinstance(said, str):
-            raise UsageError(f"{self._name}: {said}")
+            raise UsageError(f"{self.name}: {said}")
         wrong = self._wrong(said)
         if wrong:
-            raise UsageError(f"{self._name} cannot be used: {'; '.join(wrong)}")
+            raise UsageError(f"{self.name} cannot be used: {'; '.join(wrong)}")
         self._http.server = said["server"]
-        self._version = said["policy_version"]
+        self.policy_version = said["policy_version"]
 
     def _wrong(self, said: Mapping[str, Any]) -> list[str]:
         if not isinstance(said.get("server"), str) or not isinstance(said.get("policy_version"), int):
@@ -193,12 +176,12 @@ class HttpReplica:
         found = [f"its {key} is {brief(how.get(key))}, expected {wanted!r}: {_START}"  # type: ignore[union-attr]
                  for key, wanted in self._how.items() if how.get(key) != wanted]  # type: ignore[union-attr]
         checks = (
-            (said.get("vocab_size") == self._vocab_size,
+            (said.get("vocab_size") == self.vocab_size,
              f"it serves {brief(said.get('model'))} with {brief(said.get('vocab_size'))} ids, expected the model of "
-             f"this run with {self._vocab_size}: {_START}"),
-            (isinstance(length := said.get("context_length"), int) and length >= self._context_length,
-             f"its context is {brief(length)} tokens, expected at least {self._context_length} "
-             f"(orchestrator.seq_len): {_START}, or `verbatim serve` with --context-length {self._context_length}"),
+             f"this run with {self.vocab_size}: {_START}"),
+            (isinstance(length := said.get("context_length"), int) and length >= self.context_length,
+             f"its context is {brief(length)} tokens, expected at least {self.context_length} "
+             f"(orchestrator.seq_len): {_START}, or `verbatim serve` with --context-length {self.context_length}"),
             (said.get("takes_weights") is True,
              "it takes no weights: start it with --api-key-env VARIABLE, and name the variable in "
              "inference.torch.api_key_env; or with --weights-folder and the folder of this run"),
@@ -218,7 +201,7 @@ class HttpReplica:
             await self.update_weights(folder, self._first_version)
         except (ModelError, UsageError) as error:
             hint = _FROM_A_FOLDER if self._weight_transfer == "files" else ""
-            raise UsageError(f"{self._name} does not take the weights of this run: {error}. It has to serve the model "
+            raise UsageError(f"{self.name} does not take the weights of this run: {error}. It has to serve the model "
                              f"of this run{hint}") from error  # fmt: skip
 
     async def health(self) -> None:
@@ -227,7 +210,7 @@ class HttpReplica:
         Raises:
             SamplerFault: it does not within 10 seconds, its engine is dead, or it was started again.
         """
-        async with phase(self._name, "health", CONNECT):
+        async with phase(self.name, "health", CONNECT):
             self._refuse_another_server(await self._control.ask("GET", "/health", None, _read_object))
 
     async def load_metrics(self) -> ReplicaLoad:
@@ -239,18 +222,18 @@ class HttpReplica:
         answer = await self._ask("load", "GET", protocol.LOAD)
         figures = {field.name: answer.get(field.name) for field in fields(ReplicaLoad)}
         if not all(isinstance(value, int | float) for value in figures.values()):
-            raise SamplerFault(f"{self._name}: load: expected numbers, found {brief(answer)}")
+            raise SamplerFault(f"{self.name}: load: expected numbers, found {brief(answer)}")
         return ReplicaLoad(**figures)
 
     def _refuse_another_server(self, answer: Mapping[str, Any]) -> None:
         if self._http.server is not None and answer.get("server") != self._http.server:
-            raise SamplerFault(f"{self._name}: {STARTED_AGAIN}")
+            raise SamplerFault(f"{self.name}: {STARTED_AGAIN}")
 
     async def _ask(
         self, doing: str, method: str, path: str, body: Mapping[str, Any] | None = None,
         read: Callable[[Answer], Any] | None = None,
     ) -> Any:  # fmt: skip
-        async with phase(self._name, doing, self._update_timeout):
+        async with phase(self.name, doing, self._update_timeout):
             return await self._control.ask(method, path, None if body is None else encode(body), read or _read_object)
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from verbatim.errors import EngineDead, RunStopped, SamplerFault
 from verbatim.inference.base import Completion, SampleRequest, WeightCheck, nothing_sampled
@@ -71,33 +71,21 @@ class ReplicaPool:
         assert replicas
         self._members = [Member(index, replica) for index, replica in enumerate(replicas)]
         self._places = Places(Router(most_running=most_running))
-        self._version = replicas[0].policy_version
-        target = Target(path=weights, version=self._version, check=None)
+        self.policy_version = replicas[0].policy_version
+        """The version that was loaded last."""
+        target = Target(path=weights, version=self.policy_version, check=None)
         self._roster = Roster(self._members, self._places, restart, limits or Limits(), target)
         self._metrics = PoolMetrics(time.monotonic)
         self._updating = asyncio.Lock()
         self._on_close = on_close
         self._has_begun = False
         self._is_closed = False
-        self._context_length = min(replica.context_length for replica in replicas)
-        self._vocab_size = min(replica.vocab_size for replica in replicas)
+        self.context_length: Final = min(replica.context_length for replica in replicas)
+        """Most tokens of prompt and completion together."""
+        self.vocab_size: Final = min(replica.vocab_size for replica in replicas)
+        """Ids are below this."""
 
     # ---- the Sampler protocol
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of prompt and completion together."""
-        return self._context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        return self._vocab_size
-
-    @property
-    def policy_version(self) -> int:
-        """The version that was loaded last."""
-        return self._version
 
     @property
     def failure(self) -> str | None:
@@ -111,7 +99,7 @@ class ReplicaPool:
             RecordError: an empty or too long prompt, or an id outside the vocabulary.
             SamplerFault: no replica is left, or several failed on the request.
         """
-        check_prompt(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
 
         async def draw(life: Life) -> Completion:
             completion = await life.generate(request)
@@ -133,7 +121,7 @@ class ReplicaPool:
             RecordError: no ids, an id outside the vocabulary, or a temperature that is not above 0.
             SamplerFault: no replica is left, or several failed on the request.
         """
-        ids = check_ids(token_ids, self._vocab_size, "token_ids")
+        ids = check_ids(token_ids, self.vocab_size, "token_ids")
         check_temperature(temperature)
 
         async def score(life: Life) -> Float32:
@@ -171,7 +159,7 @@ class ReplicaPool:
         async with self._updating:
             await self._roster.bring_to(Target(path=path, version=version, check=check))
             self._refuse_if_dead()
-            self._version = version
+            self.policy_version = version
 
     async def sleep(self) -> None:
         """Make every replica release its device. Requests in flight end first, others wait until the next update, which
@@ -197,7 +185,7 @@ class ReplicaPool:
             wrong = await self._roster.check_first(check)
         if wrong:
             said = "; ".join(f"{name}: {why}" for name, why in wrong.items())
-            raise RunStopped(f"replicas do not hold policy version {self._version}, with which the run begins. {said}")
+            raise RunStopped(f"replicas do not hold policy version {self.policy_version}, with which the run begins. {said}")
         self._refuse_if_dead()
 
     def metrics(self) -> Mapping[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from verbatim.config.inference import OnWeightUpdate
 from verbatim.errors import SamplerFault, UsageError
@@ -101,14 +101,20 @@ class VllmReplica:
         self._route = _Route(self._connect(model=model, policy_version=policy_version))
         self._former: list[_Route] = []
         self._adapter_rank = adapter_rank
-        self._name = name
         self._model = model
-        self._context_length = context_length
-        self._vocab_size = vocab_size
-        self._version = policy_version
+        self.name: Final = name
+        """For messages."""
+        self.url: Final = self._http.url
+        """The server's root."""
+        self.context_length: Final = context_length
+        """Most tokens of prompt and completion together."""
+        self.vocab_size: Final = vocab_size
+        """Ids are below this."""
+        self.policy_version = policy_version
+        """The version of the weights in use."""
         self._on_weight_update = on_weight_update
         self._control_client = HttpClient(
-            self._http.url, api_key=api_key, request_timeout=phase_timeout + _BEYOND_A_PHASE, max_retries=0,
+            self.url, api_key=api_key, request_timeout=phase_timeout + _BEYOND_A_PHASE, max_retries=0,
             headers={"Connection": "close"},  # vLLM closes a connection after an error, maybe under the next request
         )  # fmt: skip
         self._control = VllmControl(self._control_client, name=name, phase_timeout=phase_timeout)
@@ -124,22 +130,12 @@ class VllmReplica:
         """Seconds that its last waking took, without loading; None if it never slept."""
 
     def __repr__(self) -> str:
-        return f"VllmReplica({self._http.url!r}, name={self._name!r})"
+        return f"VllmReplica({self.url!r}, name={self.name!r})"
 
     @property
     def _http(self) -> HttpSampler:
         """Where new requests go."""
         return self._route.http
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return self._name
-
-    @property
-    def url(self) -> str:
-        """The server's root."""
-        return self._http.url
 
     @property
     def num_unverified(self) -> int:
@@ -148,21 +144,6 @@ class VllmReplica:
 
     # ---- the Sampler protocol
 
-    @property
-    def context_length(self) -> int:
-        """Most tokens of prompt and completion together."""
-        return self._context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        return self._vocab_size
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the weights in use."""
-        return self._version
-
     async def generate(self, request: SampleRequest) -> Completion:
         """Sample one completion. Cancelling the call cancels it on the server.
 
@@ -170,7 +151,7 @@ class VllmReplica:
             RecordError: an empty or too long prompt, or an id outside the vocabulary.
             SamplerFault: the engine failed, the server cannot be reached, or a token came without logprob or version.
         """
-        check_prompt(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         route = self._route
         route.num_in_flight += 1
         try:
@@ -178,7 +159,7 @@ class VllmReplica:
         finally:
             route.num_in_flight -= 1
         if len(found.ids) and found.logprobs is None:
-            raise SamplerFault(f"{self._name}: a completion without logprobs", num_tokens=len(found.ids))
+            raise SamplerFault(f"{self.name}: a completion without logprobs", num_tokens=len(found.ids))
         return found
 
     async def update_weights(self, path: Path, version: int) -> None:
@@ -195,7 +176,7 @@ class VllmReplica:
         check_version(version)
         stale = await self._take(path, version)
         if stale is not None:
-            raise SamplerFault(f"{self._name}: its weights are not those of {path}: {stale}")
+            raise SamplerFault(f"{self.name}: its weights are not those of {path}: {stale}")
 
     async def _take(self, path: Path, version: int) -> str | None:
         if self._adapter_rank is None:
@@ -233,7 +214,7 @@ class VllmReplica:
         self._route = _Route(self._connect(model=model, policy_version=version), adapter)
         self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
         self._num_asked_cache = 0
-        self._version = version
+        self.policy_version = version
 
     async def _load(self, path: Path, version: int) -> str | None:
         """Load, and resume if the weights are proven; otherwise returns what is wrong, and the server stays paused."""
@@ -254,11 +235,11 @@ class VllmReplica:
         self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
         emptied = await control.forget_prefixes(running_too=self._on_weight_update == "recompute")
         if not emptied and self._on_weight_update == "recompute":
-            raise SamplerFault(f"{self._name}: empty prefix cache: the server could not, so old prefixes would be used")
+            raise SamplerFault(f"{self.name}: empty prefix cache: the server could not, so old prefixes would be used")
         self._num_asked_cache = 0
         await self._wake_up("kv_cache")  # last: vLLM goes on computing by itself as soon as nothing sleeps
         await control.resume()
-        self._version = version
+        self.policy_version = version
         return None
 
     async def sleep(self) -> None:
@@ -284,7 +265,7 @@ class VllmReplica:
         self._shapes = folder.shapes
         self._pieces = [piece for report in reports for piece, _, _ in report.digests]
         if proof.unmapped and proof.unmapped != self._unverified:
-            logger.warning("%s: no digest tells whether these tensors were loaded, only logprobs do: %s", self._name,
+            logger.warning("%s: no digest tells whether these tensors were loaded, only logprobs do: %s", self.name,
                            joined(proof.unmapped))  # fmt: skip
         self._unverified = proof.unmapped
 
@@ -304,7 +285,7 @@ class VllmReplica:
             UsageError: another temperature than 1.
             SamplerFault: the server failed, or cannot be reached.
         """
-        ids = check_ids(token_ids, self._vocab_size, "token_ids")
+        ids = check_ids(token_ids, self.vocab_size, "token_ids")
         return await self._http.prompt_logprobs(ids, temperature)
 
     async def close(self) -> None:
@@ -324,12 +305,12 @@ class VllmReplica:
         """
         facts = await self._control.facts()
         refuse_inexact(
-            facts, name=f"{named(self._name, self.url)}", transfer=self._transport.engine, vocab_size=self._vocab_size,
-            context_length=self._context_length, adapter_rank=self._adapter_rank,
+            facts, name=f"{named(self.name, self.url)}", transfer=self._transport.engine, vocab_size=self.vocab_size,
+            context_length=self.context_length, adapter_rank=self._adapter_rank,
         )  # fmt: skip
         missing = await self._control.missing_flag(self._model)
         if missing is not None:
-            raise UsageError(f"{named(self._name, self.url)} cannot be used: {missing}")
+            raise UsageError(f"{named(self.name, self.url)} cannot be used: {missing}")
 
     async def prove_path(self, folder: Path) -> None:
         """Send every tensor of the weights that the server already has, once, and see that each one arrives.
@@ -338,9 +319,9 @@ class VllmReplica:
             UsageError: names the tensors that stay stale.
             SamplerFault: as `update_weights`.
         """
-        stale = await self._take(folder, self._version)
+        stale = await self._take(folder, self.policy_version)
         if stale is not None:
-            raise UsageError(f"{named(self._name, self.url)}: weight updates do not reach every tensor: {stale}. If it "
+            raise UsageError(f"{named(self.name, self.url)}: weight updates do not reach every tensor: {stale}. If it "
                              "serves another model than this run's, start it with --model and the folder in "
                              "model.name; else this model cannot be trained through this server")  # fmt: skip
 
@@ -357,17 +338,17 @@ class VllmReplica:
             RecordError: fewer than two ids, or an id outside the vocabulary.
             SamplerFault: the server failed, cannot be reached, or read prefixes that older weights computed.
         """
-        ids = check_ids(token_ids, self._vocab_size, "token_ids")
+        ids = check_ids(token_ids, self.vocab_size, "token_ids")
         asked, self._num_asked_cache = self._num_asked_cache, self._num_asked_cache + 1
         found, num_cached = await self._http.cached_logprob(ids)
         if asked == 1 and not num_cached and not self._has_said_cache_is_unread:
             self._has_said_cache_is_unread = True
             logger.warning("%s: the check for old prefixes is off: the prefix cache keeps nothing of a probe of %d "
                            "tokens. Its blocks (--block-size) have to be shorter than that, and a probe is shorter "
-                           "than orchestrator.seq_len", self._name, len(ids))  # fmt: skip
+                           "than orchestrator.seq_len", self.name, len(ids))  # fmt: skip
         if asked == 0 and num_cached:
-            raise SamplerFault(f"{self._name}: a new request read {num_cached} tokens from the prefix cache of the "
-                               f"weights before version {self._version}")  # fmt: skip
+            raise SamplerFault(f"{self.name}: a new request read {num_cached} tokens from the prefix cache of the "
+                               f"weights before version {self.policy_version}")  # fmt: skip
         return found
 
     async def load_metrics(self) -> ReplicaLoad:
