@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from e2e.tiny_runs import LOTS, SIZES, TOML, assert_ledger_adds_up, train_lines, trajectory_lines, workplace
+from e2e.tiny_runs import assert_ledger_adds_up, train_lines, trajectory_lines, warm_started_workplace
 from verbatim.cli.main import main
 from verbatim.monitors.trajectory_log import read_trajectories
 
@@ -20,37 +20,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarnin
 
 STEPS = 6
 LORA = """
-[checkpoint]
-interval = 2
-[warm_start]
-steps = 3
-batch_size = 4
-conversations = 20
 [trainer.lora]
 r = 4
 alpha = 8
 merge_final = true
 """
-DEMONSTRATED = '''
-from verbatim.environments.base import Demonstration
-
-class Shown(Lots):
-    """Lots with conversations to begin with."""
-
-    def demonstrations(self, count, seed):
-        return [Demonstration(messages=[{"role": "user", "content": "go"},
-                                        {"role": "assistant", "content": f"number {n}"}]) for n in range(count)]
-'''
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Iterator[Path]:
     """`run.toml` builds a model, trains all of it on conversations, and then adapters alone."""
-    with workplace(tmp_path_factory.mktemp("lora"), {"lots": LOTS + DEMONSTRATED}) as folder:
-        sizes = "\n".join(f"{key} = {value}" for key, value in SIZES.model_dump().items())
-        text = TOML.replace('[model]\nname = "{model}"', f"[model.build]\n{sizes}").format()
-        text = text.replace("[inference.torch]", "[inference.torch]\ndeterministic = true")
-        (folder / "run.toml").write_text(text + 'import_path = "lots.Shown"' + LORA)
+    with warm_started_workplace(tmp_path_factory.mktemp("lora"), LORA) as folder:
         yield folder
 
 

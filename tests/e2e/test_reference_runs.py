@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.test_lora_runs import DEMONSTRATED
-from e2e.tiny_runs import LOTS, SIZES, TOML, assert_ledger_adds_up, train_lines, workplace
+from e2e.tiny_runs import assert_ledger_adds_up, train_lines, warm_started_workplace
 from verbatim.checkpoints import TRAINER, RunFolder
 from verbatim.cli.main import main
 from verbatim.config import load_config
@@ -20,12 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarnin
 
 STEPS = 5
 REFERENCE = """
-[checkpoint]
-interval = 2
-[warm_start]
-steps = 3
-batch_size = 4
-conversations = 20
 [trainer.loss]
 kl_ref_tau = 0.1
 """
@@ -34,11 +27,7 @@ kl_ref_tau = 0.1
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Iterator[Path]:
     """`run.toml` builds a model, trains it on conversations, and keeps it near what it was then."""
-    with workplace(tmp_path_factory.mktemp("reference"), {"lots": LOTS + DEMONSTRATED}) as folder:
-        sizes = "\n".join(f"{key} = {value}" for key, value in SIZES.model_dump().items())
-        text = TOML.replace('[model]\nname = "{model}"', f"[model.build]\n{sizes}").format()
-        text = text.replace("[inference.torch]", "[inference.torch]\ndeterministic = true")
-        (folder / "run.toml").write_text(text + 'import_path = "lots.Shown"' + REFERENCE)
+    with warm_started_workplace(tmp_path_factory.mktemp("reference"), REFERENCE) as folder:
         yield folder
 
 

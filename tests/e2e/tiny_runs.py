@@ -46,6 +46,26 @@ class Lots:
         return Lot(seed)
 '''
 
+DEMONSTRATED = '''
+from verbatim.environments.base import Demonstration
+
+class Shown(Lots):
+    """Lots with conversations to begin with."""
+
+    def demonstrations(self, count, seed):
+        return [Demonstration(messages=[{"role": "user", "content": "go"},
+                                        {"role": "assistant", "content": f"number {n}"}]) for n in range(count)]
+'''
+
+WARM_STARTED = """
+[checkpoint]
+interval = 2
+[warm_start]
+steps = 3
+batch_size = 4
+conversations = 20
+"""
+
 FILTERS = """\
 [[orchestrator.filters]]      # not those by default: what random weights say is gibberish
 type = "zero_advantage"
@@ -83,6 +103,18 @@ def build_tiny_model(folder: Path) -> Path:
     texts = [chat_text(shown.messages, shown.tools) for shown in GuessNumber().demonstrations(100, seed=0)]
     build_model(folder, SIZES, texts, seed=0)
     return folder
+
+
+@contextlib.contextmanager
+def warm_started_workplace(folder: Path, tables: str) -> Iterator[Path]:
+    """Work in a folder whose `run.toml` builds a model, trains all of it on conversations of `Shown`, and then trains
+    with these tables, deterministically."""
+    with workplace(folder, {"lots": LOTS + DEMONSTRATED}):
+        sizes = "\n".join(f"{key} = {value}" for key, value in SIZES.model_dump().items())
+        text = TOML.replace('[model]\nname = "{model}"', f"[model.build]\n{sizes}").format()
+        text = text.replace("[inference.torch]", "[inference.torch]\ndeterministic = true")
+        (folder / "run.toml").write_text(text + 'import_path = "lots.Shown"' + WARM_STARTED + tables)
+        yield folder
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from verbatim.checkpoints import CONFIG
 from verbatim.cli import rl_command
 from verbatim.cli.serve_command import key_of
 from verbatim.errors import UsageError
-from verbatim.inference.http.client import check_key
+from verbatim.inference.http.connection_settings import check_key
 from verbatim.inference.http.server import LAST_PORT
 from verbatim.transport.mirror.server import Listen
 

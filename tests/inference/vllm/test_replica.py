@@ -20,7 +20,7 @@ from rollouts.waiting import until
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.pool.base import ReplicaLoad
-from verbatim.inference.vllm.control import read_metrics
+from verbatim.inference.vllm.metrics import read_metrics
 from verbatim.inference.vllm.replica import VllmReplica
 
 SIZES = (1e-3, 1e-6)

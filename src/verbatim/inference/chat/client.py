@@ -12,14 +12,8 @@ from typing import Any
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.chat.answer import BadAnswer, ChatAnswer, read_answer
-from verbatim.inference.http.client import (
-    Answer,
-    AttemptFailed,
-    HttpClient,
-    check_address,
-    check_limits,
-    status_failure,
-)
+from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, status_failure
+from verbatim.inference.http.connection_settings import check_address, check_limits
 from verbatim.texts import shown
 
 _ACCOUNT = {"OPENAI_ORG_ID": "OpenAI-Organization", "OPENAI_PROJECT_ID": "OpenAI-Project"}

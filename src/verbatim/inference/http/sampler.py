@@ -20,7 +20,8 @@ import numpy as np
 from verbatim.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference.base import Completion, SampleRequest, SamplingParams, nothing_sampled
 from verbatim.inference.http import protocol, scoring
-from verbatim.inference.http.client import CONNECT, Answer, HttpClient, HungUp, check_address, decode, encode, read_json
+from verbatim.inference.http.client import CONNECT, Answer, HttpClient, HungUp, decode, encode, read_json
+from verbatim.inference.http.connection_settings import check_address
 from verbatim.inference.validation import check_temperature
 from verbatim.types import Float32, Int32
 

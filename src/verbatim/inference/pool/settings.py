@@ -53,7 +53,7 @@ class ServerSettings(BackendSettings):
         """Refuse addresses that are none, and a variable without a key."""
         if not is_installed("aiohttp"):
             raise UsageError("urls: the HTTP client needs the package aiohttp: pip install 'verbatim-rl[serve]'")
-        from verbatim.inference.http.client import check_address
+        from verbatim.inference.http.connection_settings import check_address
 
         for url in self.urls:
             try:

@@ -6,10 +6,8 @@ failed leaves the server in a state that only the caller can judge.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,55 +18,14 @@ from verbatim.inference.http.protocol import GENERATE, SAMPLER, brief
 from verbatim.inference.http.scoring import read_cached_tokens, scoring_body
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
-from verbatim.inference.vllm.command import lora_options
 from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports
+from verbatim.inference.vllm.facts import ServerFacts
+from verbatim.inference.vllm.metrics import read_metrics
 
-_LAYERS = ("q_proj", "k_proj", "...all linear layers but the head...")
-_METRICS: Mapping[str, str] = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:kv_cache_usage_perc": "kv_usage",
-    "vllm:prefix_cache_queries_total": "cache_queries",
-    "vllm:prefix_cache_hits_total": "cache_hits",
-    "vllm:generation_tokens_total": "generated_tokens",
-}
 _ALREADY = "weight update is already active"
 """What vLLM says in `/start_weight_update`."""
 Memory = Literal["weights", "kv_cache"]
 """What a server keeps on its device, as vLLM names it."""
-_SHARES = ("kv_usage",)
-"""Averaged over the engines of a server; the others are added."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerFacts:
-    """How a server was started, as far as exactness depends on it."""
-
-    model: str
-    """A folder or a hub id."""
-    vocab_size: int
-    """Ids are below this."""
-    max_model_len: int
-    """Most tokens of prompt and completion together."""
-    dtype: str
-    """Number format of its weights."""
-    logprobs_mode: str
-    """"processed_logprobs": logprobs of the distribution that is sampled from."""
-    generation_config: str
-    """"vllm": no sampling defaults of the model's."""
-    prefix_caching: bool
-    chunked_prefill: bool
-    speculative: bool
-    """Whether a draft model proposes tokens."""
-    weight_transfer: str | None
-    """The weight-transfer engine."""
-    unsupported_heads: str | None
-    """The size of the model's attention heads and those that the server can compute; None = it can compute the
-    model's."""
-    max_lora_rank: int | None = None
-    """Highest rank of low-rank adapters; None = it takes none."""
-    adapts_head: bool = False
-    """Whether it has room for an adapter of the output head."""
 
 
 class VllmControl:
@@ -335,82 +292,6 @@ def _read_success(answer: Answer) -> None:
     """Whatever it says, unless it says why it failed."""
     if answer.status != 200:
         read_json(answer)
-
-
-def refuse_inexact(
-    facts: ServerFacts, *, name: str, transfer: str, vocab_size: int, context_length: int,
-    adapter_rank: int | None = None,
-) -> None:  # fmt: skip
-    """Refuse a server that does not sample exactly what is asked for, or that cannot load weights.
-
-    Args:
-        facts: The server's.
-        name: The replica's.
-        transfer: The weight-transfer engine that it needs.
-        vocab_size: The model's.
-        context_length: Most tokens of prompt and completion together that the run asks for.
-        adapter_rank: Rank of the low-rank adapters that it is to load; None = it gets whole weights.
-
-    Raises:
-        UsageError: names everything that is wrong, and the flags to add.
-    """
-    wrong = [said for ok, said in (
-        (facts.vocab_size == vocab_size,
-         f"it serves {facts.model} with {facts.vocab_size} ids, expected the model of this run with {vocab_size}: "
-         "start it with --model and the folder in model.name"),
-        (facts.max_model_len >= context_length,
-         f"its context is {facts.max_model_len} tokens, expected at least {context_length}: add --max-model-len "
-         f"{context_length}"),
-        (facts.unsupported_heads is None,
-         f"its attention heads have a size of {facts.unsupported_heads}: sample this model with a GPU, or with "
-         'inference.backend = "torch"'),
-        (facts.logprobs_mode == "processed_logprobs",
-         f"its logprobs are {facts.logprobs_mode}, not those of the distribution that is sampled from: add "
-         "--logprobs-mode processed_logprobs"),
-        (facts.generation_config == "vllm",
-         "it takes sampling defaults from the model's generation_config.json: add --generation-config vllm"),
-        (facts.prefix_caching, "it computes every prompt anew: add --enable-prefix-caching"),
-        (facts.chunked_prefill, "long prompts hold up all other requests: add --enable-chunked-prefill"),
-        (not facts.speculative, "a draft model proposes its tokens, which weight updates do not reach: leave out "
-                                "--speculative-config"),
-        (facts.weight_transfer == transfer,
-         f"its weight-transfer engine is {facts.weight_transfer}: add --weight-transfer-config "
-         f"'{{\"backend\": \"{transfer}\"}}'"),
-        (adapter_rank is None or (facts.max_lora_rank or 0) >= adapter_rank,
-         f"it takes no adapters of rank {adapter_rank}: add {' '.join(lora_options(adapter_rank or 1, _LAYERS))}, and "
-         "the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-        (adapter_rank is None or not facts.adapts_head,
-         f"it adapts the output head, which ends vLLM 0.32 in a step with prompt logprobs: add --lora-target-modules "
-         f"{' '.join(_LAYERS)}"),
-        (adapter_rank is not None or facts.max_lora_rank is None,
-         "it was started for adapters, and this run sends it whole weights: leave out --enable-lora"),
-    ) if not ok]  # fmt: skip
-    if wrong:
-        raise UsageError(f"{name} cannot be used: " + "; ".join(wrong))
-
-
-def read_metrics(text: str) -> ReplicaLoad:
-    """vLLM's figures in Prometheus's format.
-
-    >>> read_metrics('vllm:num_requests_running{engine="0"} 2.0\\nvllm:num_requests_running{engine="1"} 3.0').running
-    5
-
-    Raises:
-        SamplerFault: there are none.
-    """
-    found: dict[str, list[float]] = {}
-    for line in text.splitlines():
-        name, _, value = line.rpartition(" ")
-        key = _METRICS.get(name.partition("{")[0])
-        if key is not None:
-            with contextlib.suppress(ValueError):
-                found.setdefault(key, []).append(float(value))
-    if not found:
-        raise SamplerFault(f"/metrics has no figures of vLLM: {brief(text)}")
-    figures: dict[str, Any] = {
-        key: sum(values) / len(values) if key in _SHARES else int(sum(values)) for key, values in found.items()
-    }
-    return ReplicaLoad(**figures)
 
 
 def named(name: str, url: str) -> str:

@@ -19,8 +19,9 @@ from verbatim.inference.http.client import CONNECT, HttpClient
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_version
-from verbatim.inference.vllm.control import Memory, VllmControl, joined, named, refuse_inexact
+from verbatim.inference.vllm.control import Memory, VllmControl, joined, named
 from verbatim.inference.vllm.digests import Piece, Proof, PublishedFolder, WorkerReport, open_folder
+from verbatim.inference.vllm.facts import refuse_inexact
 from verbatim.inference.vllm.transports import make_transport
 from verbatim.models.source import is_adapter
 from verbatim.types import Float32, Int32

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verbatim.errors import RunStopped, UsageError
-from verbatim.inference.http.client import CONNECT, certificates, check_address, check_installed, check_key
+from verbatim.inference.http.client import CONNECT
+from verbatim.inference.http.connection_settings import certificates, check_address, check_installed, check_key
 from verbatim.machine_faults import naming
 from verbatim.texts import cut, printable
 from verbatim.transport.mirror.protocol import OTHER_BYTES, PART, SESSIONS, files_of

@@ -1,0 +1,76 @@
+"""Checks what a connection is made with: its address, its limits, its key, and the proxy and the certificates that
+environment variables name."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import urllib.request
+from urllib.parse import urlsplit
+
+from verbatim.errors import UsageError
+from verbatim.texts import shown
+
+
+def check_address(url: object, name: str) -> None:
+    """Raises `UsageError` for what is no plain http(s) address, without a password in it; `name` is the setting's."""
+    example = 'expected an address such as "http://localhost:8000"'
+    if not isinstance(url, str):
+        raise UsageError(f"{name}: found {shown(url, 80)} ({type(url).__name__}), {example}")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, half a bracket
+        is_address = False
+    if not is_address or any(c.isspace() or not c.isprintable() for c in url):
+        raise UsageError(f"{name} {url.rpartition('@')[2]!r}; {example}")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise UsageError(f"{name} of {parts.hostname} holds a password or a query, which would be written down; give "
+                         "the key as api_key, or in an environment variable")  # fmt: skip
+
+
+def check_limits(request_timeout: object, max_retries: object) -> None:
+    """Raises `UsageError` for limits with which no request could be made."""
+    is_count = isinstance(max_retries, int) and max_retries >= 0
+    if not is_count or not isinstance(request_timeout, int | float) or not request_timeout > 0:
+        raise UsageError(f"max_retries = {max_retries!r}, request_timeout = {request_timeout!r}; expected at least 0 "
+                         "retries and a time above 0, in seconds")  # fmt: skip
+
+
+def check_key(key: object) -> None:
+    """Refuse a key that no header can hold, without quoting it."""
+    if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable() and " " not in key):
+        raise UsageError("the API key holds a line break, a space or a letter that a header cannot hold, or is no "
+                         "text; a key that was read from a file needs .strip()")  # fmt: skip
+
+
+def check_installed() -> None:
+    """Refuse to start without the libraries, and say what to install."""
+    try:
+        import aiohttp  # noqa: F401
+        import certifi  # noqa: F401
+        import orjson  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"requests to a server need {error.name}: pip install 'verbatim-rl[api]'") from None
+
+
+def proxy_of_environment(url: str) -> str | None:
+    """HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, unless NO_PROXY names the host."""
+    parts, proxies = urlsplit(url), urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or urllib.request.proxy_bypass(parts.netloc):
+        return None
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    if urlsplit(proxy).scheme not in ("http", "https"):
+        raise UsageError(f"the environment names a {urlsplit(proxy).scheme} proxy for {parts.hostname}; expected an "
+                         f"http proxy, or the host in NO_PROXY: NO_PROXY={parts.hostname}")  # fmt: skip
+    return proxy
+
+
+def certificates() -> ssl.SSLContext:
+    """Those that the environment names, else certifi's: a container may have none of its own."""
+    if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
+        return ssl.create_default_context()  # OpenSSL reads both variables
+    import certifi
+
+    return ssl.create_default_context(cafile=certifi.where())

@@ -1,0 +1,93 @@
+"""How a vLLM server was started, and whether a run can sample exactly from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verbatim.errors import UsageError
+from verbatim.inference.vllm.command import lora_options
+
+_LAYERS = ("q_proj", "k_proj", "...all linear layers but the head...")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """How a server was started, as far as exactness depends on it."""
+
+    model: str
+    """A folder or a hub id."""
+    vocab_size: int
+    """Ids are below this."""
+    max_model_len: int
+    """Most tokens of prompt and completion together."""
+    dtype: str
+    """Number format of its weights."""
+    logprobs_mode: str
+    """"processed_logprobs": logprobs of the distribution that is sampled from."""
+    generation_config: str
+    """"vllm": no sampling defaults of the model's."""
+    prefix_caching: bool
+    chunked_prefill: bool
+    speculative: bool
+    """Whether a draft model proposes tokens."""
+    weight_transfer: str | None
+    """The weight-transfer engine."""
+    unsupported_heads: str | None
+    """The size of the model's attention heads and those that the server can compute; None = it can compute the
+    model's."""
+    max_lora_rank: int | None = None
+    """Highest rank of low-rank adapters; None = it takes none."""
+    adapts_head: bool = False
+    """Whether it has room for an adapter of the output head."""
+
+
+def refuse_inexact(
+    facts: ServerFacts, *, name: str, transfer: str, vocab_size: int, context_length: int,
+    adapter_rank: int | None = None,
+) -> None:  # fmt: skip
+    """Refuse a server that does not sample exactly what is asked for, or that cannot load weights.
+
+    Args:
+        facts: The server's.
+        name: The replica's.
+        transfer: The weight-transfer engine that it needs.
+        vocab_size: The model's.
+        context_length: Most tokens of prompt and completion together that the run asks for.
+        adapter_rank: Rank of the low-rank adapters that it is to load; None = it gets whole weights.
+
+    Raises:
+        UsageError: names everything that is wrong, and the flags to add.
+    """
+    wrong = [said for ok, said in (
+        (facts.vocab_size == vocab_size,
+         f"it serves {facts.model} with {facts.vocab_size} ids, expected the model of this run with {vocab_size}: "
+         "start it with --model and the folder in model.name"),
+        (facts.max_model_len >= context_length,
+         f"its context is {facts.max_model_len} tokens, expected at least {context_length}: add --max-model-len "
+         f"{context_length}"),
+        (facts.unsupported_heads is None,
+         f"its attention heads have a size of {facts.unsupported_heads}: sample this model with a GPU, or with "
+         'inference.backend = "torch"'),
+        (facts.logprobs_mode == "processed_logprobs",
+         f"its logprobs are {facts.logprobs_mode}, not those of the distribution that is sampled from: add "
+         "--logprobs-mode processed_logprobs"),
+        (facts.generation_config == "vllm",
+         "it takes sampling defaults from the model's generation_config.json: add --generation-config vllm"),
+        (facts.prefix_caching, "it computes every prompt anew: add --enable-prefix-caching"),
+        (facts.chunked_prefill, "long prompts hold up all other requests: add --enable-chunked-prefill"),
+        (not facts.speculative, "a draft model proposes its tokens, which weight updates do not reach: leave out "
+                                "--speculative-config"),
+        (facts.weight_transfer == transfer,
+         f"its weight-transfer engine is {facts.weight_transfer}: add --weight-transfer-config "
+         f"'{{\"backend\": \"{transfer}\"}}'"),
+        (adapter_rank is None or (facts.max_lora_rank or 0) >= adapter_rank,
+         f"it takes no adapters of rank {adapter_rank}: add {' '.join(lora_options(adapter_rank or 1, _LAYERS))}, and "
+         "the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        (adapter_rank is None or not facts.adapts_head,
+         f"it adapts the output head, which ends vLLM 0.32 in a step with prompt logprobs: add --lora-target-modules "
+         f"{' '.join(_LAYERS)}"),
+        (adapter_rank is not None or facts.max_lora_rank is None,
+         "it was started for adapters, and this run sends it whole weights: leave out --enable-lora"),
+    ) if not ok]  # fmt: skip
+    if wrong:
+        raise UsageError(f"{name} cannot be used: " + "; ".join(wrong))
