@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Container
+from pathlib import Path
 
 LONGEST_ERROR = 2000
 """Most characters kept of an exception's text."""
@@ -54,6 +55,27 @@ def numbered(name: str, taken: Container[str]) -> str:
     """
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
     return next(candidate for candidate in names if candidate not in taken)
+
+
+def end_of_file(path: Path, *, since: int = 0, most: int = 2**20) -> list[str]:
+    """The last lines of a text file, without reading the rest of it.
+
+    Args:
+        path: The file.
+        since: Bytes at its beginning that are not wanted.
+        most: Bytes that are read; a line of which only the end is among them is left out.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        begin = max(since, size - most)
+        file.seek(max(0, begin - 1))
+        before, data = (file.read(1) if begin else b""), file.read(most)
+    if begin > since and before != b"\n":
+        data = data.partition(b"\n")[2]
+    return data.decode("utf-8", "replace").splitlines()
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import re
@@ -16,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import build_tiny_model
+from verbatim.cli import inference_command
 from verbatim.cli.main import main
+from verbatim.errors import SamplerFault
 from verbatim.inference.vllm import install
 from verbatim.inference.vllm.install import install_vllm
 from verbatim.inference.vllm.settings import VllmSettings
@@ -76,6 +80,41 @@ def test_a_port_that_is_taken_is_refused_before_a_vllm_is_started(file, monkeypa
 
 
 @pytest.mark.slow
+class Ended:
+    """A server that has ended, and of whose new starts each goes wrong in another way."""
+
+    name = "replica 0"
+
+    def __init__(self, *faults: Exception) -> None:
+        self.faults = list(faults)
+
+    async def ended(self) -> None:
+        pass
+
+    def how_it_ended(self) -> str:
+        return "signal 9"
+
+    async def start(self, deadline: float) -> None:
+        if not self.faults:
+            raise asyncio.CancelledError
+        raise self.faults.pop(0)
+
+
+async def test_a_server_that_cannot_be_started_again_is_told_plainly_and_tried_again(monkeypatch, caplog):
+    monkeypatch.setattr(inference_command, "_FIRST_PAUSE", 0.001)
+    full = OSError(errno.ENOSPC, "No space left on device", "logs/replica_0.log")
+    with pytest.raises(asyncio.CancelledError):
+        await inference_command._keep_running(Ended(full, SamplerFault("it does not answer")), 1.0)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "replica 0 ended (signal 9); starting it again",
+        "replica 0 could not be started again: No space left on device (logs/replica_0.log)",
+        "replica 0 ended (signal 9); starting it again",
+        "it does not answer",
+        "replica 0 ended (signal 9); starting it again",
+    ]
+
+
 def test_a_step_of_the_installation_that_fails_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(install, "VERSION", "0.0.0.never")
     monkeypatch.setenv("PIP_INDEX_URL", f"file://{tmp_path}/no-index")

@@ -205,6 +205,28 @@ def test_a_run_over_a_connection_that_breaks_and_a_trainer_that_is_killed_ends_a
     assert not list((elsewhere / "exchange").glob("*/states/*"))
 
 
+def test_a_trainer_whose_orchestrator_is_killed_ends_and_both_go_on_from_the_checkpoint(
+    place: Path, one_folder: Path
+):
+    here, there = place / "killed" / "run", place / "left" / "run"
+    more = ["--orchestrator.heartbeat-timeout", 5]
+    with orchestrator(here, *more) as (rollouts, port), trainer(there, port, *more) as training:
+        wait_until(lambda: (here / "checkpoints" / "step_000002").exists() and steps_of(here) >= 3, rollouts, training)
+        rollouts.kill()
+        rollouts.wait()
+        assert training.wait(timeout=120) == 1
+        said = " ".join(training.said().split())
+        assert re.search(r"stopped: the orchestrator \(process \d+\) has given no sign of life for \d+ s; the last was",
+                         said)  # fmt: skip
+        assert f"the connection to http://127.0.0.1:{port} is broken" in said
+        assert "Traceback" not in said
+
+    with orchestrator(here, "--resume") as (rollouts, port), trainer(there, port) as training:
+        assert rollouts.wait(timeout=240) == 0, rollouts.said()
+        assert training.wait(timeout=60) == 0, training.said()
+    assert_same_run(here, one_folder)
+
+
 def test_two_hosts_that_do_not_fit_together_are_told_what_to_type(place: Path, monkeypatch):
     monkeypatch.setenv("RUN_KEY", KEY)
     monkeypatch.setenv("OTHER_KEY", "fedcba9876543210-key")

@@ -240,6 +240,23 @@ def test_a_model_that_the_sampler_refuses_leaves_no_run_behind(place: Path, mode
     assert main(["rl", "run.toml", "--max-steps", "1", *options]) == 0
 
 
+@pytest.mark.parametrize(("options", "lost"), [
+    ([], []),
+    (["--trainer.loss.kl-ref-tau", "0.1"], ["their term of trainer.loss.kl_ref_tau"]),
+    (["--orchestrator.advantage.type", "chunk_returns"], ['"chunk_returns" without a baseline learns from']),
+    (["--orchestrator.advantage", '{ type = "chunk_returns", baseline = "group" }'], []),
+])  # fmt: skip
+def test_groups_that_are_filtered_though_they_have_a_gradient_are_told_of(place: Path, caplog, options, lost):
+    filtering = ["--orchestrator.buffer.online-difficulty-filtering", "true"]
+    assert main(["config", "run.toml", *filtering, *options]) == 0
+    told = [record.getMessage() for record in caplog.records if "difficulty filtering drops" in record.getMessage()]
+    assert len(told) == len(lost)
+    assert all(text in message for text, message in zip(lost, told, strict=True))
+    caplog.clear()
+    assert main(["config", "run.toml", *options]) == 0
+    assert "difficulty filtering" not in caplog.text
+
+
 def test_a_file_of_conversations_is_read_line_by_line_as_utf_8(tmp_path: Path):
     file = tmp_path / "talk.jsonl"
     said = {"messages": [{"role": "assistant", "content": "a\u2028b"}]}  # a line separator is no end of a line here

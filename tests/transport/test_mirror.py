@@ -13,11 +13,12 @@ import socket
 import subprocess
 import threading
 import types
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
+from mirror_hosts import KEY, SESSION, folder_with, until
 from transport_samples import make_sample
 
 from verbatim.errors import RunStopped, UsageError
@@ -26,7 +27,7 @@ from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat, read_beat
 from verbatim.transport.mirror import app as app_module
 from verbatim.transport.mirror import link as link_module
-from verbatim.transport.mirror import protocol
+from verbatim.transport.mirror import protocol, trainer_side
 from verbatim.transport.mirror.app import MirrorApp
 from verbatim.transport.mirror.incoming import Incoming, IncomingFile
 from verbatim.transport.mirror.link import Busy, Link, SessionGone
@@ -35,8 +36,6 @@ from verbatim.transport.mirror.server import Listen, serve_mirror
 from verbatim.transport.mirror.trainer_side import Mirror
 from verbatim.transport.remote_trainer import RemoteTrainer
 from verbatim.transport.trainer_messages import TrainerMessage, to_json
-
-KEY, SESSION = "a-key-of-16-bytes", "00112233445566ff"
 
 
 class BreakingNetwork:
@@ -75,27 +74,6 @@ class BreakingNetwork:
             await target.drain()
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    """The orchestrator's run folder, with a checkpoint."""
-    checkpoint = tmp_path / "here" / "checkpoints" / "step_000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state").write_bytes(os.urandom(50_000))
-    return tmp_path / "here"
-
-
-@pytest.fixture
-def app(here: Path) -> MirrorApp:
-    checkpoint = here / "checkpoints" / "step_000002"
-    return MirrorApp(here, config="x = 1\n", offers={"checkpoints/step_000002": files_of(checkpoint)}, keep=2, key=KEY)
-
-
-@pytest.fixture
-def port(app: MirrorApp):
-    with serve_mirror(app, Listen(host="127.0.0.1", port=0, key=KEY)) as server:
-        yield int(server.url.rpartition(":")[2])
-
-
 @contextlib.asynccontextmanager
 async def linked(port: int, key: str = KEY) -> AsyncIterator[Link]:
     async with Link(f"http://127.0.0.1:{port}", key) as link:
@@ -104,24 +82,6 @@ async def linked(port: int, key: str = KEY) -> AsyncIterator[Link]:
 
 async def begun(link: Link, session: str = SESSION) -> None:
     await link.ask("POST", f"{SESSIONS}/{session}", {"who": "a test", "checkpoint": "checkpoints/step_000002"})
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110  nothing tells a test when it comes true
-        await asyncio.sleep(0.01)
-
-
-def folder_with(path: Path, **files: bytes) -> Path:
-    path.mkdir(parents=True)
-    for name, data in files.items():
-        (path / name).write_bytes(data)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(link_module, "_LONGEST_PAUSE", 0.01)
 
 
 # ---- files
@@ -394,12 +354,14 @@ async def test_a_second_trainer_is_refused_while_the_first_one_lives(port, app):
     async with linked(port) as link:
         await begun(link)
         await begun(link)  # again, as after a lost answer
-        with pytest.raises(UsageError, match=r"the orchestrator has a trainer, a test, heard of 0 s ago; end it first"):
+        with pytest.raises(Busy, match=r"has a trainer, a test, heard of 0 s ago; end it first") as busy:
             await begun(link, "f" * 16)
+        assert busy.value.alive
         app.session.heard -= 60  # silent, but it may have an orchestrator: that has to notice first
         app.session.exchange.attach()
-        with pytest.raises(Busy):
+        with pytest.raises(Busy) as busy:
             await begun(link, "f" * 16)
+        assert not busy.value.alive
         await link.ask("DELETE", f"{SESSIONS}/{SESSION}", {"why": "done"})
     assert app.session.exchange.folder.name == SESSION
 
@@ -598,7 +560,8 @@ async def test_a_trainer_that_is_refused_hears_why(port, tmp_path):
         there.wait_for_message(1, mirror.look)
 
 
-def test_a_trainer_that_is_refused_hears_it_before_it_prepares_anything(port, app, tmp_path):
+def test_a_trainer_that_is_refused_hears_it_before_it_prepares_anything(port, app, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_side, "_ALIVE_SECONDS", 0.2)
     url = f"http://127.0.0.1:{port}"
     first, second = (Exchange.open(tmp_path / host / "exchange") for host in ("there", "elsewhere"))
     with Mirror(Link(url, KEY), first, "checkpoints/step_000002") as mirror:

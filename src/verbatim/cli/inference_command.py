@@ -19,6 +19,7 @@ from verbatim.config.sections import table_of
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.http.server import LAST_PORT
 from verbatim.inference.pool.settings import ServerSettings
+from verbatim.machine_faults import describe
 from verbatim.plain_console import PlainConsole
 from verbatim.run.logs import log_to_console
 from verbatim.run.rollouts import inference_settings, make_sampler
@@ -213,6 +214,8 @@ async def _keep_running(process: ServerProcess, deadline: float) -> None:
             pause = _FIRST_PAUSE
         except SamplerFault as fault:
             logger.warning("%s", fault)
+        except OSError as error:  # a full disk, no process to be had: both may pass
+            logger.warning("%s could not be started again: %s", process.name, describe(error))
 
 
 def _say_how(console: Console, config: RunConfig, urls: list[str]) -> None:

@@ -25,7 +25,14 @@ from verbatim.run.environments import (
     make_environments,
     read_conversations,
 )
-from verbatim.run.parts import frozen_models, logprob_models, make_loss, make_monitors, make_rules
+from verbatim.run.parts import (
+    frozen_models,
+    logprob_models,
+    make_loss,
+    make_monitors,
+    make_rules,
+    warn_of_useful_flat_groups,
+)
 from verbatim.run.placement import check_placement, check_turns
 from verbatim.run.rollouts import inference_settings, make_renderer, plays_elsewhere, rollout_settings
 
@@ -62,6 +69,7 @@ def check_run(
     make_monitors(config)
     _check_loss(config)
     warn_of_unread_tables(config)
+    warn_of_useful_flat_groups(config)
     warm_start = config.warm_start
     data = read_conversations(warm_start.data) if warm_start is not None and warm_start.data is not None else []
     rollout_settings(config).check()

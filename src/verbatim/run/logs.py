@@ -14,7 +14,7 @@ from rich.logging import RichHandler
 
 from verbatim.errors import VerbatimError
 from verbatim.machine_faults import describe, is_out_of_memory
-from verbatim.texts import printable
+from verbatim.texts import end_of_file, printable
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -106,7 +106,7 @@ def log_to_file(path: Path) -> Iterator[None]:
 def last_lines(log: Path, count: int = 8) -> str:
     """The last lines of the process that wrote this log last, as further lines of an error message."""
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = end_of_file(log)
     except OSError:
         return ""
     started = max((number for number, line in enumerate(lines, start=1) if _STARTED in line), default=0)

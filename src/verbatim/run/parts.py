@@ -104,7 +104,6 @@ def make_dispatcher(
 ) -> Dispatcher:
     """The dispatcher, which keeps rollouts in flight."""
     orchestrator = config.orchestrator
-    _warn_of_useful_flat_groups(config)
     for sentence in capped_settings(orchestrator):
         logger.warning("%s", sentence)
     schedule = ExampleSchedule(
@@ -131,8 +130,9 @@ def make_dispatcher(
     )
 
 
-def _warn_of_useful_flat_groups(config: RunConfig) -> None:
-    """Without a baseline, or with a teacher, a group of equal rewards has a gradient, and filtering it out loses it."""
+def warn_of_useful_flat_groups(config: RunConfig) -> None:
+    """Without a baseline, with a teacher, or near a reference, a group of equal rewards has a gradient, and filtering
+    it out loses it."""
     orchestrator = config.orchestrator
     if not orchestrator.buffer.online_difficulty_filtering or orchestrator.training_mode != "rl":
         return
@@ -140,6 +140,12 @@ def _warn_of_useful_flat_groups(config: RunConfig) -> None:
         logger.warning(
             "online difficulty filtering drops groups of equal rewards, which trainer.loss.teacher_tau learns from; "
             "set orchestrator.buffer.online_difficulty_filtering = false"
+        )
+    if make_loss(config).reads_a_reference:
+        logger.warning(
+            "online difficulty filtering drops groups of equal rewards, and their term of trainer.loss.kl_ref_tau with "
+            "them: only the other groups hold the policy near the reference. To have it on all, set "
+            "orchestrator.buffer.online_difficulty_filtering = false, and a list of filters without zero_advantage"
         )
     for env in orchestrator.train.env:
         advantage = env.advantage or orchestrator.advantage

@@ -14,8 +14,9 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -35,6 +36,8 @@ from verbatim.transport.heartbeat import Heartbeat, PeerWatch
 from verbatim.transport.mirror.server import Listen
 from verbatim.transport.remote_trainer import RemoteTrainer
 from verbatim.user_code import is_ctrl_c
+
+T = TypeVar("T")
 
 _USAGE = 2
 """The exit status of a trainer that refuses what was configured (`verbatim.cli.exit_status`)."""
@@ -146,13 +149,46 @@ def _found_trainer(
     config: RunConfig, folder: RunFolder, console: Console, how: str, ended: Callable[[], str | None], log: Path | None
 ) -> Iterator[TrainerSide]:
     """The trainer that is there, or comes."""
-    exchange = _find_session(folder.exchange, console, how)
-    folder.agree(config, exchange.config.read_text(encoding="utf-8"))
-    ready = _wait_until_ready(exchange, config, ended, log)
-    if not exchange.attach():
-        raise RunStopped(f"the trainer of {folder.path} serves another orchestrator; end it, and start it again")
+    exchange, ready = _find_ready(config, folder, console, how, ended, log)
     with _side(ready, exchange, config, ended, log) as side:
         yield side
+
+
+class _StartedAgain(Exception):
+    """Another trainer has come instead of one that was preparing."""
+
+
+def _unless_gone(look: Callable[[], T]) -> T:
+    """What the look at a file of a session gives. The next trainer removes the session of the one before."""
+    try:
+        return look()
+    except FileNotFoundError:
+        raise _StartedAgain from None
+
+
+def _find_ready(
+    config: RunConfig, folder: RunFolder, console: Console, how: str, ended: Callable[[], str | None], log: Path | None
+) -> tuple[Exchange, TrainerReady]:
+    """The session of a trainer that is ready; whoever is started again while it prepares has another one."""
+    while True:
+        exchange = _find_session(folder.exchange, console, how)
+
+        def gone(mine: Exchange = exchange) -> str | None:
+            current = Exchange.current(folder.exchange)
+            if current is not None and current.folder != mine.folder:
+                raise _StartedAgain
+            return ended()
+
+        try:
+            folder.agree(config, _unless_gone(partial(exchange.config.read_text, encoding="utf-8")))
+            ready = _wait_until_ready(exchange, config, gone, log)
+            is_ours = _unless_gone(exchange.attach)
+        except _StartedAgain:
+            console.print("the trainer was started again", soft_wrap=True)
+            continue
+        if not is_ours:
+            raise RunStopped(f"the trainer of {folder.path} serves another orchestrator; end it, and start it again")
+        return exchange, ready
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from verbatim.inference.http.client import Answer, HttpClient
 from verbatim.inference.vllm import keeper
 from verbatim.inference.vllm.command import server_command, server_environment
 from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.texts import printable
+from verbatim.machine_faults import describe
+from verbatim.texts import end_of_file, printable
 
 logger = logging.getLogger(__name__)
 
@@ -153,10 +154,10 @@ class ServerProcess:
         """The first error in its log since its start, and the last lines, for a message: the processes of a server
         report the failure of each other, and the first one has the cause."""
         try:
-            written = self._log.read_bytes()[self._log_begins :]
+            written = end_of_file(self._log, since=self._log_begins)
         except OSError as error:
-            return f"Its log {self._log} cannot be read: {error}"
-        lines = [printable(line) for line in written.decode("utf-8", "replace").splitlines() if line.strip()]
+            return f"Its log cannot be read: {describe(error, self._log)}"
+        lines = [printable(line) for line in written if line.strip()]
         first = next((n for n, line in enumerate(lines[:-_QUOTED]) if _ERROR.search(line)), None)
         cause = [] if first is None else [f"  {lines[first]}", "  ..."]
         return "\n".join([f"From {self._log}:", *cause, *(f"  {line}" for line in lines[-_QUOTED:])])

@@ -71,6 +71,8 @@ class Session:
     """What it said as it ended."""
     answers: int = 0
     """Answers that have arrived."""
+    beats_are_lost: bool = False
+    """Whether its last heartbeat could not be written here."""
     digests: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Size and sha256 of the message that is asked for."""
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -192,8 +194,15 @@ class MirrorApp:
     async def _beat(self, request: Request) -> dict[str, Any]:
         session, beat = self._found(request), await _body(request)
         exchange = session.exchange
-        async with session.publishing:
-            await asyncio.to_thread(publish_bytes, exchange.trainer_beat, beat)
+        try:
+            async with session.publishing:
+                await asyncio.to_thread(publish_bytes, exchange.trainer_beat, beat)
+            session.beats_are_lost = False
+        except OSError as error:
+            if not session.beats_are_lost:  # every half second
+                session.beats_are_lost = True
+                logger.error("heartbeats of the trainer cannot be written: %s", describe(error))
+            raise Refused(507, describe(error)) from None
         theirs = read_beat(exchange.orchestrator_beat)
         return {"orchestrator": None if theirs is None else vars(theirs), "attached": exchange.is_attached}
 

@@ -50,8 +50,21 @@ class SessionGone(Exception):
     """The orchestrator's host does not know the session: it has been started again."""
 
 
+class CannotWrite(RunStopped):
+    """The orchestrator's host cannot write: its disk is full, or fails."""
+
+
 class Busy(Exception):
-    """The orchestrator's host has another trainer, which gives no sign of life."""
+    """The orchestrator's host has another trainer.
+
+    Args:
+        message: Which one.
+        alive: Whether that has given a sign of life within seconds.
+    """
+
+    def __init__(self, message: str, *, alive: bool) -> None:
+        super().__init__(message)
+        self.alive = alive
 
 
 class Link:
@@ -112,8 +125,9 @@ class Link:
 
         Raises:
             UsageError: the key is wrong, or the request is refused.
-            RunStopped: the orchestrator's host cannot write.
+            CannotWrite: the orchestrator's host cannot write.
             SessionGone: it has been started again.
+            Busy: it has another trainer.
         """
         return await self._persist(lambda: self.ask(method, path, body, **query))
 
@@ -276,11 +290,11 @@ class Link:
         if response.status == 410:
             raise SessionGone(said)
         if response.status == 507:
-            raise RunStopped(f"the orchestrator's host {self.url} cannot write: {said}")
+            raise CannotWrite(f"the orchestrator's host {self.url} cannot write: {said}")
         if response.status in _PASSING:
             raise Broken(f"status {response.status}: {said}")
-        if found.get("busy") and not found.get("alive"):
-            raise Busy(said)
+        if found.get("busy"):
+            raise Busy(said, alive=bool(found.get("alive")))
         raise UsageError(f"{self.url}: {said or f'status {response.status}'}")
 
 

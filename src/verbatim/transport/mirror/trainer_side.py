@@ -10,13 +10,15 @@ import os
 import shutil
 import socket
 import threading
+import time
 from typing import Any
 
-from verbatim.errors import RunStopped
+from verbatim.errors import RunStopped, UsageError
+from verbatim.machine_faults import describe
 from verbatim.transport.exchange import FIRST_WAIT, LONGEST_WAIT, READY, Exchange, answer_name, message_name
 from verbatim.transport.files import publish_json
 from verbatim.transport.heartbeat import BEAT_SECONDS
-from verbatim.transport.mirror.link import Broken, Busy, Link, SessionGone
+from verbatim.transport.mirror.link import Broken, Busy, CannotWrite, Link, SessionGone
 from verbatim.transport.mirror.protocol import SESSIONS
 from verbatim.transport.trainer_messages import IN_RUN
 
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.05
 _AGAIN_SECONDS = 1.0
 """Seconds until a trainer asks again whether the one before it is gone."""
+_ALIVE_SECONDS = 8.0
+"""Seconds after which a trainer that still gives signs of life is not the one before this one, killed a moment ago."""
 _FAREWELL = 5.0
 """Seconds that the orchestrator's host has to hear that this trainer ends."""
 
@@ -46,6 +50,8 @@ class Mirror:
         """Set once the orchestrator's host has taken this trainer, or has asked it to wait."""
         self._why = ""
         self._failure: BaseException | None = None
+        self._trouble: str | None = None
+        """Why the last heartbeat did not pass; None where it did."""
         self._thread = threading.Thread(target=self._main, name="mirror", daemon=True)
 
     def __enter__(self) -> Mirror:
@@ -53,7 +59,7 @@ class Mirror:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._why = "" if error is None else str(error) or type(error).__name__
+        self._why = "" if error is None else describe(error) or type(error).__name__
         self._ending.set()
         self._thread.join(2 * _FAREWELL)
 
@@ -73,8 +79,8 @@ class Mirror:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the connection, as the end of a sentence; empty while it holds."""
-        return f"; the connection to {self._link.url} is broken: {self._link.trouble}" if self._link.trouble else ""
+        """Why no heartbeats come, as the end of a sentence; empty while they do."""
+        return f"; {self._trouble}" if self._trouble is not None else ""
 
     def _main(self) -> None:
         try:
@@ -91,7 +97,7 @@ class Mirror:
                                          f"{self._link.url}: start the trainer again")  # fmt: skip
                     logger.info("%s has been started again", self._link.url)
             except Exception as error:
-                self._why = self._why or str(error)
+                self._why = self._why or describe(error)
                 raise
             finally:
                 with contextlib.suppress(Exception):  # maybe nothing hears it; the heartbeats end too
@@ -122,33 +128,52 @@ class Mirror:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _begin(self, beginning: dict[str, Any]) -> None:
+        until, told = time.monotonic() + _ALIVE_SECONDS, False
         while True:
             try:
                 await self._link.insist("POST", self._session, beginning)
                 self._answered.set()
                 return
             except Busy as busy:
-                self._answered.set()
-                logger.info("waiting: %s", busy)
-                await asyncio.sleep(_AGAIN_SECONDS)
+                if not busy.alive:
+                    self._answered.set()
+                elif time.monotonic() > until:
+                    raise UsageError(f"{self._link.url}: {busy}") from None
+                if not told:
+                    told = True
+                    logger.info("waiting: %s", busy)
+            await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _beat(self) -> None:
-        exchange = self._exchange
+        """Exchange heartbeats. One that cannot be written, here or there, costs itself alone: room may be made."""
         while True:
-            with contextlib.suppress(FileNotFoundError):
-                beat = await asyncio.to_thread(exchange.trainer_beat.read_bytes)
-                try:
-                    async with asyncio.timeout(10 * BEAT_SECONDS):
-                        reply = await self._link.ask("PUT", f"{self._session}/beat", beat)
-                except (Broken, TimeoutError) as failure:
-                    self._link.trouble = str(failure) or "no answer"
-                else:
-                    self._link.trouble = None
-                    if reply["orchestrator"] is not None:
-                        publish_json(exchange.orchestrator_beat, reply["orchestrator"])
-                    if reply["attached"]:
-                        exchange.attach()
+            full: str | None = None
+            try:
+                async with asyncio.timeout(10 * BEAT_SECONDS):
+                    await self._exchange_beats()
+                trouble = None
+            except (Broken, TimeoutError) as failure:
+                trouble = f"the connection to {self._link.url} is broken: {str(failure) or 'no answer'}"
+            except CannotWrite as failure:
+                trouble = full = str(failure)
+            except OSError as error:
+                trouble = full = f"this host cannot write: {describe(error)}"
+            if full is not None and full != self._trouble:
+                logger.warning("heartbeats do not pass, and go on: %s", full)
+            self._trouble = trouble
             await asyncio.sleep(BEAT_SECONDS)
+
+    async def _exchange_beats(self) -> None:
+        exchange = self._exchange
+        try:
+            beat = await asyncio.to_thread(exchange.trainer_beat.read_bytes)
+        except FileNotFoundError:
+            return
+        reply = await self._link.ask("PUT", f"{self._session}/beat", beat)
+        if reply["orchestrator"] is not None:
+            await asyncio.to_thread(publish_json, exchange.orchestrator_beat, reply["orchestrator"])
+        if reply["attached"]:
+            exchange.attach()
 
     async def _fetch_messages(self) -> None:
         number = 1
