@@ -141,6 +141,9 @@ class TrainerConfig(Section):
     """"auto" takes CUDA where there is one."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    activation_offload: bool = False
+    """Keep what gradient_checkpointing keeps, the inputs of the layers, in host memory between the two passes. On a CPU
+    this saves nothing."""
     separate_process: bool = True
     """Train in a process of its own. false: on a thread of the orchestrator's, where a debugger reaches it."""
     num_threads: PositiveInt | None = None
@@ -148,6 +151,13 @@ class TrainerConfig(Section):
     once, shared among the processes."""
     parallel: ParallelConfig = ParallelConfig()
     """Several processes."""
+
+    @model_validator(mode="after")
+    def _offloads_what_is_kept(self) -> Self:
+        if self.activation_offload and not self.gradient_checkpointing:
+            raise ValueError("activation_offload = true moves what gradient_checkpointing keeps, and that is off; set "
+                             "gradient_checkpointing = true too")  # fmt: skip
+        return self
 
     @model_validator(mode="after")
     def _processes_of_their_own(self) -> Self:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,10 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verbatim.errors import ModelError
+from verbatim.trainer.offload import ActivationOffload
 
 
-def checkpoint_layers(model: Any) -> None:
+def checkpoint_layers(model: Any, offload: ActivationOffload | None = None) -> None:
     """Recompute each layer's activations in the backward pass, with dropout still off.
+
+    Args:
+        model: A model of `transformers`.
+        offload: Keeps the inputs of the layers, all that is left to keep, off the device; None = they stay there.
 
     Raises:
         ModelError: a model without such layers, or with dropout.
@@ -29,6 +36,12 @@ def checkpoint_layers(model: Any) -> None:
             "the one that sampled; set these to 0 in the model's config.json"
         )
     for layer in layers:
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer._gradient_checkpointing_func = partial(_checkpoint, offload)
         layer.gradient_checkpointing = True
         layer.training = True  # the layer alone, not the modules in it: transformers asks for it here
+
+
+def _checkpoint(offload: ActivationOffload | None, function: Callable[..., Any], *inputs: Any) -> Any:
+    """The hooks see the inputs alone: inside, `checkpoint` has hooks of its own, which keep nothing."""
+    with nullcontext() if offload is None else offload.hooks():
+        return checkpoint(function, *inputs, use_reentrant=False)

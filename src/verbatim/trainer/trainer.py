@@ -27,6 +27,7 @@ from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
 from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.offload import activation_offload
 from verbatim.trainer.optim import build_optimizer, clip_gradients, learning_rate
 from verbatim.trainer.optimizer_state import load_optimizer, save_optimizer
 from verbatim.trainer.packer import StepPacker
@@ -97,7 +98,7 @@ class Trainer:
             model_path, dtype=dtype, device=self.device, only_attention=config.packing == "tree", shards=self._sharding
         )
         if config.gradient_checkpointing:
-            checkpoint_layers(self.model)
+            checkpoint_layers(self.model, activation_offload(self.device) if config.activation_offload else None)
         self.lm = CausalLM(self.model, self._sharding)
         refuse_rows_alone(self.lm, ranks)
         self._targets = TargetLogprobs(self.lm, config.logprob_chunk, self._autocast)
