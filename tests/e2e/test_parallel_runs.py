@@ -112,10 +112,13 @@ def _lives(pid: int) -> bool:
     return b"trainer_rank" in command
 
 
-def test_guess_number_is_warm_started_and_trained_by_two_processes(place):
-    status, said = verbatim("rl", "guess.toml", "--run-dir", "guess")
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_guess_number_is_warm_started_and_trained_by_two_processes(place, sequence):
+    """Each with micro-batches of its own, or with half of the tokens of all."""
+    name = f"guess-{sequence}"
+    status, said = verbatim("rl", "guess.toml", "--run-dir", name, "--trainer.parallel.sequence", str(sequence))
     assert status == 3 and "the advantage of every one was 0" in said, said  # so small a model wins no game
-    run = place / "guess"
+    run = place / name
     assert (run / "warm_start" / "model.safetensors").exists()
     steps = train_lines(run)
     assert [line["step"] for line in steps] == [1, 2]
@@ -146,18 +149,20 @@ def test_a_killed_rank_is_named_and_the_run_resumes_on_one_process_and_on_two(pl
     assert_ledger_adds_up(run)
 
 
-def test_a_launcher_starts_the_processes_of_a_supervised_run_too(place):
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_a_launcher_starts_the_processes_of_a_supervised_run_too(place, sequence):
     """`torchrun ... verbatim sft`: rank 0 has the run's folder, the others follow."""
-    (place / "sft.toml").write_text(GUESS.replace("parallel = { processes = 2 }\n", ""))
+    name = f"sft-{sequence}"
+    (place / f"{name}.toml").write_text(GUESS.replace("parallel = { processes = 2 }\n", ""))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "verbatim.cli", "sft", "sft.toml"],
+         "-m", "verbatim.cli", "sft", f"{name}.toml", "--trainer.parallel.sequence", str(sequence)],
         capture_output=True, text=True, timeout=900, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("trained model") == 1
-    (run,) = (place / "runs").glob("sft-sft/2*")
+    (run,) = (place / "runs").glob(f"{name}-sft/2*")
     assert (run / "warm_start" / "model.safetensors").exists()
 
 

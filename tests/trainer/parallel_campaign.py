@@ -1,6 +1,7 @@
 """Compares the gradients of several processes with those of one on many seeded batches.
 
     python tests/trainer/parallel_campaign.py --processes 3 --batches 300
+    python tests/trainer/parallel_campaign.py --processes 4 --sequence 2
 
 Prints one JSON line: the settings, and the largest difference of a gradient (norm of the difference over the norm, per
 parameter) and of a metric.
@@ -31,6 +32,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--batches", type=int, default=300)
+    parser.add_argument("--sequence", type=int, default=1, help="processes that share each micro-batch")
     args = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, crew(args.processes) as processes:
@@ -40,13 +42,15 @@ def main():
             "llama": write_llama(root / "llama"),
         }  # fmt: skip
         share = -(-args.batches // len(SETTINGS))
-        cases = [{**case, "model": str(models[case["model"]])} for case in SETTINGS]
+        sequence = {"parallel": {"sequence": args.sequence}}
+        cases = [{**case, **sequence, "model": str(models[case["model"]])} for case in SETTINGS]
         found = [
             processes.run(parallel_jobs.campaign, [case], list(range(n * share, (n + 1) * share)), seconds=7200)[0]
             for n, case in enumerate(cases)
         ]
     print(json.dumps({
-        "processes": args.processes, "batches": share * len(SETTINGS), "seconds": round(time.monotonic() - began),
+        "processes": args.processes, "sequence": args.sequence,
+        "batches": share * len(SETTINGS), "seconds": round(time.monotonic() - began),
         "largest_gradient_difference": max(figures["gradient"] for figures in found),
         "largest_metric_difference": max(figures["metrics"] for figures in found),
     }))  # fmt: skip

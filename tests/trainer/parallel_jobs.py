@@ -23,12 +23,20 @@ FLOOR = 1e-6
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 
 
-def trainer_of(folder, ranks, *, loss="default", dtype="float64", compute="float32", **settings):
+def trainer_of(folder, ranks, *, loss="default", dtype="float64", compute="float32", frozen=None, **settings):
     config = TrainerConfig(
         **{"optim": OPTIM, "device": "cpu", "dtype": compute, "logprob_chunk": 7, "packing": "rows", **settings}
     )
-    found = LOSSES[loss] if isinstance(loss, str) else loss
-    return Trainer(folder, config, loss=found, total_optimizer_steps=50, dtype=dtype, ranks=ranks)
+    found = loss
+    if not isinstance(loss, Loss):
+        name, knobs = (loss, {}) if isinstance(loss, str) else (loss["type"], {"kl_ref_tau": loss["kl_ref_tau"]})
+        found = replace(LOSSES[name], knobs=knobs) if knobs else LOSSES[name]
+    return Trainer(folder, config, loss=found, total_optimizer_steps=50, dtype=dtype, ranks=ranks, frozen=frozen)
+
+
+def by_one(settings):
+    """The same settings for one process."""
+    return {key: value for key, value in settings.items() if key != "parallel"}
 
 
 def batch_of(kind, seed=0):
@@ -89,6 +97,7 @@ def compare_bfloat16(ranks, cases):
 
 def _compare(ranks, model, batches, **settings):
     trainer = trainer_of(Path(model), ranks, **settings)
+    assert (trainer._targets.sequence is None) == ("parallel" not in settings)
     found = noted_gradients(trainer)
     if not ranks.leads:
         ranks.follow(trainer.obey)
@@ -98,7 +107,7 @@ def _compare(ranks, model, batches, **settings):
     metrics = [trainer.train_batch(batch) for batch in taken]
     logprobs = trainer.logprobs(taken[0])
     ranks.end()
-    alone = trainer_of(Path(model), None, **settings)
+    alone = trainer_of(Path(model), None, **by_one(settings))
     expected = noted_gradients(alone)
     alone_metrics = [alone.train_batch(batch) for batch in taken]
     alone_logprobs = alone.logprobs(taken[0])
@@ -122,7 +131,7 @@ def campaign(ranks, cases, seeds):
             ranks.follow(trainer.obey)
             ranks.gather(None)
             continue
-        alone = trainer_of(Path(case["model"]), None, optim=optim, **settings)
+        alone = trainer_of(Path(case["model"]), None, optim=optim, **by_one(settings))
         expected = noted_gradients(alone)
         figures = {"gradient": 0.0, "metrics": 0.0, "steps": 0}
         for seed in seeds:
@@ -143,6 +152,17 @@ def campaign(ranks, cases, seeds):
         ranks.gather(None)
         worst.append(figures)
     return worst
+
+
+def first_trees(ranks, model, sequence):
+    """The figure that says whether trees were given up, where they are tried before the first batch of them."""
+    trainer = trainer_of(Path(model), ranks, packing="tree", parallel={"sequence": sequence})
+    if ranks.leads:
+        metrics = trainer.train_batch(batch_of("shared"))
+        ranks.end()
+        return [trainer.packer.trees_are_right, trainer.packer.packing, metrics["packing/tree"]]
+    ranks.follow(trainer.obey)
+    return None
 
 
 def storage(ranks, model):
@@ -226,12 +246,12 @@ def _refusing(inputs):
     return LOSSES["default"](inputs)
 
 
-def bad_losses(ranks, model):
+def bad_losses(ranks, model, sequence=1):
     """What a loss that fails on one rank's trajectories raises, and whether the ranks go on together."""
     said = []
     for function, good in ((_poisoned, 1), (_refusing, 1)):
         loss = Loss(function, level="sequence")
-        trainer = trainer_of(Path(model), ranks, loss=loss, micro_batch_tokens=20)
+        trainer = trainer_of(Path(model), ranks, loss=loss, micro_batch_tokens=20, parallel={"sequence": sequence})
         if not ranks.leads:
             ranks.follow(trainer.obey)
             ranks.gather(None)

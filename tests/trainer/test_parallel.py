@@ -8,7 +8,7 @@ import parallel_jobs as jobs
 import pytest
 from parallel_ranks import crew
 from safetensors import safe_open
-from trainer_helpers import write_experts
+from trainer_helpers import write_experts, write_llama
 
 from verbatim.checkpoints import find_damage, seal
 from verbatim.errors import CheckpointError
@@ -56,6 +56,36 @@ def assert_as_one(found, tolerance=1e-12):
 def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, qwen, sliding_qwen):
     for found in two.run(jobs.compare, cases(qwen, sliding_qwen)):
         assert_as_one(found)
+
+
+SHARED = {"parallel": {"sequence": 2}}
+
+
+def test_two_processes_that_share_micro_batches_have_the_gradient_and_the_metrics_of_one(
+    two, qwen, sliding_qwen, tmp_path
+):
+    llama = write_llama(tmp_path / "llama")  # one key/value head, which both want
+    reference = {"loss": {"type": "gspo", "kl_ref_tau": 0.5}, "frozen": {"reference": str(llama)}}
+    shared = [*cases(qwen, sliding_qwen), case(llama, [["usual", 4]], loss="ipa", micro_batch_tokens=20),
+              case(qwen, [["usual", 6]], **reference)]  # fmt: skip
+    for found in two.run(jobs.compare, [{**one, **SHARED} for one in shared]):
+        assert_as_one(found)
+
+
+def test_processes_that_share_micro_batches_try_the_first_trees_together(two, sliding_qwen):
+    assert two.run(jobs.first_trees, str(sliding_qwen), 2) == [True, "tree", 1.0]
+
+
+def test_experts_are_shared_out_by_tokens_too(two, tmp_path):
+    model = write_experts(tmp_path / "experts")
+    (found,) = two.run(jobs.compare, [case(model, [["usual", 0]], dtype="float32", micro_batch_tokens=40, **SHARED)])
+    assert max(found["gradient"]) < 1e-5
+
+
+def test_four_processes_in_two_groups_have_the_gradient_and_the_metrics_of_one(qwen, sliding_qwen):
+    with crew(4) as four:
+        for found in four.run(jobs.compare, [{**one, **SHARED} for one in cases(qwen, sliding_qwen)], seconds=900):
+            assert_as_one(found)
 
 
 def test_experts_are_loaded_by_rows_and_trained_as_by_one_process(two, tmp_path):
@@ -157,8 +187,9 @@ def test_a_large_model_is_saved_in_several_files_with_an_index(two, sliding_qwen
     assert reader.model.config.architectures == ["Qwen3ForCausalLM"]
 
 
-def test_a_loss_that_fails_on_one_rank_stops_all_of_them_in_step(two, qwen):
-    nan, refused = two.run(jobs.bad_losses, str(qwen))
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_a_loss_that_fails_on_one_rank_stops_all_of_them_in_step(two, qwen, sequence):
+    nan, refused = two.run(jobs.bad_losses, str(qwen), sequence)
     assert nan[0] == "RunStopped" and "the loss is nan on 1 trajectories: c" in nan[1] and "optimizer step 0" in nan[1]
     assert refused[0] == "ComponentError" and "no such chunk" in refused[1]
     for *_, untouched, trained in (nan, refused):

@@ -109,8 +109,19 @@ class ParallelConfig(Section):
     processes: PositiveInt = 1
     """How many are started on this machine, each on a CUDA device of its own where there are any. A launcher such as
     torchrun, with `verbatim trainer`, starts them on many machines instead."""
+    sequence: PositiveInt = 1
+    """Processes that share the tokens of each micro-batch, for trajectories longer than one of them can hold. Divides
+    the processes and the attention heads of the model."""
     deadline: FinitePositive = 600.0
     """Seconds for which one of them may keep the others waiting; then the run stops, and it is named."""
+
+    @model_validator(mode="after")
+    def _sequence_divides(self) -> Self:
+        if self.processes > 1 and self.processes % self.sequence:
+            fit = ", ".join(str(n) for n in range(1, self.processes + 1) if self.processes % n == 0)
+            raise ValueError(f"sequence = {self.sequence} does not divide processes = {self.processes}; take one of "
+                             f"{fit}")  # fmt: skip
+        return self
 
 
 class TrainerConfig(Section):
@@ -129,8 +140,9 @@ class TrainerConfig(Section):
     takes the tree where that saves tokens. "tree" needs a model whose tokens mix by attention alone. The import path of
     a packer of your own is tried on a small copy of the model first."""
     micro_batch_tokens: PositiveInt | None = None
-    """Most tokens of one forward pass; a longer sample is one by itself. By default 16,384; on a CPU 8,192, where more
-    leave its caches; never cut so for losses that see a trajectory whole."""
+    """Most tokens of one forward pass, on each of the processes that share it (parallel.sequence); a longer sample is
+    one by itself. By default 16,384; on a CPU 8,192, where more leave its caches; never cut so for losses that see a
+    trajectory whole."""
     logprob_chunk: PositiveInt = 1024
     """Targets whose vocabulary-sized logits exist at one time."""
     optimizer_steps_per_batch: PositiveInt = 1

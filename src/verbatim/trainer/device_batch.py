@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -15,27 +16,16 @@ from verbatim.trainer.attention.flex import BLOCK as FLEX_BLOCK
 from verbatim.trainer.attention.forest import forest_plan
 from verbatim.trainer.attention.rows import RowsPlan
 from verbatim.trainer.linear import ROW_MULTIPLE
-from verbatim.types import MicroBatch
+from verbatim.trainer.parallel.sequence import SequenceGroup, SequencePlan
+from verbatim.types import MicroBatch, Targets
 
 
-class DeviceBatch:
-    """A micro-batch on a device: ids, positions and offsets as int64, logprobs, advantages and temperatures as float32.
-
-    Legend: U tokens, padding included, M targets.
-
-    Rows of padding make the tokens a multiple of what products on a CPU like best, and of a block of FlexAttention on
-    CUDA. Nothing is predicted from them and no other row sees them, so their gradient is 0. They are no longer than the
-    other rows, because some position encodings look at the longest one.
-    """
+class DeviceTargets:
+    """The targets of a micro-batch on a device: ids and offsets as int64, logprobs, advantages and temperatures as
+    float32, [M] each."""
 
     def __init__(self, micro_batch: MicroBatch, device: torch.device) -> None:
         targets = micro_batch.targets
-        multiple = {"cpu": ROW_MULTIPLE, "cuda": FLEX_BLOCK}.get(device.type, 1)
-        num_padding = -micro_batch.num_tokens % multiple
-        longest = int(micro_batch.position_ids.max()) + 1
-        padding = np.arange(num_padding, dtype=np.int32) % longest
-        paddings = [min(longest, num_padding - start) for start in range(0, num_padding, longest)]
-        position_ids = np.concatenate([micro_batch.position_ids, padding])
 
         def ids(array: np.ndarray) -> Tensor:
             return torch.tensor(array, dtype=torch.int64, device=device)
@@ -44,15 +34,6 @@ class DeviceBatch:
             return torch.tensor(array, dtype=torch.float32, device=device)
 
         self.host = micro_batch
-        self.plan: AttentionPlan
-        if micro_batch.is_rows:
-            self.plan = RowsPlan([*micro_batch.row_lengths.tolist(), *paddings], device)
-        else:
-            ends = micro_batch.num_tokens + np.cumsum(paddings, dtype=np.int32)
-            self.plan = forest_plan(position_ids, np.append(micro_batch.ends, np.repeat(ends, paddings)), device)
-        self.input_ids_U = ids(np.concatenate([micro_batch.input_ids, np.zeros_like(padding)]))
-        self.position_ids_U = ids(position_ids)
-        self.source_positions_M = ids(targets.source_positions)
         self.target_ids_M = ids(targets.target_ids)
         self.temperatures_M = floats(targets.temperatures)
         self.inference_logprobs_M = floats(targets.inference_logprobs)
@@ -65,12 +46,6 @@ class DeviceBatch:
     def __len__(self) -> int:
         return len(self.host.targets)
 
-    def hidden(self, model: CausalLM) -> Tensor:
-        """The hidden state that predicts each target, [M, D]."""
-        assert self.host.is_rows or not model.rows_alone, "a tree for a model whose branches would run into each other"
-        hidden_UD = model.hidden(self.input_ids_U, self.position_ids_U, self.plan)
-        return hidden_UD.index_select(0, self.source_positions_M)
-
     def inputs(self, logprobs_M: Tensor, at: slice | Tensor) -> LossInputs:
         """Loss inputs of some targets, and of nothing else, in the dtype of the trainer's logprobs of these targets."""
         dtype = logprobs_M.dtype
@@ -82,6 +57,94 @@ class DeviceBatch:
             chunk_ids=self.chunk_ids_M[at],
             logprob_streams={name: stream[at].to(dtype) for name, stream in self.logprob_streams_M.items()},
         )
+
+
+class DeviceBatch(DeviceTargets):
+    """A micro-batch on a device, or this rank's slice of one: the tokens, and the targets that are predicted from them.
+
+    Legend: U tokens, padding included, T of them in this rank's slice, M targets.
+
+    Rows of padding make the tokens a multiple of what products on a CPU like best, and of a block of FlexAttention on
+    CUDA, in each slice. Nothing is predicted from them and no other row sees them, so their gradient is 0. They are no
+    longer than the other rows, because some position encodings look at the longest one.
+
+    Args:
+        micro_batch: Whole, on each rank of the group.
+        device: Where it is computed.
+        sequence: The ranks that have slices of it; None = this one has all of it.
+    """
+
+    def __init__(
+        self, micro_batch: MicroBatch, device: torch.device, sequence: SequenceGroup | None = None
+    ) -> None:
+        multiple = {"cpu": ROW_MULTIPLE, "cuda": FLEX_BLOCK}.get(device.type, 1)
+        multiple *= 1 if sequence is None else sequence.size
+        num_padding = -micro_batch.num_tokens % multiple
+        longest = int(micro_batch.position_ids.max()) + 1
+        padding = np.arange(num_padding, dtype=np.int32) % longest
+        paddings = [min(longest, num_padding - start) for start in range(0, num_padding, longest)]
+        position_ids = np.concatenate([micro_batch.position_ids, padding])
+
+        def ids(array: np.ndarray) -> Tensor:
+            return torch.tensor(array, dtype=torch.int64, device=device)
+
+        self.plan: AttentionPlan
+        if micro_batch.is_rows:
+            self.plan = RowsPlan([*micro_batch.row_lengths.tolist(), *paddings], device)
+        else:
+            ends = micro_batch.num_tokens + np.cumsum(paddings, dtype=np.int32)
+            self.plan = forest_plan(position_ids, np.append(micro_batch.ends, np.repeat(ends, paddings)), device)
+        self._sequence = sequence
+        self._own_M = torch.zeros(0, dtype=torch.int64)
+        mine, own = slice(0, len(position_ids)), micro_batch
+        if sequence is not None:
+            self.plan = SequencePlan(self.plan, sequence)
+            mine = sequence.slice(len(position_ids))
+            sources = micro_batch.targets.source_positions
+            numbers = np.flatnonzero((mine.start <= sources) & (sources < mine.stop))
+            own = replace(micro_batch, targets=_picked(micro_batch.targets, numbers))
+            self._own_M = ids(numbers)
+        super().__init__(own, device)
+        self.whole: DeviceTargets = self if sequence is None else DeviceTargets(micro_batch, device)
+        """All targets of the micro-batch."""
+        self.input_ids_T = ids(np.append(micro_batch.input_ids, np.zeros_like(padding))[mine])
+        self.position_ids_T = ids(position_ids[mine])
+        self.source_positions_M = ids(own.targets.source_positions) - mine.start
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process counts what all ranks that share the micro-batch know."""
+        return self._sequence is None or self._sequence.leads
+
+    def gathered(self, values_M: Tensor) -> Tensor:
+        """A value of each of this rank's targets, on all ranks that share the micro-batch: of all its targets."""
+        if self._sequence is None:
+            return values_M
+        whole_M = values_M.new_zeros(len(self.whole)).index_copy_(0, self._own_M, values_M)
+        return self._sequence.total(whole_M)
+
+    def own(self, values_M: Tensor) -> Tensor:
+        """Of values of all targets of the micro-batch, those of this rank's."""
+        return values_M if self._sequence is None else values_M[self._own_M]
+
+    def add_stream(self, name: str, logprobs_M: Tensor) -> None:
+        """Add another model's logprobs of this rank's targets."""
+        assert name not in self.logprob_streams_M, f"the stream {name!r} came with the samples"
+        self.logprob_streams_M[name] = logprobs_M
+        self.whole.logprob_streams_M[name] = self.gathered(logprobs_M)
+
+    def hidden(self, model: CausalLM) -> Tensor:
+        """The hidden state that predicts each target, [M, D]."""
+        assert self.host.is_rows or not model.rows_alone, "a tree for a model whose branches would run into each other"
+        hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, self.plan)
+        return hidden_TD.index_select(0, self.source_positions_M)
+
+
+def _picked(targets: Targets, numbers: np.ndarray) -> Targets:
+    arrays = {f.name: getattr(targets, f.name)[numbers] for f in fields(targets) if f.name != "logprob_streams"}
+    return Targets(
+        **arrays, logprob_streams={name: stream[numbers] for name, stream in targets.logprob_streams.items()}
+    )
 
 
 def whole_trajectory(pieces: Sequence[LossInputs], offsets_M: Tensor, length: int) -> LossInputs:

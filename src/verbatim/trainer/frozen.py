@@ -14,6 +14,7 @@ from verbatim.models.positions import refuse_moving_positions
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.model_check import packing_for
+from verbatim.trainer.parallel.sequence import refuse_slices
 
 
 def load_frozen(
@@ -43,7 +44,9 @@ def load_frozen(
             "tokenizer"
         )
     refuse_moving_positions(lm, seq_len)
-    return TargetLogprobs(lm, beside.chunk, beside.autocast)
+    if beside.sequence is not None:
+        refuse_slices(lm, beside.sequence.size)
+    return TargetLogprobs(lm, beside.chunk, beside.autocast, beside.sequence)
 
 
 def packing_beside(model: CausalLM, name: str, source: str | Path, packing: str) -> str:

@@ -13,7 +13,8 @@ from torch import Tensor
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.trainer.device_batch import DeviceBatch
-from verbatim.types import Int32, TrainingSample
+from verbatim.trainer.parallel.sequence import SequenceGroup
+from verbatim.types import Int32, MicroBatch, TrainingSample
 
 BLOCKS_PER_CHUNK = 8
 """The softmax walks a chunk in blocks: its float32 temporaries are this much smaller than the chunk's logits."""
@@ -43,6 +44,12 @@ class TargetLogprobs:
     """Targets whose logits exist at one time."""
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     """Makes the context of forward passes."""
+    sequence: SequenceGroup | None = None
+    """The ranks that share each micro-batch; None = this process computes them alone."""
+
+    def batch(self, micro_batch: MicroBatch) -> DeviceBatch:
+        """A micro-batch, or this rank's slice of it, on the model's device."""
+        return DeviceBatch(micro_batch, self.model.device, self.sequence)
 
     def hidden(self, batch: DeviceBatch) -> Tensor:
         """The hidden state that predicts each target, [M, D]."""
@@ -52,6 +59,9 @@ class TargetLogprobs:
     @torch.no_grad()
     def forward(self, hidden_MD: Tensor, target_ids_M: Tensor, temperatures_M: Tensor) -> ChunkLogprobs:
         """Logprobs and entropies without a graph."""
+        if not len(target_ids_M):
+            none = hidden_MD.new_zeros(0, dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
+            return ChunkLogprobs(none, none)
         parts = []
         for at in _chunks(len(target_ids_M), self.chunk):
             with self.autocast():
@@ -84,7 +94,7 @@ class TargetLogprobs:
             return leaf_MD.grad
 
         grads = [down(at) for at in _chunks(len(target_ids_M), self.chunk)]
-        torch.autograd.backward(hidden_MD, torch.cat(grads))
+        torch.autograd.backward(hidden_MD, torch.cat(grads) if grads else torch.zeros_like(hidden_MD))
 
     def idle_pass(self) -> None:
         """A pass over one token whose gradient is 0, and backward where gradients are enabled: takes part in what the

@@ -20,6 +20,7 @@ from verbatim.packing.ranks import deal_samples
 from verbatim.trainer.frozen import packing_beside
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.model_check import packing_for
+from verbatim.trainer.parallel.micro_batches import hand_out
 from verbatim.trainer.parallel.ranks import Ranks, together
 from verbatim.trainer.parallel.sharding import Sharding
 from verbatim.trainer.tree_check import pack_both_ways, trees_are_right
@@ -31,7 +32,7 @@ CPU_MICRO_BATCH_TOKENS = 8192
 """On a CPU: activations of more tokens leave its caches, and with fewer a tree is cut more often."""
 
 Dealt = list[list[MicroBatch]]
-"""The micro-batches of an optimizer step, by rank."""
+"""The micro-batches of an optimizer step, by rank, or by group of ranks that share each of them."""
 
 
 class StepPacker:
@@ -90,7 +91,8 @@ class StepPacker:
         return find_packer(self.packing)(samples, micro_batch_tokens=self._budget, keep_whole=self._keep_whole)
 
     def deal(self, samples: Sequence[TrainingSample]) -> Dealt:
-        """The micro-batches of one optimizer step, dealt to the ranks.
+        """The micro-batches of one optimizer step, dealt to the ranks. Where several share a micro-batch, a group of
+        them is dealt to as one rank that takes as many tokens as all of them.
 
         Raises:
             ModelError: as `pack`.
@@ -99,10 +101,10 @@ class StepPacker:
             return [self.pack(samples)]
         refuse_moving_positions(self._lm, max(map(len, samples), default=0))
         step = deal_samples(
-            samples, self.packing, num_ranks=self._ranks.size, micro_batch_tokens=self._budget,
+            samples, self.packing, num_ranks=self._num_groups, micro_batch_tokens=self._budget * self._share,
             keep_whole=self._keep_whole, cost=model_cost(self._lm.config),
         )  # fmt: skip
-        return [step.lay(rank) for rank in range(self._ranks.size)]
+        return [step.lay(rank) for rank in range(self._num_groups)]
 
     def deal_checked(self, samples: Sequence[TrainingSample]) -> Dealt:
         """`deal`; before the first trees of this run are trained on, a few of their samples are tried both ways."""
@@ -112,15 +114,21 @@ class StepPacker:
             return dealt
         both = pack_both_ways(samples)
         with together(self._ranks, "try_trees"):
-            self.trees_are_right = self.try_trees(*both)
+            self.trees_are_right = self.try_trees(*map(self._to_first, both))
         if self.trees_are_right:
             return dealt
         self.packing = "rows"
         return self.deal(samples)
 
     def try_trees(self, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch]) -> bool:
-        """Whether trees have the gradient of rows. All ranks call it, others than rank 0 without micro-batches."""
+        """Whether trees have the gradient of rows. All ranks call it, with what `deal_checked` hands them."""
         return trees_are_right(self._targets, rows, trees, tolerance=self._rounding(), sharding=self._sharding)
+
+    def _to_first(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Hand micro-batches to the first rank, or group of ranks, and none to the others."""
+        if self._ranks is None:
+            return micro_batches
+        return hand_out(self._ranks, [micro_batches, *([] for _ in range(self._num_groups - 1))])
 
     def denominator(self, micro_batches: Sequence[MicroBatch]) -> int:
         """What the loss of an optimizer step is divided by: its trained tokens or its trajectories, at least 1."""
@@ -131,12 +139,22 @@ class StepPacker:
         return max(1, count)
 
     @property
+    def _share(self) -> int:
+        """Ranks that share each micro-batch."""
+        return self._targets.sequence.size if self._targets.sequence is not None else 1
+
+    @property
+    def _num_groups(self) -> int:
+        assert self._ranks is not None
+        return self._ranks.size // self._share
+
+    @property
     def _keep_whole(self) -> bool:
         return self._loss.level != "token"
 
     @property
     def _budget(self) -> int:
-        """Most tokens of a micro-batch."""
+        """Most tokens of a micro-batch, for each rank that computes it."""
         on_cpu = self._lm.device.type == "cpu"
         default = CPU_MICRO_BATCH_TOKENS if on_cpu and not self._keep_whole else MICRO_BATCH_TOKENS
         return self._config.micro_batch_tokens or default

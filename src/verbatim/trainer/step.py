@@ -66,7 +66,7 @@ class GradientPass:
             RunStopped: the loss is not finite; names the trajectories.
             ComponentError: the loss returned something that cannot be minimised.
         """
-        batches = [DeviceBatch(micro_batch, self.lm.model.device) for micro_batch in micro_batches]
+        batches = [self.lm.batch(micro_batch) for micro_batch in micro_batches]
         self._add_streams(batches)
         cut = _cut(batches) if self.loss.level != "token" else []
         most_cut, most = len(cut), len(batches)
@@ -87,9 +87,8 @@ class GradientPass:
     def _add_streams(self, batches: Sequence[DeviceBatch]) -> None:
         for name, lm in self.frozen.items():
             for batch in batches:
-                assert name not in batch.logprob_streams_M, f"the stream {name!r} came with the samples"
                 found = lm.forward(lm.hidden(batch), batch.target_ids_M, batch.temperatures_M)
-                batch.logprob_streams_M[name] = found.logprobs_M
+                batch.add_stream(name, found.logprobs_M)
 
     # ---- token-level losses
 
@@ -131,12 +130,18 @@ class GradientPass:
                 self._backward(batch, partial(_carry, grad_M), hidden_MD)
 
     def _logprobs(self, batch: DeviceBatch, hidden_MD: Tensor) -> Tensor:
+        """Of all targets of the micro-batch, on each of the ranks that share it."""
         result = self.lm.forward(hidden_MD, batch.target_ids_M, batch.temperatures_M)
-        self._observe(batch, slice(0, len(batch)), result)
-        return result.logprobs_M
+        if len(batch):
+            self._observe(batch, slice(0, len(batch)), result)
+        return batch.gathered(result.logprobs_M)
 
-    def _whole_gradients(self, batches: list[DeviceBatch], logprobs: list[Tensor]) -> list[Tensor]:
-        """dL/dlogprob of each batch's targets, of trajectories that lie in these batches and no others."""
+    def _whole_gradients(self, shared: list[DeviceBatch], logprobs: list[Tensor]) -> list[Tensor]:
+        """dL/dlogprob of this rank's targets, of trajectories that lie in these batches and no others.
+
+        Ranks that share the batches compute the same from the logprobs of all targets; one of them counts it.
+        """
+        batches, speaks = [batch.whole for batch in shared], all(batch.speaks for batch in shared)
         grads = [torch.zeros_like(logprobs_M) for logprobs_M in logprobs]
         pieces: dict[str, list[tuple[int, Tensor]]] = {}
         lengths: dict[str, int] = {}
@@ -158,10 +163,10 @@ class GradientPass:
                 torch.cat([batches[i].offsets_M[at] for i, at in places]),
                 lengths[trajectory_id],
             )
-            grad_M = self._gradient(inputs, leaf_M, 1, partial(list, [trajectory_id]))
+            grad_M = self._gradient(inputs, leaf_M, 1, partial(list, [trajectory_id]), counts=speaks)
             for (i, at), part in zip(places, torch.split_with_sizes(grad_M, sizes), strict=True):
                 grads[i][at] = part
-        return grads
+        return [batch.own(grad_M) for batch, grad_M in zip(shared, grads, strict=True)]
 
     # ---- both
 
@@ -172,10 +177,13 @@ class GradientPass:
         self.lm.backward(hidden_MD, batch.target_ids_M, batch.temperatures_M, gradient)
         self.num_trained += len(batch)
 
-    def _gradient(self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]]) -> Tensor:
+    def _gradient(
+        self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]], *,
+        counts: bool = True,
+    ) -> Tensor:  # fmt: skip
         """dL/dlogprob of the loss over these inputs, divided by the optimizer step's denominator."""
         try:
-            return self._checked_gradient(inputs, leaf_M, weight, culprits)
+            return self._checked_gradient(inputs, leaf_M, weight, culprits, counts)
         except Exception as error:
             if self.ranks is None:
                 raise
@@ -183,13 +191,14 @@ class GradientPass:
             return torch.zeros_like(leaf_M)
 
     def _checked_gradient(
-        self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]]
+        self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]], counts: bool
     ) -> Tensor:
         with torch.enable_grad():
             total, metrics = checked_outputs(self.loss(inputs), self.loss.name)
             (grad_M,) = torch.autograd.grad(total.reshape(()) / self.denominator, leaf_M)
-        self._losses.append((total.detach().reshape(()), culprits))
-        self.metrics.add({k: v for k, v in metrics.items() if k not in _OBSERVED}, weight)
+        if counts:
+            self._losses.append((total.detach().reshape(()), culprits))
+            self.metrics.add({k: v for k, v in metrics.items() if k not in _OBSERVED}, weight)
         return grad_M
 
     def _observe(self, batch: DeviceBatch, at: slice, result: ChunkLogprobs) -> None:

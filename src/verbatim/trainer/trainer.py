@@ -21,7 +21,6 @@ from verbatim.models.adapters import fingerprint
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.packing import num_tokens
-from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.frozen import base_under_adapters, load_frozen
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
@@ -34,6 +33,7 @@ from verbatim.trainer.packer import StepPacker
 from verbatim.trainer.parallel.micro_batches import hand_out, take_in
 from verbatim.trainer.parallel.publish import save_sharded
 from verbatim.trainer.parallel.ranks import Ranks, together
+from verbatim.trainer.parallel.sequence import refuse_slices, sequence_group
 from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
 from verbatim.trainer.progress import read_progress, write_progress
 from verbatim.trainer.recompute import checkpoint_layers
@@ -94,6 +94,7 @@ class Trainer:
         self.ranks = ranks
         self.device = resolve_device(config.device) if ranks is None else ranks.device
         self._sharding = None if ranks is None else Sharding(ranks, config.dtype)
+        sequence = sequence_group(ranks, config.parallel.sequence)
         self.model: Any = load_model(
             model_path, dtype=dtype, device=self.device, only_attention=config.packing == "tree", shards=self._sharding
         )
@@ -101,7 +102,9 @@ class Trainer:
             checkpoint_layers(self.model, activation_offload(self.device) if config.activation_offload else None)
         self.lm = CausalLM(self.model, self._sharding)
         refuse_rows_alone(self.lm, ranks)
-        self._targets = TargetLogprobs(self.lm, config.logprob_chunk, self._autocast)
+        if sequence is not None:
+            refuse_slices(self.lm, sequence.size)
+        self._targets = TargetLogprobs(self.lm, config.logprob_chunk, self._autocast, sequence)
         self.packer = StepPacker(
             self._targets, config, loss, seq_len=seq_len, ranks=ranks, sharding=self._sharding
         )  # fmt: skip
@@ -241,7 +244,8 @@ class Trainer:
             found = [self._own_logprobs(self._hand_out(dealt))]
             if self.ranks is not None:
                 found += [self.ranks.receive(rank)[1] for rank in range(1, self.ranks.size)]
-        for micro_batches, logprobs in zip(dealt, found, strict=True):
+        by_group = found[:: len(found) // len(dealt)]  # ranks that share micro-batches have the same
+        for micro_batches, logprobs in zip(dealt, by_group, strict=True):
             for micro_batch, logprobs_M in zip(micro_batches, logprobs, strict=True):
                 targets = micro_batch.targets
                 for number, trajectory_id in enumerate(micro_batch.trajectory_ids):
@@ -254,9 +258,9 @@ class Trainer:
         found = []
         most = len(own) if self.ranks is None else self.ranks.most(len(own))[0]
         for micro_batch in own:
-            batch = DeviceBatch(micro_batch, self.device)
+            batch = self._targets.batch(micro_batch)
             logprobs = self._targets.forward(self._targets.hidden(batch), batch.target_ids_M, batch.temperatures_M)
-            found.append(logprobs.logprobs_M.cpu().numpy())
+            found.append(batch.gathered(logprobs.logprobs_M).cpu().numpy())
         for _ in range(most - len(own)):
             self._targets.idle_pass()
         self.lm.calls.release()
@@ -310,7 +314,7 @@ class Trainer:
             case "logprobs":
                 self.ranks.send(None, self._own_logprobs(take_in(self.ranks)), 0)
             case "try_trees":
-                self.packer.try_trees([], [])
+                self.packer.try_trees(take_in(self.ranks), take_in(self.ranks))
             case "save_weights":
                 self._save_weights(Path(order["folder"]))
             case "save_state":

@@ -14,7 +14,6 @@ from verbatim.models.own_attention import SMALL, Gradient, differences, gradient
 from verbatim.packing import pack_rows, pack_tree
 from verbatim.packing.layout import token_order
 from verbatim.token_tree import common_prefix_length
-from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.logprobs import ChunkLogprobs, TargetLogprobs
 from verbatim.trainer.optimizer_state import local
 from verbatim.trainer.parallel.sharding import Sharding
@@ -110,7 +109,7 @@ def _differences_of_shards(
 def _backward(lm: TargetLogprobs, micro_batches: Sequence[MicroBatch], sharding: Sharding | None) -> None:
     most = len(micro_batches) if sharding is None else sharding.most(len(micro_batches))
     for micro_batch in micro_batches:
-        batch = DeviceBatch(micro_batch, lm.model.device)
+        batch = lm.batch(micro_batch)
         weights_M = weights_of(batch.offsets_M)
 
         def weighted(at: slice, found: ChunkLogprobs, weights_M: Tensor = weights_M) -> Tensor:

@@ -18,10 +18,12 @@ _TARGETS = (
 
 
 def hand_out(ranks: Ranks, dealt: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
-    """Rank 0: send each rank its micro-batches; returns its own."""
+    """Rank 0: send each rank its micro-batches, or each of some neighbours those of their group; returns its own."""
+    size = ranks.size // len(dealt)
     for rank in range(1, ranks.size):
-        ranks.send([_head(micro_batch) for micro_batch in dealt[rank]],
-                   [array for micro_batch in dealt[rank] for array in _arrays(micro_batch)], rank)  # fmt: skip
+        mine = dealt[rank // size]
+        ranks.send([_head(micro_batch) for micro_batch in mine],
+                   [array for micro_batch in mine for array in _arrays(micro_batch)], rank)  # fmt: skip
     return list(dealt[0])
 
 

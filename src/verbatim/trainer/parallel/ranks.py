@@ -47,7 +47,7 @@ class Ranks:
         deadline: float = 600.0, ended: Callable[[], Mapping[int, str]] = dict,
     ) -> None:  # fmt: skip
         self.rank, self.size, self.local_rank = rank, size, local_rank
-        self._store, self._ended, self._deadline = store, ended, deadline
+        self._store, self._ended, self.deadline = store, ended, deadline
         self._orders = 0
         self._in_step = False
         self._broken: str | None = None
@@ -242,7 +242,7 @@ class Ranks:
             return RunStopped("; ".join(f"{self._name(rank)} {how}" for rank, how in killed.items()))
         if silent:
             names = ", ".join(map(self._name, silent))
-            return RunStopped(f"{names} kept the other processes waiting for {self._deadline:g} s "
+            return RunStopped(f"{names} kept the other processes waiting for {self.deadline:g} s "
                               "(trainer.parallel.deadline), or is gone")  # fmt: skip
         return RunStopped(f"the trainer's processes lost each other: {_one_line(error)}")
 
