@@ -33,7 +33,7 @@ ORDER = (
     ("losses", "packing"),
     ("transport", "checkpoints", "monitors"),
     ("trainer", "orchestrator"),
-    ("doctor", "viewer"),
+    ("doctor", "viewer", "envcheck"),
     ("run",),
     ("cli",),
 )

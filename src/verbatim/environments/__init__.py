@@ -8,6 +8,7 @@ from verbatim.environments.base import (
     Episode,
     Reply,
     Score,
+    tool_call,
     tool_exchange,
 )
 
@@ -22,4 +23,4 @@ ENVIRONMENTS = {
 """Import path of each bundled environment."""
 
 __all__ = ["ENVIRONMENTS", "Agent", "Demonstrates", "Demonstration", "Environment", "Episode", "Reply", "Score",
-           "tool_exchange"]
+           "tool_call", "tool_exchange"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verbatim.environments.base import Demonstration, Episode, Reply
@@ -106,6 +106,11 @@ class Sorting(Episode):
         if len(self._right) == len(self._rounds):
             return Reply(done=True, reward=share)
         return Reply(messages=[self._next_message()], reward=share)
+
+    def solution(self) -> Iterator[Message]:
+        """All names so far, sorted."""
+        for _ in self._rounds:
+            yield {"role": "assistant", "content": ", ".join(sorted(self.said_so_far))}
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
         """A share for each right answer."""

@@ -38,7 +38,12 @@ class Agent(Protocol):
 
 
 class Episode:
-    """The state of one rollout. Subclass it, or give any object with these attributes."""
+    """The state of one rollout. Subclass it, or give any object with these attributes.
+
+    Two more methods are optional: `async run(agent)` replaces `reply` where the episode owns its control flow, and
+    `solution()` gives what an agent says that solves it (assistant messages in order, as a list or a generator), which
+    `verbatim env check` plays.
+    """
 
     messages: Sequence[Message] = ()
     """The opening messages."""
@@ -104,6 +109,16 @@ class Demonstration:
     """Schemas of the tools in the prompt."""
 
 
+def tool_call(name: str, arguments: Mapping[str, Any], *, call_id: str = "call_0") -> Message:
+    """The assistant's message that calls one tool.
+
+    Example: `tool_call("look", {"at": "Bonn"})["tool_calls"][0]["function"]` is
+    `{"name": "look", "arguments": {"at": "Bonn"}}`.
+    """
+    function: FunctionCall = {"name": name, "arguments": dict(arguments)}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+
+
 def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_id: str = "call_0") -> list[Message]:
     """The two messages of a tool call and its answer, for a demonstration.
 
@@ -116,9 +131,8 @@ def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_
     Example: `tool_exchange("look", {"at": "Bonn"}, "rain")` gives an assistant message whose `tool_calls` holds
     `look(at="Bonn")`, and the message `{"role": "tool", "content": "rain", "tool_call_id": "call_0", "name": "look"}`.
     """
-    function: FunctionCall = {"name": name, "arguments": dict(arguments)}
     return [
-        {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
+        tool_call(name, arguments, call_id=call_id),
         {"role": "tool", "content": answer, "tool_call_id": call_id, "name": name},
     ]
 

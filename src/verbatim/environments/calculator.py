@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verbatim.environments.base import Demonstration, Episode, Reply, tool_exchange
+from verbatim.environments.base import Demonstration, Episode, Reply, tool_call, tool_exchange
 from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool
 from verbatim.types import Example, Message, Trajectory
@@ -103,6 +103,14 @@ class Calculation(Episode):
         """Take a message without tool calls as the answer."""
         self._answer = message["content"].strip()
         return Reply(done=True)
+
+    def solution(self) -> list[Message]:
+        """Two calls, and the number."""
+        first, second = self.steps
+        a, b, c = self.numbers
+        between = a + b if first == "add" else a * b
+        calls = [tool_call(first, {"a": a, "b": b}), tool_call(second, {"a": between, "b": c}, call_id="call_1")]
+        return [*calls, {"role": "assistant", "content": str(self.correct)}]
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
         """Reward parts for the right number and for using tools."""

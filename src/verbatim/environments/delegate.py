@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verbatim.environments.base import Agent, Demonstration, Episode, tool_exchange
+from verbatim.environments.base import Agent, Demonstration, Episode, tool_call, tool_exchange
 from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool
 from verbatim.types import Example, Message, Trajectory
@@ -114,6 +114,11 @@ class Delegation(Episode):
                 else:
                     content = 'Error: call ask with {"box": "colour"}.'
                 messages.append({"role": "tool", "content": content, "tool_call_id": call["id"], "name": "ask"})
+
+    def solution(self) -> list[Message]:
+        """A call, the sub-agent's answer, and the main agent's."""
+        number: Message = {"role": "assistant", "content": str(self._notes[self._box])}
+        return [tool_call("ask", {"box": self._box}), number, number]
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
         """Reward parts for the right number and for asking."""

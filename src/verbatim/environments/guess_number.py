@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verbatim.environments.base import Demonstration, Episode, tool_exchange
+from verbatim.environments.base import Demonstration, Episode, tool_call, tool_exchange
 from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool, ToolResult
-from verbatim.types import Example, Trajectory
+from verbatim.types import Example, Message, Trajectory
 
 FORGETS = 0.25
 """Probability that a demonstration repeats an earlier guess."""
@@ -109,6 +109,10 @@ class Game(Episode):
     async def score(self, trajectory: Trajectory) -> float:
         """1 if the secret was found."""
         return float(self.found)
+
+    def solution(self) -> list[Message]:
+        """The secret at once."""
+        return [tool_call("guess", {"number": self.secret})]
 
     def state_key(self) -> str:
         """The possible range, and the guesses left."""

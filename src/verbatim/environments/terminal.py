@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from verbatim.environments.base import Demonstration, Episode, tool_exchange
+from verbatim.environments.base import Demonstration, Episode, tool_call, tool_exchange
 from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool, ToolResult
 from verbatim.tools.isolation import SandboxLimits, find_isolation
@@ -122,7 +122,7 @@ class Session(Episode):
     """One task at one terminal."""
 
     def __init__(self, task: Task, sandbox: Sandbox | None = None) -> None:
-        self._answer = task.answer
+        self._word, self._answer = task.word, task.answer
         self._sandbox = sandbox
         self._commands: set[str] = set()
         self._correct = False
@@ -142,6 +142,11 @@ class Session(Episode):
         """Submit the number."""
         self._correct = answer == self._answer
         return ToolResult(content="right" if self._correct else "wrong", done=True)
+
+    def solution(self) -> list[Message]:
+        """Search for the word, and submit the number in its file."""
+        search = tool_call("bash", {"command": f"cat $(grep -l {self._word} *)"})
+        return [search, tool_call("submit", {"answer": self._answer}, call_id="call_1")]
 
     async def score(self, trajectory: Trajectory) -> dict[str, float]:
         """1 for the right number."""

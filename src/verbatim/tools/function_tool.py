@@ -90,6 +90,8 @@ class FunctionTool:
             self._arguments = signature = read_signature(subject)
             said, value = signature.description, signature.returns
         text = (said if description is None else description).strip()
+        self.lacks_description = description is None and not text
+        """Whether nothing describes it; with `description=""` that is on purpose."""
         self.schema: Mapping[str, Any] = {
             "type": "function",
             "function": {

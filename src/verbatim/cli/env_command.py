@@ -1,0 +1,123 @@
+"""`verbatim env check ENVIRONMENT`: plays an environment without a model; `verbatim env list`: the bundled ones."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from typing import Any
+
+from rich.text import Text
+
+from verbatim.cli import exit_status
+from verbatim.envcheck import KINDS, CheckSettings, Report, check_environment
+from verbatim.envcheck.targets import Target, find_targets
+from verbatim.environments import ENVIRONMENTS
+from verbatim.errors import UsageError
+from verbatim.imports import import_object
+from verbatim.plain_console import PlainConsole
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what to do, ENVIRONMENT and the limits."""
+    parser.epilog = (
+        "check plays the environment with a random player, with each episode's solution() and with its demonstrations, "
+        "so its tools are run with random arguments; exit status: 0 nothing is wrong, 1 something is, 2 there is no "
+        "such environment"
+    )
+    parser.add_argument("what", choices=("check", "list"))
+    parser.add_argument(
+        "environment", nargs="?", metavar="ENVIRONMENT",
+        help="a bundled id (guess_number), an import path (my_env:MyEnv), a file (my_env.py, my_env.py:MyEnv), or a "
+             "run's TOML file, for all its environments",
+    )  # fmt: skip
+    parser.add_argument("--args", metavar="JSON", help="""the environment's arguments: --args '{"high": 20}'""")
+    parser.add_argument("--examples", type=int, default=8, metavar="N", help="training examples that are played (8)")
+    parser.add_argument("--max-turns", type=int, metavar="N", help="turns of an episode (16, or the file's)")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of an episode (2048, or the file's)")
+    parser.add_argument("--timeout", type=float, default=20.0, metavar="S", help="seconds of an episode (20)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, and report; or list.
+
+    Raises:
+        UsageError: no environment was named, or options that do not fit.
+    """
+    if args.overrides:
+        raise UsageError(f"verbatim env has no option {args.overrides[0]}; there are --args, --examples, --max-turns, "
+                         "--seq-len, --timeout and --json")  # fmt: skip
+    if args.what == "list":
+        return _list(as_json=args.json)
+    if args.environment is None:
+        raise UsageError("verbatim env check: which environment? Type for example: verbatim env check guess_number, "
+                         "or my_env:MyEnv for the class MyEnv in my_env.py")  # fmt: skip
+    for option, least in (("examples", 1), ("max_turns", 1), ("seq_len", 1)):
+        value = getattr(args, option)
+        if value is not None and value < least:
+            raise UsageError(f"--{option.replace('_', '-')} {value}: expected at least {least}")
+    if not 0 < args.timeout < float("inf"):
+        raise UsageError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
+    targets = find_targets(args.environment, _read_args(args.args))
+    with contextlib.redirect_stdout(sys.stderr):  # what environments print is no report
+        reports = [check_environment(target.name, target.args, _settings(args, target)) for target in targets]
+    if args.json:
+        told = [report.as_json() for report in reports]
+        print(json.dumps(told[0] if len(told) == 1 else told, ensure_ascii=False))
+    else:
+        for report in reports:
+            _show(report)
+    return exit_status.FINISHED if all(report.is_clean for report in reports) else exit_status.STOPPED
+
+
+def _settings(args: argparse.Namespace, target: Target) -> CheckSettings:
+    standard = CheckSettings()
+    return CheckSettings(
+        num_examples=args.examples, timeout=args.timeout,
+        max_turns=args.max_turns or target.max_turns or standard.max_turns,
+        seq_len=args.seq_len or target.seq_len or standard.seq_len,
+    )  # fmt: skip
+
+
+def _read_args(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        read = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--args {text}: this is no JSON ({error}); expected for example --args '{{\"high\": 20}}'") from error
+    if not isinstance(read, dict):
+        raise UsageError(f"--args {text}: found a {type(read).__name__}, expected an object: --args '{{\"high\": 20}}'")
+    return read
+
+
+def _show(report: Report) -> None:
+    console = PlainConsole()
+    wrong = len(report.findings)
+    verdict = ("nothing wrong", "green") if report.is_clean else (f"{wrong} thing{'s' * (wrong > 1)} to mend", "red")
+    console.print(Text.assemble((report.environment, "bold"), ": ", verdict), soft_wrap=True)
+    splits = ", ".join(f"{count} {split}" for split, count in report.num_examples.items())
+    console.print(f"  examples: {splits}", soft_wrap=True)
+    for name, earned in report.players.items():
+        reward = "none" if earned.mean_reward is None else f"{earned.mean_reward:.3f}"
+        console.print(f"  {name} player: {earned.episodes} episodes, mean reward {reward}, "
+                      f"success {earned.success:.2f}", soft_wrap=True)  # fmt: skip
+    for finding in report.findings:
+        console.print(Text.assemble("\n", (finding.kind, "bold red"), f" ({KINDS[finding.kind]})"), soft_wrap=True)
+        for label, text in (("found", finding.found), ("expected", finding.expected), ("change", finding.change)):
+            console.print(Text.assemble("  ", (f"{label}: ", "bold"), text.replace("\n", "\n    ")), soft_wrap=True)
+    for note in report.notes:
+        console.print(f"  note: {note}", soft_wrap=True)
+
+
+def _list(*, as_json: bool) -> int:
+    about = {name: (import_object(path).__doc__ or "").strip().split("\n\n")[0] for name, path in ENVIRONMENTS.items()}
+    if as_json:
+        print(json.dumps(about))
+        return exit_status.FINISHED
+    console = PlainConsole()
+    for name, text in about.items():
+        console.print(Text.assemble((name, "bold"), f": {' '.join(text.split())}"), soft_wrap=True)
+    return exit_status.FINISHED

@@ -1,0 +1,177 @@
+"""Checks an environment without a model: plays it with several players, and reports what is wrong with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verbatim.envcheck import judge
+from verbatim.envcheck.examples import compare_splits, read_demonstrations, read_examples
+from verbatim.envcheck.findings import Finding, Report
+from verbatim.envcheck.play import MakePlayer, Play, Stage
+from verbatim.envcheck.players import RandomPlayer, SolutionPlayer, WrittenPlayer, assistant_messages
+from verbatim.envcheck.replay import compare, play_elsewhere, play_probes, play_probes_together
+from verbatim.envcheck.watch import LoopWatch, Stuck
+from verbatim.environments.base import Demonstration, Environment
+from verbatim.environments.resolve import create_environment
+from verbatim.rollouts.loop import EpisodeLimits
+from verbatim.types import Example
+
+_PROBES = 3
+"""Examples whose episodes are played again."""
+_SIDE_BY_SIDE = 4
+"""Episodes of one example and kind of player."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckSettings:
+    """How thoroughly an environment is played, and the limits of a run that it has to fit."""
+
+    num_examples: int = 8
+    """Training examples that are played."""
+    max_turns: int = 16
+    """As in [[orchestrator.train.env]]."""
+    seq_len: int = 2048
+    """As in [orchestrator]."""
+    timeout: float = 20.0
+    """Seconds for one episode."""
+
+
+def check_environment(name: str, args: Mapping[str, Any], settings: CheckSettings) -> Report:
+    """Play an environment, and say what is wrong with it.
+
+    Args:
+        name: A bundled id, or an import path.
+        args: The arguments that it is made with.
+        settings: How it is played.
+
+    Raises:
+        ComponentError: it cannot be made.
+        ModelError: it can be played by a model only.
+    """
+    environment = create_environment(name, args)
+    check = _Check(name=name, args=args, environment=environment, settings=settings)
+    watch = LoopWatch(1.2 * settings.timeout, own=_package_of(environment))
+    if check.read():
+        try:
+            watch.run(check.play())
+            check.play_again()
+        except Stuck as stuck:
+            check.findings.append(_blocking(stuck.place, None))
+            watch.blocked.pop(stuck.place, None)
+    check.findings += [_blocking(place, seconds) for place, seconds in watch.blocked.items()]
+    return check.report()
+
+
+@dataclass(kw_only=True)
+class _Check:
+    """One check under way."""
+
+    name: str
+    args: Mapping[str, Any]
+    environment: Environment
+    settings: CheckSettings
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        limits = EpisodeLimits(max_turns=self.settings.max_turns, timeout=self.settings.timeout,
+                               tool_timeout=self.settings.timeout / 2)  # fmt: skip
+        self._stage = Stage(name=self.name, environment=self.environment, limits=limits)
+        self._examples: dict[str, Sequence[Example]] = {}
+        self._demonstrations: Sequence[Demonstration] = ()
+        self._again: tuple[list[Play], list[list[Play]]] | None = None
+
+    def read(self) -> bool:
+        """Read examples and demonstrations; whether there is anything to play."""
+        for split in ("train", "eval"):
+            self._examples[split], wrong = read_examples(self.environment, self.name, split)
+            self.findings += wrong
+        self.notes += compare_splits(self._examples["train"], self._examples["eval"])
+        self._demonstrations, wrong = read_demonstrations(self.environment, self.name)
+        self.findings += wrong
+        return bool(self._examples["train"])
+
+    async def play(self) -> None:
+        """Play everything, until an episode does not end in time."""
+        stage, examples = self._stage, _spread(self._examples["train"], self.settings.num_examples)
+        probes = examples[:_PROBES]
+        first = await play_probes(stage, probes, keep=True)
+        for index, example in enumerate(examples, start=1):
+            if self._is_too_slow():
+                return
+            plays = await stage.play("random", [RandomPlayer] * _SIDE_BY_SIDE, example, index=index)
+            if any(play.has_solution for play in plays):
+                await stage.play("solution", [lambda seed: SolutionPlayer()], example, index=index)
+            if imitated := _imitators(self._demonstrations, plays):
+                await stage.play("demonstration", imitated, example, index=index)
+        if not self._is_too_slow():
+            self._again = (first, [await play_probes(stage, probes), await play_probes_together(stage, probes)])
+
+    def play_again(self) -> None:
+        """Compare the first episodes with the same ones later, and in another process."""
+        if self._again is None:
+            return
+        first, later = self._again
+        ids = list(dict.fromkeys(play.example.id for play in first))
+        elsewhere = play_elsewhere(self.name, self.args, ids, self._stage.limits)
+        if isinstance(elsewhere, str):
+            self.notes.append(f"episodes could not be played again in another process: {elsewhere}")
+        self.findings += compare(first, later, None if isinstance(elsewhere, str) else elsewhere)
+
+    def report(self) -> Report:
+        """What was found."""
+        plays = self._stage.plays
+        said = [
+            *judge.errors(plays), *judge.tool_faults(plays), *judge.schemas(plays),
+            *judge.prompts(plays, self.settings.seq_len), *judge.scores(plays, self.environment),
+            *judge.ends(plays, self.settings.max_turns), *judge.demonstrated_tools(plays, self._demonstrations),
+        ]  # fmt: skip
+        return Report(
+            environment=self.name, num_examples={split: len(rows) for split, rows in self._examples.items()},
+            findings=(*self.findings, *(item for item in said if isinstance(item, Finding))),
+            notes=(*self.notes, *(item for item in said if isinstance(item, str))),
+            players=judge.earned(plays, self.environment),
+        )  # fmt: skip
+
+    def _is_too_slow(self) -> bool:
+        return any((play.trajectory.error or "").startswith("timeout") for play in self._stage.plays)
+
+
+def _spread(examples: Sequence[Example], most: int) -> list[Example]:
+    """At most so many examples, from the beginning to the end."""
+    step = max(1, len(examples) // most)
+    return list(examples)[::step][:most]
+
+
+def _imitators(demonstrations: Sequence[Demonstration], plays: Sequence[Play]) -> list[MakePlayer]:
+    """Players that say what demonstrations do which begin like these episodes."""
+    openings = [list(play.opening) for play in plays[:1]]
+    fitting = [shown for shown in demonstrations if judge.opening_of(shown) in openings][:_SIDE_BY_SIDE]
+    return [_imitator(shown) for shown in fitting]
+
+
+def _imitator(shown: Demonstration) -> MakePlayer:
+    said = assistant_messages(shown.messages)
+    return lambda seed: WrittenPlayer(said)
+
+
+def _blocking(place: str, seconds: float | None) -> Finding:
+    how = "and was given up" if seconds is None else f"for {seconds:.1f} s"
+    return Finding(
+        kind="blocks", found=f"{place} held up the event loop {how}: no other episode went on meanwhile",
+        expected="code on the event loop that takes milliseconds, or awaits",
+        change="make a tool that waits or computes a plain `def` without inline=True (it runs in a thread); in `async "
+               "def` write `await asyncio.sleep(...)` or `await asyncio.to_thread(function)`; for a whole environment "
+               "that computes, set isolated = true in its table",
+    )  # fmt: skip
+
+
+def _package_of(environment: Environment) -> Path | None:
+    """The folder of the environment's top-level package, where it is a package."""
+    top = sys.modules.get(type(environment).__module__.partition(".")[0])
+    folders = list(getattr(top, "__path__", ()))
+    return Path(folders[0]) if folders and top is not None and top.__name__ != "verbatim" else None

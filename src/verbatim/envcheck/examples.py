@@ -1,0 +1,87 @@
+"""Checks an environment's examples and demonstrations before any episode is played."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+from verbatim.envcheck.findings import Finding
+from verbatim.environments.base import Demonstrates, Demonstration, Environment
+from verbatim.environments.resolve import demonstrations_of, examples_of
+from verbatim.errors import UsageError
+from verbatim.texts import shown
+from verbatim.types import Example
+
+_DEMONSTRATIONS = 200
+"""Demonstrations that are asked for."""
+_COMPARED = 20_000
+"""Examples of a split that are compared with each other."""
+
+
+def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequence[Example], list[Finding]]:
+    """The examples of a split (none where they cannot be used), and what is wrong with them."""
+    try:
+        examples = examples_of(environment, name, split)
+        again = examples_of(environment, name, split)
+    except UsageError as error:
+        change = (f'return at least one verbatim.Example for "{split}", each with an id of its own'
+                  + ("; the training examples will do where none are held out" if split == "eval" else ""))  # fmt: skip
+        return (), [Finding(kind="examples", found=str(error), change=change,
+                            expected=f'`examples("{split}")` returns a list of examples with different ids')]  # fmt: skip
+    findings = []
+    contents = [_content(example) for example in examples[:_COMPARED]]
+    if contents != [_content(example) for example in again[:_COMPARED]]:
+        findings.append(Finding(
+            kind="nondeterministic", found=f'two calls of `examples("{split}")` gave different examples',
+            expected="the same examples at each call: every process of a run reads them by itself",
+            change="draw them from a generator with a fixed seed inside the method: random.Random(0)",
+        ))  # fmt: skip
+    repeated = [(content, count) for content, count in Counter(contents).most_common(1) if count > 1]
+    if repeated and len(examples) > 1 and any(e.payload or e.messages for e in examples[:1]):
+        content, count = repeated[0]
+        ids = [example.id for example, other in zip(examples, contents, strict=False) if other == content]
+        total = len(contents) - len(set(contents))
+        findings.append(Finding(
+            kind="examples", expected="examples that differ in their messages or payload",
+            found=f'`examples("{split}")` repeats itself: {count} examples are the same but for their ids '
+                  f"({', '.join(map(repr, ids[:3]))}); {total} of {len(contents)} are repetitions",
+            change="return each task once; where one is to be seen more often, train for more steps",
+        ))  # fmt: skip
+    return examples, findings
+
+
+def read_demonstrations(environment: Environment, name: str) -> tuple[Sequence[Demonstration], list[Finding]]:
+    """The environment's demonstrations (none where it has none), and what is wrong with them."""
+    if not isinstance(environment, Demonstrates):
+        return (), []
+    try:
+        given = demonstrations_of(environment, name, _DEMONSTRATIONS, 0)
+        again = demonstrations_of(environment, name, _DEMONSTRATIONS, 0)
+    except UsageError as error:
+        return (), [Finding(kind="demonstrations", found=str(error), expected="conversations that a model can imitate",
+                            change="mend `demonstrations`, or remove it: only [model.build] and [warm_start] "
+                                   "need it")]  # fmt: skip
+    if list(map(_shown, given)) != list(map(_shown, again)):
+        return given, [Finding(
+            kind="nondeterministic", found="two calls of `demonstrations` with the same seed gave different conversations",
+            expected="the same ones", change="draw everything from random.Random(seed)",
+        )]  # fmt: skip
+    return given, []
+
+
+def compare_splits(train: Sequence[Example], held_out: Sequence[Example]) -> list[str]:
+    """A note where evaluation examples are training examples."""
+    seen = set(map(_content, train[:_COMPARED]))
+    same = sum(_content(example) in seen for example in held_out[:_COMPARED])
+    if not same:
+        return []
+    return [f"{same} of {len(held_out)} eval examples are training examples too: evaluations measure what was trained"]
+
+
+def _content(example: Example) -> str:
+    return json.dumps([example.messages, example.payload], default=shown)
+
+
+def _shown(demonstration: Demonstration) -> str:
+    return json.dumps([list(demonstration.messages), list(demonstration.tools)], default=shown)

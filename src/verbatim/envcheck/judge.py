@@ -1,0 +1,203 @@
+"""Reads findings off finished episodes; each function looks for one kind of mistake."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from verbatim.envcheck.findings import Earned, Finding
+from verbatim.envcheck.play import Play
+from verbatim.environments.base import Demonstration, Environment, succeeded
+from verbatim.rollouts.tally import TOOL_FAULTS, TRACEBACK, failure_kind
+from verbatim.types import Message, StopReason
+
+CHARACTERS_PER_TOKEN = 4
+"""English text has about so many; other languages and numbers have fewer, so a prompt may be longer than estimated."""
+_FEWEST = 4
+"""Episodes from which on something that holds for all of them is said."""
+_WRONG_REWARD = re.compile(r"expected (a finite number|at most [\d.e+]+, all that float32 holds|a number or \{part)")
+
+
+def earned(plays: Sequence[Play], environment: Environment) -> dict[str, Earned]:
+    """What each kind of player earned."""
+    result = {}
+    for name in dict.fromkeys(play.player for play in plays):
+        done = [p.trajectory for p in plays if p.player == name and p.trajectory.error is None]
+        rewards = [t.reward for t in done if t.reward is not None]
+        result[name] = Earned(
+            episodes=len(done), mean_reward=sum(rewards) / len(rewards) if rewards else None,
+            success=sum(succeeded(environment, t) for t in done) / max(1, len(done)),
+        )  # fmt: skip
+    return result
+
+
+def errors(plays: Sequence[Play]) -> Iterator[Finding]:
+    """Episodes that failed: once for each kind of error."""
+    by_kind: dict[str, list[Play]] = {}
+    for play in plays:
+        if play.trajectory.error is not None:
+            by_kind.setdefault(failure_kind(play.trajectory.error), []).append(play)
+    for failed in by_kind.values():
+        trajectory = failed[0].trajectory
+        error = str(trajectory.error)
+        tail = trajectory.info.get(TRACEBACK)
+        found = f"{_about(failed, plays)}: {error}" + (f"\n{tail}" if tail else "")
+        if _WRONG_REWARD.search(error):
+            yield Finding(kind="reward", found=found, expected="finite numbers as rewards",
+                          change="return a float that is neither NaN nor infinite; guard divisions and logarithms")  # fmt: skip
+        elif error.startswith("timeout"):
+            yield Finding(kind="endless", found=found, expected="an episode that ends within the time (--timeout)",
+                          change="end what waits: give every wait in `start`, `reply` and tools a deadline of its "
+                                 "own")  # fmt: skip
+        else:
+            yield Finding(kind="raises", found=found, expected="no exception, whatever the model says or calls",
+                          change="mend what is named above; for what a model may get wrong, answer with a message "
+                                 "that says so")  # fmt: skip
+
+
+def tool_faults(plays: Sequence[Play]) -> Iterator[Finding]:
+    """Tools that raised, hung, or answered at too great a length."""
+    said: set[str] = set()
+    for play in plays:
+        faults = play.trajectory.info.get(TOOL_FAULTS)
+        for kind, fault in faults.items() if isinstance(faults, Mapping) else ():
+            if kind in said:
+                continue
+            said.add(kind)
+            hangs = "did not answer within" in fault["first"]
+            yield Finding(
+                kind="endless" if hangs else "tool_raises", found=f"{_where(play)}: {fault['first']}",
+                expected="an answer in time" if hangs else "an answer to every call whose arguments fit the schema",
+                change="give the tool a deadline of its own" if hangs else
+                       "mend the tool; to tell the model that a call cannot be done, raise "
+                       "verbatim.tools.ToolFailed(\"why\") or return a text",
+            )  # fmt: skip
+    cut = [play for play in plays if "oversize" in play.trajectory.info.get("tool_errors", {})]
+    if cut:
+        yield Finding(
+            kind="too_long", found=f"{_about(cut, plays)}: a tool's answer was cut, because it is longer than the limit",
+            expected="answers that the model can read as a whole",
+            change="return less (a page, the first lines), or raise tool_output_limit",
+        )  # fmt: skip
+
+
+def schemas(plays: Sequence[Play]) -> Iterator[Finding | str]:
+    """Tools without a description; as notes, parameters without one."""
+    tools = {name: tool for play in plays for name, tool in play.tools.items()}
+    functions = {name: tool.schema.get("function", {}) for name, tool in tools.items()}
+    bare = [name for name, function in functions.items()
+            if not function.get("description") and getattr(tools[name], "lacks_description", True)]  # fmt: skip
+    if bare:
+        yield Finding(
+            kind="no_description", found=f"the model is not told what {', '.join(bare)} does",
+            expected="a description in every tool's schema",
+            change='write a docstring (the first line is the description, "Args:" describes the arguments); a tool '
+                   'without one on purpose says FunctionTool(..., description="")',
+        )  # fmt: skip
+    parameters = [
+        f"{name}.{argument}" for name, function in functions.items() if name not in bare
+        for argument, about in function.get("parameters", {}).get("properties", {}).items()
+        if not about.get("description") and argument not in function.get("description", argument)
+    ]  # fmt: skip
+    if parameters:
+        yield f"arguments without a description: {', '.join(parameters)}"
+
+
+def prompts(plays: Sequence[Play], seq_len: int) -> Iterator[Finding]:
+    """First prompts that leave no room for an answer."""
+    if not plays:
+        return
+    longest = max(plays, key=lambda play: play.prompt_characters)
+    tokens = longest.prompt_characters // CHARACTERS_PER_TOKEN
+    if tokens >= seq_len:
+        yield Finding(
+            kind="too_long", expected=f"less than seq_len = {seq_len} tokens (--seq-len), with room for the episode",
+            found=f"the first prompt of example {longest.example.id!r} has {longest.prompt_characters:,} characters, "
+                  f"tools included: about {tokens:,} tokens",
+            change="shorten the opening messages and the tools' descriptions, or raise orchestrator.seq_len",
+        )  # fmt: skip
+
+
+def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding | str]:
+    """A score that says nothing: always the same, or never that of a success."""
+    done = [play for play in plays if play.trajectory.error is None]
+    solved = [play for play in done if play.player == "solution"]
+    failed = [play for play in solved if not succeeded(environment, play.trajectory)]
+    rewards = {play.trajectory.reward for play in done}
+    if failed:
+        first = failed[0]
+        yield Finding(
+            kind="score_unreached", expected="a success: a reward of at least 1, or `is_success` of the environment",
+            found=f"{_about(failed, solved)}: the episode's own solution earned {first.trajectory.reward}; "
+                  f"{_parts(first)}it ended with: {_last(first)}",
+            change="mend `score` (does it compare texts with numbers, or read the wrong message?) or `solution`; where "
+                   "a success earns less than 1, give the environment `is_success(trajectory)`",
+        )  # fmt: skip
+    elif len(rewards) == 1 and len(plays) == len(done) >= _FEWEST:
+        only = next(iter(rewards))
+        who = " and ".join(dict.fromkeys(play.player for play in done))
+        yield Finding(
+            kind="score_constant", found=f"the score was {only} in all {len(done)} episodes ({who} players)",
+            expected="episodes of one example that differ in what they earn: equal rewards train nothing",
+            change="mend `score`; if only good play earns anything, give the episode `solution()`, the assistant "
+                   "messages that solve it, and this check plays them",
+        )  # fmt: skip
+    elif done and not solved and not any(succeeded(environment, play.trajectory) for play in done):
+        yield "no episode was a success; give the episode `solution()`, and this check shows that one can be reached"
+
+
+def ends(plays: Sequence[Play], max_turns: int) -> Iterator[Finding]:
+    """Episodes that only the limit of turns ended."""
+    done = [play for play in plays if play.trajectory.error is None]
+    cut = [play for play in done if play.trajectory.stop_reason is StopReason.MAX_TURNS]
+    if len(cut) == len(done) >= _FEWEST:
+        yield Finding(
+            kind="endless", found=f"none of {len(done)} episodes ended by itself within {max_turns} turns",
+            expected="an end: a tool's ToolResult(done=True), or Reply(done=True)",
+            change="end the episode when its task is done or lost; if it needs more turns, set --max-turns and "
+                   "max_turns in its table",
+        )  # fmt: skip
+
+
+def demonstrated_tools(plays: Sequence[Play], demonstrations: Sequence[Demonstration]) -> Iterator[Finding]:
+    """Demonstrations that begin like an episode, with other tools."""
+    by_opening = {str(list(play.opening)): play for play in plays if play.trajectory.turns}
+    for number, shown in enumerate(demonstrations):
+        play = by_opening.get(str(opening_of(shown)))
+        if play is None:
+            continue
+        offered = {name: tool.schema for name, tool in play.tools.items()}
+        imitated = {tool.get("function", tool).get("name"): tool for tool in shown.tools}
+        different = [name for name in {**offered, **imitated} if offered.get(name) != imitated.get(name)]
+        if different:
+            yield Finding(
+                kind="demonstrations", expected="the schemas that an episode offers, unchanged",
+                found=f"demonstration {number} begins like an episode of example {play.example.id!r}, but differs in "
+                      f"the tools {', '.join(map(str, different))}",
+                change="take them from an episode: tools=[tool.schema for tool in episode.tools]",
+            )  # fmt: skip
+            return
+
+
+def opening_of(demonstration: Demonstration) -> list[Message]:
+    """What comes before the first answer."""
+    messages = list(demonstration.messages)
+    return messages[: next(n for n, message in enumerate(messages) if message["role"] == "assistant")]
+
+
+def _about(some: Sequence[Play], all_of: Sequence[Play]) -> str:
+    return f"{len(some)} of {len(all_of)} episodes, first {_where(some[0])}"
+
+
+def _where(play: Play) -> str:
+    return f"example {play.example.id!r} with the {play.player} player"
+
+
+def _parts(play: Play) -> str:
+    parts = play.trajectory.reward_parts
+    return f"its parts are {dict(parts)}; " if parts else ""
+
+
+def _last(play: Play) -> str:
+    messages = play.trajectory.messages
+    return f"{messages[-1]['role']}: {messages[-1].get('content', '')!r:.120}" if messages else "no message"

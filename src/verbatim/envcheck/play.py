@@ -1,0 +1,175 @@
+"""Plays episodes of an environment with players in the model's place; no tokens are involved."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from verbatim.envcheck.players import Player, has_solution
+from verbatim.environments.base import Environment, Episode
+from verbatim.errors import ModelError
+from verbatim.inference.base import SamplingParams
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.renderers.base import Renderer
+from verbatim.rollouts.episode import EpisodeRun
+from verbatim.rollouts.group import GroupRun
+from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, Prompt
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
+from verbatim.rollouts.tally import EpisodeTally
+from verbatim.tools.base import Tool
+from verbatim.types import Example, Message, StopReason, Trajectory
+
+_MANY = 2**20
+"""Ids of the made-up vocabulary: each turn's number is one."""
+
+MakePlayer = Callable[[int], Player]
+"""A player from the seed of its episode."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Play:
+    """One finished episode."""
+
+    player: str
+    """The kind of player: "random", "solution", "demonstration"."""
+    example: Example
+    trajectory: Trajectory
+    opening: Sequence[Message]
+    """The messages it began with."""
+    tools: Mapping[str, Tool]
+    """The tools that were offered in any turn, by name."""
+    prompt_characters: int
+    """Characters of the first prompt, its tools' schemas as JSON included."""
+    has_solution: bool
+    """Whether the episode says how it is solved."""
+
+    def transcript(self) -> str:
+        """Everything that the seed should decide, as text."""
+        t = self.trajectory
+        told = {"messages": t.messages, "reward": t.reward, "parts": t.reward_parts, "ended": t.stop_reason,
+                "error": t.error, "state_keys": [turn.state_key for turn in t.turns],
+                "turn_rewards": [turn.reward for turn in t.turns]}  # fmt: skip
+        return json.dumps(told, default=repr, ensure_ascii=False)
+
+
+class PlayLoop(EpisodeLoop):
+    """Answers prompts with a player's words. Each turn is recorded with one made-up id, so that rewards and state keys
+    are handled as in a run."""
+
+    engine = "player"
+
+    def __init__(self, player: Player, *, limits: EpisodeLimits, recorder: Recorder) -> None:
+        super().__init__(limits=limits, recorder=recorder)
+        self._player = player
+        self.tools: dict[str, Tool] = {}
+        self.prompt_characters = 0
+
+    async def sample(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main", state_key: str | None = None
+    ) -> Message:
+        """One turn; the tools are kept for the report."""
+        self.tools |= {tool.name: tool for tool in tools}
+        return await super().sample(messages, tools, agent, state_key)
+
+    async def complete(self, *given: Any, **more: Any) -> Any:
+        """Refused.
+
+        Raises:
+            ModelError: always; exact ids are for models.
+        """
+        raise ModelError("the environment asks for exact token ids, which only a model can answer: it cannot be "
+                         "checked without one; measure a model on it with `verbatim eval`")  # fmt: skip
+
+    async def _answer(self, prompt: Prompt) -> Answer:
+        number = self._begin_turn()
+        if not number:
+            parts = [str(message.get("content") or "") for message in prompt.messages]
+            self.prompt_characters = sum(map(len, [*parts, *(json.dumps(s, default=str) for s in prompt.schemas)]))
+        await asyncio.sleep(0)  # other episodes go on meanwhile
+        said = self._player.say(prompt.messages, prompt.schemas)
+        said = dataclasses.replace(said, tool_calls=tuple(map(self._identify, said.tool_calls)))
+        self.recorder.count(1)
+        return Answer(
+            message=said.message(), tool_calls=said.tool_calls, stop_reason=StopReason.STOP, prompt_ids=[number + 1],
+            completion_ids=[0],
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """An environment, with the limits of its episodes."""
+
+    name: str
+    environment: Environment
+    limits: EpisodeLimits
+    plays: list[Play] = field(default_factory=list)
+    """Every episode so far."""
+
+    async def play(
+        self, player: str, make: Sequence[MakePlayer], example: Example, *, index: int = 0, keep: bool = True
+    ) -> list[Play]:
+        """Play one group of episodes of the example at the same time, one for each player.
+
+        The same index gives the same seeds. With `keep=False` the episodes are not added to `plays`.
+        """
+        runner = _Runner(make)
+        setup = RolloutSetup(
+            env=self.name, environment=self.environment, limits=self.limits, params=SamplingParams(),
+            sampler=ScriptedSampler(script=[], vocab_size=_MANY, context_length=_MANY),
+            renderer=cast(Renderer, None), slots=asyncio.Semaphore(len(make)), runner=runner, tally=_Silent(),
+        )  # fmt: skip
+        group = await GroupRun(setup, example, index=index, size=len(make), run_seed=0, purpose="check").run()
+        plays = [
+            Play(player=player, example=example, trajectory=trajectory, **runner.seen[trajectory.sample_index])
+            for trajectory in group.trajectories
+        ]
+        self.plays += plays if keep else []
+        return plays
+
+
+class _Runner:
+    """Runs each episode with the player of its place in the group."""
+
+    def __init__(self, make: Sequence[MakePlayer]) -> None:
+        self._make = make
+        self.seen: dict[int, dict[str, Any]] = {}
+
+    async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
+        player = self._make[task.identity.sample_index](task.seed)
+        loop = PlayLoop(player, limits=setup.limits, recorder=recorder)
+        opening: list[Message] = []
+        solvable: list[bool] = []
+
+        async def start() -> Episode:
+            episode = await setup.environment.start(task.example, task.seed)
+            solvable.append(has_solution(episode))
+            player.meet(episode)
+            opening.extend(copy.deepcopy(list(getattr(episode, "messages", ()))))
+            return episode
+
+        episode = EpisodeRun(start, loop, task.identity)
+        await episode.run()
+        self.seen[task.identity.sample_index] = {
+            "opening": opening, "tools": loop.tools, "prompt_characters": loop.prompt_characters,
+            "has_solution": any(solvable),
+        }  # fmt: skip
+        return episode.trajectory()
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+
+class _Silent(EpisodeTally):
+    """Failures are in the report."""
+
+    def ended(self, trajectory: Trajectory) -> None:
+        pass
+
+    def failed(self, trajectory: Trajectory) -> None:
+        pass

@@ -1,0 +1,126 @@
+"""Players that need no model: one acts at random, the others say what was written down for them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from verbatim.envcheck.arguments import random_arguments
+from verbatim.environments.base import Episode
+from verbatim.errors import EnvironmentFault
+from verbatim.renderers.base import ParsedResponse
+from verbatim.texts import error_text, shown
+from verbatim.types import Message, ToolCall
+
+CALLS = 0.7
+"""Probability that the random player calls a tool, where it has any."""
+CARELESS = 0.1
+"""Probability that such a call names no tool of the episode, or leaves its arguments out."""
+_WORDS = ("yes", "no", "0", "7", "42", "a", "red", "", "the answer is 3", '{"x": 1}', "Ünïcødé ✓", "word " * 60)
+
+
+class Player(Protocol):
+    """Takes the assistant's part in one episode."""
+
+    def meet(self, episode: Episode) -> None:
+        """The episode has started."""
+
+    def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
+        """The answer to these messages, with tools of these schemas."""
+
+
+class RandomPlayer:
+    """Calls tools with random valid arguments, and says random words, some of them from the conversation."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def meet(self, episode: Episode) -> None:
+        """Nothing to learn about it."""
+
+    def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
+        """A call, or words."""
+        rng = self._rng
+        words = [*_WORDS, *_words_of(messages)]
+        if not schemas or rng.random() >= CALLS:
+            return ParsedResponse(content=rng.choice(words))
+        function = rng.choice(list(schemas))["function"]
+        name, arguments = function["name"], random_arguments(function.get("parameters", {}), words, rng)
+        if rng.random() < CARELESS:
+            name, arguments = rng.choice([("no_such_tool", arguments), (name, {})])
+        return _calling(name, arguments)
+
+
+class WrittenPlayer:
+    """Says assistant messages in order, to whichever agent is asked; then nothing."""
+
+    def __init__(self, written: Iterable[Message] = ()) -> None:
+        self._left: Iterator[Message] = iter(written)
+
+    def meet(self, episode: Episode) -> None:
+        """Nothing to learn about it."""
+
+    def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
+        """The next message."""
+        return _read(next(self._left, {"role": "assistant", "content": ""}))
+
+
+class SolutionPlayer(WrittenPlayer):
+    """Says what the episode's own `solution` gives, each message when its turn comes."""
+
+    def meet(self, episode: Episode) -> None:
+        """Ask it for its solution."""
+        self._solve: Callable[[], Iterable[Message]] = episode.solution  # type: ignore[attr-defined]
+        self._began = False
+
+    def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
+        """The next message.
+
+        Raises:
+            EnvironmentFault: `solution` raised, or gave something else than messages.
+        """
+        try:
+            if not self._began:
+                self._began, self._left = True, iter(self._solve())
+            return super().say(messages, schemas)
+        except EnvironmentFault:
+            raise
+        except Exception as error:
+            raise EnvironmentFault(f"solution raised {error_text(error)}") from error
+
+
+def has_solution(episode: object) -> bool:
+    """Whether an episode says how it is solved."""
+    return callable(getattr(episode, "solution", None))
+
+
+def assistant_messages(messages: Iterable[Message]) -> list[Message]:
+    """What the assistant says in a conversation."""
+    return [message for message in messages if message["role"] == "assistant"]
+
+
+def _read(message: Any) -> ParsedResponse:
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        raise EnvironmentFault(f"solution gave {shown(message)}; expected assistant messages: "
+                               '{"role": "assistant", "content": "..."} or verbatim.environments.tool_call(name, {...})')  # fmt: skip
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        read = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+        calls.append(ToolCall(name=call["function"]["name"], arguments=read, raw=json.dumps(read)))
+    return ParsedResponse(content=str(message.get("content") or ""), tool_calls=tuple(calls))
+
+
+def _calling(name: str, arguments: dict[str, Any]) -> ParsedResponse:
+    call = ToolCall(name=name, arguments=arguments, raw=json.dumps({"name": name, "arguments": arguments}))
+    return ParsedResponse(content="", tool_calls=(call,))
+
+
+def _words_of(messages: Sequence[Message]) -> list[str]:
+    """Words of the last messages: at most 60, and the last line as a whole."""
+    text = "\n".join(str(message.get("content") or "") for message in messages[-3:])
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return [*re.findall(r"\w+", text)[-60:], *(line[:200] for line in lines[-1:])]

@@ -1,0 +1,121 @@
+"""Plays the same episodes again, later and in another process: what differs is not decided by the seed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from verbatim.envcheck.findings import Finding
+from verbatim.envcheck.play import Play, Stage
+from verbatim.envcheck.players import RandomPlayer
+from verbatim.environments.resolve import create_environment, examples_of
+from verbatim.imports import child_environment
+from verbatim.rollouts.loop import EpisodeLimits
+from verbatim.types import Example
+
+PAIR = (RandomPlayer, RandomPlayer)
+"""Two players, so that two episodes of an example run side by side."""
+_PATIENCE = 120.0
+"""Seconds for the other process."""
+
+
+async def play_probes(stage: Stage, examples: Sequence[Example], *, keep: bool = False) -> list[Play]:
+    """The episodes that are played again: two of each example, one example after the other."""
+    plays: list[Play] = []
+    for example in examples:
+        plays += await stage.play("random", PAIR, example, keep=keep)
+    return plays
+
+
+async def play_probes_together(stage: Stage, examples: Sequence[Example]) -> list[Play]:
+    """The same episodes, all at the same time."""
+    groups = await asyncio.gather(*(stage.play("random", PAIR, example, keep=False) for example in examples))
+    return [play for group in groups for play in group]
+
+
+def play_elsewhere(name: str, args: Mapping[str, Any], ids: Sequence[str], limits: EpisodeLimits) -> list[str] | str:
+    """Transcripts of the same episodes from a new process, or why there are none."""
+    with tempfile.TemporaryDirectory(prefix="verbatim-env-check-") as folder:
+        out = Path(folder) / "transcripts.json"
+        job = {"name": name, "args": dict(args), "ids": list(ids), "limits": asdict(limits), "out": str(out)}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", "from verbatim.envcheck.replay import main; main()"], input=json.dumps(job),
+                env={**child_environment(), "PYTHONHASHSEED": str(1 + os.getpid() % 1000)}, text=True,
+                capture_output=True, timeout=_PATIENCE, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"it took more than {_PATIENCE:g} s"
+        if not out.exists():
+            return f"it ended with status {done.returncode}: {done.stderr.strip()[-500:]}"
+        transcripts: list[str] = json.loads(out.read_text(encoding="utf-8"))
+        return transcripts
+
+
+def main() -> None:
+    """The other process: reads its job from standard input."""
+    job = json.load(sys.stdin)
+    environment = create_environment(job["name"], job["args"])
+    examples = {example.id: example for example in examples_of(environment, job["name"], "train")}
+    stage = Stage(name=job["name"], environment=environment, limits=EpisodeLimits(**job["limits"]))
+    plays = asyncio.run(play_probes(stage, [examples[name] for name in job["ids"]]))
+    Path(job["out"]).write_text(json.dumps([play.transcript() for play in plays]), encoding="utf-8")
+
+
+def compare(first: Sequence[Play], later: Sequence[Sequence[Play]], elsewhere: Sequence[str] | None) -> list[Finding]:
+    """What differs between the first episodes and the later ones.
+
+    Args:
+        first: The first episodes of this process.
+        later: The same ones, played again after others.
+        elsewhere: Transcripts from another process, played first there; None without one.
+    """
+    if elsewhere is not None:
+        for play, other in zip(first, elsewhere, strict=True):
+            if play.transcript() != other:
+                return [Finding(
+                    kind="nondeterministic", expected="the same episode for the same example, seed and actions",
+                    found=f"{_same(play)}, played first in two processes: {_difference(play.transcript(), other)}",
+                    change="draw everything from random.Random(seed), with the seed that `start` is given; take "
+                           "nothing from the clock, and sort sets before they are shown",
+                )]  # fmt: skip
+    for again in later:
+        for play, other in zip(first, again, strict=True):
+            if play.transcript() != other.transcript():
+                return [Finding(
+                    kind="shared_state", expected="episodes that know nothing of each other",
+                    found=f"{_same(play)}, differs after other episodes were played: "
+                          f"{_difference(play.transcript(), other.transcript())}",
+                    change="keep everything that changes on the episode (self.x = ... in its __init__), nothing on the "
+                           "environment, the class or the module; copy lists and dicts that come from there",
+                )]  # fmt: skip
+    return []
+
+
+def _same(play: Play) -> str:
+    return f"an episode of example {play.example.id!r} with seed {play.trajectory.seed}"
+
+
+def _difference(one: str, other: str) -> str:
+    """The first thing in which two transcripts differ."""
+    a, b = json.loads(one), json.loads(other)
+    for number, (x, y) in enumerate(zip(a["messages"], b["messages"], strict=False)):
+        if x != y:
+            return f"message {number} ({x['role']}) was {_short(x)} and then {_short(y)}"
+    if len(a["messages"]) != len(b["messages"]):
+        return f"it had {len(a['messages'])} messages and then {len(b['messages'])}"
+    key = next(key for key in a if a[key] != b[key])
+    return f"its {key} was {a[key]!r:.120} and then {b[key]!r:.120}"
+
+
+def _short(message: Mapping[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return f"{calls or message.get('content')!r:.160}"

@@ -1,0 +1,92 @@
+"""Finds the environments that a person names: by id, import path, Python file, or the TOML file of a run."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verbatim.config import load_config
+from verbatim.config.schema import EnvConfig
+from verbatim.errors import ComponentError, UsageError
+from verbatim.imports import told
+from verbatim.user_code import is_ctrl_c
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One environment to check."""
+
+    name: str
+    """Bundled id or import path."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments that it is made with."""
+    max_turns: int | None = None
+    """Of its table in a TOML file."""
+    seq_len: int | None = None
+    """Of the TOML file."""
+
+
+def find_targets(given: str, args: Mapping[str, Any]) -> list[Target]:
+    """The environments behind `guess_number`, `my_env:MyEnv`, `my_env.py`, `my_env.py:MyEnv` or `run.toml`.
+
+    Args:
+        given: What was typed.
+        args: Arguments for the environment; those of a TOML file are in its tables.
+
+    Raises:
+        UsageError: no such file, a file without an environment or with several, or `args` beside a TOML file.
+    """
+    path, _, attribute = given.partition(":")
+    if path.endswith(".toml"):
+        if args:
+            raise UsageError(f"--args beside {path}: the arguments stand in its tables; change them there")
+        return _in_config(Path(path))
+    if path.endswith(".py"):
+        return [Target(name=_in_module(Path(path), attribute), args=args)]
+    return [Target(name=given, args=args)]
+
+
+def _in_config(path: Path) -> list[Target]:
+    orchestrator = load_config(path).orchestrator
+    evals = orchestrator.eval.env if orchestrator.eval is not None else ()
+    found: list[Target] = []
+    for env in (*orchestrator.train.env, *evals):
+        target = _target(env, orchestrator.seq_len)
+        if target not in found:
+            found.append(target)
+    return found
+
+
+def _target(env: EnvConfig, seq_len: int) -> Target:
+    return Target(name=env.import_path or str(env.id), args=env.args, max_turns=env.max_turns, seq_len=seq_len)
+
+
+def _in_module(path: Path, attribute: str) -> str:
+    """The import path of the environment in a file; its folder becomes importable."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    if attribute:
+        return f"{path.stem}.{attribute}"
+    try:
+        module = importlib.import_module(path.stem)
+    except BaseException as error:  # a user's module may raise anything
+        if is_ctrl_c(error):
+            raise
+        raise ComponentError(f"importing {path} failed: {told(error)}") from error
+    names = [
+        name for name, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == path.stem
+        and callable(getattr(value, "examples", None)) and callable(getattr(value, "start", None))
+    ]  # fmt: skip
+    if len(names) != 1:
+        found = f"the classes {', '.join(names)}" if names else "no class with the methods examples and start"
+        raise UsageError(f"{path} holds {found}; type for example: verbatim env check {path}:{(names or ['MyEnv'])[0]}")
+    return f"{path.stem}.{names[0]}"

@@ -1,0 +1,121 @@
+"""Runs a coroutine on a thread of its own, and finds the code that keeps its event loop from turning."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import verbatim
+from verbatim.rollouts.main_loop import CtrlC, run_main
+
+T = TypeVar("T")
+
+BLOCKED = 0.25
+"""Seconds without a turn of the loop that count as blocking, if they are spent in the same code."""
+_LOOK_EVERY = 0.05
+_OURS = Path(verbatim.__file__).parent
+_THEIRS = (_OURS / "environments", _OURS / "rollouts" / "verifiers")
+"""Bundled environments are looked at like those of users."""
+_LIBRARY = Path(asyncio.__file__).parents[1]
+"""Python's own modules."""
+
+
+class Stuck(Exception):
+    """The loop has not turned for so long that it was given up; `place` is where."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
+        self.place = place
+
+
+class LoopWatch:
+    """`blocked` holds the seconds for which code at each place (`my_env.py:31 in look`) held up the loop.
+
+    Args:
+        give_up_after: Seconds without a turn of the loop after which it is given up.
+        own: The folder of the environment's package, if it is an installed one.
+    """
+
+    def __init__(self, give_up_after: float, own: Path | None = None) -> None:
+        self._give_up_after, self._own = give_up_after, own
+        self._beat = time.monotonic()
+        self.blocked: dict[str, float] = {}
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the coroutine returns.
+
+        Raises:
+            Stuck: the loop did not turn for `give_up_after` seconds. Its thread is left behind.
+            BaseException: what the coroutine raised.
+        """
+        result: Future[T] = Future()
+        presses = CtrlC()
+
+        def main() -> None:
+            try:
+                result.set_result(run_main(self._beating(work), presses.heard_elsewhere))
+            except BaseException as error:  # noqa: BLE001  carried to the caller
+                result.set_exception(error)
+
+        thread = threading.Thread(target=main, name="verbatim-env-check", daemon=True)
+        self._beat = time.monotonic()
+        thread.start()
+        self._look_until(thread)
+        return result.result()
+
+    async def _beating(self, work: Coroutine[Any, Any, T]) -> T:
+        async def beat() -> None:
+            while True:
+                self._beat = time.monotonic()
+                await asyncio.sleep(_LOOK_EVERY / 2)
+
+        beats = asyncio.create_task(beat())
+        try:
+            return await work
+        finally:
+            beats.cancel()
+
+    def _look_until(self, thread: threading.Thread) -> None:
+        """Look at the loop's thread until it has ended. Code is at fault where it was seen, in one pause of the loop,
+        for at least `BLOCKED` seconds: a pause alone may be the machine's."""
+        place, since, beat = "", 0.0, 0.0
+        while thread.is_alive():
+            thread.join(_LOOK_EVERY)
+            now = time.monotonic()
+            frame = sys._current_frames().get(thread.ident or 0)
+            here = _place(frame, self._own) if now - self._beat > _LOOK_EVERY else ""
+            if here != place or self._beat != beat:
+                place, since, beat = here, now, self._beat
+            seconds = now - since
+            if place and seconds >= BLOCKED:
+                self.blocked[place] = max(self.blocked.get(place, 0.0), seconds)
+            if place and now - self._beat > self._give_up_after:
+                raise Stuck(place)
+
+
+def _place(frame: FrameType | None, own: Path | None) -> str:
+    """Which of the user's functions the loop has called and runs now: `my_env.py:31 in look`; "" where none runs."""
+    seen = ""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name == "asyncio" and frame.f_code.co_name == "_run":
+            return seen  # a callback of the loop: what is outside of it is the loop itself
+        if _is_the_users(path, own):
+            seen = f"{path.name}:{frame.f_code.co_firstlineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _is_the_users(path: Path, own: Path | None) -> bool:
+    if own is not None and own in path.parents:
+        return True
+    is_ours = _OURS in path.parents and not any(theirs in path.parents for theirs in _THEIRS)
+    is_library = "site-packages" in path.parts or _LIBRARY in path.parents or str(path).startswith("<")
+    return not is_ours and not is_library

@@ -1,0 +1,201 @@
+"""`verbatim env check`: every mistake is found, by its name, and what is sound comes out clean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verbatim.cli.main import main
+from verbatim.envcheck import KINDS, CheckSettings, check_environment
+from verbatim.environments import ENVIRONMENTS
+
+QUICK = CheckSettings(num_examples=3, timeout=5.0)
+
+
+def kinds(name: str, **settings) -> dict[str, str]:
+    """What was found, by kind."""
+    how = CheckSettings(**{"num_examples": 3, "timeout": 5.0, **settings})
+    found: dict[str, str] = {}
+    for finding in check_environment(f"envcheck.broken_environments.{name}", {}, how).findings:
+        found[finding.kind] = f"{found.get(finding.kind, '')}{finding.found}\n"
+    return found
+
+
+def test_a_sound_environment_is_clean_and_its_solution_succeeds():
+    report = check_environment("envcheck.broken_environments.Sound", {}, QUICK)
+    assert report.findings == ()
+    assert report.num_examples == {"train": 3, "eval": 2}
+    assert report.players["solution"].success == 1.0
+    assert report.players["random"].episodes == 2 * 3 + 4 * 3  # the probes, and four of each example
+
+
+# Name, kind, words of what is found.
+BROKEN = [
+    ("NoExamples", "examples", 'examples("train") is empty'),
+    ("NoHeldOut", "examples", 'examples("eval") is empty'),
+    ("SameId", "examples", "'one' twice"),
+    ("SameTask", "examples", "4 examples are the same but for their ids"),
+    ("OtherExamples", "nondeterministic", "gave different examples"),
+    ("OnTheEnvironment", "shared_state", "message 0 (user) was 'Game 1"),
+    ("OnTheClass", "shared_state", "differs after other episodes were played"),
+    ("TakesFromTheExample", "shared_state", "differs after other episodes were played"),
+    ("NeverReached", "score_unreached", "the episode's own solution earned 0.1"),
+    ("AlwaysTheSame", "score_constant", "the score was 0.5 in all 18 episodes"),
+    ("NoDescription", "no_description", "what other does"),
+    ("LongPrompt", "too_long", "about 2,5"),
+    ("LongAnswer", "too_long", "answer was cut"),
+    ("NeverEnds", "endless", "ended by itself within 16 turns"),
+    ("ToolRaises", "tool_raises", "KeyError: 'hint'"),
+    ("ReplyRaises", "raises", "reply raised KeyError: 'nothing said'"),
+    ("IgnoresTheSeed", "nondeterministic", "played first in two processes"),
+    ("OrderOfASet", "nondeterministic", "played first in two processes: message 0 (user)"),
+    ("NotFinite", "reward", "score returned nan"),
+    ("OtherTools", "demonstrations", "differs in the tools"),
+    ("BadDemonstrations", "demonstrations", "gave an empty list"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "words"), BROKEN, ids=[name for name, *_ in BROKEN])
+def test_a_mistake_is_found_alone(name: str, kind: str, words: str):
+    found = kinds(name)
+    assert list(found) == [kind]
+    assert words in found[kind]
+
+
+@pytest.mark.slow
+def test_a_tool_that_blocks_is_found_with_its_place():
+    found = kinds("Blocks", num_examples=1)
+    assert list(found) == ["blocks"]
+    assert "broken_environments.py:" in found["blocks"]
+    assert "in hint held up the event loop for 0." in found["blocks"]
+
+
+@pytest.mark.slow
+def test_code_that_never_gives_the_loop_back_is_given_up():
+    found = kinds("Freezes", num_examples=1, timeout=2.0)
+    assert "in reply held up the event loop and was given up" in found["blocks"]
+
+
+@pytest.mark.slow
+def test_an_episode_that_hangs_ends_at_its_time():
+    found = kinds("Hangs", num_examples=1, timeout=1.0)
+    assert list(found) == ["endless"]
+    assert "timeout: the episode took more than 1 s" in found["endless"]
+
+
+def test_every_kind_of_finding_has_a_broken_environment():
+    assert {kind for _, kind, _ in BROKEN} | {"blocks"} == set(KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ENVIRONMENTS if name != "verifiers"])  # it needs a taskset
+def test_the_bundled_environments_are_clean(name: str, capsys):
+    assert main(["env", "check", name, "--json", "--timeout", "60"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["clean"], report["findings"]) == (True, [])
+    assert report["players"]["solution"] == {"episodes": 8, "mean_reward": pytest.approx(1.0), "success": 1.0}
+
+
+# ---- the command
+
+MINE = '''\
+from verbatim import Example
+from verbatim.environments import Episode, Reply
+
+class Echo(Episode):
+    def __init__(self, word):
+        self.word, self.said = word, ""
+        self.messages = [{"role": "user", "content": f"Say {word}."}]
+
+    async def reply(self, message):
+        self.said = message["content"]
+        return Reply(done=True)
+
+    async def score(self, trajectory):
+        return float(self.said == self.word)
+
+    def solution(self):
+        return [{"role": "assistant", "content": self.word}]
+
+class Echoes:
+    def __init__(self, shout: bool = False):
+        self.shout = shout
+
+    def examples(self, split):
+        words = ["one", "two"] if split == "train" else ["three"]
+        return [Example(id=word, payload={"word": word.upper() if self.shout else word}) for word in words]
+
+    async def start(self, example, seed):
+        return Echo(example.payload["word"])
+'''
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "echo_of_mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def test_a_file_is_checked_by_its_path_and_the_one_environment_in_it_is_found(mine: Path, capsys):
+    assert main(["env", "check", str(mine)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("echo_of_mine.Echoes: nothing wrong\n")
+    assert "solution player: 2 episodes, mean reward 1.000, success 1.00" in said
+    assert main(["env", "check", f"{mine}:Echoes", "--args", '{"shout": true}', "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["clean"] is True
+
+
+def test_the_environments_of_a_run_are_checked_with_its_settings(mine: Path, capsys, monkeypatch):
+    monkeypatch.chdir(mine.parent)
+    run = mine.parent / "run.toml"
+    run.write_text(
+        '[model]\nname = "some/model"\n[orchestrator]\nseq_len = 2\n[[orchestrator.train.env]]\n'
+        'import_path = "echo_of_mine.Echoes"\nargs = { shout = true }\n'
+    )
+    assert main(["env", "check", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert "too_long" in said
+    assert "seq_len = 2 tokens" in said
+
+
+def test_a_report_says_what_was_found_and_expected_and_what_to_change(capsys):
+    assert main(["env", "check", "envcheck.broken_environments:NoDescription", "--examples", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "  found: the model is not told what other does\n" in said
+    assert "  expected: a description in every tool's schema\n" in said
+    assert "  change: write a docstring" in said
+
+
+@pytest.mark.parametrize(("typed", "told"), [
+    (["check"], "which environment?"),
+    (["check", "guess_numbr"], "there is no environment 'guess_numbr'"),
+    (["check", "nothing_here.py"], "there is no file nothing_here.py"),
+    (["check", "guess_number", "--args", "[1]"], "found a list, expected an object"),
+    (["check", "guess_number", "--args", "{"], "this is no JSON"),
+    (["check", "guess_number", "--turns", "3"], "verbatim env has no option --turns"),
+    (["check", "guess_number", "--examples", "0"], "--examples 0: expected at least 1"),
+    (["check", "guess_number", "--timeout", "-1"], "--timeout -1: expected seconds"),
+    (["check", "verifiers"], "taskset"),
+])  # fmt: skip
+def test_what_cannot_be_checked_is_refused(typed: list[str], told: str, capsys):
+    assert main(["env", *typed]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_file_with_two_environments_asks_which(mine: Path, capsys):
+    two = mine.parent / "two_of_mine.py"
+    two.write_text(MINE + "\nclass Again(Echoes):\n    pass\n")
+    assert main(["env", "check", str(two)]) == 2
+    assert f"holds the classes Echoes, Again; type for example: verbatim env check {two}:Echoes" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_bundled_environments_are_listed(capsys):
+    assert main(["env", "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert set(listed) == set(ENVIRONMENTS)
+    assert listed["guess_number"].startswith("The agent calls `guess(number)`")
