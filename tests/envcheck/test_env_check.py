@@ -174,7 +174,7 @@ def test_a_report_says_what_was_found_and_expected_and_what_to_change(capsys):
     (["check", "guess_numbr"], "there is no environment 'guess_numbr'"),
     (["check", "nothing_here.py"], "there is no file nothing_here.py"),
     (["check", "guess_number", "--args", "[1]"], "found a list, expected an object"),
-    (["check", "guess_number", "--args", "{"], "this is no JSON"),
+    (["check", "guess_number", "--args", "{"], "this is not JSON"),
     (["check", "guess_number", "--turns", "3"], "verbatim env has no option --turns"),
     (["check", "guess_number", "--examples", "0"], "--examples 0: expected at least 1"),
     (["check", "guess_number", "--timeout", "-1"], "--timeout -1: expected seconds"),

@@ -87,7 +87,8 @@ def _read_args(text: str | None) -> dict[str, Any]:
     try:
         read = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UsageError(f"--args {text}: this is no JSON ({error}); expected for example --args '{{\"high\": 20}}'") from error
+        raise UsageError(f"--args {text}: this is not JSON ({error}); expected for example "
+                         """--args '{"high": 20}'""") from error  # fmt: skip
     if not isinstance(read, dict):
         raise UsageError(f"--args {text}: found a {type(read).__name__}, expected an object: --args '{{\"high\": 20}}'")
     return read

@@ -27,6 +27,7 @@ from verbatim.plain_console import PlainConsole
 from verbatim.texts import printable, shown
 
 COMMANDS = {
+    "init": ("verbatim.cli.init_command", "write a project: an environment, a run, a test"),
     "rl": ("verbatim.cli.rl_command", "train a model by reinforcement learning"),
     "orchestrator": ("verbatim.cli.orchestrator_command", "only the rollouts of a run, with a trainer elsewhere"),
     "trainer": ("verbatim.cli.trainer_command", "only the trainer of a run"),

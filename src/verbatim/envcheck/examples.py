@@ -27,8 +27,8 @@ def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequ
     except UsageError as error:
         change = (f'return at least one verbatim.Example for "{split}", each with an id of its own'
                   + ("; the training examples will do where none are held out" if split == "eval" else ""))  # fmt: skip
-        return (), [Finding(kind="examples", found=str(error), change=change,
-                            expected=f'`examples("{split}")` returns a list of examples with different ids')]  # fmt: skip
+        expected = f'`examples("{split}")` returns a list of examples with different ids'
+        return (), [Finding(kind="examples", found=str(error), expected=expected, change=change)]
     findings = []
     contents = [_content(example) for example in examples[:_COMPARED]]
     if contents != [_content(example) for example in again[:_COMPARED]]:
@@ -64,7 +64,8 @@ def read_demonstrations(environment: Environment, name: str) -> tuple[Sequence[D
                                    "need it")]  # fmt: skip
     if list(map(_shown, given)) != list(map(_shown, again)):
         return given, [Finding(
-            kind="nondeterministic", found="two calls of `demonstrations` with the same seed gave different conversations",
+            kind="nondeterministic",
+            found="two calls of `demonstrations` with the same seed gave different conversations",
             expected="the same ones", change="draw everything from random.Random(seed)",
         )]  # fmt: skip
     return given, []

@@ -43,8 +43,10 @@ def errors(plays: Sequence[Play]) -> Iterator[Finding]:
         tail = trajectory.info.get(TRACEBACK)
         found = f"{_about(failed, plays)}: {error}" + (f"\n{tail}" if tail else "")
         if _WRONG_REWARD.search(error):
-            yield Finding(kind="reward", found=found, expected="finite numbers as rewards",
-                          change="return a float that is neither NaN nor infinite; guard divisions and logarithms")  # fmt: skip
+            yield Finding(
+                kind="reward", found=found, expected="finite numbers as rewards",
+                change="return a float that is neither NaN nor infinite; guard divisions and logarithms",
+            )  # fmt: skip
         elif error.startswith("timeout"):
             yield Finding(kind="endless", found=found, expected="an episode that ends within the time (--timeout)",
                           change="end what waits: give every wait in `start`, `reply` and tools a deadline of its "
@@ -75,7 +77,8 @@ def tool_faults(plays: Sequence[Play]) -> Iterator[Finding]:
     cut = [play for play in plays if "oversize" in play.trajectory.info.get("tool_errors", {})]
     if cut:
         yield Finding(
-            kind="too_long", found=f"{_about(cut, plays)}: a tool's answer was cut, because it is longer than the limit",
+            kind="too_long",
+            found=f"{_about(cut, plays)}: a tool's answer was cut, because it is longer than the limit",
             expected="answers that the model can read as a whole",
             change="return less (a page, the first lines), or raise tool_output_limit",
         )  # fmt: skip

@@ -104,8 +104,10 @@ def assistant_messages(messages: Iterable[Message]) -> list[Message]:
 
 def _read(message: Any) -> ParsedResponse:
     if not isinstance(message, Mapping) or message.get("role") != "assistant":
-        raise EnvironmentFault(f"solution gave {shown(message)}; expected assistant messages: "
-                               '{"role": "assistant", "content": "..."} or verbatim.environments.tool_call(name, {...})')  # fmt: skip
+        raise EnvironmentFault(
+            f'solution gave {shown(message)}; expected assistant messages: {{"role": "assistant", "content": "..."}} '
+            "or verbatim.environments.tool_call(name, {...})"
+        )
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]

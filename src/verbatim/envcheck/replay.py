@@ -79,11 +79,11 @@ def compare(first: Sequence[Play], later: Sequence[Sequence[Play]], elsewhere: S
         elsewhere: Transcripts from another process, played first there; None without one.
     """
     if elsewhere is not None:
-        for play, other in zip(first, elsewhere, strict=True):
-            if play.transcript() != other:
+        for play, transcript in zip(first, elsewhere, strict=True):
+            if play.transcript() != transcript:
                 return [Finding(
                     kind="nondeterministic", expected="the same episode for the same example, seed and actions",
-                    found=f"{_same(play)}, played first in two processes: {_difference(play.transcript(), other)}",
+                    found=f"{_same(play)}, played first in two processes: {_difference(play.transcript(), transcript)}",
                     change="draw everything from random.Random(seed), with the seed that `start` is given; take "
                            "nothing from the clock, and sort sets before they are shown",
                 )]  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from verbatim.tools.base import Tool
-from verbatim.types import Example, FunctionCall, Message, StopReason, Trajectory
+from verbatim.types import Example, FunctionCall, Message, MessageToolCall, StopReason, Trajectory
 
 Score = float | Mapping[str, float] | None
 """A reward, or its named parts, which are summed; None = no reward. In mode "rl" episodes without a reward are not
@@ -116,7 +116,8 @@ def tool_call(name: str, arguments: Mapping[str, Any], *, call_id: str = "call_0
     `{"name": "look", "arguments": {"at": "Bonn"}}`.
     """
     function: FunctionCall = {"name": name, "arguments": dict(arguments)}
-    return {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+    call: MessageToolCall = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_id: str = "call_0") -> list[Message]:

@@ -1,0 +1,69 @@
+"""`verbatim init DIR`: writes a project with an environment, a run, a test and a README."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.resources import files
+from pathlib import Path
+
+from verbatim.cli import exit_status
+from verbatim.errors import UsageError
+from verbatim.plain_console import PlainConsole
+
+KINDS = {
+    "tools": "the agent calls tools (the default)",
+    "chat": "a user answers what the agent says, over several turns",
+    "subagents": "the environment owns the control flow, and several agents take turns",
+}
+"""Every kind of project, with what its environment shows."""
+_LATER = {"program": "an agent program that talks to a chat endpoint needs the gateway, which is not built yet"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare DIR and --kind."""
+    parser.epilog = "kinds: " + "; ".join(f"{name}: {about}" for name, about in KINDS.items())
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a new or an empty folder")
+    parser.add_argument("--kind", default="tools", metavar="KIND", help=f"{', '.join(KINDS)}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the files, and say what to type next.
+
+    Raises:
+        UsageError: a kind that there is not, or a folder that is not empty.
+    """
+    if args.overrides:
+        raise UsageError(f"verbatim init has no option {args.overrides[0]}; there is --kind")
+    if args.kind not in KINDS:
+        why = f": {_LATER[args.kind]}" if args.kind in _LATER else ""
+        raise UsageError(f"--kind {args.kind}{why}; there are {', '.join(KINDS)}")
+    written = write_project(args.folder, args.kind)
+    console = PlainConsole()
+    console.print(f"wrote {', '.join(written)} in {args.folder}; next:", soft_wrap=True)
+    for command in (f"cd {args.folder}", "verbatim env check my_env:MyEnv", "verbatim rl run.toml"):
+        console.print(f"  {command}", soft_wrap=True)
+    return exit_status.FINISHED
+
+
+def write_project(folder: Path, kind: str) -> list[str]:
+    """Write a project into a new or empty folder; the names of its files.
+
+    Raises:
+        UsageError: the folder is not empty, or is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; name a new folder")
+    if folder.is_dir() and (found := sorted(path.name for path in folder.iterdir())):
+        raise UsageError(f"{folder} is not empty: it holds {', '.join(found[:3])}{' and more' * (len(found) > 3)}; "
+                         "name a new folder")  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    templates = files("verbatim.cli").joinpath("templates")
+    texts = {
+        item.name: item.read_text(encoding="utf-8")
+        for part in (kind, "common")
+        for item in templates.joinpath(part).iterdir()
+        if item.is_file()
+    }
+    for name, text in sorted(texts.items()):
+        (folder / name).write_text(text, encoding="utf-8")
+    return sorted(texts)

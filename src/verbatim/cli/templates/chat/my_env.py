@@ -1,0 +1,84 @@
+"""A conversation of several user turns: the user says a word, the model answers with its opposite, three times.
+
+An environment is messages and a reward, never token ids. Replace the words by your own conversation, and run
+`verbatim env check my_env:MyEnv` after each change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+from verbatim import Example, Trajectory
+from verbatim.environments import Demonstration, Episode, Reply
+from verbatim.types import Message
+
+OPPOSITES = {"hot": "cold", "big": "small", "old": "new", "wet": "dry"}
+ROUNDS = 3
+
+
+class MyEpisode(Episode):
+    """One conversation. Everything that changes while it runs belongs here, so that episodes do not share it."""
+
+    # The rewards of the turns (in `reply`) add up to the score, so credit per turn counts them once.
+    turn_rewards_sum_to_reward = True
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words, self.right = words, list[bool]()
+        # What the model reads first.
+        self.messages = [
+            {"role": "system", "content": "Answer with the opposite."},
+            {"role": "user", "content": words[0]},
+        ]
+
+    async def reply(self, message: Message) -> Reply:
+        """The user's answer to what the model said: the next word, or the end."""
+        answer = self.answer(message["content"])
+        share = self.right[-1] / ROUNDS
+        return Reply(messages=answer, reward=share) if answer else Reply(done=True, reward=share)
+
+    def answer(self, text: str) -> list[Message]:
+        """Note whether it was right; the next user turn, if there is one."""
+        self.right.append(text.strip() == OPPOSITES[self.words[len(self.right)]])
+        return [{"role": "user", "content": word} for word in self.words[len(self.right) :][:1]]
+
+    async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
+        """The reward, when the episode has ended: a number, or named parts, which are summed. 1 counts as a success."""
+        return {f"round_{n + 1}": float(n < len(self.right) and self.right[n]) / ROUNDS for n in range(ROUNDS)}
+
+    def solution(self) -> list[Message]:
+        """What a perfect agent says. `verbatim env check` plays it to see that a success can be reached."""
+        return [{"role": "assistant", "content": OPPOSITES[word]} for word in self.words]
+
+
+class MyEnv:
+    """The environment: its examples, and an episode about each."""
+
+    def examples(self, split: str) -> list[Example]:
+        """The tasks of "train" and "eval": different ones, so that an evaluation measures what was not trained."""
+        drawn = [list(words) for words in itertools.permutations(OPPOSITES, ROUNDS)]
+        random.Random(0).shuffle(drawn)
+        chosen = drawn[:16] if split == "train" else drawn[16:]
+        return [Example(id="-".join(words), payload={"words": words}) for words in chosen]
+
+    async def start(self, example: Example, seed: int) -> MyEpisode:
+        """A new episode. If anything in it is random, draw it from random.Random(seed)."""
+        return MyEpisode(example.payload["words"])
+
+    def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
+        """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
+
+        They show what an answer looks like, not which one is right: this speaker answers with any of the opposites.
+        """
+        rng = random.Random(seed)
+        return [Demonstration(messages=list(self._demonstration(rng))) for _ in range(count)]
+
+    def _demonstration(self, rng: random.Random) -> Iterator[Message]:
+        episode = MyEpisode(rng.sample(list(OPPOSITES), ROUNDS))
+        said: list[Message] = list(episode.messages)
+        while said:
+            yield from said
+            guess = rng.choice(list(OPPOSITES.values()))
+            yield {"role": "assistant", "content": guess}
+            said = episode.answer(guess)

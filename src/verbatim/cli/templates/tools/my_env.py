@@ -1,0 +1,73 @@
+"""An agent looks after plants with two tools: it looks at a plant, then does what the plant needs.
+
+An environment is messages, tools and a reward, never token ids. Replace the plants by your own task, and run
+`verbatim env check my_env:MyEnv` after each change.
+"""
+
+from __future__ import annotations
+
+import random
+
+from verbatim import Example, Trajectory
+from verbatim.environments import Demonstration, Episode, tool_call, tool_exchange
+from verbatim.tools import FunctionTool, ToolResult
+from verbatim.types import Message
+
+RIGHT_CARE = {"dry": "water", "pale": "feed", "wilting": "shade", "crowded": "repot"}
+CARES = list(RIGHT_CARE.values())
+
+
+class MyEpisode(Episode):
+    """One episode. Everything that changes while it runs belongs here, so that episodes do not share it."""
+
+    def __init__(self, state: str) -> None:
+        self.state, self.is_right = state, False
+        # What the model reads first.
+        self.messages = [{"role": "user", "content": f"Look after the plant. Ways to care: {', '.join(CARES)}."}]
+        # A tool is a typed function; its docstring is the description that the model reads.
+        self.tools = [FunctionTool(self.look), FunctionTool(self.care)]
+
+    def look(self) -> str:
+        """Look at the plant."""
+        return self.state
+
+    def care(self, way: str) -> ToolResult:
+        """Care for the plant in one way, which ends the visit."""
+        self.is_right = way == RIGHT_CARE[self.state]
+        return ToolResult(content="done", done=True)  # done=True ends the episode
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """The reward, when the episode has ended. 1 counts as a success."""
+        return float(self.is_right)
+
+    def solution(self) -> list[Message]:
+        """What a perfect agent says. `verbatim env check` plays it to see that a success can be reached."""
+        return [tool_call("look", {}), tool_call("care", {"way": RIGHT_CARE[self.state]}, call_id="call_1")]
+
+
+class MyEnv:
+    """The environment: its examples, and an episode about each."""
+
+    def examples(self, split: str) -> list[Example]:
+        """The tasks of "train" and "eval". With many tasks, hold some out for "eval"."""
+        return [Example(id=state, payload={"state": state}) for state in RIGHT_CARE]
+
+    async def start(self, example: Example, seed: int) -> MyEpisode:
+        """A new episode. If anything in it is random, draw it from random.Random(seed)."""
+        return MyEpisode(example.payload["state"])
+
+    def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
+        """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
+
+        They show how a tool is called, not what is right: this gardener looks half of the time, and cares at random.
+        """
+        rng = random.Random(seed)
+        shown = []
+        for state in rng.choices(list(RIGHT_CARE), k=count):
+            episode = MyEpisode(state)
+            messages = list(episode.messages)
+            if rng.random() < 0.5:
+                messages += tool_exchange("look", {}, episode.look(), call_id="call_0")
+            messages += tool_exchange("care", {"way": rng.choice(CARES)}, "done", call_id="call_1")
+            shown.append(Demonstration(messages=messages, tools=[tool.schema for tool in episode.tools]))
+        return shown

@@ -1,0 +1,77 @@
+"""`verbatim init` writes a project that runs at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verbatim.cli.init_command import KINDS
+from verbatim.cli.main import main
+
+FILES = ["README.md", "my_env.py", "run.toml", "test_my_env.py"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_project_is_written_into_a_new_or_an_empty_folder(kind: str, tmp_path: Path, capsys):
+    assert main(["init", str(tmp_path / "new" / "project"), "--kind", kind]) == 0
+    (tmp_path / "empty").mkdir()
+    assert main(["init", str(tmp_path / "empty"), "--kind", kind]) == 0
+    for folder in (tmp_path / "new" / "project", tmp_path / "empty"):
+        assert sorted(path.name for path in folder.iterdir()) == FILES
+        assert len((folder / "README.md").read_text().splitlines()) <= 10
+    assert "verbatim env check my_env:MyEnv" in capsys.readouterr().out
+
+
+def test_tools_is_the_kind_if_none_is_named(tmp_path: Path):
+    assert main(["init", str(tmp_path / "a")]) == 0
+    assert main(["init", str(tmp_path / "b"), "--kind", "tools"]) == 0
+    assert (tmp_path / "a" / "my_env.py").read_text() == (tmp_path / "b" / "my_env.py").read_text()
+
+
+def test_a_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path: Path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["init", str(tmp_path)]) == 2
+    assert f"{tmp_path} is not empty: it holds notes.txt; name a new folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert main(["init", str(tmp_path / "notes.txt")]) == 2
+    assert "is a file; name a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "told"), [
+    ("program", "needs the gateway, which is not built yet; there are tools, chat, subagents"),
+    ("toolz", "--kind toolz; there are tools, chat, subagents"),
+])  # fmt: skip
+def test_a_kind_that_does_not_exist_is_refused(kind: str, told: str, tmp_path: Path, capsys):
+    assert main(["init", str(tmp_path / "x"), "--kind", kind]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: Path):
+    """As a user would, with commands in an empty folder."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+    def typed(*command: str, folder: Path) -> str:
+        done = subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True,
+                              text=True, timeout=300, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    project = tmp_path / "project"
+    typed("verbatim.cli", "init", "project", "--kind", kind, folder=tmp_path)
+    report = json.loads(typed("verbatim.cli", "env", "check", "my_env:MyEnv", "--json", folder=project))
+    assert (report["clean"], report["findings"]) == (True, [])
+    typed("pytest", "-q", "-p", "no:cacheprovider", folder=project)
+    typed("verbatim.cli", "config", "run.toml", folder=project)
+    few = ["--max-steps", "2", "--warm-start.steps", "30", "--orchestrator.batch-size", "16",
+           "--orchestrator.group-size", "4", "--orchestrator.eval.episodes", "4"]  # fmt: skip
+    typed("verbatim.cli", "rl", "run.toml", *few, folder=project)
+    summary = json.loads((project / "runs" / "run" / "latest" / "summary.json").read_text())
+    assert summary["steps"] == 2
