@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from curves import draw, smoothed, success
 from demo_runs import finish, run_options, train_metrics, verbatim, warm_started_model
 from verbatim.monitors.learning_curve import Curve, read_curve
 
@@ -31,8 +32,6 @@ ALGORITHMS = {
     "cispo": ("--trainer.loss.type", "cispo"),
     "ipa + chunk_returns": ("--trainer.loss.type", "ipa", "--orchestrator.advantage.type", "chunk_returns"),
 }
-SMOOTHED = 15
-"""Batches that one point of the curve is the mean of."""
 LEARNED = 0.9
 """A smoothed training reward that counts as learned."""
 
@@ -47,22 +46,9 @@ class Outcome:
     """Share of the trained tokens that the loss masked, over the whole run."""
 
     @property
-    def success(self) -> tuple[float, float]:
-        """Of the evaluations before and after."""
-        (points,) = self.curve.evals.values()
-        return points[0][1], points[-1][1]
-
-    @property
-    def smoothed(self) -> list[tuple[int, float]]:
-        """(step, mean reward of the steps up to there)."""
-        rewards = [reward for _, reward in self.curve.rewards]
-        width = min(SMOOTHED, len(rewards))
-        return [(i, statistics.fmean(rewards[i - width : i])) for i in range(width, len(rewards) + 1)]
-
-    @property
     def learned_after(self) -> int | None:
         """The first batch whose smoothed reward is high enough; None = never."""
-        return next((batch for batch, reward in self.smoothed if reward >= LEARNED), None)
+        return next((batch for batch, reward in smoothed(self.curve) if reward >= LEARNED), None)
 
 
 def run(name: str, model: Path, steps: int, seed: int, folder: Path) -> Outcome:
@@ -84,32 +70,12 @@ def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, runs in outcomes.items():
-        before, after = (statistics.fmean(column) for column in zip(*(r.success for r in runs), strict=True))
+        before, after = (statistics.fmean(column) for column in zip(*(success(r.curve) for r in runs), strict=True))
         steps = [r.learned_after for r in runs]
         learned = "never" if None in steps else f"{statistics.fmean(s for s in steps if s is not None):.0f}"
         masked = statistics.fmean(r.masked for r in runs)
         rows.append(f"| {name} | {before:.2f} | {after:.2f} | {learned} | {masked:.1%} |")
     return "\n".join(rows)
-
-
-def draw(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
-    """Smoothed training reward, one line for each run, and the last evaluation at its end."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for index, (name, runs) in enumerate(outcomes.items()):
-        for number, outcome in enumerate(runs):
-            steps, rewards = zip(*outcome.smoothed, strict=True)
-            label = name if number == 0 else None
-            axes.plot(steps, rewards, color=f"C{index}", linewidth=1.2, label=label)
-            axes.plot(len(outcome.curve.rewards), outcome.success[1], "o", color=f"C{index}", markersize=5)
-    axes.set(xlabel="step", ylabel=f"training reward, mean of {SMOOTHED} steps", ylim=(0, 1.02),
-             title="guess_number; dots: success in the last evaluation")  # fmt: skip
-    axes.legend(loc="lower right", fontsize="small")
-    figure.savefig(path, dpi=120, format="png")
 
 
 def put_into(page: Path, text: str) -> None:
@@ -135,22 +101,23 @@ def main() -> None:
         outcomes = {
             name: [run(name, model, args.steps, seed, folder) for seed in range(args.seeds)] for name in args.only
         }
+    curves = {name: [one.curve for one in runs] for name, runs in outcomes.items()}
     text = table(outcomes) + (
         f"\n\n{args.steps} steps of 240 episodes, {args.seeds} seed{'s' * (args.seeds > 1)}; "
         "`python benchmarks/learning.py` makes table and figure again.\n\n![learning curves](learning.png)"
     )
     if args.out is None and list(args.only) == list(ALGORITHMS):
-        draw(outcomes, DOCS / "learning.png")
+        draw(curves, DOCS / "learning.png")
         put_into(DOCS / "algorithms.md", text)
     else:
         out = args.out or Path.cwd()
         out.mkdir(parents=True, exist_ok=True)
-        draw(outcomes, out / "learning.png")
+        draw(curves, out / "learning.png")
         (out / "learning.md").write_text(text + "\n", encoding="utf-8")
     print(json.dumps({
         "benchmark": "learning",
-        "success": {name: [r.success[1] for r in runs] for name, runs in outcomes.items()},
-        "success_before": {name: [r.success[0] for r in runs] for name, runs in outcomes.items()},
+        "success": {name: [success(r.curve)[1] for r in runs] for name, runs in outcomes.items()},
+        "success_before": {name: [success(r.curve)[0] for r in runs] for name, runs in outcomes.items()},
         "steps_until_learned": {name: [r.learned_after for r in runs] for name, runs in outcomes.items()},
         "masked_by_loss": {name: [round(r.masked, 4) for r in runs] for name, runs in outcomes.items()},
         "steps": args.steps,

@@ -1,0 +1,69 @@
+"""Learning curves of runs in one figure, each by its name.
+
+    python benchmarks/curves.py "embedded sampler=runs/guess_number/latest" \
+        "vLLM=runs/guess_number_vllm/latest" --out docs/guess_number_vllm.png
+
+Prints one JSON line: for each run its steps, and success in the first and the last evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from verbatim.monitors.learning_curve import Curve, read_curve
+
+SMOOTHED = 15
+"""Batches that one point of the curve is the mean of."""
+
+
+def smoothed(curve: Curve) -> list[tuple[int, float]]:
+    """(step, mean reward of the steps up to there)."""
+    rewards = [reward for _, reward in curve.rewards]
+    width = min(SMOOTHED, len(rewards))
+    return [(i, statistics.fmean(rewards[i - width : i])) for i in range(width, len(rewards) + 1)]
+
+
+def success(curve: Curve) -> tuple[float, float]:
+    """Success in the evaluations before and after."""
+    (points,) = curve.evals.values()
+    return points[0][1], points[-1][1]
+
+
+def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
+    """Smoothed training reward, one line for each run, and the last evaluation at its end."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, (name, runs) in enumerate(curves.items()):
+        for number, curve in enumerate(runs):
+            steps, rewards = zip(*smoothed(curve), strict=True)
+            label = name if number == 0 else None
+            axes.plot(steps, rewards, color=f"C{index}", linewidth=1.2, label=label)
+            axes.plot(len(curve.rewards), success(curve)[1], "o", color=f"C{index}", markersize=5)
+    axes.set(xlabel="step", ylabel=f"training reward, mean of {SMOOTHED} steps", ylim=(0, 1.02),
+             title="guess_number; dots: success in the last evaluation")  # fmt: skip
+    axes.legend(loc="lower right", fontsize="small")
+    figure.savefig(path, dpi=120, format="png")
+
+
+def main() -> None:
+    """Read, draw, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    named = dict(run.split("=", 1) for run in args.runs)
+    curves = {name: read_curve(Path(folder) / "metrics.jsonl") for name, folder in named.items()}
+    draw({name: [curve] for name, curve in curves.items()}, args.out)
+    print(json.dumps({name: {"steps": len(c.rewards), "success": success(c)} for name, c in curves.items()}))
+
+
+if __name__ == "__main__":
+    main()
