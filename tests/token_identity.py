@@ -37,6 +37,7 @@ class Told:
     completion: list[int]
     logprobs: list[float] | None
     versions: list[int] | None
+    trained: bool
 
 
 @dataclasses.dataclass
@@ -82,13 +83,12 @@ def watched() -> Iterator[Watch]:
 
     def record_again(loop: AgentLoop, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
         index = record(loop, answer, prompt, state_key)
-        completion = completions.pop(answer, None)  # of a turn that is not trained the answer is another one
+        completion = completions.pop(answer)
         stream = streams.setdefault(loop.recorder, [])
         stream.append(Told(
             prompt=np.asarray(answer.prompt_ids).tolist(),
-            completion=np.asarray(answer.completion_ids if completion is None else completion.ids).tolist(),
-            logprobs=None if completion is None else _listed(completion.logprobs),
-            versions=_listed((answer if completion is None else completion).policy_versions),
+            completion=np.asarray(completion.ids).tolist(), logprobs=_listed(completion.logprobs),
+            versions=_listed(completion.policy_versions), trained=prompt.trained,
         ))  # fmt: skip
         watch.num_turns += 1
         turn = loop.recorder.turns[index]
@@ -140,8 +140,8 @@ def _compare(watch: Watch, recorder: Recorder, stream: list[Told]) -> None:
             )  # fmt: skip
     for index, told in enumerate(stream):
         trained = found.pop(index, None)
-        if told.logprobs is None or not told.completion or not told.prompt:
-            watch.expect(trained is None, f"{where}: turn {index} is trained without logprobs")
+        if not told.trained or told.logprobs is None or not told.completion or not told.prompt:
+            watch.expect(trained is None, f"{where}: turn {index} is trained, but was not to be, or has no logprobs")
             continue
         expected = (told.prompt, told.completion, told.logprobs)
         watch.expect(
@@ -151,7 +151,8 @@ def _compare(watch: Watch, recorder: Recorder, stream: list[Told]) -> None:
         )  # fmt: skip
     watch.expect(not found, f"{where}: trained tokens that nobody sampled, of turns {sorted(found)}")
     extends = all(_begins(b.prompt, [*a.prompt, *a.completion]) for a, b in pairwise(stream))
-    if extends and len({turn.agent for turn in turns}) == 1 and any(told.logprobs is not None for told in stream):
+    has_trained = any(told.trained and told.logprobs is not None for told in stream)
+    if extends and len({turn.agent for turn in turns}) == 1 and has_trained:
         whole = [*stream[-1].prompt, *stream[-1].completion]
         ids = [sample.token_ids.tolist() for sample in samples]
         watch.expect(len(ids) == 1 and _begins(whole, ids[0]), f"{where}: unbroken, but not one sample of its stream")

@@ -35,6 +35,14 @@ def test_turns_that_sampled_nothing_are_not_counted():
     assert of(rollout(1.0, turn(), turn(0), turn(), turn(0)), gamma=0.5) == [[0.5, 0.0, 1.0, 0.0]]
 
 
+def test_untrained_turns_are_passed_over():
+    # The discount is one step, the last trained turn has the reward, and the mean is over the trained turns.
+    user = turn().replace(trained=False)
+    assert of(rollout(1.0, turn(), user, turn(), user), gamma=0.5) == [[0.5, 0.0, 1.0, 0.0]]
+    found = of(rollout(1.0, turn(), user), rollout(0.0, turn(), user), gamma=0.5, baseline="group")
+    assert found == [[0.5, 0.0], [-0.5, 0.0]]
+
+
 def test_sub_agents_turns_are_turns():
     turns = [turn(), turn().replace(agent="sub/1"), turn()]
     assert of(rollout(4.0, *turns), gamma=0.5) == [[1.0, 2.0, 4.0]]

@@ -23,6 +23,12 @@ def test_turns_above_the_target_cost_a_twentieth_each():
     assert found == pytest.approx([0.9, 0.0], abs=1e-12)
 
 
+def test_untrained_turns_cost_nothing():
+    user = turn(500).replace(trained=False)
+    assert rewards({"type": "tokens", "target": 200}, rollout(1.0, turn(300), user)) == pytest.approx([0.9])
+    assert rewards({"type": "turns", "target": 1}, rollout(1.0, turn(), user, turn(), user)) == pytest.approx([0.95])
+
+
 def test_the_slope_may_be_any():
     assert rewards({"type": "turns", "target": 0, "slope": 0.5}, rollout(0.0, turn(), turn())) == [-1.0]
     assert rewards({"type": "turns", "target": 0, "slope": 0.0}, rollout(0.25, turn(), turn())) == [0.25]

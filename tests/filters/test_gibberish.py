@@ -33,6 +33,12 @@ def test_turns_without_logprobs_are_left_out():
     assert not Gibberish()(trajectory(None))
 
 
+def test_untrained_turns_are_left_out():
+    found = trajectory([-5.0], [-0.1, -0.1, -0.1])
+    assert not Gibberish()(found)
+    assert Gibberish()(found.replace(turns=(found.turns[0], found.turns[1].replace(trained=False))))
+
+
 def test_an_episode_that_sampled_nothing_is_not_flagged():
     assert not Gibberish()(trajectory([]))
     assert not Gibberish()(trajectory())

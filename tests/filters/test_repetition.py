@@ -33,6 +33,11 @@ def test_one_token_over_and_over_is():
     assert not Repetition()(trajectory([3] * 9))
 
 
+def test_untrained_turns_are_left_out():
+    found = trajectory([3] * 20)
+    assert not Repetition()(found.replace(turns=[found.turns[0].replace(trained=False)]))
+
+
 def test_turns_shorter_than_an_ngram_have_none():
     assert not Repetition(threshold=0.0)(trajectory([3] * 7, [], [3] * 7))
     assert not Repetition(threshold=0.0)(trajectory())

@@ -177,6 +177,42 @@ async def test_what_is_stale_and_what_a_stop_cancels_is_counted_over_a_resume(tm
     assert trained == {f"train-{index}": 1 for index in range(8 * GROUPS)}
 
 
+class PlayedUser(Coins):
+    """The policy plays the user too, untrained, in a conversation of its own; its words go to the agent."""
+
+    class Game(Coin):
+        async def run(self, agent):
+            messages = [{"role": "user", "content": "go"}]
+            for _ in range(2):
+                messages.append(await agent.sample(messages))
+                asked = [{"role": "user", "content": messages[-1]["content"]}]
+                heard = await agent.sample(asked, agent="user", trained=False)
+                messages.append({"role": "user", "content": heard["content"]})
+            await agent.sample(messages, trained=False)  # the agent's own last turn too
+
+    async def start(self, example, seed):
+        return self.Game(seed, False)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+async def test_what_is_sampled_with_trained_false_is_counted_as_untrained(tmp_path, level, strategy):
+    """Of each five turns two are the user's, and one is the agent's untrained last one."""
+    said = ["a", "bb", "ccc", "dddd", "eeeee"]
+    orchestrator, notes, _ = make(
+        tmp_path, level=level, steps=3, environment=PlayedUser(), strategy=strategy,
+        sampler=Sampler(lambda index: said[index % 5]),
+    )  # fmt: skip
+    assert await orchestrator.run()
+    ledger = check(orchestrator, notes)
+    turns = [turn for _, _, groups in notes.steps for g in groups for t in g.trajectories for turn in t.turns]
+    assert [turn.trained for turn in turns[:5]] == [True, False, True, False, False]
+    untrained = sum(len(turn.completion_ids) for turn in turns if not turn.trained)
+    assert dict(ledger.dropped) == {"untrained": untrained}
+    assert ledger.trained == sum(len(turn.completion_ids) for turn in turns) - untrained > 0
+    assert notes.steps[-1][1]["ledger/dropped/untrained"] == untrained
+
+
 class Forgetful(Coins):
     """Two turns; the second prompt is not what the first one was, as if a template had rewritten it."""
 
@@ -251,5 +287,5 @@ async def test_an_episode_that_goes_on_after_its_end_is_set_aside_and_counted(tm
 def test_these_are_all_the_reasons():
     assert set(REASONS) == {
         "difficulty", "stale", "error", "missing_logprobs", "over_length", "cancelled", "lost_worker", "lost_replica",
-        "unused_at_end",
+        "unused_at_end", "untrained",
     }  # fmt: skip

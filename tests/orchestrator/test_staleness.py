@@ -44,6 +44,12 @@ def test_age_counts_from_the_first_sampled_token_of_agents_that_speak_side_by_si
     assert age(sampled_by([5], [3, 5, 6]), batch=7) == 4
 
 
+def test_untrained_turns_have_no_age():
+    trajectory = sampled_by([3, 4], [9])
+    user, agent = trajectory.turns
+    assert age(trajectory.replace(turns=(user.replace(trained=False), agent)), batch=11) == 2
+
+
 def test_a_token_whose_version_is_unknown_has_no_age():
     assert age(sampled_by([-1, -1], [6]), batch=7) == 1
     assert age(sampled_by([-1, 5]), batch=7) == 2

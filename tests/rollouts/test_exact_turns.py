@@ -39,12 +39,13 @@ async def test_a_turn_of_exact_ids_is_recorded_as_it_was_sampled():
     assert (turn.temperature, turn.agent, turn.tool_calls[0].name) == (0.5, "solver", "add")
 
 
-async def test_one_that_is_not_trained_has_no_logprobs_and_is_counted_all_the_same():
-    loop = loop_over(say("no"))
+async def test_one_that_is_not_to_be_trained_is_recorded_whole_and_says_so():
+    loop = loop_over(say("no"), say("yes"))
     completion = await loop.complete(ids(1), PARAMS, trained=False)
-    assert completion.logprobs is not None  # whoever asked is told
-    assert loop.turns[-1].logprobs is None
-    assert len(loop.turns[-1].completion_ids) == 3
+    await loop.complete(ids(1), PARAMS)
+    assert [turn.trained for turn in loop.turns] == [False, True]
+    assert loop.turns[0].logprobs.tolist() == completion.logprobs.tolist()
+    assert len(loop.turns[0].completion_ids) == 3
 
 
 async def test_a_completion_that_was_cut_off_is_returned_and_the_next_may_follow():

@@ -97,6 +97,29 @@ def test_a_turn_without_logprobs_is_context_only_and_counted():
     assert built.samples[0].token_ids.tolist() == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("needs_logprobs", [True, False])
+@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+def test_an_untrained_turn_is_context_only_and_counted(strategy, needs_logprobs):
+    turns = (turn([1], [2, 3], trained=False), turn([1, 2, 3, 4], [5]), turn([9], [8, 7, 6], trained=False))
+    built = build(trajectory(*turns), strategy=strategy, needs_logprobs=needs_logprobs)
+    assert built.dropped == {"untrained": 5}
+    assert [s.token_ids.tolist() for s in built.samples] == [[1, 2, 3, 4, 5]]
+    assert [trained(s) for s in built.samples] == [[5]]
+
+
+def test_an_untrained_turn_counts_once_also_where_it_is_too_long_or_has_no_logprobs():
+    turns = (turn([1], [2, 3], trained=False, logprobs=None), turn([1, 4, 5], [6, 7, 8], trained=False))
+    assert build(trajectory(*turns), max_length=4).dropped == {"untrained": 5}
+    failed = trajectory(*turns).replace(error="environment: raised")
+    assert build(failed).dropped == {"error": 5}
+
+
+def test_an_untrained_turn_is_no_label_of_the_flat_lists():
+    t = trajectory(turn([1], [2]), turn([1, 2, 3], [4], trained=False), turn([1, 2, 3, 4], [5]))
+    assert t["input_ids"] == [1, 2, 3, 4, 5]
+    assert t["labels"] == [-100, 2, -100, -100, 5]
+
+
 def test_recorded_text_without_logprobs_is_trained_in_supervised_mode():
     built = build(trajectory(turn([1], [2, 3], logprobs=None)), needs_logprobs=False)
     assert [trained(s) for s in built.samples] == [[2, 3]]

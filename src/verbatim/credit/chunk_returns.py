@@ -20,7 +20,7 @@ def chunk_returns_advantage(
 ) -> AdvantageOutputs:
     """`A_k = G_k` for each turn k, or `G_k` minus the group's mean (chunk returns of IPA, arXiv 2512.24873).
 
-    The group's mean is over trajectories, of each one's mean G. A turn that sampled nothing gets 0.
+    The group's mean is over trajectories, of each one's mean G. A turn that sampled nothing, or is not trained, gets 0.
 
     Example: two rollouts of two turns each with the rewards 1 and 0 and `gamma = 0.5` give `[0.5, 1]` and `[0, 0]`.
     Their means are 0.75 and 0, so with `baseline = "group"` it is `[0.125, 0.625]` and `[-0.375, -0.375]`.
@@ -45,7 +45,7 @@ def chunk_returns_advantage(
 
 
 def turn_returns(trajectory: Trajectory, gamma: float) -> dict[int, float]:
-    """The return of each turn that sampled at least one token, by its index.
+    """The return of each trained turn that sampled at least one token, by its index.
 
     ```
     G_k = r_k + gamma G_{k+1}          in the order of sampling, sub-agents' turns included; 0 after the last
@@ -61,7 +61,8 @@ def turn_returns(trajectory: Trajectory, gamma: float) -> dict[int, float]:
     """
     if not 0 <= gamma <= 1:
         raise ComponentError(f"gamma = {gamma}; expected a discount from 0 to 1, for example 0.95")
-    returns = {k: turn.reward or 0.0 for k, turn in enumerate(trajectory.turns) if len(turn.completion_ids)}
+    returns = {k: turn.reward or 0.0 for k, turn in enumerate(trajectory.turns)
+               if turn.trained and len(turn.completion_ids)}
     if not returns:
         return returns
     left = trajectory.reward or 0.0

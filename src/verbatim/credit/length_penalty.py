@@ -15,13 +15,15 @@ SLOPES = {"tokens": 0.001, "turns": 0.05}
 def penalised(rollouts: Sequence[Trajectory], penalty: LengthPenaltyConfig) -> list[Trajectory]:
     """The completed rollouts of one group with the rewards that their advantages are to see.
 
+    What was sampled and is not trained costs nothing.
+
     Example: rewards 1 and 1 for 100 and 700 sampled tokens, with a target of 200 tokens and the slope 0.001: 1 and 0.5.
     """
     rewards = [float(rollout["reward"]) for rollout in rollouts]
     if penalty.type == "tokens":
-        costs = [rollout.num_sampled_tokens for rollout in rollouts]
+        costs = [rollout.num_sampled_tokens - _num_untrained_tokens(rollout) for rollout in rollouts]
     else:
-        costs = [len(rollout.turns) for rollout in rollouts]
+        costs = [sum(turn.trained for turn in rollout.turns) for rollout in rollouts]
     if penalty.kind == "relative":
         shaped = with_relative_bonus(rewards, costs)
     else:
@@ -29,6 +31,10 @@ def penalised(rollouts: Sequence[Trajectory], penalty: LengthPenaltyConfig) -> l
         slope = SLOPES[penalty.type] if penalty.slope is None else penalty.slope
         shaped = above_target(rewards, costs, target=penalty.target, slope=slope)
     return [rollout.replace(reward=reward) for rollout, reward in zip(rollouts, shaped, strict=True)]
+
+
+def _num_untrained_tokens(rollout: Trajectory) -> int:
+    return sum(len(turn.completion_ids) for turn in rollout.turns if not turn.trained)
 
 
 def above_target(rewards: Sequence[float], costs: Sequence[int], *, target: int, slope: float) -> list[float]:

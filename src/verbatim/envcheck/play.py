@@ -71,11 +71,12 @@ class PlayLoop(EpisodeLoop):
         self.prompt_characters = 0
 
     async def sample(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main", state_key: str | None = None
-    ) -> Message:
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main",
+        state_key: str | None = None, *, trained: bool = True,
+    ) -> Message:  # fmt: skip
         """One turn; the tools are kept for the report."""
         self.tools |= {tool.name: tool for tool in tools}
-        return await super().sample(messages, tools, agent, state_key)
+        return await super().sample(messages, tools, agent, state_key, trained=trained)
 
     async def complete(self, *given: Any, **more: Any) -> Any:
         """Refused.

@@ -29,8 +29,13 @@ class Reply:
 class Agent(Protocol):
     """Samples turns for an environment that owns its control flow."""
 
-    async def sample(self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main") -> Message:
+    async def sample(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main", *, trained: bool = True
+    ) -> Message:
         """Record one turn of the named agent and return the assistant's message.
+
+        With `trained=False` the turn is sampled from the same model but not trained (a user or an opponent that the
+        policy plays): it is context only, and its tokens are counted as `untrained`.
 
         Raises:
             EpisodeOver: the trajectory ran out of turns or tokens; do not catch it.

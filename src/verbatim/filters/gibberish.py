@@ -17,7 +17,7 @@ from verbatim.types import Trajectory
 class Gibberish:
     """Flags a trajectory when the mean logprob of its sampled tokens is below `threshold`.
 
-    Turns without logprobs are left out; where none has any, nothing is flagged.
+    Turns without logprobs, and those that are not trained, are left out; where none has any, nothing is flagged.
 
     Example: turns with the logprobs `[-6, -1]` and `[-8]` have the mean -5, which is below -4.
     """
@@ -35,7 +35,7 @@ class Gibberish:
 
     def __call__(self, trajectory: Trajectory) -> bool:
         """Whether the tokens are too unlikely."""
-        logprobs = [turn.logprobs for turn in trajectory.turns if turn.logprobs is not None]
+        logprobs = [turn.logprobs for turn in trajectory.turns if turn.trained and turn.logprobs is not None]
         count = sum(map(len, logprobs))
         total = math.fsum(float(own.sum(dtype="float64")) for own in logprobs)
         return count > 0 and total / count < self.threshold

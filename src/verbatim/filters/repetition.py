@@ -15,7 +15,8 @@ class Repetition:
     """Flags a trajectory when the share of repeated n-grams is above `threshold`.
 
     The share is `1 - sum_turns distinct / sum_turns total`. Distinct ones are counted within each turn, so that an
-    agent's recurring call syntax is no repetition. Turns shorter than `ngram` have none.
+    agent's recurring call syntax is no repetition. Turns shorter than `ngram` have none, and those that are not
+    trained are left out.
 
     Example: `ngram = 2`, turns `[1, 2, 1, 2, 1]` and `[1, 2]`: the first has 4 bigrams of which 2 are distinct, the
     second has 1. The share is 1 - 3/5 = 0.4.
@@ -36,7 +37,7 @@ class Repetition:
 
     def __call__(self, trajectory: Trajectory) -> bool:
         """Whether too many n-grams are repeated."""
-        counts = [_count(turn.completion_ids, self.ngram) for turn in trajectory.turns]
+        counts = [_count(turn.completion_ids, self.ngram) for turn in trajectory.turns if turn.trained]
         total, distinct = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
         return total > 0 and 1 - distinct / total > self.threshold
 

@@ -163,7 +163,7 @@ def episode_metrics(completed: Sequence[Trajectory], succeeded: Mapping[str, boo
     """Reward, success and behaviour of finished episodes. `valid_format` is there where tools were offered."""
     rewards = [t.reward for t in completed if t.reward is not None]
     with_tools = [t for t in completed if t.info.get(TOOLS_OFFERED) or any(turn.tool_calls for turn in t.turns)]
-    turns = [turn for t in with_tools for turn in t.turns]
+    turns = [turn for t in with_tools for turn in t.turns if turn.trained]
     valid_format = _mean(float(turn.parse_status == "ok" and bool(turn.tool_calls)) for turn in turns)
     return {
         "reward/mean": _mean(rewards),

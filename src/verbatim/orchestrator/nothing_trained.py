@@ -15,6 +15,7 @@ _REMEDIES = {
     "orchestrator.buffer.online_difficulty_filtering = false",
     "stale": "rollouts were too old when they were trained: raise orchestrator.max_off_policy_steps",
     "over_length": "every turn ends beyond orchestrator.seq_len: raise it",
+    "untrained": "every turn was sampled with trained=False: leave it out for the agent that is to learn",
     "missing_logprobs": "the sampler gave no logprobs: let it give those of the distribution that it samples from",
 }
 """What to do, by the reason that took most tokens."""

@@ -72,6 +72,8 @@ class Turn:
     """Every attempted call, in order."""
     timing: TurnTiming | None = None
     """Seconds spent."""
+    trained: bool = True
+    """Whether its tokens may be trained. An untrained turn is context only, and counted as `untrained`."""
     attachments: None = None
     """Reserved: turns are text only today."""
 
@@ -81,7 +83,7 @@ class Turn:
         stop_reason: StopReason = StopReason.STOP, temperature: float = 1.0, reward: float | None = None,
         advantage: float | None = None, state_key: str | None = None, agent: str = "main",
         parse_status: ParseStatus = "ok", tool_calls: Iterable[ToolCall] = (), timing: TurnTiming | None = None,
-        attachments: None = None,
+        trained: bool = True, attachments: None = None,
     ) -> None:  # fmt: skip
         if (prompt_ids is None) == (path is None):
             raise TypeError("a turn takes either prompt_ids or path")
@@ -101,7 +103,7 @@ class Turn:
             policy_versions=None if policy_versions is None else _as_versions(policy_versions, count),
             stop_reason=StopReason(stop_reason), temperature=temperature, reward=as_number(reward, "reward"),
             advantage=as_number(advantage, "advantage"), state_key=state_key, agent=agent, parse_status=parse_status,
-            tool_calls=tuple(tool_calls), timing=timing, attachments=attachments,
+            tool_calls=tuple(tool_calls), timing=timing, trained=trained, attachments=attachments,
         )  # fmt: skip
 
     @property

@@ -54,7 +54,7 @@ class AgentLoop(EpisodeLoop):
     ) -> Completion:
         """Record one turn of exact ids, for an environment that renders by itself, and return the completion.
 
-        One that was cut off is returned too. With `trained=False` its logprobs are not recorded: it is context only.
+        One that was cut off is returned too. With `trained=False` it is context only, and counted as `untrained`.
 
         Raises:
             EpisodeOver: no turn or token is left.
@@ -63,9 +63,11 @@ class AgentLoop(EpisodeLoop):
         """
         self._refuse_if_over()
         completion = await self._sample_ids(prompt_ids, params, agent)
-        prompt = Prompt(agent=agent, messages=(), schemas=(), tools=(), thread=None, num_known=0)
+        prompt = Prompt(
+            agent=agent, messages=(), schemas=(), tools=(), thread=None, num_known=0, trained=trained
+        )  # fmt: skip
         answer = self._read(completion, prompt_ids, prompt, params.temperature)
-        self._record(answer if trained else dataclasses.replace(answer, logprobs=None), prompt, None)
+        self._record(answer, prompt, None)
         return completion
 
     def tell(self, messages: Sequence[Message]) -> None:

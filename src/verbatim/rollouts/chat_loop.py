@@ -169,7 +169,7 @@ class TeacherLoop(ChatLoop):
         thread = self._threads.get(prompt.agent)
         if thread is not None and thread is not prompt.thread:  # another turn of the agent has ended meanwhile
             raise _other_history(prompt, thread)
-        self._held.append(answer.turn_fields(prompt.agent, state_key))
+        self._held.append(answer.turn_fields(prompt, state_key))
         return len(self._held) - 1
 
 

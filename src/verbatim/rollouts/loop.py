@@ -74,12 +74,13 @@ class Answer:
     temperature: float = 1.0
     timing: TurnTiming = field(default_factory=TurnTiming)
 
-    def turn_fields(self, agent: str, state_key: str | None) -> dict[str, Any]:
+    def turn_fields(self, prompt: Prompt, state_key: str | None) -> dict[str, Any]:
         """The fields of the `Turn` that do not depend on whose ids it is recorded in."""
         return {
-            "stop_reason": self.stop_reason, "state_key": state_key, "agent": agent, "tool_calls": self.tool_calls,
+            "stop_reason": self.stop_reason, "state_key": state_key, "agent": prompt.agent,
+            "tool_calls": self.tool_calls,
             "parse_status": next((call.status for call in self.tool_calls if call.status != "ok"), "ok"),
-            "timing": self.timing,
+            "timing": self.timing, "trained": prompt.trained,
         }  # fmt: skip
 
 
@@ -112,6 +113,8 @@ class Prompt:
     """The agent's conversation so far; None in its first turn."""
     num_known: int
     """How many of `messages` the thread holds already; 0 where it holds another history."""
+    trained: bool = True
+    """Whether the answer may be trained."""
 
 
 class EpisodeLoop(abc.ABC):
@@ -154,9 +157,12 @@ class EpisodeLoop(abc.ABC):
         return {}
 
     async def sample(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main", state_key: str | None = None
-    ) -> Message:
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main",
+        state_key: str | None = None, *, trained: bool = True,
+    ) -> Message:  # fmt: skip
         """Record one turn of the named agent and return the assistant's message.
+
+        With `trained=False` the turn is context only; its tokens are counted as `untrained`.
 
         Raises:
             EpisodeOver: no turn or token is left, or this completion was cut off (it is recorded).
@@ -165,7 +171,7 @@ class EpisodeLoop(abc.ABC):
         """
         self.last_answer = None
         self._refuse_if_over()
-        prompt = self._prompt(messages, [dict(tool.schema) for tool in tools], agent)
+        prompt = self._prompt(messages, [dict(tool.schema) for tool in tools], agent, trained=trained)
         self.offers_tools |= bool(prompt.schemas)
         answer = self.last_answer = await self._answer(prompt)
         turn = self._record(answer, prompt, state_key)
@@ -212,7 +218,7 @@ class EpisodeLoop(abc.ABC):
         return self.recorder.record(
             prompt_ids=answer.prompt_ids, completion_ids=answer.completion_ids, extends=answer.extends,
             logprobs=answer.logprobs, policy_versions=answer.policy_versions, temperature=answer.temperature,
-            **answer.turn_fields(prompt.agent, state_key),
+            **answer.turn_fields(prompt, state_key),
         )  # fmt: skip
 
     def _refuse_if_over(self) -> None:
@@ -235,7 +241,9 @@ class EpisodeLoop(abc.ABC):
         self._num_calls += 1
         return call if call.id else dataclasses.replace(call, id=f"call_{self._num_calls - 1}")
 
-    def _prompt(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], agent: str) -> Prompt:
+    def _prompt(
+        self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], agent: str, *, trained: bool
+    ) -> Prompt:
         """The messages as they are now; those of the agent's last turn are compared with it, and copied only once."""
         thread = self._threads.get(agent)
         known = thread.messages if thread is not None else ()
@@ -247,7 +255,7 @@ class EpisodeLoop(abc.ABC):
             raise EnvironmentFault(f"the messages cannot be copied: {error_text(error)}") from error
         return Prompt(
             agent=agent, messages=(*known, *new), schemas=schemas, tools=tuple(map(str, schemas)), thread=thread,
-            num_known=len(known),
+            num_known=len(known), trained=trained,
         )  # fmt: skip
 
 

@@ -9,10 +9,11 @@ from verbatim.trajectories.record import TrajectoryRecord
 def first_version(trajectory: TrajectoryRecord) -> int | None:
     """The policy version of the first sampled token; None if nothing was sampled, or it is unknown.
 
-    Turns are in the order in which they ended. Agents that speak side by side may end in another order than they began,
-    so it is the oldest of all turns.
+    Turns that are not trained do not count. Turns are in the order in which they ended. Agents that speak side by side
+    may end in another order than they began, so it is the oldest of all turns.
     """
-    return min((v for turn in trajectory.turns if (v := _first_known(turn.policy_versions)) is not None), default=None)
+    known = (_first_known(turn.policy_versions) for turn in trajectory.turns if turn.trained)
+    return min((version for version in known if version is not None), default=None)
 
 
 def _first_known(versions: Int32 | None) -> int | None:

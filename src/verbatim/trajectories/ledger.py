@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-REASONS = ("difficulty", "stale", "error", "missing_logprobs", "over_length", "cancelled", "lost_worker",
-           "lost_replica", "unused_at_end")  # fmt: skip
+REASONS = ("difficulty", "stale", "error", "missing_logprobs", "untrained", "over_length", "cancelled",
+           "lost_worker", "lost_replica", "unused_at_end")  # fmt: skip
 """Why a token is not trained; filters add `filter:{name}`."""
 _FORMER_NAMES = {"lost_actor": "lost_worker"}
 """Reasons in checkpoints of earlier versions."""

@@ -36,7 +36,8 @@ class BuiltSamples:
     samples: list[TrainingSample]
     """Each with at least one trained token."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Sampled tokens that are not trained, by reason: `error`, `cancelled`, `missing_logprobs`, `over_length`."""
+    """Sampled tokens that are not trained, by reason: `error`, `cancelled`, `untrained`, `over_length`,
+    `missing_logprobs`."""
 
 
 def build_samples(
@@ -44,8 +45,8 @@ def build_samples(
 ) -> list[TrainingSample]:
     """The training samples of a trajectory: none of one that failed.
 
-    A turn whose logprobs are missing is context only. The advantage of a token is its turn's, or else its
-    trajectory's, or else 0.
+    A turn that is not to be trained, or whose logprobs are missing, is context only. The advantage of a token is its
+    turn's, or else its trajectory's, or else 0.
 
     Args:
         trajectory: Its advantages are already assigned.
@@ -107,7 +108,9 @@ def build(
     kept: list[tuple[int, Turn]] = []
     for index, turn in enumerate(trajectory.turns):
         too_long = max_length is not None and turn.path.length > max_length
-        if too_long or (turn.logprobs is None and needs_logprobs):
+        if not turn.trained:
+            _add(dropped, "untrained", len(turn.completion_ids))
+        elif too_long or not _is_trainable(turn, needs_logprobs):
             _add(dropped, "over_length" if too_long else "missing_logprobs", len(turn.completion_ids))
         if not too_long and len(turn.completion_ids):
             kept.append((index, turn))
@@ -117,7 +120,7 @@ def build(
         refuse_breaks(trajectory, kept, runs)
     samples: list[TrainingSample] = []
     for run in runs:
-        trained = [kept[place] for place in run if kept[place][1].logprobs is not None or not needs_logprobs]
+        trained = [kept[place] for place in run if _is_trainable(kept[place][1], needs_logprobs)]
         if trained:
             samples.append(_sample(trajectory, trained, part=len(samples)))
     num_trained = sum(sample.num_trained_tokens for sample in samples)
@@ -166,6 +169,10 @@ def _is_lists(runs: object) -> bool:
     )
 
 
+def _is_trainable(turn: Turn, needs_logprobs: bool) -> bool:
+    return turn.trained and (turn.logprobs is not None or not needs_logprobs)
+
+
 def _add(dropped: dict[str, int], reason: str, count: int) -> None:
     if count:
         dropped[reason] = dropped.get(reason, 0) + count
@@ -174,7 +181,7 @@ def _add(dropped: dict[str, int], reason: str, count: int) -> None:
 def _sample(trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], *, part: int) -> TrainingSample:
     """One sample: the tokens up to the end of the last turn that is trained, and in them all that are.
 
-    What follows it, a turn without logprobs, would be context of nothing.
+    What follows it, a turn that is not trained, would be context of nothing.
     """
     last = trained[-1][1]
     length = last.path.length

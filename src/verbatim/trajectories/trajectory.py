@@ -94,7 +94,7 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
         labels = np.full(len(ids), -100, dtype=np.int64)
         logprobs: list[float | None] = [None] * len(ids)
         for turn in self.turns:
-            if turn.logprobs is None:
+            if turn.logprobs is None or not turn.trained:
                 continue  # context only: a token without a logprob is never a label
             start, end = turn.num_prompt_tokens, turn.path.length
             labels[start:end] = turn.completion_ids

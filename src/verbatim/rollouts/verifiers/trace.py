@@ -35,7 +35,7 @@ def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
          else turn.logprobs.tobytes())
         for turn in turns
     )  # fmt: skip
-    context = {key[:2] for key in served if not key[2]}  # of who is not trained no logprobs are kept
+    context = {key[:2] for key in served if not key[2]}  # of an engine that gives no logprobs
     recorded = Counter({(*key[:2], b"") if key[:2] in context else key: n for key, n in recorded.items()})
     if recorded == served:
         return
