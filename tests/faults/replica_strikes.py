@@ -135,6 +135,8 @@ class Strike:
 
 LATEST = {"start": 2.0, "update": 0.4, "between": 4.0, "restart": 25.0}
 """Most seconds after each moment."""
+MOST_STEPS = 3
+"""Most steps that a strike's delay lasts."""
 
 
 def plan(number: int) -> list[Strike]:
@@ -214,13 +216,18 @@ class ReplicaRun:
                 if strike.moment == "update":
                     known = self._published()
                     self._until(lambda known=known: self._published() > known, every=0.002)
-            time.sleep(strike.delay)
+            self._wait(strike)
             self._hold_until(functools.partial(self._is_there, replica, strike.part))
             for pid in self._processes_of(replica, strike.part):
                 os.kill(pid, strike.blow)
             struck.append(replica)
             said = f"{strike.blow.name} {strike.part} of {replica}, {strike.moment}, step {self._num_steps()}"
             print(said, flush=True)
+
+    def _wait(self, strike: Strike) -> None:
+        """The strike's delay; less where steps are so fast that the run would be over first."""
+        late = time.monotonic() + strike.delay
+        self._until(lambda: time.monotonic() >= late or self._num_steps() >= strike.step + MOST_STEPS, every=0.05)
 
     def _until(self, holds: Callable[[], Any], every: float = 0.1) -> None:
         while not holds():
