@@ -61,14 +61,7 @@ def test_more_processes_than_cuda_devices_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("trainer, said", [
     ({"separate_process": False}, r"parallel\.processes = 2 needs separate_process = true"),
-    ({"lora": {}}, r"parallel\.processes = 2 with \[trainer\.lora\]"),
 ])  # fmt: skip
 def test_what_several_processes_cannot_do_is_refused_with_the_configuration(trainer, said):
     with pytest.raises(ConfigError, match=said):
         config_of(parallel={"processes": 2}, **trainer)
-
-
-def test_launched_processes_refuse_adapters(monkeypatch):
-    launched(monkeypatch, 0, 2)
-    with pytest.raises(UsageError, match=r"\[trainer\.lora\] is trained by one process"):
-        num_processes(config_of(lora={}), may_be_launched=True)

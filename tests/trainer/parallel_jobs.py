@@ -43,6 +43,8 @@ def batch_of(kind, seed=0):
     """Batches by name, so that a job's arguments are plain values."""
     if kind == "shared":
         return shared_prefixes(seed)
+    if kind == "taught":
+        return [_taught(sample, seed + i) for i, sample in enumerate(shared_prefixes(seed))]
     if kind == "one":
         return [make_sample(9, "a", seed=seed)]
     if kind == "random":
@@ -50,6 +52,12 @@ def batch_of(kind, seed=0):
         count = int(rng.integers(1, 9))
         return [make_sample(int(rng.integers(2, 40)), f"t{i // 2}", seed=seed * 100 + i, chunk=i) for i in range(count)]
     return make_batch(seed)
+
+
+def _taught(sample, seed):
+    """The sample with a teacher's logprobs."""
+    values = -4 + 0.3 * np.random.default_rng(seed).standard_normal(len(sample))
+    return replace(sample, logprob_streams={"teacher": np.where(sample.loss_mask, values, 0).astype(np.float32)})
 
 
 def noted_gradients(trainer):
@@ -119,6 +127,20 @@ def _compare(ranks, model, batches, **settings):
     }  # fmt: skip
 
 
+def own_weights_as_reference(ranks, model, settings):
+    """`ref_kl` of optimizer steps whose reference has the policy's own weights: the learning rate is 0."""
+    trainer = trainer_of(
+        Path(model), ranks, compute="bfloat16", dtype="float32", frozen={"reference": model},
+        loss={"type": "default", "kl_ref_tau": 0.5}, optim=OptimConfig(lr=1e-30, weight_decay=0.0), **settings,
+    )  # fmt: skip
+    if not ranks.leads:
+        ranks.follow(trainer.obey)
+        return None
+    found = [trainer.train_batch(batch_of(kind, seed))["ref_kl"] for kind, seed in (("usual", 0), ("shared", 1))]
+    ranks.end()
+    return found
+
+
 def campaign(ranks, cases, seeds):
     """The largest difference of a gradient, and of a metric, from those of one process: by case, over seeds."""
     worst = []
@@ -165,38 +187,39 @@ def first_trees(ranks, model, sequence):
     return None
 
 
-def storage(ranks, model):
+def storage(ranks, model, frozen):
     """Bytes of parameters, gradients and optimizer state on each rank, and what one process has; the largest layer.
 
-    While the model is loaded, no rank has a tensor that is larger than its rows of it.
+    While the models are loaded, no rank has a tensor that is larger than its rows of it.
     """
     with mock.patch.object(AutoModelForCausalLM, "from_pretrained", side_effect=AssertionError("loaded whole")):
-        trainer = trainer_of(Path(model), ranks)
+        trainer = trainer_of(Path(model), ranks, frozen=frozen)
     held = []
     zero_grad = trainer.optimizer.zero_grad
 
     def count(**arguments):
         state = [t for values in trainer.optimizer.state.values() for t in values.values()]
-        tensors = [x for p in trainer.model.parameters() for x in (p, p.grad)] + state
+        tensors = [x for p in trainer.models.parameters() for x in (p, p.grad)] + state
         held.append(sum(local(t).nbytes for t in tensors if t is not None))
         zero_grad(**arguments)
 
     trainer.optimizer.zero_grad = count
     layer = sum(p.numel() * 8 for p in trainer.model.model.layers[0].parameters())
     parameters = sum(p.numel() for p in trainer.model.parameters()) * 8
+    held_frozen = sum(p.numel() for p in trainer.models.parameters()) * 8 - parameters
     if ranks.leads:
         trainer.train_batch(make_batch())
         ranks.end()
     else:
         ranks.follow(trainer.obey)
-    return {"held": ranks.gather(held[0]), "layer": layer, "alone": 4 * parameters}
+    return {"held": ranks.gather(held[0]), "layer": layer, "alone": 4 * parameters + held_frozen}
 
 
-def save_and_load(ranks, model, folder):
-    """Train two batches and save; rank 0 says how far the saved weights are from its own."""
+def save_and_load(ranks, model, folder, **settings):
+    """Train two batches and save; train a third one, and save the weights again."""
     folder = Path(folder)
-    trainer = trainer_of(Path(model), ranks)
-    if not ranks.leads:
+    trainer = trainer_of(Path(model), ranks, **settings)
+    if ranks is not None and not ranks.leads:
         ranks.follow(trainer.obey)
         return None
     for seed in (0, 1):
@@ -205,8 +228,34 @@ def save_and_load(ranks, model, folder):
     trainer.save_state(folder / "trainer")
     metrics = trainer.train_batch(make_batch(2))
     trainer.save_weights(folder / "next")
-    ranks.end()
+    if ranks is not None:
+        ranks.end()
     return metrics
+
+
+def save_adapters(ranks, model, folder, lora):
+    """`save_and_load` of low-rank adapters."""
+    return save_and_load(ranks, model, folder, lora=lora)
+
+
+def resume_adapters(ranks, model, folder, out, lora):
+    """Take the next optimizer step after what `save_adapters` saved; or say why it is refused."""
+    trainer = trainer_of(Path(model), ranks, lora=lora)
+    if ranks is not None and not ranks.leads:
+        ranks.follow(trainer.obey)
+        return None
+    said = None
+    try:
+        trainer.load_adapters(Path(folder) / "weights")
+    except UsageError as error:
+        said = str(error)
+    else:
+        trainer.load_state(Path(folder) / "trainer")
+    metrics = trainer.train_batch(make_batch(2))
+    trainer.save_weights(Path(out))
+    if ranks is not None:
+        ranks.end()
+    return said or metrics
 
 
 def save_in_small_files(ranks, model, out):

@@ -12,6 +12,7 @@ from trainer_helpers import write_experts, write_llama
 
 from verbatim.checkpoints import find_damage, seal
 from verbatim.errors import CheckpointError
+from verbatim.losses import LOSSES
 
 pytestmark = pytest.mark.slow
 
@@ -88,6 +89,44 @@ def test_four_processes_in_two_groups_have_the_gradient_and_the_metrics_of_one(q
             assert_as_one(found)
 
 
+def near(loss):
+    """A loss with a term to the reference."""
+    return {"type": loss, "kl_ref_tau": 0.5}
+
+
+def test_adapters_and_their_base_as_reference_are_those_of_one_process(two, qwen, sliding_qwen, tmp_path):
+    def adapted(model, batches, **settings):
+        """Three rows of A, two of them on the first process; the reference is the base under the adapters."""
+        usual = {"lora": {"r": 3, "alpha": 6}, "frozen": {"reference": str(model)}, "loss": near("default")}
+        return case(model, batches, **{**usual, **settings})
+
+    copied = shutil.copytree(qwen, tmp_path / "copied")
+    batches = [["usual", 0], ["usual", 1], ["shared", 2]]  # A has a gradient from the second on, because B begins at 0
+    for found in two.run(jobs.compare, [
+        adapted(qwen, batches, micro_batch_tokens=40),
+        adapted(sliding_qwen, [["shared", 0], ["shared", 1]], packing="tree", micro_batch_tokens=30,
+                loss=near("gspo"), gradient_checkpointing=True),
+        adapted(qwen, batches[1:], parallel={"sequence": 2}),  # both compute each micro-batch together
+        adapted(qwen, [["one", 5], ["one", 6]], lora={"r": 1, "alpha": 2, "target_modules": ["q_proj", "down_proj"]}),
+        adapted(qwen, batches[:2], frozen={"reference": str(copied)}),  # a model of its own, sharded
+        case(qwen, batches[:2], frozen={"reference": str(sliding_qwen)}, loss=near("default"), micro_batch_tokens=20),
+    ]):  # fmt: skip
+        assert_as_one(found)
+        assert found["metrics"][0]["ref_kl"] == found["alone"][0]["ref_kl"]
+        assert found["metrics"][-1]["ref_kl"] > 1e-6
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_every_loss_with_a_teacher_and_a_reference_is_that_of_one_process(two, qwen, sliding_qwen, loss):
+    """Rows and trees, micro-batches so small that trajectories are cut, and one rank without work."""
+    how = {"loss": loss} if loss == "sft" else {"loss": near(loss), "frozen": {"reference": str(sliding_qwen)}}
+    for found in two.run(jobs.compare, [
+        case(qwen, [["taught", 0], ["taught", 1]], micro_batch_tokens=20, **how),
+        case(qwen, [["taught", 2]], packing="tree", micro_batch_tokens=30, **how),
+    ]):  # fmt: skip
+        assert_as_one(found)
+
+
 def test_experts_are_loaded_by_rows_and_trained_as_by_one_process(two, tmp_path):
     model = write_experts(tmp_path / "experts")
     (found,) = two.run(jobs.compare, [case(model, [["usual", 0]], dtype="float32", micro_batch_tokens=40)])
@@ -104,8 +143,17 @@ def test_bfloat16_has_the_gradient_of_one_up_to_its_rounding(two, qwen):
     assert max(found["gradient"]) < 0.05
 
 
-def test_each_rank_holds_its_share_of_parameters_gradients_and_state(two, sliding_qwen):
-    found = two.run(jobs.storage, str(sliding_qwen))
+@pytest.mark.parametrize("model", ["qwen", "sliding_qwen"])
+def test_a_reference_with_the_policys_own_weights_is_at_a_divergence_of_exactly_0_in_bfloat16(two, model, request):
+    """Sharded and gathered as the policy is: its layers, norms too, are bfloat16, embedding and head are not."""
+    folder = str(request.getfixturevalue(model))
+    for settings in ({"packing": "auto"}, {"lora": {"r": 4, "alpha": 8}}):
+        assert two.run(jobs.own_weights_as_reference, folder, settings) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("with_reference", [False, True])
+def test_each_rank_holds_its_share_of_parameters_gradients_and_state(two, sliding_qwen, qwen, with_reference):
+    found = two.run(jobs.storage, str(sliding_qwen), {"reference": str(qwen)} if with_reference else None)
     for held in found["held"]:
         assert held <= 1.1 * found["alone"] / 2 + found["layer"]
     assert sum(found["held"]) <= 1.1 * found["alone"]
@@ -137,6 +185,32 @@ def test_one_process_resumes_what_two_saved_and_two_what_one_saved(two, saved, s
     alone.save_state(tmp_path / "state" / "trainer")
     two.run(jobs.resume, str(tmp_path / "state"), str(tmp_path / "two"))
     assert jobs.same_weights(tmp_path / "two", folder / "next") < 1e-12
+
+
+def test_adapters_are_resumed_on_another_number_of_processes_and_bit_for_bit_on_the_same(two, qwen, tmp_path):
+    lora = {"r": 3, "alpha": 6}
+    folders = {count: tmp_path / f"saved-{count}" for count in (1, 2)}
+    two.run(jobs.save_adapters, str(qwen), str(folders[2]), lora)
+    jobs.save_adapters(None, str(qwen), str(folders[1]), lora)
+    names = {path.name for path in (folders[2] / "weights").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "base_model.json"}
+    for by, on in ((2, 2), (1, 2), (2, 1)):
+        arguments = str(qwen), str(folders[by]), str(tmp_path / f"out-{by}-{on}"), lora
+        if on == 2:
+            two.run(jobs.resume_adapters, *arguments)
+        else:
+            jobs.resume_adapters(None, *arguments)
+        apart = jobs.same_weights(arguments[2], folders[by] / "next")
+        assert apart == 0.0 if by == on else 0.0 < apart < 1e-12
+
+
+def test_adapters_of_another_shape_are_refused_by_all_processes_which_go_on(two, qwen, tmp_path):
+    two.run(jobs.save_adapters, str(qwen), str(tmp_path / "saved"), {"r": 3, "alpha": 6})
+    arguments = str(qwen), str(tmp_path / "saved"), str(tmp_path / "out")
+    said = two.run(jobs.resume_adapters, *arguments, {"r": 4, "alpha": 8})
+    assert "resume with trainer.lora.r = 3 and trainer.lora.alpha = 6" in said
+    said = two.run(jobs.resume_adapters, *arguments, {"r": 3, "alpha": 6, "target_modules": ["q_proj"]})
+    assert "resume with trainer.lora.target_modules" in said
 
 
 def test_a_checkpoint_is_safetensors_and_json_that_can_be_sealed(saved, tmp_path):

@@ -115,7 +115,8 @@ def test_a_frozen_model_leaves_the_device_with_the_one_in_training(qwen, other, 
         moved.add(tensor.data_ptr())
         return tensor.clone()
 
-    there = {p.data_ptr() for lm in (trainer.lm, trainer._frozen["reference"].model) for p in lm.model.parameters()}
+    models = trainer.model, *trainer._frozen.models
+    there = {p.data_ptr() for model in models for p in model.parameters()}
     DeviceMemory(trainer.models, trainer.optimizer, torch.device("cuda:0"), move=move).leave()
     assert there <= moved
 
@@ -125,13 +126,13 @@ def test_under_adapters_the_reference_is_their_base_at_no_memory(qwen, tmp_path)
     lora = LoraConfig(r=4, alpha=8)
     trainer = make_trainer(qwen, frozen={"reference": qwen}, lora=lora)
     without = make_trainer(qwen, loss=LOSSES["default"], lora=lora)
-    assert trainer._frozen["reference"].model is trainer.lm  # no second model
+    assert trainer._frozen.streams["reference"].model is trainer.lm  # no second model
     metrics = [trainer.train_batch(make_batch(seed)) for seed in range(4)]
     assert metrics[0]["ref_kl"] == 0.0
     assert metrics[3]["ref_kl"] > 1e-5
     copied = shutil.copytree(qwen, tmp_path / "copied")
     held = make_trainer(qwen, frozen={"reference": copied}, lora=lora)  # of another folder: a model of its own
-    assert held._frozen["reference"].model is not held.lm
+    assert held._frozen.streams["reference"].model is not held.lm
     assert [held.train_batch(make_batch(seed))["ref_kl"] for seed in range(4)] == pytest.approx(
         [m["ref_kl"] for m in metrics], rel=1e-3, abs=1e-7
     )
@@ -190,7 +191,7 @@ def test_trees_that_are_wrong_for_a_reference_alone_are_not_used(qwen, other, mo
         monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", AllBranches)
         return load_frozen(*args, **how)
 
-    monkeypatch.setattr("verbatim.trainer.trainer.load_frozen", load)
+    monkeypatch.setattr("verbatim.trainer.frozen.load_frozen", load)
     assert make_trainer(qwen, frozen={"reference": other}, packing="auto").packing == "rows"
     monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", TreePlan)
     with pytest.raises(ModelError, match=r"the reference model .*cannot be packed as trees.*trainer\.packing = \"rows"):

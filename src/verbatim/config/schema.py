@@ -173,9 +173,6 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _processes_of_their_own(self) -> Self:
-        if self.parallel.processes > 1 and self.lora is not None:
-            raise ValueError(f"parallel.processes = {self.parallel.processes} with [trainer.lora]: adapters are "
-                             "trained by one process; remove one of both")  # fmt: skip
         if self.parallel.processes > 1 and not self.separate_process:
             raise ValueError(f"parallel.processes = {self.parallel.processes} needs separate_process = true; with "
                              "false the trainer is a thread of the orchestrator's process")  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.models.loading import load_model, load_tokenizer, refuse_not_finite, save_model
+from verbatim.models.shards import local_rows
 from verbatim.models.source import ADAPTER_CONFIG, is_adapter
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -187,17 +188,26 @@ def save_merged(adapter_folder: Path, folder: Path) -> None:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def fingerprint(tensors: Iterable[tuple[str, Tensor]], total: Callable[[Tensor], Tensor] = lambda sums: sums) -> str:
     """A digest of names, dtypes, shapes and values, as fast as reading the memory: of each tensor the sum of its bytes
-    as integers counts. It finds another model, it does not stop forgers."""
+    as integers counts. It finds another model, it does not stop forgers.
+
+    Args:
+        tensors: By name.
+        total: Of sharded tensors, sums int64 values over the processes, which all call this.
+    """
+    named = sorted(tensors, key=lambda each: each[0])
+    sums = [torch.zeros((), dtype=torch.int64), *(_sum_of_bytes(local_rows(tensor)[0].detach()) for _, tensor in named)]
     found = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda named: named[0]):
-        value = tensor.detach()
-        if value.is_floating_point():
-            value = value.contiguous().view(_INTEGERS[value.itemsize])
-        total = int(value.sum(dtype=torch.int64)) % 2**64
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)} {total};".encode())
+    for (name, tensor), value in zip(named, total(torch.stack(sums)).tolist()[1:], strict=True):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)} {value % 2**64};".encode())
     return found.hexdigest()[:32]
+
+
+def _sum_of_bytes(value: Tensor) -> Tensor:
+    if value.is_floating_point():
+        value = value.contiguous().view(_INTEGERS[value.itemsize])
+    return value.sum(dtype=torch.int64).cpu()
 
 
 __all__ = [

@@ -96,9 +96,21 @@ def _fill(model: Any, file_of: Mapping[str, Any], where: str) -> None:
 def _copy(tensor: Tensor, value: Any, shape: tuple[int, ...], where: str) -> None:
     if shape != tuple(tensor.shape):
         raise ModelError(f"{where} has the shape {list(shape)}, the model's {list(tensor.shape)}")
+    copy_rows(tensor, value)
+
+
+@torch.no_grad()
+def copy_rows(tensor: Tensor, value: Any) -> None:
+    """Give a tensor the values of a whole one (or of a slice of a safetensors file): of a sharded one this process's
+    rows."""
     mine, first = local_rows(tensor)
     if mine.numel():
         mine.copy_(value[first : first + mine.shape[0]] if mine.ndim else value[...])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All rows of a tensor; of a sharded one gathered from all processes, which all call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager

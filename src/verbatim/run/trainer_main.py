@@ -58,7 +58,7 @@ def open_trainer(
         console.print(f"lora        {trainer.adapters}", soft_wrap=True)
     if found is not None:
         if trainer.adapters is not None:
-            trainer.adapters.load(found.folder / "weights")
+            trainer.load_adapters(found.folder / "weights")
         trainer.load_state(found.folder / "trainer")
     shares_device = inference_settings(config).shares_device
     worker = TrainerWorker(

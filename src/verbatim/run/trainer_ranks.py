@@ -55,8 +55,6 @@ def num_processes(config: RunConfig, *, may_be_launched: bool) -> int:
     """
     wanted = config.trainer.parallel.processes
     several = wanted > 1 or (may_be_launched and is_launched())
-    if several and config.trainer.lora is not None:
-        raise UsageError("[trainer.lora] is trained by one process, and several were asked for or launched")
     if several and inference_settings(config).shares_device:
         raise UsageError("the sampler shares the trainer's device, which several processes of a trainer cannot leave; "
                          "use trainer.parallel.processes = 1, or give the sampler a device of its own")  # fmt: skip

@@ -2,25 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verbatim.config.schema import TrainerConfig
 from verbatim.errors import ModelError
+from verbatim.models.adapters import fingerprint
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
 from verbatim.models.positions import refuse_moving_positions
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
+from verbatim.trainer.lora import Adapters
 from verbatim.trainer.model_check import packing_for
+from verbatim.trainer.parallel.ranks import Ranks
 from verbatim.trainer.parallel.sequence import refuse_slices
+from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
+
+
+class FrozenModels:
+    """The models beside the one in training.
+
+    Args:
+        sources: Folders or hub ids, by the name of the logprob stream that each gives to the loss.
+        beside: The model in training.
+        base: The folder or hub id that it was loaded from.
+        adapters: Its low-rank adapters. Under these it is its own first model, at no memory.
+        ranks: The processes that train together: each holds its share of these models too; None = this one alone.
+        seq_len: Most tokens of a sample, if that is known.
+        config: The `[trainer]` table.
+        dtype: Number format of the weights.
+
+    Raises:
+        ModelError: as `load_frozen`.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, str | Path], beside: TargetLogprobs, *, base: str | Path,
+        adapters: Adapters | None, ranks: Ranks | None, seq_len: int, config: TrainerConfig, dtype: str,
+    ) -> None:  # fmt: skip
+        self.streams: dict[str, TargetLogprobs] = {}
+        """Each one's logprobs of targets, by the name of the stream."""
+        self.fingerprints: dict[str, str] = {}
+        """Digests of their weights."""
+        for name, source in sources.items():
+            if adapters is not None and Path(source) == Path(base):
+                self.streams[name] = base_under_adapters(beside)
+                self.fingerprints[name] = adapters.base_fingerprint
+                continue
+            lm = load_frozen(source, name, beside, dtype=dtype, seq_len=seq_len, ranks=ranks, compute=config.dtype,
+                             only_attention=config.packing == "tree")  # fmt: skip
+            self.streams[name] = lm
+            total = ranks.total if ranks is not None else lambda sums: sums
+            self.fingerprints[name] = fingerprint(lm.model.model.named_parameters(), total)
+
+    @property
+    def models(self) -> list[Any]:
+        """Those that have weights; under adapters, the one in training."""
+        return [lm.model.model for lm in self.streams.values()]
 
 
 def load_frozen(
-    source: str | Path, name: str, beside: TargetLogprobs, *, dtype: str, seq_len: int, only_attention: bool
-) -> TargetLogprobs:
-    """A model that is not trained, on the device of the one that is, computed with as that one is.
+    source: str | Path, name: str, beside: TargetLogprobs, *, dtype: str, seq_len: int, only_attention: bool,
+    ranks: Ranks | None = None, compute: str = "float32",
+) -> TargetLogprobs:  # fmt: skip
+    """A model that is not trained, on the device of the one that is, computed with as that one is: sharded, where that
+    one is.
 
     Args:
         source: A folder or hub id in Hugging Face format.
@@ -29,14 +78,20 @@ def load_frozen(
         dtype: Number format of the weights.
         seq_len: Most tokens of a sample, if that is known.
         only_attention: Refuse a model that cannot compute trees.
+        ranks: The processes that train together; None = this one alone.
+        compute: What is computed with: "float32" or "bfloat16".
 
     Raises:
         ModelError: no such model, or one of another vocabulary, or too short for these samples.
     """
-    model: Any = load_model(source, dtype=dtype, device=beside.model.device, only_attention=only_attention)
+    sharding = None if ranks is None else Sharding(ranks, compute, trained=False)
+    model: Any = load_model(
+        source, dtype=dtype, device=beside.model.device, only_attention=only_attention, shards=sharding
+    )
     model.requires_grad_(False)
     use_onednn(model)
-    lm = CausalLM(model)
+    lm = CausalLM(model, sharding)
+    refuse_rows_alone(lm, ranks)
     if lm.vocab_size != beside.model.vocab_size:
         raise ModelError(
             f"the {name} model {str(source)!r} has {lm.vocab_size} tokens, the model in training has "
@@ -86,4 +141,4 @@ def base_under_adapters(lm: TargetLogprobs) -> TargetLogprobs:
             for layer in layers:
                 layer.enable_adapters(True)
 
-    return TargetLogprobs(lm.model, lm.chunk, without_adapters)
+    return TargetLogprobs(lm.model, lm.chunk, without_adapters, lm.sequence)

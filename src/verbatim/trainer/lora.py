@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ from verbatim.models.adapters import (
 )
 from verbatim.models.own_attention import LENGTH, TOLERANCE
 from verbatim.models.refusal import refusing
+from verbatim.models.shards import copy_rows, whole
 from verbatim.models.tiny import NoTinyCopy, tiny_copy
+from verbatim.trainer.parallel.ranks import Ranks
 
 _MOST_NAMED = 12
 """Names of layers in a message."""
@@ -43,29 +45,77 @@ _TINY_RANK = 8
 class Adapters:
     """The adapters of a model that is being trained. They begin as no change: A is random, B is 0.
 
+    One process loads the model and then calls `begin`. Several shard it in between: they call `inject` on a model
+    without weights and `hide` the adapters, so that it is loaded and checked as what it is without them.
+
     Args:
-        model: A `transformers` model; it is changed: layers get adapters, and its own weights no gradients.
         config: The `[trainer.lora]` table.
-        base: The folder or hub id that the model was loaded from: the adapter's folders name it.
+        base: The folder or hub id that the model is loaded from: the adapter's folders name it.
         seed: Of A.
+        ranks: The processes that train together, each of which has rows of A and B; None = this one alone.
 
     Raises:
         UsageError: `peft` is not installed.
-        ModelError: no layer has such a name, a layer that cannot be adapted, or a model in which adapted layers are not
-            the merged ones.
     """
 
-    def __init__(self, model: Any, config: LoraConfig, *, base: str | Path, seed: int) -> None:
+    def __init__(self, config: LoraConfig, *, base: str | Path, seed: int, ranks: Ranks | None = None) -> None:
         refuse_without("peft", extra="lora", what="[trainer.lora]")
-        self._model = model
         self._config = config
         self._base = str(Path(base).absolute()) if Path(base).is_dir() else str(base)
-        self.base_fingerprint = fingerprint(model.named_parameters())
+        self._seed, self._ranks = seed, ranks
+        self._model: Any = None
+        self._peft_config: Any = None
+        self._hidden: list[tuple[nn.Module, str, nn.Module]] = []
+        self.base_fingerprint = ""
         """Fingerprint of the model's own weights, which stay as they are."""
-        self.num_base_parameters = sum(p.numel() for p in model.parameters())
+        self.num_base_parameters = 0
         """Parameters of the model, which are not trained."""
-        _refuse_other_when_merged(model, config)
-        self._peft_config = _inject(model, config, seed)
+
+    def inject(self, model: Any) -> None:
+        """Change a `transformers` model: layers get adapters, and its own weights no gradients.
+
+        Raises:
+            ModelError: no layer has such a name, a layer that cannot be adapted, or a model in which adapted layers are
+                not the merged ones.
+        """
+        _refuse_other_when_merged(model, self._config)
+        self._model, self._peft_config = model, _inject(model, self._config)
+
+    def hide(self) -> None:
+        """Put the model's own layers back in the places of the adapted ones, until `begin`."""
+        from peft.tuners.lora import LoraLayer
+
+        for parent in list(self._model.modules()):
+            for name, module in list(parent.named_children()):
+                if isinstance(module, LoraLayer):
+                    self._hidden.append((parent, name, module))
+                    setattr(parent, name, module.get_base_layer())
+
+    def begin(self, model: Any) -> None:
+        """Adapt a model that has its weights, and give the adapters their first values. All ranks call it.
+
+        Raises:
+            ModelError: as `inject`.
+        """
+        total = self._ranks.total if self._ranks is not None else lambda sums: sums
+        self.base_fingerprint = fingerprint(model.named_parameters(), total)
+        self.num_base_parameters = sum(p.numel() for p in model.parameters())
+        if self._model is None:
+            self.inject(model)
+        for parent, name, module in self._hidden:
+            setattr(parent, name, module)
+        self._hidden = []
+        self._draw()
+
+    def _draw(self) -> None:
+        """A uniform in +-1/sqrt(I), as `peft` and the paper's own code draw it, and B 0: on each rank its rows of what
+        one process has."""
+        generator = torch.Generator().manual_seed(self._seed)
+        for name, parameter in self._parameters():
+            value = torch.zeros(parameter.shape)
+            if ".lora_A." in name:
+                value.uniform_(-(parameter.shape[1] ** -0.5), parameter.shape[1] ** -0.5, generator=generator)
+            copy_rows(parameter, value)
 
     @property
     def num_parameters(self) -> int:
@@ -83,15 +133,22 @@ class Adapters:
                 f"{self._config.r} on {self.num_layers} layers")  # fmt: skip
 
     def save(self, tokenizer: Any, folder: Path) -> None:
-        """Write adapters and tokenizer as a folder that `peft` loads.
+        """Write adapters and tokenizer as a folder that `peft` loads. All ranks call it, rank 0 writes.
 
         Raises:
-            OSError: the system refused to write (disk full, no permission).
+            OSError: the system refused to write (disk full, no permission); of several processes as a RunStopped.
         """
+        tensors = {PREFIX + name: whole(value.detach()).cpu().contiguous() for name, value in self._parameters()}
+        if self._ranks is None:
+            self._write(tensors, tokenizer, folder)
+        else:
+            leads = self._ranks.leads
+            self._ranks.agree(lambda: self._write(tensors, tokenizer, folder) if leads else None)
+
+    def _write(self, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {PREFIX + name: value.detach().cpu().contiguous() for name, value in self._parameters()}
         with rust_errors_as_oserror(folder / ADAPTER_WEIGHTS):
-            save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            save_file(dict(tensors), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         described = {
             key: sorted(value) if isinstance(value, set) else value
             for key, value in self._peft_config.to_dict().items()
@@ -106,7 +163,7 @@ class Adapters:
                 tokenizer.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        """Take over what `save` wrote.
+        """Take over what `save` wrote. All ranks call it.
 
         Raises:
             CheckpointError: a folder of whole weights, an adapter of another shape, or of another base model; says what
@@ -135,9 +192,8 @@ class Adapters:
         if found.base_fingerprint not in (None, self.base_fingerprint):
             raise CheckpointError(f"the adapter in {folder} belongs to other weights than those in {self._base}; put "
                                   "back the base model that the run was started with, or start a new run")  # fmt: skip
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(saved[name])
+        for name, parameter in own.items():
+            copy_rows(parameter, saved[name])
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """A and B of each layer, by their names in a folder, without the prefix."""
@@ -162,11 +218,11 @@ def check_adapters(model_config: Any, config: LoraConfig) -> None:
     with refusing(f"a model of {type(model_config).__name__} cannot be made"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     _refuse_other_when_merged(model, config)
-    _inject(model, config, seed=0)
+    _inject(model, config)
 
 
-def _inject(model: Any, config: LoraConfig, seed: int) -> Any:
-    """Give layers their adapters; `peft`'s configuration of them.
+def _inject(model: Any, config: LoraConfig) -> Any:
+    """Give layers their adapters, with the same values each time; `peft`'s configuration of them.
 
     Raises:
         ModelError: as `Adapters`.
@@ -191,7 +247,7 @@ def _inject(model: Any, config: LoraConfig, seed: int) -> Any:
         raise ModelError(f"{type(model).__name__} cannot be trained by [trainer.lora]: {there}; leave the table out")
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             peft.inject_adapter_in_model(wanted, model)
     except ValueError as error:
         raise ModelError(f"trainer.lora.target_modules = {said} cannot be adapted in {type(model).__name__} "
@@ -218,7 +274,7 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
     except NoTinyCopy:
         return
     adapted = copy.deepcopy(merged)
-    _inject(adapted, config.model_copy(update={"r": _TINY_RANK, "alpha": float(_TINY_RANK)}), seed=0)
+    _inject(adapted, config.model_copy(update={"r": _TINY_RANK, "alpha": float(_TINY_RANK)}))
     generator = torch.Generator().manual_seed(1)
     own = dict(merged.named_parameters(remove_duplicate=False))
     for name, module in adapted.named_modules():

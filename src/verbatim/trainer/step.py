@@ -67,11 +67,11 @@ class GradientPass:
             ComponentError: the loss returned something that cannot be minimised.
         """
         batches = [self.lm.batch(micro_batch) for micro_batch in micro_batches]
-        self._add_streams(batches)
         cut = _cut(batches) if self.loss.level != "token" else []
         most_cut, most = len(cut), len(batches)
         if self.ranks is not None:
             most_cut, most = self.ranks.most(most_cut, most)
+        self._add_streams(batches, num_idle=most - len(batches))
         if self.loss.level == "token":
             for batch in batches:
                 self._backward(batch, partial(self._token_gradient, batch))
@@ -84,11 +84,14 @@ class GradientPass:
         return self._finite_loss()
 
     @torch.no_grad()
-    def _add_streams(self, batches: Sequence[DeviceBatch]) -> None:
+    def _add_streams(self, batches: Sequence[DeviceBatch], num_idle: int) -> None:
         for name, lm in self.frozen.items():
             for batch in batches:
                 found = lm.forward(lm.hidden(batch), batch.target_ids_M, batch.temperatures_M)
                 batch.add_stream(name, found.logprobs_M)
+            for _ in range(num_idle):
+                lm.idle_pass()
+            lm.model.calls.release()
 
     # ---- token-level losses
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +18,10 @@ from torch import nn
 from verbatim.config.schema import TrainerConfig
 from verbatim.errors import RunStopped
 from verbatim.losses import Loss
-from verbatim.models.adapters import fingerprint
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.packing import num_tokens
-from verbatim.trainer.frozen import base_under_adapters, load_frozen
+from verbatim.trainer.frozen import FrozenModels
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
@@ -93,7 +93,32 @@ class Trainer:
         self.tokenizer = tokenizer
         self.ranks = ranks
         self.device = resolve_device(config.device) if ranks is None else ranks.device
-        self._sharding = None if ranks is None else Sharding(ranks, config.dtype)
+        self.adapters = Adapters(config.lora, base=model_path, seed=seed, ranks=ranks) if config.lora else None
+        """What is trained instead of the model's own weights; None = these are."""
+        self._load_model(model_path, dtype)
+        self.packer = StepPacker(
+            self._targets, config, loss, seq_len=seq_len, ranks=ranks, sharding=self._sharding
+        )  # fmt: skip
+        if self.adapters is not None:
+            self.adapters.begin(self.model)
+        use_onednn(self.model)
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.num_optimizer_steps = 0
+        """Optimizer steps done: what the schedule counts."""
+        self._frozen = FrozenModels(
+            frozen or {}, self._targets, base=model_path, adapters=self.adapters, ranks=ranks, seq_len=seq_len,
+            config=config, dtype=dtype,
+        )  # fmt: skip
+        self.models = nn.ModuleList(dict.fromkeys([self.model, *self._frozen.models]))
+        """Everything that has weights on its device."""
+        for name, lm in self._frozen.streams.items():
+            if Path((frozen or {})[name]) != Path(model_path):  # of another architecture maybe
+                self.packer.suit(lm.model, name, (frozen or {})[name])
+
+    def _load_model(self, model_path: str | Path, dtype: str) -> None:
+        """The model, sharded if there are several processes, and what asks it for logprobs."""
+        config, ranks = self.config, self.ranks
+        self._sharding = None if ranks is None else Sharding(ranks, config.dtype, added=self.adapters)
         sequence = sequence_group(ranks, config.parallel.sequence)
         self.model: Any = load_model(
             model_path, dtype=dtype, device=self.device, only_attention=config.packing == "tree", shards=self._sharding
@@ -105,35 +130,6 @@ class Trainer:
         if sequence is not None:
             refuse_slices(self.lm, sequence.size)
         self._targets = TargetLogprobs(self.lm, config.logprob_chunk, self._autocast, sequence)
-        self.packer = StepPacker(
-            self._targets, config, loss, seq_len=seq_len, ranks=ranks, sharding=self._sharding
-        )  # fmt: skip
-        self.adapters = Adapters(self.model, config.lora, base=model_path, seed=seed) if config.lora else None
-        """What is trained instead of the model's own weights; None = these are."""
-        use_onednn(self.model)
-        self.optimizer = build_optimizer(self.model, config.optim)
-        self.num_optimizer_steps = 0
-        """Optimizer steps done: what the schedule counts."""
-        self._load_frozen(frozen or {}, model_path, dtype, seq_len)
-
-    def _load_frozen(self, frozen: Mapping[str, str | Path], model_path: str | Path, dtype: str, seq_len: int) -> None:
-        """The models that are not trained; under low-rank adapters, the one in training is its own first model."""
-        self._frozen = {
-            name: base_under_adapters(self._targets) if self.adapters is not None and Path(source) == Path(model_path)
-            else load_frozen(source, name, self._targets, dtype=dtype, seq_len=seq_len,
-                             only_attention=self.config.packing == "tree")
-            for name, source in frozen.items()
-        }  # fmt: skip
-        self._fingerprints = {
-            name: self.adapters.base_fingerprint if self.adapters is not None and lm.model is self.lm
-            else fingerprint(lm.model.model.named_parameters())
-            for name, lm in self._frozen.items()
-        }  # fmt: skip
-        self.models = nn.ModuleList(dict.fromkeys([self.model, *(lm.model.model for lm in self._frozen.values())]))
-        """Everything that has weights on its device."""
-        for name, lm in self._frozen.items():
-            if Path(frozen[name]) != Path(model_path):  # of another architecture maybe
-                self.packer.suit(lm.model, name, frozen[name])
 
     @property
     def packing(self) -> str:
@@ -213,7 +209,7 @@ class Trainer:
         """
         mine = metrics if self.ranks is None else MetricSums()
         gradients = GradientPass(
-            lm=self._targets, loss=self.loss, denominator=denominator, metrics=mine, frozen=self._frozen,
+            lm=self._targets, loss=self.loss, denominator=denominator, metrics=mine, frozen=self._frozen.streams,
             ranks=self.ranks,
         )  # fmt: skip
         try:
@@ -320,7 +316,10 @@ class Trainer:
             case "save_state":
                 self._save_state(Path(order["folder"]))
             case "load_state":
-                self._load_state(Path(order["folder"]))
+                self._on_all(partial(self._read_state, Path(order["folder"])))
+            case "load_adapters":
+                assert self.adapters is not None
+                self._on_all(partial(self.adapters.load, Path(order["folder"])))
             case unknown:
                 raise AssertionError(f"no trainer can {unknown}")
 
@@ -333,12 +332,29 @@ class Trainer:
             self._save_weights(folder)
 
     def _save_weights(self, folder: Path) -> None:
-        if self.ranks is not None:
-            save_sharded(self.model, self.tokenizer, folder, self.ranks)
-        elif self.adapters is not None:
+        if self.adapters is not None:
             self.adapters.save(self.tokenizer, folder)
+        elif self.ranks is not None:
+            save_sharded(self.model, self.tokenizer, folder, self.ranks)
         else:
             save_model(self.model, self.tokenizer, folder)
+
+    def load_adapters(self, folder: Path) -> None:
+        """Take over the adapters that `save_weights` wrote.
+
+        Raises:
+            UsageError: what `Adapters.load` raises; the adapters are then unchanged.
+        """
+        assert self.adapters is not None
+        with self._together("load_adapters", folder=str(folder.resolve())):
+            self._on_all(partial(self.adapters.load, folder))
+
+    def _on_all(self, do: Callable[[], None]) -> None:
+        """Do this here; where it fails on one rank, it fails on all."""
+        if self.ranks is None:
+            do()
+        else:
+            self.ranks.agree(do)
 
     def save_state(self, folder: Path) -> None:
         """Write optimizer and schedule; with `save_weights`, all that a resumed run needs to go on bit for bit."""
@@ -354,11 +370,11 @@ class Trainer:
             self.ranks.agree(lambda: save_optimizer(self.optimizer, self.model, folder, rank=rank, size=size))
             if rank:
                 return
-        write_progress(folder, self.num_optimizer_steps, self.total_optimizer_steps, self._fingerprints)
+        write_progress(folder, self.num_optimizer_steps, self.total_optimizer_steps, self._frozen.fingerprints)
 
     def load_state(self, folder: Path) -> None:
         """Take over what `save_state` wrote; the weights come from the constructor's `model_path`, adapters from
-        `Adapters.load`.
+        `load_adapters`.
 
         The schedule is stretched over this trainer's `total_optimizer_steps`, so a run may be made longer.
 
@@ -366,15 +382,9 @@ class Trainer:
             CheckpointError: the state is missing, damaged, or of another model or a longer run.
         """
         with self._together("load_state", folder=str(folder.resolve())):
-            self._load_state(folder)
-
-    def _load_state(self, folder: Path) -> None:
-        if self.ranks is None:
-            self._read_state(folder)
-        else:
-            self.ranks.agree(lambda: self._read_state(folder))
+            self._on_all(partial(self._read_state, folder))
 
     def _read_state(self, folder: Path) -> None:
-        done = read_progress(folder, self.total_optimizer_steps, self._fingerprints)
+        done = read_progress(folder, self.total_optimizer_steps, self._frozen.fingerprints)
         load_optimizer(self.optimizer, self.model, folder)
         self.num_optimizer_steps = done

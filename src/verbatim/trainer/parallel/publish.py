@@ -9,10 +9,10 @@ from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from verbatim.machine_faults import rust_errors_as_oserror
+from verbatim.models.shards import whole
 from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.parallel.ranks import Ranks
 
@@ -35,11 +35,11 @@ def save_sharded(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None
     num_bytes = 0
     error: OSError | None = None
     for file_name, tensors in zip(names, plan, strict=True):
-        whole = {name: _whole(tensor) for name, tensor in tensors.items()}
+        gathered = {name: whole(tensor) for name, tensor in tensors.items()}
         if not ranks.leads or error is not None:
             continue  # the others' tensors are gathered by all
-        saved = {name: tensor.cpu().contiguous() for name, tensor in revert_weight_conversion(model, whole).items()}
-        del whole
+        saved = {name: tensor.cpu().contiguous() for name, tensor in revert_weight_conversion(model, gathered).items()}
+        del gathered
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with rust_errors_as_oserror(folder / file_name):
@@ -86,10 +86,6 @@ def _units(model: Any) -> list[dict[str, Tensor]]:
 
 def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _file_name(number: int, count: int) -> str:

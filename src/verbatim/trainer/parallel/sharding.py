@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,16 @@ class _Root(nn.Module):
         return function(*args, **inputs)
 
 
+class AddedModules(Protocol):
+    """What a model gets before it is sharded, and its folder knows nothing of: low-rank adapters."""
+
+    def inject(self, model: Any) -> None:
+        """Add them to a model whose parameters are on the meta device."""
+
+    def hide(self) -> None:
+        """Take them out of the model, whose names, weights and logits are then those of its folder."""
+
+
 class Sharding:
     """The `ModelCalls` of a sharded model.
 
@@ -44,11 +54,17 @@ class Sharding:
         ranks: Who holds the shards.
         dtype: "bfloat16" computes with bfloat16 copies of the layers' parameters, and still reduces in float32. The
             root's group is gathered in float32, because the chunks add up its gradient on the gathered copy.
+        trained: Whether it is trained; else none of its parameters has a gradient.
+        added: What it gets before it is sharded. It is hidden when `apply` returns.
     """
 
-    def __init__(self, ranks: Ranks, dtype: str) -> None:
+    def __init__(
+        self, ranks: Ranks, dtype: str, *, trained: bool = True, added: AddedModules | None = None
+    ) -> None:
         self._ranks = ranks
         self._dtype = dtype
+        self._trained = trained
+        self._added = added
         self._root: Any = None
         self._used: Tensor = torch.zeros(0)
         self._model: Any = None
@@ -60,6 +76,9 @@ class Sharding:
             ModelError: a model that cannot be sharded, or too many ranks for it.
             UsageError: what `fill` raised on any rank.
         """
+        model.requires_grad_(self._trained)
+        if self._added is not None:
+            self._added.inject(model)
         layers = decoder_layers(model)
         self._refuse_too_many_ranks(layers)
         policy = MixedPrecisionPolicy()
@@ -79,8 +98,11 @@ class Sharding:
             # A layer's experts may be used on one rank and not on another, which have to reduce the same tensors.
             self._root.set_reduce_scatter_unused_params(True)
             self._make_room()
+        if self._trained:
+            self._notice_use()
+        if self._added is not None:
+            self._added.hide()
         self._ranks.agree(fill)
-        self._notice_use()
 
     def _refuse_too_many_ranks(self, layers: list[nn.Module]) -> None:
         rows = max((p.shape[0] for layer in layers for p in layer.parameters() if p.ndim), default=0)
