@@ -24,6 +24,7 @@ from verbatim import Trajectory
 from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.credit.length_penalty import SLOPES
+from verbatim.envcheck import CheckSettings, check_environment
 from verbatim.environments.resolve import create_environment
 from verbatim.inference import SamplingParams
 from verbatim.inference.base import SampleRequest
@@ -72,7 +73,9 @@ def snippets(language: str, *pages: Path) -> list[Snippet]:
     return found
 
 
-PYTHON = snippets("python", ROOT / "README.md", ROOT / "docs" / "extending.md", ROOT / "docs" / "monitors.md")
+PYTHON = snippets(
+    "python", ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("extending", "monitors", "tutorial"))
+)
 MODULES = {snippet.module: snippet.text for snippet in PYTHON if snippet.module}
 (RUN_FILE,) = [s.text for s in snippets("toml", ROOT / "README.md") if "parcel_desk.ParcelDesk" in s.text]
 
@@ -158,6 +161,31 @@ def test_the_readmes_environment_is_learned_from_the_table_beside_it(place: Path
     summary = json.loads((place / "run" / "summary.json").read_text())
     assert summary["success_before_rl"] <= 0.4
     assert summary["success_after_rl"] >= 0.6
+
+
+# ---- the tutorial
+
+
+def tutorial_environments() -> list[str]:
+    """The last class of each listing, by import path."""
+    modules = [snippet for snippet in PYTHON if snippet.page == "tutorial.md"]
+    classes = [re.findall(r"^class (\w+)", snippet.text, re.MULTILINE) for snippet in modules]
+    return [f"{snippet.module}.{names[-1]}" for snippet, names in zip(modules, classes, strict=True)]
+
+
+def test_the_tutorial_shows_every_method_that_an_environment_may_have():
+    text = "".join(snippet.text for snippet in PYTHON if snippet.page in ("tutorial.md", "README.md"))
+    for method in ("examples", "start", "score", "solution", "reply", "state_key", "close", "run", "score_group",
+                   "demonstrations"):  # fmt: skip
+        assert re.search(rf"^    (async )?def {method}\(self", text, re.MULTILINE), method
+
+
+@pytest.mark.parametrize("name", tutorial_environments())
+def test_nothing_is_wrong_with_the_tutorials_environments(name: str, place: Path, monkeypatch):
+    monkeypatch.syspath_prepend(place)
+    report = check_environment(name, {}, CheckSettings(num_examples=2))
+    assert report.findings == ()
+    assert report.players["solution"].success == 1.0
 
 
 # ---- the plug-ins

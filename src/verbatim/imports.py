@@ -8,11 +8,15 @@ import importlib.util
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from verbatim.errors import ComponentError, UsageError
 from verbatim.texts import error_text
 from verbatim.user_code import is_ctrl_c
+
+_BESIDE: list[str] = []
+"""Folders of files that `search_beside` was given, for errors."""
 
 
 def is_installed(package: str) -> bool:
@@ -44,7 +48,8 @@ def is_import_path(name: str) -> bool:
 
 
 def import_object(import_path: str) -> Any:
-    """What `module.name` (or `module:name`) stands for; modules in the current directory are found too.
+    """What `module.name` (or `module:name`) stands for; modules in the current directory are found too, and those
+    beside a file that `search_beside` was given.
 
     Raises:
         ComponentError: no such module or name, or the module fails while it is imported.
@@ -53,16 +58,16 @@ def import_object(import_path: str) -> Any:
     if not module_name:
         raise ComponentError(f"import_path {import_path!r} names a module only; expected module.name, for example "
                              f"{import_path}.MyClass or {import_path}.my_function")  # fmt: skip
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does
+    here = _here()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
-        raise ComponentError(f"there is no module {error.name!r}; looked in the current directory, {here}, and in "
-                             f"the installed packages{_where_else(module_name, attribute)}") from error  # fmt: skip
+        raise ComponentError(
+            f"there is no module {error.name!r}; looked in the current directory, {here}{_beside()}, and in the "
+            f"installed packages{_where_else(module_name, attribute)}"
+        ) from error
     except BaseException as error:  # a user's module may raise anything, all of it theirs to mend
         if is_ctrl_c(error):
             raise
@@ -77,6 +82,28 @@ def import_object(import_path: str) -> Any:
             hint = f"; an import_path has the name behind the module, without .py: {module_name}.MyClass"
         raise ComponentError(f"{module_name} ({getattr(module, '__file__', 'built in')}) has no "
                              f"{attribute!r}{hint}") from None  # fmt: skip
+
+
+def search_beside(file: Path) -> None:
+    """Make the modules in the folder of a file importable, behind those of the current directory: a configuration
+    names environments and plug-ins that lie beside it. Processes that this one starts find them too."""
+    folder, here = str(file.resolve().parent), _here()
+    if folder not in sys.path:
+        sys.path.insert(sys.path.index(here) + 1, folder)
+    if folder != here and folder not in _BESIDE:
+        _BESIDE.append(folder)
+
+
+def _here() -> str:
+    """The current directory, which can be imported from, as with `python -m`."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return here
+
+
+def _beside() -> str:
+    return "".join(f", beside the configuration, {folder}" for folder in _BESIDE[-1:])
 
 
 def told(error: BaseException) -> str:

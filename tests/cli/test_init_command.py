@@ -72,6 +72,6 @@ def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: 
     typed("verbatim.cli", "config", "run.toml", folder=project)
     few = ["--max-steps", "2", "--warm-start.steps", "30", "--orchestrator.batch-size", "16",
            "--orchestrator.group-size", "4", "--orchestrator.eval.episodes", "4"]  # fmt: skip
-    typed("verbatim.cli", "rl", "run.toml", *few, folder=project)
-    summary = json.loads((project / "runs" / "run" / "latest" / "summary.json").read_text())
+    typed("verbatim.cli", "rl", "project/run.toml", *few, folder=tmp_path)  # from elsewhere: the file's folder counts
+    summary = json.loads((tmp_path / "runs" / "run" / "latest" / "summary.json").read_text())
     assert summary["steps"] == 2

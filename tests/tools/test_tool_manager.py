@@ -251,6 +251,29 @@ async def test_every_public_method_of_an_object_is_a_tool():
     assert (await manager.dispatch(call("find"))).message["content"] == "Bonn"
 
 
+class Trip:
+    """As other trainers take it: `reset` begins an episode, every other public method is a tool."""
+
+    def reset(self, **kwargs) -> str | None:
+        """Begin."""
+
+    def go(self, place: str) -> str:
+        """Go there."""
+        return place
+
+
+class TypedTrip(Trip):
+    def reset(self, start: str, seed: int = 0) -> str:
+        """Begin at a place."""
+        return start
+
+
+@pytest.mark.parametrize("made", [Trip, TypedTrip])
+def test_reset_begins_an_episode_and_is_no_tool(made):
+    assert list(ToolManager([made()])) == ["go"]
+    assert list(ToolManager([FunctionTool(TypedTrip().reset)])) == ["reset"]  # named outright, it is one
+
+
 def test_tools_may_be_registered_later_all_or_none_of_them():
     manager = ToolManager()
     manager.register(look, {"function": look, "name": "see"})

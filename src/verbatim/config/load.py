@@ -1,7 +1,7 @@
 """Loads a TOML file and command-line overrides as one frozen `RunConfig`, or raises one error with every mistake.
 
 Relative paths in the file (`model.name`, `run_dir`, data files) are relative to the current directory, as on the
-command line, not to the file.
+command line, not to the file. Modules that it names are looked for in the current directory and then beside the file.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from verbatim.config.overrides import (
 )
 from verbatim.config.schema import RunConfig
 from verbatim.errors import ConfigError
+from verbatim.imports import search_beside
 
 
 def load_config(
@@ -55,6 +56,7 @@ def load_config(
     """
     path = Path(path)
     text = _read(path)
+    search_beside(path)
     document = _parse(text, path)
     places = Places(file=str(path), lines=line_numbers(text))
     overridden = _apply(document, parse_overrides(overrides), places)

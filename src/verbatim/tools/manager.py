@@ -62,7 +62,7 @@ class ToolManager(Mapping[str, Tool]):
 
     Accepts `Tool` objects; everything that `FunctionTool` accepts (typed functions, `functools.partial`, objects with
     `__call__`); dicts with `name`, `description`, `parameters` (a JSON schema) and `function`; and any other object,
-    each of whose public methods is a tool.
+    each of whose public methods but `reset` is a tool.
 
     Raises:
         ComponentError: two tools of one name, or an object that is not a tool.
@@ -231,12 +231,15 @@ def _described(item: Mapping[str, Any]) -> FunctionTool:
 
 
 def _public_methods(item: object) -> list[Callable[..., Any]]:
-    """An object's public methods, in the order of definition."""
+    """An object's public methods, in the order of definition. `reset` is left out: in classes for other trainers it
+    begins an episode."""
     names = {
         name: None
         for cls in reversed(type(item).__mro__)
         for name, value in vars(cls).items()
-        if isinstance(getattr(value, "__func__", value), types.FunctionType) and not name.startswith("_")
+        if isinstance(getattr(value, "__func__", value), types.FunctionType)
+        and not name.startswith("_")
+        and name != "reset"
     }
     return [getattr(item, name) for name in names]
 

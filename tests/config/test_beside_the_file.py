@@ -1,0 +1,54 @@
+"""Modules beside a configuration are found from any folder, behind those of the current one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = """\
+from verbatim import Example
+class Mine:
+    def examples(self, split):
+        raise RuntimeError("made in {place}")
+    async def start(self, example, seed):
+        ...
+"""
+RUN = '[model]\nname = "some/model"\n[[orchestrator.train.env]]\nimport_path = "beside_me.Mine"\n'
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "run.toml").write_text(RUN)
+    return folder
+
+
+def said(folder: Path, *command: str) -> str:
+    """What `verbatim` complains of, typed in a folder."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-m", "verbatim.cli", *command], cwd=folder, env=environment,
+                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+def test_an_environment_beside_the_file_is_found_from_elsewhere(project: Path):
+    (project / "beside_me.py").write_text(ENVIRONMENT.format(place="the project"))
+    assert "made in the project" in said(project.parent, "config", "project/run.toml")
+
+
+def test_the_current_folder_comes_first(project: Path):
+    (project / "beside_me.py").write_text(ENVIRONMENT.format(place="the project"))
+    (project.parent / "beside_me.py").write_text(ENVIRONMENT.format(place="the current folder"))
+    assert "made in the current folder" in said(project.parent, "config", "project/run.toml")
+
+
+def test_where_it_is_in_neither_both_are_named(project: Path):
+    told = said(project.parent, "config", "project/run.toml")
+    assert "there is no module 'beside_me'; looked in the current directory," in told
+    assert f"beside the configuration, {project.resolve()}" in told
