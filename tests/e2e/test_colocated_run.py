@@ -60,7 +60,7 @@ def place(tmp_path: Path):
 def start(place: Path, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "verbatim.cli", "rl", *arguments], cwd=place,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(place), *sys.path])},
+        env={**os.environ, "DOUBLE_SLEEPS": "1", "PYTHONPATH": os.pathsep.join([str(place), *sys.path])},
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from verbatim.inference.pool.settings import ServerSettings
 from verbatim.machine_faults import describe
 from verbatim.plain_console import PlainConsole
 from verbatim.run.logs import log_to_console
-from verbatim.run.rollouts import inference_settings, make_sampler
+from verbatim.run.rollouts import check_backend, inference_settings, make_sampler
 from verbatim.run.tables import component_tables
 
 if TYPE_CHECKING:
@@ -89,10 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if inference_settings(config).shares_device:
         raise UsageError(f"inference.{table_of(config.inference.backend)}.colocate is for servers that a run starts "
                          "beside its trainer; it puts no others to sleep. Leave it out")  # fmt: skip
-    try:
-        inference_settings(config).check()
-    except UsageError as error:
-        raise UsageError(f"inference.{table_of(config.inference.backend)}.{error}") from error
+    check_backend(config)
     serve = _serve_vllm if is_vllm else _serve_sampler
     run_until_asked(lambda stop: serve(config, str(model), args, key, console, stop))
     return exit_status.FINISHED

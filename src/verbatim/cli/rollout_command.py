@@ -1,4 +1,4 @@
-"""`verbatim rollout TASKS.jsonl`: plays conversations with tools over a chat-completions server, one result per task.
+"""`verbatim rollout TASKS.jsonl`: plays conversations with tools, one result per task.
 
 Results are appended as they finish. Typed again, the command does what has no result yet; what failed is done again.
 """
@@ -15,13 +15,11 @@ from typing import Any
 
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
+from verbatim.cli.rollout_engines import engine_of
 from verbatim.cli.rollout_results import Job, ResultFile, read_jobs
 from verbatim.config import import_object
 from verbatim.errors import RunStopped, UsageError
-from verbatim.inference.base import SamplingParams
-from verbatim.inference.chat.client import OpenAI
 from verbatim.plain_console import PlainConsole
-from verbatim.rollouts import APIMultiTurnRollout
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.logs import log_to_console
 from verbatim.tools import ToolManager
@@ -38,19 +36,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "exit status: 0 every task has its results, 1 some failed or the server is dead, 2 a mistake"
     add = parser.add_argument
     add("file", type=Path, metavar="TASKS", help='JSON lines: {"messages": [...], "tools": [...], "id": ...}')
-    add("--base-url", required=True, metavar="URL", help="an OpenAI-compatible server: http://localhost:8000/v1")
-    add("--model", required=True, metavar="NAME", help="the model's name on that server")
+    add("--base-url", metavar="URL", help="sample over an OpenAI-compatible server: http://localhost:8000/v1")
+    add("--inference", type=Path, metavar="FILE",
+        help="sample by the [inference] of this run's TOML file instead; its keys are options too")
+    add("--model", metavar="NAME", help="the model's name on the server; with --inference, a folder or hub id instead "
+                                        "of the file's model.name")
     add("--out", required=True, type=Path, metavar="JSONL", help="results are appended here")
-    add("--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="the variable with the key (OPENAI_API_KEY)")
+    add("--api-key-env", metavar="NAME", help="the variable with the server's key (OPENAI_API_KEY)")
     add("--tools", metavar="MODULE.NAME", help="a list of typed functions, or a function from a task to such a list")
     add("--samples", type=int, default=1, metavar="N", help="trajectories for each task (1)")
     add("--max-turns", type=int, default=6, metavar="N", help="most requests of a trajectory (6)")
     add("--temperature", type=float, default=1.0, metavar="T", help="(1.0)")
     add("--max-tokens", type=int, default=4096, metavar="N", help="most tokens of one answer (4096)")
     add("--concurrency", type=int, default=8, metavar="N", help="most trajectories at a time (8)")
-    add("--extra-body", type=_json_object, default={}, metavar="JSON", help='{"return_token_ids": true}, for example')
-    add("--seed", type=int, metavar="N", help="makes the seeds of the requests; without it none is sent")
-    add("--request-timeout", type=float, default=600.0, metavar="SECONDS", help="for one try (600)")
+    add("--extra-body", type=_json_object, metavar="JSON", help='{"return_token_ids": true}, for example')
+    add("--seed", type=int, metavar="N", help="makes the seeds of the requests; without it a server is sent none")
+    add("--request-timeout", type=float, metavar="SECONDS", help="for one try over the server (600)")
     add("--trajectory-timeout", type=float, default=3600.0, metavar="SECONDS", help="(3600)")
     add("--trace-dir", type=Path, metavar="FOLDER", help="also a file for each trajectory")
 
@@ -62,20 +63,21 @@ def run(args: argparse.Namespace) -> int:
         UsageError: a mistake in TASKS, in an option, or an --out that holds something else.
         RunStopped: many failures in a row.
     """
-    if args.overrides:
-        raise UsageError(f"verbatim rollout has no option {args.overrides[0]}; see verbatim rollout --help")
     console = PlainConsole(stderr=True)
     log_to_console(console, logging.WARNING)
-    rollout = _make_rollout(args)
+    engine = engine_of(args)
     jobs = read_jobs(args.file, args.samples)
-    with ResultFile(args.out, {name: getattr(args, name) for name in _SETTINGS}) as results:
+    settings = {name: getattr(args, name) for name in _SETTINGS} | {"model": engine.model}
+    with ResultFile(args.out, settings) as results:
         left = [job for job in jobs if not results.has(job)]
         if len(left) < len(jobs):
             console.print(f"{len(jobs) - len(left)} of {len(jobs)} done before", soft_wrap=True)
         managers = _make_managers(args.tools, left)
         ends = _Ends(left, results, patience=max(LONGEST_LOSING_STREAK, 2 * args.concurrency))
-        everything = rollout.run_each([job.conversation for job in left], ends.take, tool_manager=managers)
-        run_main(everything, two_presses(), ends_without_memory=True)
+        if left:
+            conversations = [job.conversation for job in left]
+            everything = engine.play(conversations, ends.take, managers, len(jobs) - len(left))
+            run_main(everything, two_presses(), ends_without_memory=True)
     counts = ", ".join(f"{count} {reason}" for reason, count in ends.counts.most_common()) or "nothing to do"
     console.print(f"{args.out}: {counts}", soft_wrap=True)
     if ends.num_failed:
@@ -92,20 +94,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
     return value
-
-
-def _make_rollout(args: argparse.Namespace) -> APIMultiTurnRollout:
-    api = OpenAI(model=args.model, base_url=args.base_url, api_key_env=args.api_key_env,
-                 request_timeout=args.request_timeout)  # fmt: skip
-    try:
-        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return APIMultiTurnRollout(
-        api=api, sampling_params=params, max_turns=args.max_turns, concurrency=args.concurrency,
-        extra_body=args.extra_body, seed=args.seed, trajectory_timeout=args.trajectory_timeout,
-        trace_dir=args.trace_dir,
-    )  # fmt: skip
 
 
 def _make_managers(import_path: str | None, jobs: Sequence[Job]) -> ToolManager | list[ToolManager] | None:

@@ -34,7 +34,7 @@ from verbatim.run.parts import (
     warn_of_useful_flat_groups,
 )
 from verbatim.run.placement import check_placement, check_turns
-from verbatim.run.rollouts import inference_settings, make_renderer, plays_elsewhere, rollout_settings
+from verbatim.run.rollouts import check_backend, inference_settings, make_renderer, plays_elsewhere, rollout_settings
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +86,8 @@ def check_run(
 
 
 def _check_inference(config: RunConfig, starts_both: bool) -> None:
-    settings = inference_settings(config)
-    check_turns(config, settings)
-    try:
-        settings.check()
-    except UsageError as error:
-        raise UsageError(f"inference.{table_of(config.inference.backend)}.{error}") from error
+    check_turns(config, inference_settings(config))
+    settings = check_backend(config)
     if starts_both:
         check_placement(config, settings)
 

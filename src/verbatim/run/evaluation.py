@@ -10,7 +10,7 @@ from verbatim.config.schema import EvalConfig, RunConfig
 from verbatim.rollouts import EpisodeTally
 from verbatim.run.check import warn_of_unread_tables
 from verbatim.run.environments import check_environments, check_tools, make_environments
-from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
+from verbatim.run.rollouts import check_backend, make_renderer, make_sampler, make_setups, open_runner
 
 
 async def evaluate_model(config: RunConfig, model: str, out: Path | None) -> dict[str, dict[str, Any]]:
@@ -26,6 +26,7 @@ async def evaluate_model(config: RunConfig, model: str, out: Path | None) -> dic
     from verbatim.orchestrator.evaluate import evaluate
 
     warn_of_unread_tables(config)
+    check_backend(config)
     orchestrator = config.orchestrator
     settings = orchestrator.eval or EvalConfig()
     environments = make_environments(config)
@@ -33,7 +34,13 @@ async def evaluate_model(config: RunConfig, model: str, out: Path | None) -> dic
     renderer = make_renderer(orchestrator.renderer, load_tokenizer(model))
     check_tools(config, environments, renderer)
     log = TrajectoryLog(out) if out is not None else None
-    sampler = await make_sampler(config, model)
+    try:
+        sampler = await make_sampler(config, model)
+    except BaseException:
+        if out is not None and log is not None:  # it is empty, and the command typed again would refuse it
+            log.close()
+            await asyncio.to_thread(out.unlink, missing_ok=True)
+        raise
     slots = asyncio.Semaphore(orchestrator.max_concurrent)
     made = environments.eval or environments.train
     results: dict[str, dict[str, Any]] = {}

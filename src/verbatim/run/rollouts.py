@@ -11,8 +11,9 @@ from typing import Any
 
 from verbatim.config import BackendSettings, find_backend, settings_for
 from verbatim.config.schema import EnvConfig, OrchestratorConfig, RendererConfig, RunConfig, SamplingConfig
+from verbatim.config.sections import table_of
 from verbatim.environments.base import Environment
-from verbatim.errors import ComponentError
+from verbatim.errors import ComponentError, UsageError
 from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
@@ -183,6 +184,20 @@ def inference_settings(config: RunConfig) -> BackendSettings:
     """The inference backend's own settings."""
     backend = find_backend(config.inference.backend, SAMPLERS, what=config.inference.what)
     return settings_for(config.inference, config.inference.backend, backend)
+
+
+def check_backend(config: RunConfig) -> BackendSettings:
+    """The inference backend's own settings, checked on this machine: its Python, its keys, its addresses.
+
+    Raises:
+        UsageError: names the key, what was found, and what to type.
+    """
+    settings = inference_settings(config)
+    try:
+        settings.check()
+    except UsageError as error:
+        raise UsageError(f"inference.{table_of(config.inference.backend)}.{error}") from error
+    return settings
 
 
 def rollout_settings(config: RunConfig) -> BackendSettings:

@@ -44,5 +44,5 @@ if __name__ == "__main__":
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     known, others = parser.parse_known_args()
-    assert "--enable-sleep-mode" in others
+    assert ("--enable-sleep-mode" in others) == ("DOUBLE_SLEEPS" in os.environ)
     asyncio.run(serve(known))

@@ -10,7 +10,8 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +378,25 @@ async def serving(double: VllmDouble) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
     finally:
         await runner.cleanup()
+
+
+@contextlib.contextmanager
+def serving_on_a_thread(double: VllmDouble) -> Iterator[str]:
+    """Its root while it is served on loopback, for commands that run event loops of their own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    served = serving(double)
+
+    def there(call: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, loop).result(60)
+
+    try:
+        yield there(served.__aenter__())
+    finally:
+        there(served.__aexit__(None, None, None))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
 
 
 def shape_of(value: Any) -> Any:

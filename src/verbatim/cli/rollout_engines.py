@@ -1,0 +1,112 @@
+"""The two ways in which `verbatim rollout` samples: over a chat-completions server, or by the [inference] of a run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from verbatim.config import load_config
+from verbatim.errors import UsageError
+from verbatim.inference.base import Sampler, SamplingParams
+from verbatim.inference.chat.client import OpenAI
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout
+from verbatim.rollouts.seeds import derive_seed
+from verbatim.run.rollouts import check_backend, make_renderer, make_sampler
+from verbatim.run.tables import component_tables
+from verbatim.tools import ToolManager
+from verbatim.types import Trajectory
+
+Conversations: TypeAlias = Sequence[Mapping[str, Any]]
+Take: TypeAlias = Callable[[int, Trajectory], object]
+Managers: TypeAlias = ToolManager | list[ToolManager] | None
+
+_OF_A_CHAT_SERVER: Mapping[str, Any] = {"api_key_env": "OPENAI_API_KEY", "extra_body": {}, "request_timeout": 600.0}
+"""Options that only a chat server has, and their values where they are not typed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What plays conversations."""
+
+    model: str
+    """The model's name, folder or hub id. Results depend on it."""
+    play: Callable[[Conversations, Take, Managers, int], Coroutine[Any, Any, None]]
+    """Plays all conversations, and hands over each with its place in the list; the number says how many of the tasks
+    were done before, so that no seed is used again."""
+
+
+def engine_of(args: argparse.Namespace) -> Engine:
+    """The engine that the options name, checked; nothing is started yet.
+
+    Raises:
+        UsageError: options that do not go together, a setting that cannot be used, or a server that is none.
+        ConfigError: what is wrong with the file of --inference.
+    """
+    if args.inference is None:
+        if args.overrides:
+            raise UsageError(f"verbatim rollout has no option {args.overrides[0]}; see verbatim rollout --help. Keys "
+                             "of a run's file are options with --inference FILE")  # fmt: skip
+        if args.base_url is None or args.model is None:
+            raise UsageError("verbatim rollout needs a server and the model's name there, --base-url URL --model NAME; "
+                             "or a run's file that says how to sample, --inference FILE")  # fmt: skip
+        return _over_chat(args)
+    typed = [name for name in ("base_url", *_OF_A_CHAT_SERVER) if getattr(args, name) is not None]
+    if typed:
+        raise UsageError(f"--{typed[0].replace('_', '-')} is for a chat server, and --inference samples by a run's "
+                         "file; leave out one of the two")  # fmt: skip
+    return _over_inference(args)
+
+
+def _over_chat(args: argparse.Namespace) -> Engine:
+    own = {name: default if getattr(args, name) is None else getattr(args, name)
+           for name, default in _OF_A_CHAT_SERVER.items()}  # fmt: skip
+    api = OpenAI(model=args.model, base_url=args.base_url, api_key_env=own["api_key_env"],
+                 request_timeout=own["request_timeout"])  # fmt: skip
+    rollout = APIMultiTurnRollout(api=api, extra_body=own["extra_body"], seed=args.seed, **_settings(args))
+
+    async def play(conversations: Conversations, take: Take, managers: Managers, num_done: int) -> None:
+        await rollout.run_each(conversations, take, tool_manager=managers)
+
+    return Engine(model=args.model, play=play)
+
+
+def _over_inference(args: argparse.Namespace) -> Engine:
+    from verbatim.models.loading import load_tokenizer
+
+    config = load_config(args.inference, args.overrides, component_tables())
+    model = args.model or config.model.name
+    if model is None:
+        raise UsageError(f"{args.inference} builds its model when it is trained; name a trained one: --model "
+                         f"runs/{args.inference.stem}/latest/final")  # fmt: skip
+    check_backend(config)
+    renderer = make_renderer(config.orchestrator.renderer, load_tokenizer(model))
+    settings = _settings(args)
+
+    def rollout(sampler: Sampler, num_done: int) -> MultiTurnRollout:
+        seed = derive_seed(args.seed or 0, num_done)
+        return MultiTurnRollout(sampler=sampler, template=renderer, seed=seed, progress=None, **settings)
+
+    # A setting that cannot be used is refused before a server is started.
+    rollout(ScriptedSampler(script=[], vocab_size=1, context_length=1), 0)
+
+    async def play(conversations: Conversations, take: Take, managers: Managers, num_done: int) -> None:
+        sampler = await make_sampler(config, model)
+        try:
+            await rollout(sampler, num_done).run_each(conversations, take, tool_manager=managers)
+        finally:
+            await sampler.close()
+
+    return Engine(model=str(model), play=play)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What both engines have."""
+    try:
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return {"sampling_params": params, "max_turns": args.max_turns, "concurrency": args.concurrency,
+            "trajectory_timeout": args.trajectory_timeout, "trace_dir": args.trace_dir}  # fmt: skip
