@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import errno
 import json
@@ -11,8 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 import urllib.error
 import urllib.request
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -20,10 +23,13 @@ import pytest
 from e2e.tiny_runs import build_tiny_model
 from verbatim.cli import inference_command
 from verbatim.cli.main import main
+from verbatim.config import load_config
 from verbatim.errors import SamplerFault
 from verbatim.inference.vllm import install
 from verbatim.inference.vllm.install import install_vllm
 from verbatim.inference.vllm.settings import VllmSettings
+from verbatim.plain_console import PlainConsole
+from verbatim.run.tables import component_tables
 
 RUN = """
 [model]
@@ -80,6 +86,25 @@ def test_a_port_that_is_taken_is_refused_before_a_vllm_is_started(file, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("host", "here"), [("0.0.0.0", "127.0.0.1"), ("::", "[::]")])
+def test_a_server_on_all_addresses_is_told_by_one_that_other_hosts_reach(file, monkeypatch, capsys, host, here):
+    monkeypatch.setattr(inference_command, "_own_address", lambda: "10.0.0.7")
+    config = load_config(file, ["--inference.backend", "vllm"], component_tables())
+    typed = argparse.Namespace(host=host, api_key_env="VERBATIM_KEY", uploads=Path("sent"))
+    urls = [f"http://{here}:8000", f"http://{here}:8001"]
+    inference_command._say_how(PlainConsole(), config, urls, typed)
+    said = capsys.readouterr().out
+    assert said.splitlines()[:3] == ["http://10.0.0.7:8000", "http://10.0.0.7:8001", "in the run's file:"]
+    assert tomllib.loads(said.partition("file:")[2]) == {"inference": {"vllm": {
+        "urls": ["http://10.0.0.7:8000", "http://10.0.0.7:8001"], "api_key_env": "VERBATIM_KEY",
+        "weight_transfer": "http",
+    }}}  # fmt: skip
+
+
+def test_this_machines_own_address_is_one():
+    assert inference_command._own_address() == socket.gethostname() or ip_address(inference_command._own_address())
+
+
 class Ended:
     """A server that has ended, and of whose new starts each goes wrong in another way."""
 

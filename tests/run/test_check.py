@@ -12,6 +12,7 @@ import pytest
 from transformers import MambaConfig, MambaForCausalLM
 
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, snapshot, train_lines, workplace
+from inference.vllm.double_server import fake_python
 from verbatim.cli.main import main
 from verbatim.errors import UsageError
 from verbatim.models.loading import load_tokenizer, save_model
@@ -255,6 +256,23 @@ def test_groups_that_are_filtered_though_they_have_a_gradient_are_told_of(place:
     caplog.clear()
     assert main(["config", "run.toml", *options]) == 0
     assert "difficulty filtering" not in caplog.text
+
+
+@pytest.mark.parametrize("command", ["config", "rl"])
+@pytest.mark.parametrize(("options", "said"), [
+    (["--inference.vllm.max-model-len", "100"], "inference.vllm.max_model_len = 100 is shorter than orchestrator.seq_"),
+    (["--trainer.lora.r", "4", "--inference.vllm.weight-transfer", "nccl"], 'inference.vllm.weight_transfer = "nccl"'),
+    (["--trainer.lora.r", "4", "--inference.vllm.colocate", "true", "--inference.vllm.urls", "[]"],
+     "inference.vllm.colocate puts servers to sleep"),
+])  # fmt: skip
+def test_vllm_servers_that_cannot_serve_the_run_are_refused_before_a_warm_start(
+    place: Path, capsys, tmp_path_factory, command, options, said
+):  # fmt: skip
+    found = ["--inference.backend", "vllm", "--inference.vllm.urls", '["http://127.0.0.1:1"]']
+    python = fake_python(tmp_path_factory.mktemp("python"))
+    assert main([command, "run.toml", *found, "--inference.vllm.python", str(python), *options]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (place / "runs").exists()
 
 
 def test_a_file_of_conversations_is_read_line_by_line_as_utf_8(tmp_path: Path):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds before a server that ended is started again; doubled each time."""
 
@@ -115,7 +118,7 @@ async def _serve_sampler(
     try:
         async with serve_sampler(sampler, host=args.host, port=args.port, api_key=key, uploads=args.uploads,
                                  weights_folder=args.weights_folder) as server:  # fmt: skip
-            _say_how(console, config, [server.url])
+            _say_how(console, config, [server.url], args)
             await until_stopped(sampler, stop)
     finally:
         await sampler.close()
@@ -136,7 +139,7 @@ async def _serve_vllm(
             starting.cancel()
             return
         starting.result()
-        _say_how(console, config, [process.url for process in processes])
+        _say_how(console, config, [process.url for process in processes], args)
         async with asyncio.TaskGroup() as group:
             deadline = _settings(config).start_timeout
             watching = [group.create_task(_keep_running(process, deadline)) for process in processes]
@@ -215,10 +218,25 @@ async def _keep_running(process: ServerProcess, deadline: float) -> None:
             logger.warning("%s could not be started again: %s", process.name, describe(error))
 
 
-def _say_how(console: Console, config: RunConfig, urls: list[str]) -> None:
+def _say_how(console: Console, config: RunConfig, urls: list[str], args: argparse.Namespace) -> None:
+    """The servers' addresses, as another host reaches them, and the lines of the run's file that find them."""
+    if args.host in _ALL_ADDRESSES:
+        urls = [urlsplit(url)._replace(netloc=f"{_own_address()}:{urlsplit(url).port}").geturl() for url in urls]
     for url in urls:
         console.print(url, soft_wrap=True)
     if isinstance(inference_settings(config), ServerSettings):
         listed = ", ".join(f'"{url}"' for url in urls)
-        table = table_of(config.inference.backend)
-        console.print(f"in the run's file: [inference.{table}] urls = [{listed}]", soft_wrap=True, markup=False)
+        lines = [f"[inference.{table_of(config.inference.backend)}]", f"urls = [{listed}]"]
+        lines += [f'api_key_env = "{args.api_key_env}"'] if args.api_key_env else []
+        lines += ['weight_transfer = "http"'] if args.uploads is not None else []
+        console.print("in the run's file:", *lines, sep="\n", soft_wrap=True, markup=False)
+
+
+def _own_address() -> str:
+    """The address of this machine that others most probably reach; its name where it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(("192.0.2.1", 9))  # sends nothing: an address for documentation (RFC 5737)
+            return str(asking.getsockname()[0])
+        except OSError:
+            return socket.gethostname()

@@ -97,6 +97,17 @@ class BackendSettings(Section):
             UsageError: what was found, what was expected; a key first ("device: ...").
         """
 
+    def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
+        """Refuse, before a run starts, a run that a sampler of these settings cannot serve.
+
+        Args:
+            context_length: Most tokens of prompt and completion together that the run asks for.
+            adapter_rank: Rank of the low-rank adapters that updates bring; None = they bring whole weights.
+
+        Raises:
+            UsageError: as `check`.
+        """
+
 
 class BackendSection(Section):
     """A section with a `backend`, whose own settings stand in the table of its name.

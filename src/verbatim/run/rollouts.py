@@ -187,14 +187,17 @@ def inference_settings(config: RunConfig) -> BackendSettings:
 
 
 def check_backend(config: RunConfig) -> BackendSettings:
-    """The inference backend's own settings, checked on this machine: its Python, its keys, its addresses.
+    """The inference backend's own settings, checked on this machine (its Python, its keys, its addresses) and for this
+    run.
 
     Raises:
         UsageError: names the key, what was found, and what to type.
     """
-    settings = inference_settings(config)
+    settings, lora = inference_settings(config), config.trainer.lora
+    rank = None if lora is None else lora.r
     try:
         settings.check()
+        settings.check_for(context_length=config.orchestrator.seq_len, adapter_rank=rank)
     except UsageError as error:
         raise UsageError(f"inference.{table_of(config.inference.backend)}.{error}") from error
     return settings

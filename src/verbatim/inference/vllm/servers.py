@@ -29,20 +29,13 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
     """Those in `urls`, or else those that the run starts.
 
     Raises:
-        UsageError: the servers' context is shorter than the run's sequences.
+        UsageError: as `VllmSettings.check_for`.
     """
+    try:
+        settings.check_for(context_length=inputs.context_length, adapter_rank=inputs.adapter_rank)
+    except UsageError as error:
+        raise UsageError(f"inference.vllm.{error}") from error
     context_length = settings.max_model_len or inputs.context_length
-    if context_length < inputs.context_length:
-        raise UsageError(
-            f"inference.vllm.max_model_len = {context_length} is shorter than orchestrator.seq_len = "
-            f"{inputs.context_length}; leave it out, or make it at least that"
-        )
-    if inputs.adapter_rank is not None and settings.weight_transfer == "nccl":
-        raise UsageError('inference.vllm.weight_transfer = "nccl" sends whole weights, and [trainer.lora] adapters; '
-                         'use "files" or "http"')  # fmt: skip
-    if inputs.adapter_rank is not None and settings.colocate:
-        raise UsageError("inference.vllm.colocate puts servers to sleep, which lose the base model, and updates of "
-                         "[trainer.lora] bring adapters alone; leave out one of the two")  # fmt: skip
     make = partial(
         VllmReplica, context_length=context_length, vocab_size=vocab_size_of(base_model(inputs.model)),
         adapter_rank=inputs.adapter_rank, on_weight_update=inputs.on_weight_update,

@@ -134,6 +134,18 @@ class VllmSettings(ServerSettings):
         if not self.urls:
             self._check_python()
 
+    def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
+        """Refuse servers whose context is shorter than the run's sequences, and updates that adapters cannot have."""
+        if self.max_model_len is not None and self.max_model_len < context_length:
+            raise UsageError(f"max_model_len = {self.max_model_len} is shorter than orchestrator.seq_len = "
+                             f"{context_length}; leave it out, or make it at least that")  # fmt: skip
+        if adapter_rank is not None and self.weight_transfer == "nccl":
+            raise UsageError('weight_transfer = "nccl" sends whole weights, and [trainer.lora] adapters; use "files" '
+                             'or "http"')  # fmt: skip
+        if adapter_rank is not None and self.colocate:
+            raise UsageError("colocate puts servers to sleep, which lose the base model, and updates of [trainer.lora] "
+                             "bring adapters alone; leave out one of the two")  # fmt: skip
+
     def _check_python(self) -> None:
         make = "`verbatim inference --install DIR` makes an environment with vLLM; then python = \"DIR/bin/python\""
         if shutil.which(os.path.expanduser(self.python)) is None:
