@@ -25,6 +25,7 @@ from verbatim.cli import inference_command
 from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.errors import SamplerFault
+from verbatim.inference.http import server
 from verbatim.inference.vllm import install
 from verbatim.inference.vllm.install import install_vllm
 from verbatim.inference.vllm.settings import VllmSettings
@@ -88,7 +89,7 @@ def test_a_port_that_is_taken_is_refused_before_a_vllm_is_started(file, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize(("host", "here"), [("0.0.0.0", "127.0.0.1"), ("::", "[::]")])
 def test_a_server_on_all_addresses_is_told_by_one_that_other_hosts_reach(file, monkeypatch, capsys, host, here):
-    monkeypatch.setattr(inference_command, "_own_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(server, "own_address", lambda: "10.0.0.7")
     config = load_config(file, ["--inference.backend", "vllm"], component_tables())
     typed = argparse.Namespace(host=host, api_key_env="VERBATIM_KEY", uploads=Path("sent"))
     urls = [f"http://{here}:8000", f"http://{here}:8001"]
@@ -102,7 +103,8 @@ def test_a_server_on_all_addresses_is_told_by_one_that_other_hosts_reach(file, m
 
 
 def test_this_machines_own_address_is_one():
-    assert inference_command._own_address() == socket.gethostname() or ip_address(inference_command._own_address())
+    assert server.own_address() == socket.gethostname() or ip_address(server.own_address())
+    assert server.as_others_reach("http://127.0.0.1:8000", "127.0.0.1") == "http://127.0.0.1:8000"
 
 
 class Ended:

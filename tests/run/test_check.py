@@ -261,6 +261,8 @@ def test_groups_that_are_filtered_though_they_have_a_gradient_are_told_of(place:
 @pytest.mark.parametrize("command", ["config", "rl"])
 @pytest.mark.parametrize(("options", "said"), [
     (["--inference.vllm.max-model-len", "100"], "inference.vllm.max_model_len = 100 is shorter than orchestrator.seq_"),
+    (["--inference.vllm.weight-transfer", "http", "--inference.vllm.urls", "[]"],
+     'inference.vllm.weight_transfer = "http" is for servers on other hosts, in urls'),
     (["--trainer.lora.r", "4", "--inference.vllm.weight-transfer", "nccl"], 'inference.vllm.weight_transfer = "nccl"'),
     (["--trainer.lora.r", "4", "--inference.vllm.colocate", "true", "--inference.vllm.urls", "[]"],
      "inference.vllm.colocate puts servers to sleep"),

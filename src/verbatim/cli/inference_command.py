@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -19,7 +17,7 @@ from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import table_of
 from verbatim.errors import SamplerFault, UsageError
-from verbatim.inference.http.server import LAST_PORT
+from verbatim.inference.http.server import LAST_PORT, as_others_reach
 from verbatim.inference.pool.settings import ServerSettings
 from verbatim.machine_faults import describe
 from verbatim.plain_console import PlainConsole
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_ALL_ADDRESSES = ("0.0.0.0", "::")
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds before a server that ended is started again; doubled each time."""
 
@@ -220,8 +217,7 @@ async def _keep_running(process: ServerProcess, deadline: float) -> None:
 
 def _say_how(console: Console, config: RunConfig, urls: list[str], args: argparse.Namespace) -> None:
     """The servers' addresses, as another host reaches them, and the lines of the run's file that find them."""
-    if args.host in _ALL_ADDRESSES:
-        urls = [urlsplit(url)._replace(netloc=f"{_own_address()}:{urlsplit(url).port}").geturl() for url in urls]
+    urls = [as_others_reach(url, args.host) for url in urls]
     for url in urls:
         console.print(url, soft_wrap=True)
     if isinstance(inference_settings(config), ServerSettings):
@@ -230,13 +226,3 @@ def _say_how(console: Console, config: RunConfig, urls: list[str], args: argpars
         lines += [f'api_key_env = "{args.api_key_env}"'] if args.api_key_env else []
         lines += ['weight_transfer = "http"'] if args.uploads is not None else []
         console.print("in the run's file:", *lines, sep="\n", soft_wrap=True, markup=False)
-
-
-def _own_address() -> str:
-    """The address of this machine that others most probably reach; its name where it has no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            asking.connect(("192.0.2.1", 9))  # sends nothing: an address for documentation (RFC 5737)
-            return str(asking.getsockname()[0])
-        except OSError:
-            return socket.gethostname()

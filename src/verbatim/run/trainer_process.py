@@ -25,6 +25,7 @@ from verbatim.checkpoints.lock import is_locked
 from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped, UsageError
 from verbatim.imports import child_environment
+from verbatim.inference.http.server import as_others_reach
 from verbatim.run.environments import Environments
 from verbatim.run.hosts import serve_run
 from verbatim.run.logs import last_lines
@@ -134,7 +135,8 @@ def trainer_elsewhere(
     with serve_run(config, folder, listen) as server:
         patience = _PATIENCE
         try:
-            how = f"verbatim trainer FILE --run-dir FOLDER --connect {server.url} --api-key-env VARIABLE"
+            url = as_others_reach(server.url, listen.host)
+            how = f"verbatim trainer FILE --run-dir FOLDER --connect {url} --api-key-env VARIABLE"
             with _found_trainer(config, folder, console, how, server.how_trainer_ended, None) as side:
                 yield side
         except BaseException:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler
@@ -122,3 +123,25 @@ def listen(host: str, port: int) -> socket.socket:
     # Head and body of an answer are two packets; the second would wait 40 ms for the first to be acknowledged.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
+
+
+def as_others_reach(url: str, host: str) -> str:
+    """The URL under which other hosts most probably reach a server.
+
+    Args:
+        url: Its URL on this machine.
+        host: What it listens on: 0.0.0.0 and :: are all addresses of this machine, of which one has to be named.
+    """
+    if host not in ("0.0.0.0", "::"):
+        return url
+    return urlsplit(url)._replace(netloc=f"{own_address()}:{urlsplit(url).port}").geturl()
+
+
+def own_address() -> str:
+    """The address of this machine that others most probably reach; its name where it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(("192.0.2.1", 9))  # sends nothing: an address for documentation (RFC 5737)
+            return str(asking.getsockname()[0])
+        except OSError:
+            return socket.gethostname()

@@ -134,11 +134,19 @@ class VllmSettings(ServerSettings):
         if not self.urls:
             self._check_python()
 
+    def without_urls(self) -> Self:
+        """As `ServerSettings.without_urls`; the engine that takes folders is the same, whichever way they come."""
+        found = super().without_urls()
+        return found.model_copy(update={"weight_transfer": "files"}) if found.weight_transfer == "http" else found
+
     def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
         """Refuse servers whose context is shorter than the run's sequences, and updates that adapters cannot have."""
         if self.max_model_len is not None and self.max_model_len < context_length:
             raise UsageError(f"max_model_len = {self.max_model_len} is shorter than orchestrator.seq_len = "
                              f"{context_length}; leave it out, or make it at least that")  # fmt: skip
+        if self.weight_transfer == "http" and not self.urls:
+            raise UsageError('weight_transfer = "http" is for servers on other hosts, in urls; those that the run '
+                             "starts read its folder: leave it out")  # fmt: skip
         if adapter_rank is not None and self.weight_transfer == "nccl":
             raise UsageError('weight_transfer = "nccl" sends whole weights, and [trainer.lora] adapters; use "files" '
                              'or "http"')  # fmt: skip
