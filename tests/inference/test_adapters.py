@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from verbatim.errors import ModelError
 from verbatim.models.adapters import BaseWeights, fingerprint, read_adapter
-from verbatim.models.loading import load_model
+from verbatim.models.loading import load_model, replace_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
 
@@ -211,3 +211,23 @@ def test_the_fingerprint_changes_with_names_shapes_and_values():
     found = {fingerprint(t.items()) for t in [tensors, *others]}
     assert len(found) == 6
     assert fingerprint(reversed(tensors.items())) == fingerprint(tensors.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_of_other_base_weights_is_refused(models, adapters, tmp_path, dtype):
+    """One weight is another; names and shapes are the same. In bfloat16 the base is known by its rounded values."""
+    folder = shutil.copytree(adapters["tied"], tmp_path / "adapter")
+    own = load_model(models["tied"])
+    digests = {"fingerprint": fingerprint(own.named_parameters()),
+               "fingerprint_bfloat16": fingerprint(own.named_parameters(), dtype=torch.bfloat16)}  # fmt: skip
+    (folder / "base_model.json").write_text(json.dumps(digests))
+    model = load_model(models["tied"], dtype=dtype)
+    base = BaseWeights(model)
+    weights = base.merged(read_adapter(folder))
+    replace_weights(model, weights)
+    base.merged(read_adapter(folder))  # its layers are merged now: what counts is what they were
+    other = load_model(models["tied"], dtype=dtype)
+    with torch.no_grad():
+        next(iter(other.parameters()))[3, 5] += 0.5
+    with pytest.raises(ModelError, match=r"belongs to other weights than those .*it was trained on"):
+        BaseWeights(other).merged(read_adapter(folder))

@@ -13,6 +13,7 @@ from losses.loss_inputs import inputs, log_inputs, loss_and_gradient
 from losses.test_gradients import some_tokens, with_teacher
 from verbatim.errors import ComponentError
 from verbatim.losses import LOSSES, Loss, LossInputs, LossOutputs, reference_term
+from verbatim.losses.ratios import k3
 
 LOG2 = 0.6931471805599453
 LOSSES_WITH_A_REFERENCE = [name for name in LOSSES if name != "sft"]
@@ -36,6 +37,29 @@ def test_k2_and_k3_on_policy_by_hand():
     assert found("k3", 0.5, 0.5, 0.25) == pytest.approx((LOG2 - 0.5, 0.5), abs=1e-12)
     # l - r = -ln 2: 2 - ln 2 - 1, slope 1 - 2.
     assert found("k3", 0.25, 0.25, 0.5, tau=3.0) == pytest.approx((3 * (1 - LOG2), -3.0), abs=1e-12)
+
+
+def test_k3_goes_on_along_its_tangent_where_a_token_was_given_up():
+    """exp(20) - 21 = 485165174.40979, and 100 further on 100 (exp(20) - 1) = 48516519440.979 more."""
+    for dtype, rel in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        ahead = torch.tensor([-3.0, 0.0, 0.25, 20.0, 120.0, 1000.0], dtype=dtype, requires_grad=True)
+        value = k3(ahead)
+        expected = [2.0497870683678638, 0.0, 0.0340254166877415, 485165174.40979, 49001684615.38882, 475947055696.0043]
+        assert value.tolist() == pytest.approx(expected, rel=max(rel, 1e-9), abs=1e-7)
+        (slope,) = torch.autograd.grad(value.sum(), ahead)
+        steepest = 485165194.40979
+        assert slope.tolist() == pytest.approx(
+            [-0.9502129316321361, 0.0, 0.2840254166877415, steepest, steepest, steepest], rel=max(rel, 1e-9), abs=1e-7
+        )
+
+
+def test_a_loss_stays_finite_where_a_token_was_given_up():
+    data = with_reference(inputs([1e-100], [1e-100], [0.0]), [math.log(0.5)])
+    data = replace(data, trainer_logprobs=data.trainer_logprobs.detach().float().requires_grad_(),
+                   inference_logprobs=data.inference_logprobs.float())  # fmt: skip
+    (term,) = reference_term(data, kl_ref_tau=1e-3, kl_ref="k3").terms
+    (grad,) = torch.autograd.grad(term, data.trainer_logprobs)
+    assert term.isfinite() and grad.isfinite() and grad.item() < 0  # down the gradient, its probability rises
 
 
 def test_off_policy_the_term_is_weighed_with_the_bounded_ratio_which_has_no_gradient():

@@ -148,7 +148,8 @@ def test_a_reference_with_another_vocabulary_is_refused(qwen, tmp_path):
         num_key_value_heads=1, bos_token_id=None, eos_token_id=None,
     ))  # fmt: skip
     small.save_pretrained(tmp_path / "small")
-    with pytest.raises(ModelError, match=rf"reference model .*small' has {VOCAB - 1} tokens, .* has {VOCAB}: .*tokeni"):
+    said = rf"small' has {VOCAB - 1} rows, .* {VOCAB}\. .*resize_token_embeddings\({VOCAB}\)"
+    with pytest.raises(ModelError, match=said):
         make_trainer(qwen, frozen={"reference": tmp_path / "small"})
 
 
@@ -165,7 +166,29 @@ def test_a_state_is_continued_with_the_reference_it_was_made_with(qwen, other, t
         make_batch(1)
     ) | {"seconds": 0, "tokens_per_second": 0}
     assert same(weights(resumed), weights(trainer))
-    make_trainer(tmp_path / "weights", loss=LOSSES["default"]).load_state(tmp_path / "state")  # without one is fine
+
+
+def test_a_reference_that_comes_or_goes_is_said_and_another_one_is_refused_however_often_a_run_is_resumed(
+    qwen, other, tmp_path, caplog
+):
+    first = make_trainer(qwen, frozen={"reference": qwen})
+    first.train_batch(make_batch())
+    first.save_state(tmp_path / "with")
+    without = make_trainer(qwen, loss=LOSSES["default"])
+    without.load_state(tmp_path / "with")
+    assert "reference model: this run goes on without it, after 1 optimizer steps" in caplog.text
+    without.save_state(tmp_path / "without")
+    with pytest.raises(CheckpointError, match="the reference model of this run had other weights"):
+        make_trainer(qwen, frozen={"reference": other}).load_state(tmp_path / "without")
+    never = make_trainer(qwen, loss=LOSSES["default"])
+    never.train_batch(make_batch())
+    never.save_state(tmp_path / "never")
+    caplog.clear()
+    make_trainer(qwen, frozen={"reference": qwen}).load_state(tmp_path / "never")
+    assert "reference model: this run had none until now, after 1 optimizer steps" in caplog.text
+    caplog.clear()
+    make_trainer(qwen, frozen={"reference": qwen}).load_state(tmp_path / "with")
+    assert not caplog.records
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")

@@ -37,6 +37,23 @@ def clamped_ratio(log_ratio: Tensor, weights: Tensor, delta: float) -> Tensor:
     return log_ratio.masked_fill(weights == 0, 0.0).clamp(max=math.log(delta)).exp()
 
 
+LARGEST_EXPONENT = 20.0
+"""From here on `k3` goes on in a straight line."""
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Schulman's low-variance estimate of a divergence, `exp(x) - x - 1`, of log ratios x.
+
+    Above x = 20 it goes on along its tangent, `exp(20) - 21 + (exp(20) - 1) (x - 20)`. There the policy has all but
+    given up a token; from x = 89 on float32 overflows, and the loss would not be finite. verl and slime clamp x at 20,
+    which leaves such a token without a gradient; the tangent keeps the one that pulls it back.
+
+    Example: x = 20 gives 485165174.4, and x = 120 gives 49001684615.4.
+    """
+    within = log_ratio.clamp(max=LARGEST_EXPONENT)
+    return within.expm1() - within + (log_ratio - LARGEST_EXPONENT).relu() * math.expm1(LARGEST_EXPONENT)
+
+
 def segment_means(values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
     """The mean of each segment, and for each value the place of its segment in them.
 

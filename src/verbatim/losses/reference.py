@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from verbatim.errors import ComponentError
 from verbatim.losses.base import LossInputs
-from verbatim.losses.ratios import clamped_ratio
+from verbatim.losses.ratios import clamped_ratio, k3
 from verbatim.records.fields import REFERENCE
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def reference_term(
     ```
     k1   A - kl_ref_tau sg(l - r)                          r the stream "reference", l trainer_logprobs
     k2   + kl_ref_tau sg(min(w, delta)) (l - r)^2 / 2      w = exp(l - m), m inference_logprobs
-    k3   + kl_ref_tau sg(min(w, delta)) (exp(r - l) - (r - l) - 1)
+    k3   + kl_ref_tau sg(min(w, delta)) (exp(r - l) - (r - l) - 1)      where r - l > 20: along its tangent
     ```
 
     On samples of the policy itself, the gradients of k1 and k2 have the mean of the reverse KL's, `E[l - r]`; that of
@@ -69,4 +69,4 @@ def reference_term(
         return ReferenceTerm(penalty=-kl_ref_tau * ahead.detach())
     log_ratio = (trainer - inputs.inference_logprobs[mask]).detach()
     weights = kl_ref_tau * clamped_ratio(log_ratio, log_ratio.new_ones(()), delta)
-    return ReferenceTerm(terms=weights * (ahead.square() / 2 if kl_ref == "k2" else ahead.expm1() - ahead))
+    return ReferenceTerm(terms=weights * (ahead.square() / 2 if kl_ref == "k2" else k3(ahead)))

@@ -26,8 +26,9 @@ from verbatim.models.source import ADAPTER_CONFIG, is_adapter
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What `peft` writes before a module's name."""
-BASE_FILE, BASE_FINGERPRINT = "base_model.json", "fingerprint"
-"""Our own file beside those of `peft`, and its only key: which weights the adapter belongs to."""
+BASE_FILE, BASE_FINGERPRINT, ROUNDED_FINGERPRINT = "base_model.json", "fingerprint", "fingerprint_bfloat16"
+"""Our own file beside those of `peft`, and its keys: which weights the adapter belongs to, and the same for a sampler
+that holds them in bfloat16."""
 _ENDS = (".lora_A.weight", ".lora_B.weight")
 _PLAIN = {
     "use_dora": False, "use_rslora": False, "bias": "none", "lora_bias": False, "modules_to_save": None,
@@ -54,6 +55,8 @@ class Adapter:
     """A and B of each adapted layer, by the layer's name in the model."""
     base_fingerprint: str | None
     """Fingerprint of the base model's weights; None where another program wrote the folder."""
+    rounded_fingerprint: str | None
+    """The same of these weights rounded to bfloat16; None too where an earlier version wrote the folder."""
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -76,15 +79,19 @@ def read_adapter(folder: Path) -> Adapter:
     refuse_not_finite(tensors.items(), str(folder))
     return Adapter(
         folder=folder, base=base, r=r, scale=alpha / r, transposed=bool(config.get("fan_in_fan_out")),
-        pairs=_pairs(folder, tensors), base_fingerprint=_base_fingerprint(folder / BASE_FILE),
+        pairs=_pairs(folder, tensors), base_fingerprint=_fingerprint_in(folder / BASE_FILE, BASE_FINGERPRINT),
+        rounded_fingerprint=_fingerprint_in(folder / BASE_FILE, ROUNDED_FINGERPRINT),
     )  # fmt: skip
 
 
-def _base_fingerprint(path: Path) -> str | None:
+def _fingerprint_in(path: Path, key: str) -> str | None:
     if not path.is_file():
         return None
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))[BASE_FINGERPRINT])
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if key == ROUNDED_FINGERPRINT and key not in found:
+            return None
+        return str(found[key])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path} is damaged: {error!r}") from error
 
@@ -128,12 +135,15 @@ class BaseWeights:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._kept: dict[str, Tensor] = {}
+        self._fingerprint: str | None = None
+        """Of the base; None = not computed yet."""
 
     def merged(self, adapter: Adapter) -> dict[str, Tensor]:
         """The weights of the adapted layers for `replace_weights`; the model is not changed.
 
         Raises:
-            ModelError: the adapter has layers that the model does not have, or of another shape.
+            ModelError: the adapter has layers that the model does not have, or of another shape; or it belongs to other
+                weights.
         """
         own = dict(self._model.named_parameters(remove_duplicate=False))
         for name, (a_RI, b_OR) in adapter.pairs.items():
@@ -143,6 +153,7 @@ class BaseWeights:
                 what = "no such layer" if found is None else f"a layer of {list(found.shape)}"
                 raise ModelError(f"{adapter.folder} does not fit the model: it changes {name} {list(shape)}, and the "
                                  f"model has {what}")  # fmt: skip
+        self._refuse_another_base(adapter)
         weights = dict(self._kept)  # a layer that an earlier adapter had changed goes back to its base
         for name, (a_RI, b_OR) in adapter.pairs.items():
             key = f"{name}.weight"
@@ -151,9 +162,21 @@ class BaseWeights:
         refuse_not_finite(weights.items(), str(adapter.folder))
         return weights
 
+    def _refuse_another_base(self, adapter: Adapter) -> None:
+        dtype = self._model.dtype
+        expected = adapter.rounded_fingerprint if dtype == torch.bfloat16 else adapter.base_fingerprint
+        if expected is None or dtype not in (torch.float32, torch.bfloat16):
+            return  # another program wrote it, and says nothing of its base
+        if self._fingerprint is None:
+            named = ((name, self._kept.get(name, value)) for name, value in self._model.named_parameters())
+            self._fingerprint = fingerprint(named)
+        if self._fingerprint != expected:
+            raise ModelError(f"the adapter in {adapter.folder} belongs to other weights than those it would change: it "
+                             f"was trained on {adapter.base}; put back that model's weights")  # fmt: skip
+
     def forget(self) -> None:
         """Whole weights were loaded: these are the base now."""
-        self._kept = {}
+        self._kept, self._fingerprint = {}, None
 
 
 def load_base_of(adapter: Adapter, **how: Any) -> Any:
@@ -188,19 +211,24 @@ def save_merged(adapter_folder: Path, folder: Path) -> None:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(tensors: Iterable[tuple[str, Tensor]], total: Callable[[Tensor], Tensor] = lambda sums: sums) -> str:
+def fingerprint(
+    tensors: Iterable[tuple[str, Tensor]], total: Callable[[Tensor], Tensor] = lambda sums: sums,
+    dtype: torch.dtype | None = None,
+) -> str:  # fmt: skip
     """A digest of names, dtypes, shapes and values, as fast as reading the memory: of each tensor the sum of its bytes
     as integers counts. It finds another model, it does not stop forgers.
 
     Args:
         tensors: By name.
         total: Of sharded tensors, sums int64 values over the processes, which all call this.
+        dtype: Of the tensors as if they were rounded to this.
     """
     named = sorted(tensors, key=lambda each: each[0])
-    sums = [torch.zeros((), dtype=torch.int64), *(_sum_of_bytes(local_rows(tensor)[0].detach()) for _, tensor in named)]
+    zero = torch.zeros((), dtype=torch.int64)
+    sums = [zero, *(_sum_of_bytes(local_rows(tensor)[0].detach().to(dtype or tensor.dtype)) for _, tensor in named)]
     found = hashlib.sha256()
     for (name, tensor), value in zip(named, total(torch.stack(sums)).tolist()[1:], strict=True):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)} {value % 2**64};".encode())
+        found.update(f"{name} {dtype or tensor.dtype} {list(tensor.shape)} {value % 2**64};".encode())
     return found.hexdigest()[:32]
 
 
@@ -211,6 +239,6 @@ def _sum_of_bytes(value: Tensor) -> Tensor:
 
 
 __all__ = [
-    "ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "BASE_FILE", "BASE_FINGERPRINT", "PREFIX", "Adapter", "BaseWeights",
-    "fingerprint", "is_adapter", "load_base_of", "merged_weight", "read_adapter", "save_merged",
+    "ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "BASE_FILE", "BASE_FINGERPRINT", "PREFIX", "ROUNDED_FINGERPRINT", "Adapter",
+    "BaseWeights", "fingerprint", "is_adapter", "load_base_of", "merged_weight", "read_adapter", "save_merged",
 ]  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -88,17 +89,17 @@ class DeviceBatch(DeviceTargets):
         def ids(array: np.ndarray) -> Tensor:
             return torch.tensor(array, dtype=torch.int64, device=device)
 
-        self.plan: AttentionPlan
+        self._make_plan: Callable[[], AttentionPlan]
         if micro_batch.is_rows:
-            self.plan = RowsPlan([*micro_batch.row_lengths.tolist(), *paddings], device)
+            self._make_plan = partial(RowsPlan, [*micro_batch.row_lengths.tolist(), *paddings], device)
         else:
             ends = micro_batch.num_tokens + np.cumsum(paddings, dtype=np.int32)
-            self.plan = forest_plan(position_ids, np.append(micro_batch.ends, np.repeat(ends, paddings)), device)
+            ends_U = np.append(micro_batch.ends, np.repeat(ends, paddings))
+            self._make_plan = partial(forest_plan, position_ids, ends_U, device)
         self._sequence = sequence
         self._own_M = torch.zeros(0, dtype=torch.int64)
         mine, own = slice(0, len(position_ids)), micro_batch
         if sequence is not None:
-            self.plan = SequencePlan(self.plan, sequence)
             mine = sequence.slice(len(position_ids))
             sources = micro_batch.targets.source_positions
             numbers = np.flatnonzero((mine.start <= sources) & (sources < mine.stop))
@@ -133,10 +134,16 @@ class DeviceBatch(DeviceTargets):
         self.logprob_streams_M[name] = logprobs_M
         self.whole.logprob_streams_M[name] = self.gathered(logprobs_M)
 
+    def plan(self) -> AttentionPlan:
+        """The plan of one pass. Its masks, which with a window are as large as activations, last as long as the pass:
+        an optimizer step has many micro-batches."""
+        whole = self._make_plan()
+        return whole if self._sequence is None else SequencePlan(whole, self._sequence)
+
     def hidden(self, model: CausalLM) -> Tensor:
         """The hidden state that predicts each target, [M, D]."""
         assert self.host.is_rows or not model.rows_alone, "a tree for a model whose branches would run into each other"
-        hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, self.plan)
+        hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, self.plan())
         return hidden_TD.index_select(0, self.source_positions_M)
 
 

@@ -93,10 +93,12 @@ def load_frozen(
     lm = CausalLM(model, sharding)
     refuse_rows_alone(lm, ranks)
     if lm.vocab_size != beside.model.vocab_size:
+        here, there = beside.model.vocab_size, lm.vocab_size
         raise ModelError(
-            f"the {name} model {str(source)!r} has {lm.vocab_size} tokens, the model in training has "
-            f"{beside.model.vocab_size}: it cannot score what that one samples; expected a model with the same "
-            "tokenizer"
+            f"the output head of the {name} model {str(source)!r} has {there} rows, that of the model in training "
+            f"{here}. If both have the same tokenizer, rows beyond its ids are padding: give that model {here} rows "
+            f"too (model.resize_token_embeddings({here}), then save_pretrained). A model with another tokenizer cannot "
+            "score what this one samples"
         )
     refuse_moving_positions(lm, seq_len)
     if beside.sequence is not None:

@@ -25,6 +25,7 @@ from verbatim.models.adapters import (
     BASE_FILE,
     BASE_FINGERPRINT,
     PREFIX,
+    ROUNDED_FINGERPRINT,
     fingerprint,
     is_adapter,
     merged_weight,
@@ -66,6 +67,7 @@ class Adapters:
         self._model: Any = None
         self._peft_config: Any = None
         self._hidden: list[tuple[nn.Module, str, nn.Module]] = []
+        self._rounded_fingerprint = ""
         self.base_fingerprint = ""
         """Fingerprint of the model's own weights, which stay as they are."""
         self.num_base_parameters = 0
@@ -99,6 +101,7 @@ class Adapters:
         """
         total = self._ranks.total if self._ranks is not None else lambda sums: sums
         self.base_fingerprint = fingerprint(model.named_parameters(), total)
+        self._rounded_fingerprint = fingerprint(model.named_parameters(), total, torch.bfloat16)
         self.num_base_parameters = sum(p.numel() for p in model.parameters())
         if self._model is None:
             self.inject(model)
@@ -154,7 +157,8 @@ class Adapters:
             for key, value in self._peft_config.to_dict().items()
         }
         described |= {"base_model_name_or_path": self._base, "inference_mode": True}
-        for name, content in ((ADAPTER_CONFIG, described), (BASE_FILE, {BASE_FINGERPRINT: self.base_fingerprint})):
+        base = {BASE_FINGERPRINT: self.base_fingerprint, ROUNDED_FINGERPRINT: self._rounded_fingerprint}
+        for name, content in ((ADAPTER_CONFIG, described), (BASE_FILE, base)):
             with naming(folder / name):
                 text = json.dumps(content, indent=2, sort_keys=True, default=str)
                 (folder / name).write_text(text + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verbatim.errors import ComponentError, RunStopped, VerbatimError
 from verbatim.losses import Loss, LossInputs
+from verbatim.losses.ratios import k3
 from verbatim.losses.results import checked_outputs
 from verbatim.machine_faults import describe, is_out_of_memory
 from verbatim.records.fields import REFERENCE
@@ -128,9 +129,13 @@ class GradientPass:
                 self._backward(batches[i], partial(_carry, grad_M))
         for i, batch in enumerate(batches):
             if i not in cut:
-                hidden_MD = self.lm.hidden(batch)
-                (grad_M,) = self._whole_gradients([batch], [self._logprobs(batch, hidden_MD.detach())])
-                self._backward(batch, partial(_carry, grad_M), hidden_MD)
+                self._backward_alone(batch)
+
+    def _backward_alone(self, batch: DeviceBatch) -> None:
+        """A batch that shares no trajectory with another one."""
+        hidden_MD = self.lm.hidden(batch)
+        (grad_M,) = self._whole_gradients([batch], [self._logprobs(batch, hidden_MD.detach())])
+        self._backward(batch, partial(_carry, grad_M), hidden_MD)
 
     def _logprobs(self, batch: DeviceBatch, hidden_MD: Tensor) -> Tensor:
         """Of all targets of the micro-batch, on each of the ranks that share it."""
@@ -210,7 +215,7 @@ class GradientPass:
         self.metrics.add({"entropy": result.entropy_M.mean()}, num_tokens)
         if REFERENCE in batch.logprob_streams_M:
             ahead = batch.logprob_streams_M[REFERENCE][at] - result.logprobs_M.detach()
-            self.metrics.add({"ref_kl": (ahead.expm1() - ahead).mean()}, num_tokens)
+            self.metrics.add({"ref_kl": k3(ahead).mean()}, num_tokens)
         if self.loss.needs_inference_logprobs:
             log_ratio = result.logprobs_M.detach() - batch.inference_logprobs_M[at]
             self.metrics.add({"mismatch_kl": (log_ratio.expm1() - log_ratio).mean()}, num_tokens)

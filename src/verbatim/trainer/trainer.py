@@ -109,6 +109,8 @@ class Trainer:
             frozen or {}, self._targets, base=model_path, adapters=self.adapters, ranks=ranks, seq_len=seq_len,
             config=config, dtype=dtype,
         )  # fmt: skip
+        self._scored = self._frozen.fingerprints
+        """Digests of all frozen models that have scored this run, before it was resumed too."""
         self.models = nn.ModuleList(dict.fromkeys([self.model, *self._frozen.models]))
         """Everything that has weights on its device."""
         for name, lm in self._frozen.streams.items():
@@ -370,7 +372,7 @@ class Trainer:
             self.ranks.agree(lambda: save_optimizer(self.optimizer, self.model, folder, rank=rank, size=size))
             if rank:
                 return
-        write_progress(folder, self.num_optimizer_steps, self.total_optimizer_steps, self._frozen.fingerprints)
+        write_progress(folder, self.num_optimizer_steps, self.total_optimizer_steps, self._scored)
 
     def load_state(self, folder: Path) -> None:
         """Take over what `save_state` wrote; the weights come from the constructor's `model_path`, adapters from
@@ -385,6 +387,6 @@ class Trainer:
             self._on_all(partial(self._read_state, folder))
 
     def _read_state(self, folder: Path) -> None:
-        done = read_progress(folder, self.total_optimizer_steps, self._frozen.fingerprints)
+        done, scored = read_progress(folder, self.total_optimizer_steps, self._frozen.fingerprints)
         load_optimizer(self.optimizer, self.model, folder)
-        self.num_optimizer_steps = done
+        self.num_optimizer_steps, self._scored = done, scored
