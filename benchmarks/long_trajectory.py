@@ -1,12 +1,12 @@
 """What a rank keeps of a long trajectory between the forward and the backward pass, and what ranks that share one send.
 
-A layer of the shape of Qwen3-0.6B or 8B on one row, float32. Kept is what autograd saves and is no parameter, each
+A layer of the shape of Qwen3-0.6B on one row, float32. Kept is what autograd saves and is no parameter, each
 storage once; of one layer: the difference of a model of two layers and one of one. The ranks of a group have tensors of
 the same shapes, so one of them is measured: an exchange notes what it would send, and gives back its own.
 
 Prints one JSON line: bytes of a token of the whole trajectory on each rank, in one layer.
 
-    OMP_NUM_THREADS=1 python benchmarks/long_trajectory.py [--tokens 512]
+    OMP_NUM_THREADS=1 python benchmarks/long_trajectory.py [--tokens 1024]
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ from verbatim.trainer.offload import ActivationOffload
 from verbatim.trainer.parallel.sequence import SequenceGroup
 from verbatim.trainer.recompute import checkpoint_layers
 
-SHAPES = {
-    "0.6B": {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072},
-    "8B": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12_288},
-}
+SHAPE = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072}
 SIZES = (1, 2, 4, 8, 16)
 HOST = torch.device("cpu")
 
@@ -54,17 +51,17 @@ class Kept:
 
     def __init__(self, model: Any) -> None:
         self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.storages: dict[int, Tensor] = {}
+        self.storages: dict[int, Any] = {}
 
     def note(self, tensor: Tensor) -> Tensor:
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in self._parameters:
-            self.storages[pointer] = tensor  # holds it, so that its memory is not another's
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self.storages[storage.data_ptr()] = storage  # holds it, so that its memory is not another's
         return tensor
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.storages.values())
+        return sum(storage.nbytes() for storage in self.storages.values())
 
 
 class Counted(ActivationOffload):
@@ -79,9 +76,9 @@ class Counted(ActivationOffload):
         return super()._keep(tensor)
 
 
-def one_pass(shape: dict[str, int], layers: int, tokens: int, size: int, recompute: bool) -> dict[str, float]:
+def one_pass(layers: int, tokens: int, size: int, *, recompute: bool) -> dict[str, float]:
     """Bytes that a forward pass keeps, in host memory with offload, and sends."""
-    config = Qwen3Config(vocab_size=64, num_hidden_layers=layers, head_dim=128, max_position_embeddings=tokens, **shape)
+    config = Qwen3Config(vocab_size=64, num_hidden_layers=layers, head_dim=128, max_position_embeddings=tokens, **SHAPE)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     model = model.to_empty(device=HOST).float()
@@ -106,17 +103,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=1024)
     tokens = parser.parse_args().tokens
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, shape in SHAPES.items():
-        for size in SIZES:
-            one, two = (one_pass(shape, layers, tokens, size, recompute=False) for layers in (1, 2))
-            first, second = (one_pass(shape, layers, tokens, size, recompute=True) for layers in (1, 2))
-            found.setdefault(name, {})[str(size)] = {
-                "all_kept": (two["kept"] - one["kept"]) / tokens,
-                "layer_inputs": (second["host"] - first["host"]) / tokens,
-                "with_offload": (second["kept"] - first["kept"]) / tokens,
-                "sent_forward": (two["sent"] - one["sent"]) / tokens,
-            }
+    found: dict[str, dict[str, float]] = {}
+    for size in SIZES:
+        one, two = (one_pass(layers, tokens, size, recompute=False) for layers in (1, 2))
+        first, second = (one_pass(layers, tokens, size, recompute=True) for layers in (1, 2))
+        found[str(size)] = {
+            "all_kept": (two["kept"] - one["kept"]) / tokens,
+            "layer_inputs": (second["host"] - first["host"]) / tokens,
+            "with_offload": (second["kept"] - first["kept"]) / tokens,
+            "sent_forward": (two["sent"] - one["sent"]) / tokens,
+        }
     print(json.dumps({"tokens": tokens, "bytes_per_token_and_layer": found}))
 
 
