@@ -140,15 +140,15 @@ def test_bfloat16_has_the_gradient_of_one_up_to_its_rounding(two, qwen):
     (found,) = two.run(jobs.compare, [case(qwen, [["usual", 0]], dtype="float32")])
     assert max(found["gradient"]) < 1e-5
     settings = {"model": str(qwen), "batches": [["usual", 0]]}
-    (found,) = two.run(jobs.compare_bfloat16, [settings])
-    assert max(found["gradient"]) < 0.05
+    for found in two.run(jobs.compare_bfloat16, [settings, {**settings, **SHARED}]):
+        assert max(found["gradient"]) < 0.05
 
 
 @pytest.mark.parametrize("model", ["qwen", "sliding_qwen"])
 def test_a_reference_with_the_policys_own_weights_is_at_a_divergence_of_exactly_0_in_bfloat16(two, model, request):
     """Sharded and gathered as the policy is: its layers, norms too, are bfloat16, embedding and head are not."""
     folder = str(request.getfixturevalue(model))
-    for settings in ({"packing": "auto"}, {"lora": {"r": 4, "alpha": 8}}):
+    for settings in ({"packing": "auto"}, {"lora": {"r": 4, "alpha": 8}}, SHARED):
         assert two.run(jobs.own_weights_as_reference, folder, settings) == [0.0, 0.0]
 
 
