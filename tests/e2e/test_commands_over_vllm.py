@@ -111,6 +111,23 @@ def test_conversations_over_a_server_that_is_there(place: Path, model: Path, cap
     assert len(set(drawn)) == 6
 
 
+def test_conversations_with_the_embedded_engine_never_draw_with_a_seed_again(place: Path, model: Path):
+    """Seeds are by place in what is left to do: a command that goes on must not begin with the first ones again."""
+    write_run(model, "")
+    engine = [*ROLLOUT, "--inference.backend", "torch", "--inference.torch.deterministic", "true", "--seed", "5"]
+    for samples in ("1", "2", "4"):
+        assert main([*engine, "--samples", samples]) == 0
+    assert_logprobs_are_the_models(model, 8)
+    drawn = [tuple(json.loads(line)["trajectory"]["turns"][0]["completion_ids"])
+             for line in Path("out.jsonl").read_text().splitlines()]  # fmt: skip
+    assert len(set(drawn)) == 8
+    Path("out.jsonl").unlink()
+    assert main([*engine, "--samples", "1"]) == 0
+    again = {line["task"]: tuple(line["trajectory"]["turns"][0]["completion_ids"])
+             for line in map(json.loads, Path("out.jsonl").read_text().splitlines())}  # fmt: skip
+    assert set(again.values()) == set(drawn[:2])
+
+
 def test_an_evaluation_over_a_server_that_is_there(place: Path, model: Path, capsys):
     double = VllmDouble(model)
     double.key = KEY

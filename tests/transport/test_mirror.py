@@ -17,7 +17,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from mirror_hosts import KEY, SESSION, folder_with, until
+from mirror_hosts import KEY, SESSION, Network, Pump, folder_with, until
 from transport_samples import make_sample
 
 from private_ca import PrivateCa, make_private_ca
@@ -38,32 +38,16 @@ from verbatim.transport.remote_trainer import RemoteTrainer
 from verbatim.transport.trainer_messages import TrainerMessage, to_json
 
 
-class BreakingNetwork:
+class BreakingNetwork(Network):
     """Passes on each connection's bytes up to a number of them, then breaks it; the numbers take turns."""
 
     def __init__(self, port: int, *limits: int | None, damage: int | None = None) -> None:
-        self._to, self._limits, self.connections = port, limits, 0
-        self._damage, self.url = damage, ""
+        super().__init__(port)
+        self._limits, self._damage = limits, damage
 
-    async def __aenter__(self) -> BreakingNetwork:
-        self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-
-    async def _pass_on(self, here_in: asyncio.StreamReader, here_out: asyncio.StreamWriter) -> None:
+    def pump(self) -> Pump:
         limit = self._limits[self.connections % len(self._limits)]
-        self.connections += 1
-        there_in, there_out = await asyncio.open_connection("127.0.0.1", self._to)
-        left = [10**12 if limit is None else limit]
-        pumps = [asyncio.create_task(self._pump(*ends, left)) for ends in ((here_in, there_out), (there_in, here_out))]
-        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        for pump in pumps:
-            pump.cancel()
-        for writer in (here_out, there_out):
-            writer.transport.abort()
+        return functools.partial(self._pump, left=[10**12 if limit is None else limit])
 
     async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, left: list[int]) -> None:
         while left[0] > 0 and (data := await source.read(min(left[0], 2**16))):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mirror_hosts import KEY, SESSION, folder_with, until
+from mirror_hosts import KEY, SESSION, Network, Pump, folder_with, until
 from rich.console import Console
 
 from verbatim.errors import RunStopped
@@ -34,30 +34,16 @@ from verbatim.transport.trainer_messages import TrainerMessage
 CHECKPOINT = "checkpoints/step_000002"
 
 
-class FreezingNetwork:
+class FreezingNetwork(Network):
     """Passes bytes on while `goes_on` is set; connections stay open while it is not, as to a frozen process."""
 
     def __init__(self, port: int) -> None:
-        self._to, self.url = port, ""
+        super().__init__(port)
         self.goes_on = asyncio.Event()
         self.goes_on.set()
 
-    async def __aenter__(self) -> FreezingNetwork:
-        self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-
-    async def _pass_on(self, here_in: asyncio.StreamReader, here_out: asyncio.StreamWriter) -> None:
-        there_in, there_out = await asyncio.open_connection("127.0.0.1", self._to)
-        pumps = [asyncio.create_task(self._pump(*ends)) for ends in ((here_in, there_out), (there_in, here_out))]
-        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        for pump in pumps:
-            pump.cancel()
-        for writer in (here_out, there_out):
-            writer.transport.abort()
+    def pump(self) -> Pump:
+        return self._pump
 
     async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         while data := await source.read(2**16):
