@@ -131,6 +131,8 @@ class TrainerConfig(Section):
     """Optimizer and schedule."""
     loss: ComponentConfig = ComponentConfig()
     """The loss."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, beside the loss; 0 = without."""
     lora: LoraConfig | None = None
     """Train low-rank adapters, and leave the model's own weights as they are."""
     reference: ReferenceConfig | None = None
@@ -173,6 +175,9 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _processes_of_their_own(self) -> Self:
+        if self.router_aux_loss_coef and self.lora is not None:
+            raise ValueError(f"router_aux_loss_coef = {self.router_aux_loss_coef:g} with [trainer.lora]: the routers "
+                             "stay as they are under adapters; remove one of both")  # fmt: skip
         if self.parallel.processes > 1 and not self.separate_process:
             raise ValueError(f"parallel.processes = {self.parallel.processes} needs separate_process = true; with "
                              "false the trainer is a thread of the orchestrator's process")  # fmt: skip

@@ -1,18 +1,21 @@
-"""Keeps norms in float64: `transformers` computes every RMSNorm in float32, for every dtype of the model."""
+"""Keeps a model in float64: `transformers` computes every RMSNorm, and the softmax of most routers, in float32."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from verbatim.errors import ModelError
+from verbatim.models.experts import router_modules
 
 
 def keep_float64(model: nn.Module) -> None:
-    """Make a float64 model compute its RMSNorms in float64, so that tests can compare to 1e-12.
+    """Make a float64 model compute its RMSNorms and routers in float64, so that tests can compare to 1e-12.
 
     Raises:
         ModelError: a norm that does not compute `weight * x / sqrt(mean(x^2) + eps)`.
@@ -32,6 +35,11 @@ def keep_float64(model: nn.Module) -> None:
                 module.forward = partial(_normalize, module, eps)
                 continue
         raise ModelError(f"{name} ({type(module).__name__}) is a norm that is not known in float64; train in float32")
+    routers = router_modules(model)
+    for router in routers:
+        router.forward = partial(_in_float64, router.forward)
+    if routers and model._can_set_experts_implementation():  # type: ignore[operator]
+        model.set_experts_implementation("eager")  # type: ignore[operator]  # the fused product has no float64
 
 
 def _normalize(module: nn.Module, eps: float, x: Tensor) -> Tensor:
@@ -41,3 +49,21 @@ def _normalize(module: nn.Module, eps: float, x: Tensor) -> Tensor:
 
 def _rms_norm(weight: Tensor, eps: float, x: Tensor) -> Tensor:
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+
+def _in_float64(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with _NoFloat32():
+        return forward(*args, **kwargs)
+
+
+class _NoFloat32(TorchFunctionMode):
+    """Leaves out conversions of float64 to float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float or (func in (Tensor.to, Tensor.type) and torch.float32 in args[1:]):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION, AttentionPlan, WholeSequencePlan
+from verbatim.models.experts import RouterPass, Routers
 from verbatim.models.refusal import refusing
 
 
@@ -43,8 +46,10 @@ class CausalLM:
         ModelError: a model whose logits are not its output head of its last hidden state; names it.
     """
 
-    def __init__(self, model: Any, calls: ModelCalls | None = None) -> None:
+    def __init__(self, model: Any, calls: ModelCalls | None = None, routers: Routers | None = None) -> None:
         self.model = model
+        self.routers = routers
+        """Of a mixture of experts whose passes may be router passes."""
         self.calls = calls or DirectCalls()
         self.config = model.config.get_text_config()
         self.backbone = model.base_model
@@ -72,19 +77,23 @@ class CausalLM:
         """Rows of the output head; ids are below this."""
         return int(self.output.weight.shape[0])
 
-    def hidden(self, input_ids_U: Tensor, position_ids_U: Tensor, plan: AttentionPlan) -> Tensor:
+    def hidden(
+        self, input_ids_U: Tensor, position_ids_U: Tensor, plan: AttentionPlan, router_pass: RouterPass | None = None
+    ) -> Tensor:
         """Last hidden states, [U, D], after the final norm. With `rows_alone`, a row begins at each position 0."""
         if not self.rows_alone:
-            return self._forward(input_ids_U, position_ids=position_ids_U[None], attention_plan=plan)
-        (starts,) = (position_ids_U == 0).nonzero(as_tuple=True)
-        lengths = torch.diff(starts, append=starts.new_tensor([len(input_ids_U)]))
-        rows = torch.split_with_sizes(input_ids_U, lengths.tolist())
-        return torch.cat([self._forward(row) for row in rows])
+            return self._forward(input_ids_U, router_pass, position_ids=position_ids_U[None], attention_plan=plan)
+        starts = [*(position_ids_U == 0).nonzero()[:, 0].tolist(), len(input_ids_U)]
+        return torch.cat([
+            self._forward(input_ids_U[start:stop], router_pass and router_pass.of(start, stop))
+            for start, stop in pairwise(starts)
+        ])  # fmt: skip
 
-    def _forward(self, input_ids_U: Tensor, **inputs: Any) -> Tensor:
-        hidden: Tensor = self.calls.run(
-            self.backbone, input_ids=input_ids_U[None], use_cache=False, **inputs
-        ).last_hidden_state[0]
+    def _forward(self, input_ids_U: Tensor, router_pass: RouterPass | None, **inputs: Any) -> Tensor:
+        with nullcontext() if self.routers is None else self.routers.during(router_pass):
+            hidden: Tensor = self.calls.run(
+                self.backbone, input_ids=input_ids_U[None], use_cache=False, **inputs
+            ).last_hidden_state[0]
         return hidden
 
     def logits(self, hidden_MD: Tensor) -> Tensor:

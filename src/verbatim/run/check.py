@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verbatim.config.schema import LoraConfig, RunConfig, TeacherConfig
+from verbatim.config.schema import RunConfig, TeacherConfig
 from verbatim.config.sections import BackendSettings, table_of
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.resolve import corpus
@@ -173,27 +173,39 @@ def _check_frozen(model: str, name: str, config: RunConfig) -> None:
         )
 
 
-def _check_adapters(config: RunConfig, lora: LoraConfig) -> None:
+def _check_trainer(config: RunConfig) -> None:
+    """What the trainer is asked for and cannot do with this model."""
+    lora, coefficient = config.trainer.lora, config.trainer.router_aux_loss_coef
+    if lora is not None:
+        model_config = _model_config(config)
+        from verbatim.trainer.lora import check_adapters
+
+        check_adapters(model_config, lora)
+    if coefficient:
+        model_config = _model_config(config)
+        from verbatim.trainer.router_loss import check_router_loss
+
+        check_router_loss(model_config)
+
+
+def _model_config(config: RunConfig) -> Any:
+    """Of `transformers`."""
     if config.model.name is not None:
-        find_source(config.model.name)
+        find_source(config.model.name)  # a folder or id that is not there is refused before torch is imported
     from transformers import AutoConfig, Qwen3Config
 
     from verbatim.models.refusal import refusing
-    from verbatim.trainer.lora import check_adapters
 
     if config.model.name is None:
         assert config.model.build is not None
-        check_adapters(Qwen3Config(num_hidden_layers=config.model.build.num_layers), lora)
-        return
+        return Qwen3Config(num_hidden_layers=config.model.build.num_layers)
     with refusing(f"the config.json of model {config.model.name!r} cannot be read"):
-        model_config = AutoConfig.from_pretrained(find_source(config.model.name))
-    check_adapters(model_config, lora)
+        return AutoConfig.from_pretrained(find_source(config.model.name))
 
 
 def _check_model(config: RunConfig, environments: Environments, data: Sequence[Conversation]) -> None:
     renderer = config.orchestrator.renderer.name
-    if config.trainer.lora is not None:
-        _check_adapters(config, config.trainer.lora)
+    _check_trainer(config)
     if config.model.name is None and renderer in _ANY_TEMPLATE:
         return
     if config.model.name is not None:

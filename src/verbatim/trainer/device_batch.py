@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verbatim.losses import LossInputs
 from verbatim.models.attention import AttentionPlan
+from verbatim.models.experts import RouterPass
 from verbatim.models.head import CausalLM
 from verbatim.trainer.attention.flex import BLOCK as FLEX_BLOCK
 from verbatim.trainer.attention.forest import forest_plan
@@ -111,6 +112,8 @@ class DeviceBatch(DeviceTargets):
         self.input_ids_T = ids(np.append(micro_batch.input_ids, np.zeros_like(padding))[mine])
         self.position_ids_T = ids(position_ids[mine])
         self.source_positions_M = ids(own.targets.source_positions) - mine.start
+        self.router_pass: RouterPass | None = None
+        """What happens at the routers of a mixture of experts."""
 
     @property
     def speaks(self) -> bool:
@@ -143,7 +146,7 @@ class DeviceBatch(DeviceTargets):
     def hidden(self, model: CausalLM) -> Tensor:
         """The hidden state that predicts each target, [M, D]."""
         assert self.host.is_rows or not model.rows_alone, "a tree for a model whose branches would run into each other"
-        hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, self.plan())
+        hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, self.plan(), self.router_pass)
         return hidden_TD.index_select(0, self.source_positions_M)
 
 

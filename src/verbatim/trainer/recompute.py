@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,15 +11,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verbatim.errors import ModelError
+from verbatim.models.experts import Routers
 from verbatim.trainer.offload import ActivationOffload
 
 
-def checkpoint_layers(model: Any, offload: ActivationOffload | None = None) -> None:
+def checkpoint_layers(model: Any, offload: ActivationOffload | None = None, routers: Routers | None = None) -> None:
     """Recompute each layer's activations in the backward pass, with dropout still off.
 
     Args:
         model: A model of `transformers`.
         offload: Keeps the inputs of the layers, all that is left to keep, off the device; None = they stay there.
+        routers: Those of a mixture of experts, which are recomputed as they were.
 
     Raises:
         ModelError: a model without such layers, or with dropout.
@@ -35,13 +37,16 @@ def checkpoint_layers(model: Any, offload: ActivationOffload | None = None) -> N
             f"{type(model).__name__} has {dropouts}: checkpointed layers would apply it, and train another policy than "
             "the one that sampled; set these to 0 in the model's config.json"
         )
+    again: dict[str, Any] = {} if routers is None else {"context_fn": routers.recomputed}
     for layer in layers:
-        layer._gradient_checkpointing_func = partial(_checkpoint, offload)
+        layer._gradient_checkpointing_func = partial(_checkpoint, offload, again)
         layer.gradient_checkpointing = True
         layer.training = True  # the layer alone, not the modules in it: transformers asks for it here
 
 
-def _checkpoint(offload: ActivationOffload | None, function: Callable[..., Any], *inputs: Any) -> Any:
+def _checkpoint(
+    offload: ActivationOffload | None, again: Mapping[str, Any], function: Callable[..., Any], *inputs: Any
+) -> Any:
     """The hooks see the inputs alone: inside, `checkpoint` has hooks of its own, which keep nothing."""
     with nullcontext() if offload is None else offload.hooks():
-        return checkpoint(function, *inputs, use_reentrant=False)
+        return checkpoint(function, *inputs, use_reentrant=False, **again)

@@ -23,6 +23,7 @@ from verbatim.trainer.device_batch import DeviceBatch, whole_trajectory
 from verbatim.trainer.logprobs import ChunkLogprobs, TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.parallel.ranks import Ranks
+from verbatim.trainer.router_loss import RouterLoss
 from verbatim.types import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class GradientPass:
     """Models that are not trained, by the name of the logprob stream that they give to the loss."""
     ranks: Ranks | None = None
     """The processes that share this optimizer step, each with micro-batches of its own."""
+    router_loss: RouterLoss | None = None
+    """Added to the loss; its value is a metric, and not part of the returned sum."""
     num_trained: int = 0
     """Targets whose gradient was taken, so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
@@ -73,6 +76,8 @@ class GradientPass:
         if self.ranks is not None:
             most_cut, most = self.ranks.most(most_cut, most)
         self._add_streams(batches, num_idle=most - len(batches))
+        if self.router_loss is not None:
+            self.metrics.add(*self.router_loss.measure(batches, self.ranks, num_idle=most - len(batches)))
         if self.loss.level == "token":
             for batch in batches:
                 self._backward(batch, partial(self._token_gradient, batch))

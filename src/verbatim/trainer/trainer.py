@@ -18,6 +18,7 @@ from torch import nn
 from verbatim.config.schema import TrainerConfig
 from verbatim.errors import RunStopped
 from verbatim.losses import Loss
+from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.packing import num_tokens
@@ -37,6 +38,7 @@ from verbatim.trainer.parallel.sequence import refuse_slices, sequence_group
 from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
 from verbatim.trainer.progress import read_progress, write_progress
 from verbatim.trainer.recompute import checkpoint_layers
+from verbatim.trainer.router_loss import router_loss
 from verbatim.trainer.sample_check import check_samples
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
@@ -125,13 +127,16 @@ class Trainer:
         self.model: Any = load_model(
             model_path, dtype=dtype, device=self.device, only_attention=config.packing == "tree", shards=self._sharding
         )
+        routers = find_routers(self.model)
         if config.gradient_checkpointing:
-            checkpoint_layers(self.model, activation_offload(self.device) if config.activation_offload else None)
-        self.lm = CausalLM(self.model, self._sharding)
+            offload = activation_offload(self.device) if config.activation_offload else None
+            checkpoint_layers(self.model, offload, routers)
+        self.lm = CausalLM(self.model, self._sharding, routers)
         refuse_rows_alone(self.lm, ranks)
         if sequence is not None:
             refuse_slices(self.lm, sequence.size)
         self._targets = TargetLogprobs(self.lm, config.logprob_chunk, self._autocast, sequence)
+        self._router_loss = router_loss(self._targets, config.router_aux_loss_coef)
 
     @property
     def packing(self) -> str:
@@ -148,7 +153,8 @@ class Trainer:
 
         Returns:
             `loss`, `grad_norm` (before clipping; mean over the optimizer steps), `lr` (of the last one), `entropy`,
-            `mismatch_kl`, `ref_kl` (with a reference), `trained_tokens` (targets whose gradient was taken),
+            `mismatch_kl`, `ref_kl` (with a reference), `router/aux_loss`, `router/load_max` and `router/entropy` (with
+            the load-balancing loss), `trained_tokens` (targets whose gradient was taken),
             `num_tokens` (computed), `num_micro_batches`, `num_optimizer_steps`, `packing/sample_tokens` (of the
             samples: what rows compute), `packing/repeated_tokens` (computed more than once because a tree was cut),
             `packing/tree` (share of the computed tokens that lay in trees), `packing/fallback` (1, where trees were
@@ -212,7 +218,7 @@ class Trainer:
         mine = metrics if self.ranks is None else MetricSums()
         gradients = GradientPass(
             lm=self._targets, loss=self.loss, denominator=denominator, metrics=mine, frozen=self._frozen.streams,
-            ranks=self.ranks,
+            ranks=self.ranks, router_loss=self._router_loss,
         )  # fmt: skip
         try:
             found = [(gradients.run(own), gradients.num_trained)] if self.ranks is None else self.ranks.agree(

@@ -1,0 +1,158 @@
+"""Finds the routers of a mixture of experts; a forward pass can watch what they choose, or choose for them.
+
+A router gives each token the logits of all experts, chooses the K largest by `topk`, and makes weights of their values.
+Where the choice is replaced, that `topk` returns other experts with their own values: the weights are still made from
+the router's logits, by the model's code, and have their gradient.
+
+Legend: T tokens of a forward pass, L layers with a router, E experts, K experts of a token, D decoder layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from verbatim.errors import ModelError
+from verbatim.models.tiny import decoder_layers
+
+Observer = Callable[[int, slice, Tensor, Tensor, Tensor], Tensor]
+"""`observe(router, tokens, logits_TE, weights_TK, experts_TK) -> weights_TK`: called with the results of a router for
+some tokens of the pass; the weights that it returns take the place of the router's. Routers have numbers from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choices:
+    """Experts that a pass uses instead of those that its routers would choose."""
+
+    experts_TDK: Tensor
+    """Integers [T, D, K]: of all decoder layers, those without a router included."""
+    known_T: Tensor
+    """Which tokens have them; the others' are chosen by the routers: bool [T]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouterPass:
+    """What happens at the routers in one forward pass."""
+
+    choices: Choices | None = None
+    observe: Observer | None = None
+    tokens: slice = field(default_factory=lambda: slice(None))
+    """Which tokens of the whole these are, where each row is a pass of its own."""
+
+    def of(self, start: int, stop: int) -> RouterPass:
+        """The same for a pass over some of its tokens."""
+        choices = self.choices
+        if choices is not None:
+            choices = Choices(experts_TDK=choices.experts_TDK[start:stop], known_T=choices.known_T[start:stop])
+        return replace(self, choices=choices, tokens=slice(start, stop))
+
+
+class Routers:
+    """The routers of a model. Its passes compute what they did before, but inside of `during`.
+
+    Args:
+        model: A `transformers` model; the forward functions of its routers are wrapped.
+        modules: Its routers, in the order of the layers.
+    """
+
+    def __init__(self, model: Any, modules: Sequence[nn.Module]) -> None:
+        self.name = type(model).__name__
+        self.num_layers = len(decoder_layers(model))
+        """D."""
+        self.layers = _layers(model, modules)
+        """The decoder layer of each router."""
+        own = [tuple(p.shape) for name, p in modules[0].named_parameters() if p.ndim == 2 and "lora_" not in name]
+        self.num_experts = max(own, key=_size)[0]
+        """E."""
+        self._now: RouterPass | None = None
+        for number, module in enumerate(modules):
+            module.forward = partial(self._forward, number, module.forward)
+
+    @contextmanager
+    def during(self, router_pass: RouterPass | None) -> Iterator[None]:
+        """For the forward passes inside; None = they are ordinary ones."""
+        before, self._now = self._now, router_pass
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def recomputed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For activation checkpointing: contexts of a forward pass and of its recomputation, which is the same pass."""
+        return nullcontext(), self.during(self._now)
+
+    def _forward(self, number: int, forward: Callable[..., tuple[Tensor, ...]], *args: Any, **kwargs: Any) -> Any:
+        now = self._now
+        if now is None:
+            return forward(*args, **kwargs)
+        with nullcontext() if now.choices is None else self._chosen(number, now.choices):
+            logits_TE, weights_TK, experts_TK, *rest = forward(*args, **kwargs)
+        if now.observe is not None:
+            weights_TK = now.observe(number, now.tokens, logits_TE, weights_TK, experts_TK)
+        return (logits_TE, weights_TK, experts_TK, *rest)
+
+    @contextmanager
+    def _chosen(self, number: int, choices: Choices) -> Iterator[None]:
+        experts_TK = choices.experts_TDK[:, self.layers[number]].long()
+        mode = _Choose(experts_TK, choices.known_T, self.num_experts)
+        with mode:
+            yield
+        if not mode.has_chosen:
+            raise ModelError(f"{self.name} does not choose {experts_TK.shape[1]} of {self.num_experts} experts by "
+                             "topk, so recorded experts cannot be replayed in it")  # fmt: skip
+
+
+def _layers(model: Any, modules: Sequence[nn.Module]) -> tuple[int, ...]:
+    place = {part: at for at, layer in enumerate(decoder_layers(model)) for part in layer.modules()}
+    return tuple(place.get(module, -1) for module in modules)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return shape[0] * shape[1]
+
+
+class _Choose(TorchFunctionMode):
+    """Replaces what a `topk` over all experts chooses; groups of experts are chosen by others."""
+
+    def __init__(self, experts_TK: Tensor, known_T: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._experts_TK, self._known_T, self._num_experts = experts_TK, known_T, num_experts
+        self.has_chosen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is not torch.topk and func is not Tensor.topk:
+            return found
+        scores_TE: Tensor = args[0]
+        if scores_TE.shape[-1] != self._num_experts or found.indices.shape != self._experts_TK.shape:
+            return found
+        self.has_chosen = True
+        indices_TK = torch.where(self._known_T[:, None], self._experts_TK, found.indices)
+        return torch.return_types.topk((scores_TE.gather(-1, indices_TK), indices_TK))
+
+
+def find_routers(model: Any) -> Routers | None:
+    """The routers of a mixture of experts; None of a dense model, and where they are not of the usual kind: one in a
+    decoder layer, apart from the experts, with logits as its first output."""
+    modules = router_modules(model)
+    layers = _layers(model, modules)
+    return Routers(model, modules) if layers and -1 not in layers and len(set(layers)) == len(layers) else None
+
+
+def router_modules(model: Any) -> list[nn.Module]:
+    """The modules whose first output `transformers` records as router logits, in the order of the layers."""
+    kinds = []
+    for module in model.modules():
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or []
+        kinds += recorded if isinstance(recorded, list) else [recorded]
+    if any(kind.index != 0 for kind in kinds):
+        return []
+    classes = tuple({kind.target_class for kind in kinds})
+    return [module for module in model.modules() if isinstance(module, classes)]

@@ -1,0 +1,183 @@
+"""Computes the load-balancing loss of a mixture of experts over a whole optimizer step.
+
+For each layer with a router, with `f_e` the share of the step's T tokens that expert e computes and `P_e` the mean of
+its router probability over them (Fedus et al. 2021, "Switch Transformers", equations 4 to 6):
+
+    loss = coefficient * mean over layers of  E * sum over e of  f_e * P_e
+
+It is K where all experts have the same load. `f` has no gradient, and `P` is a sum over tokens: once the f of the whole
+step is known, each micro-batch adds its own tokens' part, and no way of packing changes the sum. A forward pass over
+the step without a gradient finds it.
+
+A token counts once for each target that is predicted from it. So a prefix that samples share counts as often whether it
+is computed once or for each of them, padding does not count, and neither does a token from which nothing is trained.
+
+Legend: T tokens of a pass, M targets of the step, L layers with a router, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.models.experts import RouterPass, Routers, find_routers
+from verbatim.models.refusal import refusing
+from verbatim.trainer.device_batch import DeviceBatch
+from verbatim.trainer.logprobs import TargetLogprobs
+from verbatim.trainer.parallel.ranks import Ranks
+
+
+class RouterLoss:
+    """The load-balancing loss of one optimizer step: `measure` its micro-batches, then run their passes.
+
+    Args:
+        lm: Asks the model, which has routers.
+        coefficient: `trainer.router_aux_loss_coef`.
+    """
+
+    def __init__(self, lm: TargetLogprobs, coefficient: float) -> None:
+        assert lm.model.routers is not None
+        self._lm, self._coefficient = lm, coefficient
+        self._num_layers, self._num_experts = len(lm.model.routers.layers), lm.model.routers.num_experts
+        self._columns = [self._num_experts, self._num_experts, 1]
+        """What is summed over tokens for each layer: tokens and probabilities of each expert, and the entropy."""
+        self._slope_LE = torch.zeros(0)
+
+    @torch.no_grad()
+    def measure(
+        self, batches: Sequence[DeviceBatch], ranks: Ranks | None, *, num_idle: int = 0
+    ) -> tuple[dict[str, Tensor], float]:
+        """Find each expert's share of the optimizer step; later passes over the micro-batches have the loss's gradient.
+
+        Of several processes all call it, each with its own micro-batches; `num_idle` is how many more another one has.
+
+        Returns:
+            `router/aux_loss` (before the coefficient), `router/load_max` (of the expert with the most tokens, over the
+            mean of its layer; the largest of all layers) and `router/entropy` (of a token's probabilities, in nats; the
+            mean of layers and targets) of all processes, and the weight of these: the number of targets for rank 0, and
+            0 for the others.
+        """
+        device = self._lm.model.device
+        sums = torch.zeros(self._num_layers, sum(self._columns), dtype=torch.float64, device=device)
+        weights = [_weights(batch) for batch in batches]
+        for batch, weights_T in zip(batches, weights, strict=True):
+            _observing(batch, partial(self._add_up, sums, weights_T))
+            self._lm.hidden(batch)
+        for _ in range(num_idle):
+            self._lm.idle_pass()
+        if ranks is not None:
+            sums = ranks.total(sums.cpu()).to(device)
+        self._lm.model.calls.release()
+        counts_LE, probabilities_LE, entropy_L = sums.split_with_sizes(self._columns, dim=1)
+        num_targets = sum(len(batch) for batch in batches)
+        total = num_targets if ranks is None else int(ranks.total(torch.tensor([num_targets]))[0])
+        share_LE = counts_LE / total
+        self._slope_LE = self._coefficient * self._num_experts / (self._num_layers * total) * share_LE
+        for batch, weights_T in zip(batches, weights, strict=True):
+            _observing(batch, partial(self._attach, weights_T))
+        balance_L = self._num_experts / total * (share_LE * probabilities_LE).sum(1)
+        metrics = {"router/aux_loss": balance_L.mean(), "router/load_max": share_LE.max() / share_LE.mean(),
+                   "router/entropy": entropy_L.mean() / total}  # fmt: skip
+        return (metrics, total) if ranks is None or ranks.leads else ({}, 0)
+
+    def _add_up(
+        self, sums: Tensor, weights_T: Tensor, router: int, tokens: slice, logits_TE: Tensor, weights_TK: Tensor,
+        experts_TK: Tensor,
+    ) -> Tensor:  # fmt: skip
+        counted_T = weights_T[tokens]
+        counts_E, probabilities_E, entropy_1 = sums[router].split_with_sizes(self._columns)
+        log_TE = _log_probabilities(logits_TE).double()
+        counts_E.index_add_(0, experts_TK.flatten(), counted_T.repeat_interleave(experts_TK.shape[1]))
+        probabilities_E += counted_T @ log_TE.exp()
+        entropy_1 -= counted_T @ (log_TE.exp() * log_TE).sum(-1)
+        return weights_TK
+
+    def _attach(
+        self, weights_T: Tensor, router: int, tokens: slice, logits_TE: Tensor, weights_TK: Tensor, _: Tensor
+    ) -> Tensor:
+        if not torch.is_grad_enabled():
+            return weights_TK
+        probabilities_TE = _log_probabilities(logits_TE).exp()
+        slope_E = self._slope_LE[router].to(probabilities_TE.dtype)
+        term = weights_T[tokens].to(probabilities_TE.dtype) @ (probabilities_TE @ slope_E)
+        attached: Tensor = _Attach.apply(weights_TK, term)  # type: ignore[no-untyped-call]
+        return attached
+
+
+def _weights(batch: DeviceBatch) -> Tensor:
+    """How many targets each token predicts: float64 [T]."""
+    return torch.bincount(batch.source_positions_M, minlength=len(batch.input_ids_T)).double()
+
+
+def _observing(batch: DeviceBatch, observe: Any) -> None:
+    batch.router_pass = replace(batch.router_pass or RouterPass(), observe=observe)
+
+
+def _log_probabilities(logits_TE: Tensor) -> Tensor:
+    """In at least float32."""
+    return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)).log_softmax(-1)
+
+
+class _Attach(torch.autograd.Function):
+    """Its first argument; a backward pass that reaches it also adds the gradient of the second, a scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
+        ctx.save_for_backward(term)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (term,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(term)
+
+
+def router_loss(lm: TargetLogprobs, coefficient: float) -> RouterLoss | None:
+    """The load-balancing loss of a model; None where the coefficient is 0.
+
+    Raises:
+        ModelError: a dense model, or one whose class has no such loss in `transformers`.
+    """
+    if not coefficient:
+        return None
+    refuse_without_router_loss(lm.model.model, lm.model.routers)
+    return RouterLoss(lm, coefficient)
+
+
+def check_router_loss(model_config: Any) -> None:
+    """Refuse what `router_loss` would refuse, without weights: before a warm start, not after it.
+
+    Args:
+        model_config: The model's configuration, of `transformers`.
+
+    Raises:
+        ModelError: as `router_loss`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with refusing(f"a model of {type(model_config).__name__} cannot be made"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    refuse_without_router_loss(model, find_routers(model))
+
+
+def refuse_without_router_loss(model: Any, routers: Routers | None) -> None:
+    """Refuse a model that has no load-balancing loss.
+
+    Raises:
+        ModelError: a dense model, or one whose class has none in `transformers`.
+    """
+    if routers is None:
+        what = "it has no routers"
+    elif not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
+        what = "transformers has none for this class, whose experts are balanced by other means, or not at all"
+    else:
+        return
+    raise ModelError(f"trainer.router_aux_loss_coef asks for the load-balancing loss of {type(model).__name__}, but "
+                     f"{what}; leave it out")  # fmt: skip
