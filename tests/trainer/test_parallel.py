@@ -8,7 +8,7 @@ import parallel_jobs as jobs
 import pytest
 from parallel_ranks import crew
 from safetensors import safe_open
-from trainer_helpers import write_experts, write_llama
+from trainer_helpers import write_experts, write_llama, write_qwen_moe
 
 from verbatim.checkpoints import find_damage, seal
 from verbatim.errors import CheckpointError
@@ -134,6 +134,25 @@ def test_experts_are_loaded_by_rows_and_trained_as_by_one_process(two, tmp_path)
     assert max(found["gradient"]) < 1e-5
     two.run(jobs.save_in_small_files, str(model), str(tmp_path / "out"))
     assert jobs.same_weights(tmp_path / "out", model) == 0.0
+
+
+def expert_cases(model, **settings):
+    """Rows and trees, uneven micro-batches, a rank without work, whole trajectories, recomputed layers."""
+    settings = {"router_aux_loss_coef": 0.7, **settings}
+    return [
+        case(model, [["usual", 0], ["one", 5]], micro_batch_tokens=40, **settings),
+        case(model, [["shared", 0]], packing="tree", micro_batch_tokens=24, gradient_checkpointing=True, **settings),
+        case(model, [["shared", 3]], loss="gspo", packing="tree", micro_batch_tokens=24, **settings),
+        case(model, [["usual", 0]], optimizer_steps_per_batch=2, **settings),
+    ]
+
+
+def test_the_load_balancing_loss_of_two_processes_is_that_of_one(two, tmp_path):
+    model = write_qwen_moe(tmp_path / "experts")
+    cases = [*expert_cases(model), *expert_cases(model, parallel={"sequence": 2})[:2]]
+    for found in two.run(jobs.compare, cases):
+        assert_as_one(found)
+        assert all(metrics["router/aux_loss"] > 2 for metrics in found["metrics"])
 
 
 def test_bfloat16_has_the_gradient_of_one_up_to_its_rounding(two, qwen):
