@@ -35,6 +35,7 @@ ORDER = (
     ("trainer", "orchestrator"),
     ("doctor", "viewer", "envcheck"),
     ("run",),
+    ("plan",),
     ("cli",),
 )
 """Left to right: a package imports from rows above its own, never from below, and not from its neighbours in the

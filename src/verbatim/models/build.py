@@ -99,8 +99,14 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int, context_length: in
     )
 
 
-def random_model(build: BuildConfig, tokenizer: Any, seed: int) -> Any:
-    """A Qwen3 with tied embeddings and weights that depend on the seed only, in float32."""
+def build_config(
+    build: BuildConfig, vocab_size: int, *, end_of_turn: int | None = None, end_of_text: int | None = None
+) -> Qwen3Config:
+    """The configuration of the model that a `[model.build]` table describes.
+
+    Raises:
+        ModelError: the sizes are inconsistent.
+    """
     head_dim, rest = divmod(build.hidden_size, build.num_heads)
     if rest or head_dim % 2 or build.num_heads % build.num_kv_heads:
         raise ModelError(
@@ -108,9 +114,8 @@ def random_model(build: BuildConfig, tokenizer: Any, seed: int) -> Any:
             f"{build.num_kv_heads} do not fit; hidden_size must be an even multiple of num_heads, and num_heads a "
             "multiple of num_kv_heads, for example 128, 4 and 2"
         )
-    end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
+    return Qwen3Config(
+        vocab_size=vocab_size,
         hidden_size=build.hidden_size,
         intermediate_size=build.intermediate_size,
         num_hidden_layers=build.num_layers,
@@ -125,6 +130,12 @@ def random_model(build: BuildConfig, tokenizer: Any, seed: int) -> Any:
         eos_token_id=end_of_turn,
         pad_token_id=end_of_text,
     )
+
+
+def random_model(build: BuildConfig, tokenizer: Any, seed: int) -> Any:
+    """A Qwen3 with tied embeddings and weights that depend on the seed only, in float32."""
+    end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
+    config = build_config(build, len(tokenizer), end_of_turn=end_of_turn, end_of_text=end_of_text)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)

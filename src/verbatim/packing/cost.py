@@ -31,6 +31,9 @@ class CostModel:
     dense model of width 1,024."""
     per_target: float = 0.0
     """Cost of the head's products for one target."""
+    unit: float = 0.0
+    """Operations of the forward pass for a cost of 1: 2 for each parameter that a token meets in linear layers. 0 =
+    unknown."""
 
     def runs(self, begins: Int64, ends: Int64, num_targets: Int64) -> Float64:
         """Cost of the tokens at the positions from `begins` to `ends`, with so many targets: float64 like these."""
@@ -79,4 +82,5 @@ def model_cost(config: Any) -> CostModel:
     return CostModel(
         attention=tuple((reach, weight) for reach, weight in parts if weight),
         per_target=width * get("vocab_size", 0) / (linear * layers),
+        unit=2.0 * linear * layers,
     )

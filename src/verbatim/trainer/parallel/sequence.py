@@ -122,7 +122,7 @@ class SequencePlan:
     """
 
     def __init__(self, whole: AttentionPlan, group: SequenceGroup) -> None:
-        self._whole, self._group = whole, group
+        self.whole, self._group = whole, group
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
@@ -136,7 +136,7 @@ class SequencePlan:
         if call.sinks_H is not None:
             call = replace(call, sinks_H=call.sinks_H[self._group.slice(num_heads)])
         query, key, value = self._group.to_heads([query_BHTD, key_BKTD, value_BKTD])
-        return self._group.to_tokens(self._whole.attend(layer_index, query, key, value, call))
+        return self._group.to_tokens(self.whole.attend(layer_index, query, key, value, call))
 
 
 def sequence_group(ranks: Ranks | None, size: int) -> SequenceGroup | None:

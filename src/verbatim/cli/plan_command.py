@@ -1,0 +1,95 @@
+"""`verbatim plan FILE [--gpu NAME] [--gpus N]`: whether a run fits into memory, and how long a step takes.
+
+Nothing is trained and no weights are read: the trainer's step runs on fake tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from verbatim.cli import exit_status
+from verbatim.config import load_config
+from verbatim.config.schema import RunConfig
+from verbatim.errors import UsageError
+from verbatim.plain_console import PlainConsole
+from verbatim.run.tables import component_tables
+
+DOES_NOT_FIT = exit_status.STOPPED
+"""The status of a plan without room."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare FILE, --gpu, --gpus, --from-run, what is assumed, and --json."""
+    parser.epilog = f"exit status: 0 it fits, {DOES_NOT_FIT} it does not, 2 the trainer would refuse it"
+    parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
+    parser.add_argument("--gpu", metavar="NAME", help="4090, a100-40, a100-80, b200, h100, h200, l40s, or cpu for this "
+                        "machine; by default what this machine has")  # fmt: skip
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many there are; the trainer takes those that the "
+                        "sampler leaves, unless the file says how many")  # fmt: skip
+    parser.add_argument("--from-run", type=Path, metavar="FOLDER",
+                        help="a run whose trajectories are as long as those to come")  # fmt: skip
+    parser.add_argument("--utilisation", type=float, metavar="SHARE",
+                        help="of the devices' peak rate that is reached (0.3)")  # fmt: skip
+    parser.add_argument("--bandwidth-utilisation", type=float, metavar="SHARE",
+                        help="of their memory's bandwidth that is reached (0.6)")  # fmt: skip
+    parser.add_argument("--memory-share", type=float, metavar="SHARE",
+                        help="of their memory that tensors may take (0.9)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan.
+
+    Raises:
+        UsageError: an unknown device, too few devices, no trajectories, a share that is none; or what the trainer would
+            refuse: the model, more processes than it can use.
+    """
+    config = load_config(args.file, args.overrides, component_tables())
+    _check(args)
+    from verbatim.plan.as_json import plan_as_json
+    from verbatim.plan.batches import assumed_batch, batch_of_run
+    from verbatim.plan.changes import tried_changes
+    from verbatim.plan.devices import device_here, find_device
+    from verbatim.plan.placement import place
+    from verbatim.plan.predict import Assumptions, Case, model_source, predict
+    from verbatim.plan.show import show_plan
+
+    device = find_device(args.gpu) if args.gpu is not None else device_here(_has_cuda(config))
+    if not device.is_cuda and args.gpus is not None:
+        raise UsageError(f"--gpus {args.gpus} without --gpu: this machine has no CUDA device; say which ones, for "
+                         "example --gpu h100")  # fmt: skip
+    shares = {name: getattr(args, name) for name in ("utilisation", "bandwidth_utilisation", "memory_share")}
+    with model_source(config) as source:
+        plan = predict(Case(
+            config=config, source=source, device=device,
+            batch=assumed_batch(config) if args.from_run is None else batch_of_run(config, args.from_run),
+            placement=place(config, is_cuda=device.is_cuda, gpus=args.gpus),
+            assumed=Assumptions(**{name: share for name, share in shares.items() if share is not None}),
+        ))  # fmt: skip
+        changes = [] if plan.fits else tried_changes(plan)
+    if args.json:
+        json.dump(plan_as_json(plan, changes), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        show_plan(plan, changes, PlainConsole())
+    return exit_status.FINISHED if plan.fits else DOES_NOT_FIT
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("utilisation", "bandwidth_utilisation", "memory_share"):
+        share = getattr(args, name)
+        if share is not None and not 0 < share <= 1:
+            raise UsageError(f"--{name.replace('_', '-')} {share:g}: expected a share above 0, at most 1")
+    if args.gpus is not None and args.gpus < 1:
+        raise UsageError(f"--gpus {args.gpus}: expected how many devices there are, at least 1")
+
+
+def _has_cuda(config: RunConfig) -> bool:
+    if config.trainer.device == "cpu":
+        return False
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,142 @@
+"""Makes the batch that a plan is for: of an earlier run's trajectories, or as long as the configuration allows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from verbatim.config.schema import RunConfig
+from verbatim.errors import UsageError
+from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.trajectories import build
+from verbatim.types import TrainingSample, Trajectory, Turn
+
+PROMPT_SHARE = 0.25
+"""Of a trajectory's tokens, those of the prompt, where the turns could fill all of them."""
+_TRAJECTORIES = "trajectories.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedBatch:
+    """A batch, and what the sampler did for it."""
+
+    samples: Sequence[TrainingSample]
+    """What is trained."""
+    num_rollouts: int
+    """Trajectories."""
+    sampled_tokens: int
+    """Tokens that were drawn."""
+    prompt_tokens: int
+    """Tokens of contexts that were not drawn: each is read once."""
+    longest_sampled: int
+    """Tokens drawn in the longest trajectory, one after the other."""
+    mean_context: float
+    """Tokens before a drawn token."""
+    said: str
+    """Where the lengths are from."""
+    is_assumed: bool = True
+    """Whether they are as long as the configuration allows, and not those of a run."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(map(len, self.samples))
+
+
+def assumed_batch(config: RunConfig) -> PlannedBatch:
+    """Every rollout is as long as it may be: `orchestrator.seq_len`.
+
+    A prompt that its group shares, and turns of `max_tokens` sampled tokens that follow each other at once; the sampled
+    ones are at most three quarters of all.
+
+    Example: `seq_len = 2048`, 16 turns of up to 512 tokens: a prompt of 512, and three turns of 512.
+    """
+    orchestrator = config.orchestrator
+    length = orchestrator.seq_len
+    most = max((env.sampling or orchestrator.sampling).max_tokens * env.max_turns for env in orchestrator.train.env)
+    turn = max((env.sampling or orchestrator.sampling).max_tokens for env in orchestrator.train.env)
+    sampled = max(1, min(most, int(length * (1 - PROMPT_SHARE))))
+    turns = [min(turn, sampled - start) for start in range(0, sampled, turn)]
+    prompt = length - sampled
+    rng = np.random.default_rng(0)
+    vocabulary = _vocabulary(config)
+    trajectories = []
+    for group in range(orchestrator.batch_size // orchestrator.group_size):
+        opening = rng.integers(0, vocabulary, prompt, dtype=np.int32)
+        for number in range(orchestrator.group_size):
+            rest = rng.integers(0, vocabulary, sampled, dtype=np.int32)
+            trajectories.append(_trajectory(opening, rest, turns, f"{group}-{number}"))
+    shape = f"{len(turns)} turns of {turns[0]:,}" if len(turns) > 1 else f"one turn of {sampled:,}"
+    return _batch(
+        config, trajectories,
+        f"assumed: each of {len(trajectories):,} rollouts has orchestrator.seq_len = {length:,} tokens, a prompt of "
+        f"{prompt:,} that its group shares and {shape} sampled; --from-run FOLDER takes those of a run",
+    )  # fmt: skip
+
+
+def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
+    """The last trajectories of a run, as many as a batch has.
+
+    Raises:
+        UsageError: no run folder, or one without trajectories that can be trained.
+    """
+    path = run / _TRAJECTORIES if run.is_dir() else run
+    if not path.is_file():
+        raise UsageError(f"--from-run {run}: there is no {_TRAJECTORIES}; expected the folder of a run with "
+                         "monitor.save_trajectories = true, for example runs/NAME/latest")  # fmt: skip
+    kept: deque[Trajectory] = deque(maxlen=config.orchestrator.batch_size)
+    kept.extend(trajectory for _, trajectory in read_trajectories(path) if trajectory.error is None)
+    if not any(trajectory.num_sampled_tokens for trajectory in kept):
+        raise UsageError(f"--from-run {run}: {path} has no trajectory that could be trained")
+    few = f", which are fewer than the {config.orchestrator.batch_size:,} of a batch" if (
+        len(kept) < config.orchestrator.batch_size) else ""  # fmt: skip
+    found = _batch(config, kept, f"the last {len(kept):,} trajectories of {path}{few}")
+    return replace(found, is_assumed=False)
+
+
+def _vocabulary(config: RunConfig) -> int:
+    """A number of ids that every model has."""
+    return config.model.build.vocab_size if config.model.build is not None else 256
+
+
+def _trajectory(opening: np.ndarray, rest: np.ndarray, lengths: Sequence[int], name: str) -> Trajectory:
+    turns, start, context = [], 0, opening
+    for length in lengths:
+        completion = rest[start : start + length]
+        turns.append(Turn(prompt_ids=context, completion_ids=completion, logprobs=np.full(length, -1.0, np.float32)))
+        context = np.concatenate([context, completion])
+        start += length
+    return Trajectory(example_id=name, turns=tuple(turns), reward=1.0, advantage=1.0, trajectory_id=name)
+
+
+def _batch(config: RunConfig, trajectories: Iterable[Trajectory], said: str) -> PlannedBatch:
+    orchestrator = config.orchestrator
+    strategies = {env.trajectory_strategy or orchestrator.trajectory_strategy for env in orchestrator.train.env}
+    samples: list[TrainingSample] = []
+    sampled = prompt = longest = 0
+    contexts = 0.0
+    count = 0
+    for trajectory in trajectories:
+        count += 1
+        built = build(
+            trajectory, strategy=max(strategies, key=lambda name: name == "branching"), max_length=orchestrator.seq_len,
+            needs_logprobs=orchestrator.training_mode != "sft",
+        )  # fmt: skip
+        samples.extend(built.samples)
+        own = trajectory.num_sampled_tokens
+        sampled += own
+        longest = max(longest, own)
+        for turn in trajectory.turns:
+            contexts += len(turn.completion_ids) * (len(turn.prompt_ids) + len(turn.completion_ids) / 2)
+        prompt += max((len(turn.prompt_ids) + len(turn.completion_ids) for turn in trajectory.turns), default=own) - own
+    if not samples:
+        raise UsageError(f"no token of these {count} trajectories can be trained: they have no logprobs, or are "
+                         f"longer than orchestrator.seq_len = {orchestrator.seq_len}")  # fmt: skip
+    return PlannedBatch(
+        samples=samples, num_rollouts=count, sampled_tokens=sampled, prompt_tokens=max(0, prompt),
+        longest_sampled=longest, mean_context=contexts / max(1, sampled), said=said,
+    )  # fmt: skip

@@ -1,0 +1,108 @@
+"""Tries what makes a plan fit: each change by itself, then all of them, with the memory that each gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verbatim.config.schema import LoraConfig
+from verbatim.errors import UsageError
+from verbatim.plan.batches import assumed_batch
+from verbatim.plan.live_memory import LOGITS
+from verbatim.plan.placement import may_be_several
+from verbatim.plan.predict import Case, Plan, predict
+
+_SMALL_CHUNK = 256
+_LARGE_SHARE = 0.05
+"""Of the peak: logits below this are not worth a smaller chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something to type, and what it gives."""
+
+    typed: str
+    """As options."""
+    needed: int | None
+    """Bytes of the trainer's device; None where the trainer refuses it."""
+    fits: bool
+    """Whether that is enough."""
+    refused: str = ""
+    """Why, where it is refused."""
+
+
+def tried_changes(plan: Plan) -> list[Change]:
+    """The changes that apply to a plan, each measured as the plan was; together, those that keep what is trained."""
+    found: list[Change] = []
+    together, typed = plan.case, []
+    for change in _possible(plan):
+        found.append(_tried(change.typed, change.to(plan.case)))
+        if change.keeps_what_is_trained and not found[-1].refused:
+            together = change.to(together)
+            typed.append(change.typed)
+    if len(typed) > 1:
+        found.append(_tried(" ".join(typed), together))
+    return found
+
+
+@dataclass(frozen=True)
+class _Possible:
+    typed: str
+    to: Callable[[Case], Case]
+    keeps_what_is_trained: bool = True
+
+
+def _possible(plan: Plan) -> Iterator[_Possible]:
+    case = plan.case
+    trainer = case.config.trainer
+    if not trainer.gradient_checkpointing:
+        yield _Possible("--trainer.gradient-checkpointing true", _set(gradient_checkpointing=True))
+    if not trainer.activation_offload and case.device.is_cuda:
+        yield _Possible("--trainer.gradient-checkpointing true --trainer.activation-offload true",
+                        _set(gradient_checkpointing=True, activation_offload=True))  # fmt: skip
+    if trainer.dtype == "float32" and case.device.is_cuda:
+        yield _Possible("--trainer.dtype bfloat16", _set(dtype="bfloat16"))
+    fewer = max(case.batch.longest, plan.memory.most_tokens // 2)
+    if fewer < plan.memory.most_tokens:
+        yield _Possible(f"--trainer.micro-batch-tokens {fewer}", _set(micro_batch_tokens=fewer))
+    if trainer.logprob_chunk > _SMALL_CHUNK and plan.memory.parts[LOGITS] > _LARGE_SHARE * plan.memory.peak:
+        yield _Possible(f"--trainer.logprob-chunk {_SMALL_CHUNK}", _set(logprob_chunk=_SMALL_CHUNK))
+    if case.device.is_cuda and may_be_several(case.config, case.placement):
+        more = 2 * case.placement.processes
+        yield _Possible(f"--trainer.parallel.processes {more}", lambda c: replace(
+            c, placement=replace(c.placement, processes=more)))  # fmt: skip
+    if case.device.is_cuda and case.placement.processes > trainer.parallel.sequence == 1 and not plan.holds_longest:
+        share = case.placement.processes
+        yield _Possible(f"--trainer.parallel.sequence {share}",
+                        _set(parallel=trainer.parallel.model_copy(update={"sequence": share})))  # fmt: skip
+    if trainer.lora is None:
+        yield _Possible("--trainer.lora.r 32", _set(lora=LoraConfig()), keeps_what_is_trained=False)
+    if case.batch.is_assumed:
+        yield _Possible(f"--orchestrator.seq-len {case.config.orchestrator.seq_len // 2}", _shorter,
+                        keeps_what_is_trained=False)  # fmt: skip
+
+
+def _tried(typed: str, case: Case) -> Change:
+    try:
+        plan = predict(case)
+    except UsageError as error:
+        return Change(typed=typed, needed=None, fits=False, refused=str(error))
+    return Change(typed=typed, needed=plan.needed, fits=plan.fits)
+
+
+def _set(**keys: Any) -> Callable[[Case], Case]:
+    """Sets keys of `[trainer]`."""
+
+    def to(case: Case) -> Case:
+        trainer = case.config.trainer.model_copy(update=keys)
+        return replace(case, config=case.config.model_copy(update={"trainer": trainer}))
+
+    return to
+
+
+def _shorter(case: Case) -> Case:
+    orchestrator = case.config.orchestrator
+    half = orchestrator.model_copy(update={"seq_len": orchestrator.seq_len // 2})
+    config = case.config.model_copy(update={"orchestrator": half})
+    return replace(case, config=config, batch=assumed_batch(config))

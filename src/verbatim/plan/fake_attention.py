@@ -1,0 +1,57 @@
+"""Attention plans that compute nothing and take the memory of FlexAttention on CUDA, for steps on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.models.attention import AttentionCall, AttentionPlan
+from verbatim.trainer.attention.rows import RowsPlan
+from verbatim.trainer.attention.tree import TreePlan
+from verbatim.trainer.parallel.sequence import SequencePlan
+
+
+class FlexMemory:
+    """The `AttentionPlan` that has the inputs, outputs and saved tensors of `FlexPlan`. No values."""
+
+    def attend(
+        self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+    ) -> Tensor:
+        """A tensor of the attention output's shape, [1, U, H, E]."""
+        inputs = (x.to(value_BKTD.dtype).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
+        out: Tensor = _Flex.apply(*inputs)  # type: ignore[no-untyped-call]
+        if call.sinks_H is not None:
+            out = out * torch.sigmoid(call.sinks_H[:, None, None]).to(out.dtype)
+        return out.transpose(1, 2)
+
+
+class _Flex(torch.autograd.Function):
+    """Saves queries, keys, values, the output and a float32 for each query; its gradients are those of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty((*query.shape[:3], value.shape[3]))
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, lse = ctx.saved_tensors
+        delta = torch.empty_like(lse)
+        gradients = tuple(torch.empty_like(x) for x in (query, key, value))
+        del delta
+        return gradients
+
+
+def as_on_cuda(plan: AttentionPlan) -> AttentionPlan:
+    """The plan that takes the memory on CUDA of one that was made for a CPU."""
+    if isinstance(plan, TreePlan):
+        return FlexMemory()
+    if isinstance(plan, SequencePlan):
+        plan.whole = as_on_cuda(plan.whole)
+    if isinstance(plan, RowsPlan):
+        vars(plan)["_forest"] = FlexMemory()
+    return plan

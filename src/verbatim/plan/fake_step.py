@@ -1,0 +1,332 @@
+"""Takes optimizer steps on fake tensors, by the trainer's own code, and measures their memory on one process of many.
+
+What a process holds between operations is measured; what a kernel needs inside of an operation, and what an allocator
+keeps for later, is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from verbatim.config.schema import TrainerConfig
+from verbatim.errors import ModelError
+from verbatim.losses import Loss
+from verbatim.models.attention import ATTENTION, AttentionPlan
+from verbatim.models.head import CausalLM
+from verbatim.models.mixing import plan_attention
+from verbatim.models.refusal import refusing
+from verbatim.models.shards import empty_model
+from verbatim.models.tiny import tiny_copy
+from verbatim.plan.fake_attention import as_on_cuda
+from verbatim.plan.fake_ranks import FakeRanks, fake_ranks
+from verbatim.plan.live_memory import BATCH, GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, LiveMemory
+from verbatim.records.fields import REFERENCE as REFERENCE_STREAM
+from verbatim.trainer.device_batch import DeviceBatch
+from verbatim.trainer.frozen import base_under_adapters
+from verbatim.trainer.linear import use_onednn
+from verbatim.trainer.logprobs import TargetLogprobs
+from verbatim.trainer.lora import Adapters
+from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.offload import ActivationOffload
+from verbatim.trainer.optim import build_optimizer, clip_gradients
+from verbatim.trainer.packer import CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, StepPacker
+from verbatim.trainer.parallel.sequence import refuse_slices, sequence_group
+from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
+from verbatim.trainer.recompute import checkpoint_layers
+from verbatim.trainer.split import split_batch
+from verbatim.trainer.step import GradientPass
+from verbatim.types import MicroBatch, TrainingSample
+
+MOST_RUN = 2
+"""Micro-batches that are run, where a process has more of them: the one with the most targets, and the one with the
+most tokens, while gradients are there."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepCase:
+    """A step whose memory is asked for."""
+
+    source: str
+    """A folder or hub id in Hugging Face format; of a folder only the config.json is read."""
+    trainer: TrainerConfig
+    """The `[trainer]` table."""
+    loss: Loss
+    """What it resolved to."""
+    samples: Sequence[TrainingSample]
+    """The batch."""
+    processes: int = 1
+    """That train together."""
+    on_cuda: bool = False
+    """Whether they compute on CUDA devices."""
+    seq_len: int = 0
+    """Most tokens of a sample, if that is known."""
+    reference: str | None = None
+    """A folder or hub id of a model that is not trained; under adapters the one in training takes no memory for it.
+    None = without."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepMemory:
+    """What one process needs, in bytes: of all processes the one with the largest micro-batch."""
+
+    peak: int
+    """The most at one time, of a step after the first."""
+    parts: Mapping[str, int]
+    """The same by kind of tensor (`live_memory.KINDS`)."""
+    between_steps: int
+    """What is held while nothing is computed."""
+    num_parameters: int
+    """Of the whole model."""
+    num_trained: int
+    """Parameters that are trained."""
+    packing: str
+    """"rows" or "tree": how most of the tokens lie."""
+    dealt: Sequence[Sequence[MicroBatch]]
+    """The micro-batches of the optimizer step with the most tokens, by process, or by group of processes that share
+    each of them (`trainer.parallel.sequence`)."""
+    config: Any
+    """The text part of the model's `transformers` configuration."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the largest micro-batch."""
+        return max(map(_most_tokens, self.dealt))
+
+
+def measure(case: StepCase) -> StepMemory:
+    """Take two steps on fake tensors.
+
+    Raises:
+        ModelError: the trainer would refuse the model, or so many processes for it; or one whose rows are computed each
+            by itself, which fake tensors cannot tell apart.
+    """
+    with fake_ranks(case.processes) as ranks, contextlib.ExitStack() as stack:
+        model = _model(case.source)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        memory = LiveMemory(model.get_output_embeddings().weight.shape[0])
+        stack.enter_context(fake)
+        stack.enter_context(memory.running())
+        return _Step(case, model, ranks, fake, memory).measured()
+
+
+def _model(source: str) -> Any:
+    """The model without weights, whose attention follows plans."""
+    with refusing(f"the config.json of model {source!r} cannot be read"):
+        model = empty_model(source, torch.float32).eval()
+    other = plan_attention(tiny_copy(model))
+    if other is not None:
+        raise ModelError(f"{type(model).__name__} mixes tokens by {other}: each row is a pass of its own, whose memory "
+                         "verbatim plan cannot measure")  # fmt: skip
+    model.set_attn_implementation(ATTENTION)
+    return model
+
+
+class _FakeBatch(DeviceBatch):
+    """A micro-batch whose attention has the memory that it has on the device."""
+
+    on_cuda = False
+
+    def plan(self) -> AttentionPlan:
+        """The plan of one pass; its shapes depend on values, so it is made of real ones."""
+        with _disable_current_modes():
+            made = super().plan()
+        return as_on_cuda(made) if self.on_cuda else made
+
+
+@dataclass(frozen=True)
+class _FakeTargets(TargetLogprobs):
+    """Micro-batches are made of real values, because their shapes depend on these."""
+
+    on_cuda: bool = False
+
+    def batch(self, micro_batch: MicroBatch) -> DeviceBatch:
+        """A micro-batch, or this rank's slice of it."""
+        with _disable_current_modes():
+            batch = _FakeBatch(micro_batch, self.model.device, self.sequence)
+        batch.on_cuda = self.on_cuda
+        return batch
+
+
+class _Added:
+    """Low-rank adapters, which are tried on small copies that have values."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+
+    def inject(self, model: Any) -> None:
+        """Add them to a model whose parameters are on the meta device."""
+        with _disable_current_modes():
+            self._adapters.inject(model)
+
+    def hide(self) -> None:
+        """They stay: no folder is read."""
+
+
+class _Offload(ActivationOffload):
+    """What waits in host memory takes none here."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def hooks(self) -> saved_tensors_hooks:
+        """A context: of what autograd saves in it shape and dtype alone are kept."""
+        return saved_tensors_hooks(
+            lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1])
+        )
+
+
+class _Step:
+    """A trainer on fake tensors: the parts of `Trainer`, in its order, without what reads values."""
+
+    def __init__(
+        self, case: StepCase, model: Any, ranks: FakeRanks | None, fake: FakeTensorMode, memory: LiveMemory
+    ) -> None:
+        self._case, self._ranks, self._fake, self._memory = case, ranks, fake, memory
+        self._model = model
+        self._num_parameters = sum(p.numel() for p in model.parameters())
+        config = case.trainer
+        added = None if config.lora is None else _Added(Adapters(config.lora, base=case.source, seed=0, ranks=ranks))
+        self._sharding = None if ranks is None else Sharding(ranks, config.dtype, added=added)
+        if added is not None and ranks is None:
+            added.inject(model)
+        self._give_room(model, self._sharding)
+        if config.gradient_checkpointing:
+            checkpoint_layers(model, _Offload() if config.activation_offload else None)
+        self._autocast: Callable[[], Any] = contextlib.nullcontext
+        if config.dtype == "bfloat16":
+            self._autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+        self._lm = CausalLM(model, self._sharding)
+        refuse_rows_alone(self._lm, ranks)
+        self._sequence = sequence_group(ranks, config.parallel.sequence)
+        if self._sequence is not None:
+            refuse_slices(self._lm, self._sequence.size)
+        self._targets = self._asked(self._lm)
+        if not case.on_cuda:
+            use_onednn(model)
+        memory.mark(model.buffers(), WEIGHTS)
+        memory.mark(model.parameters(), WEIGHTS)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._notice_gradient)
+        self._frozen = self._load_frozen()
+        self._optimizer = build_optimizer(model, case.trainer.optim)
+
+    def _asked(self, lm: CausalLM) -> _FakeTargets:
+        return _FakeTargets(
+            lm, self._case.trainer.logprob_chunk, self._autocast, self._sequence, on_cuda=self._case.on_cuda
+        )
+
+    def _give_room(self, model: Any, sharding: Sharding | None) -> None:
+        for module in model.modules():
+            _fake_buffers(module, self._fake)
+        if sharding is None:
+            _make_room(model)
+        else:
+            sharding.apply(model, lambda: None)
+
+    def _load_frozen(self) -> dict[str, TargetLogprobs]:
+        case = self._case
+        if case.reference is None:
+            return {}
+        if case.trainer.lora is not None and case.reference == case.source:
+            return {REFERENCE_STREAM: base_under_adapters(self._targets)}
+        with _disable_current_modes():
+            model = _model(case.reference)
+        sharding = None if self._ranks is None else Sharding(self._ranks, case.trainer.dtype, trained=False)
+        self._give_room(model, sharding)
+        model.requires_grad_(False)
+        if not case.on_cuda:
+            use_onednn(model)
+        self._memory.mark(model.parameters(), REFERENCE)
+        return {REFERENCE_STREAM: self._asked(CausalLM(model, sharding))}
+
+    def _notice_gradient(self, parameter: Tensor) -> None:
+        self._memory.mark([parameter.grad], GRADIENTS)
+
+    def measured(self) -> StepMemory:
+        with _disable_current_modes():
+            dealt = self._deal()
+        run, missing = _largest(max(dealt, key=_most_tokens))
+        self._take_step(run[:1])  # the optimizer gets its state
+        self._memory.restart()
+        self._take_step(run)
+        parts = dict(self._memory.at_peak)
+        unseen = int(parts[BATCH] * missing)
+        parts[BATCH] += unseen
+        trees = sum(m.num_tokens for mine in dealt for m in mine if not m.is_rows)
+        return StepMemory(
+            peak=self._memory.peak + unseen, parts=parts, between_steps=self._memory.total,
+            num_parameters=self._num_parameters,
+            num_trained=sum(p.numel() for p in self._model.parameters() if p.requires_grad),
+            packing="tree" if 2 * trees > sum(m.num_tokens for mine in dealt for m in mine) else "rows",
+            dealt=dealt, config=self._lm.config,
+        )  # fmt: skip
+
+    def _deal(self) -> list[list[MicroBatch]]:
+        """The micro-batches of the largest optimizer step, by process."""
+        case = self._case
+        on_cpu = not case.on_cuda and case.loss.level == "token"
+        budget = case.trainer.micro_batch_tokens or (CPU_MICRO_BATCH_TOKENS if on_cpu else MICRO_BATCH_TOKENS)
+        config = case.trainer.model_copy(update={"micro_batch_tokens": budget})
+        packer = StepPacker(self._targets, config, case.loss, seq_len=case.seq_len, ranks=self._ranks)
+        if case.reference not in (None, case.source):
+            packer.suit(self._frozen[REFERENCE_STREAM].model, REFERENCE_STREAM, str(case.reference))
+        parts = split_batch(case.samples, case.trainer.optimizer_steps_per_batch)
+        return packer.deal(max(parts, key=lambda part: sum(map(len, part))))
+
+    def _take_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        gradients = GradientPass(
+            lm=self._targets, loss=self._case.loss, denominator=1, metrics=MetricSums(), frozen=self._frozen,
+            ranks=self._ranks,
+        )  # fmt: skip
+        gradients.run(micro_batches)
+        del gradients
+        if self._sharding is not None:
+            self._sharding.drop_unused()
+        clip_gradients(self._model, self._case.trainer.optim.max_grad_norm, self._ranks)
+        self._optimizer.step()
+        for state in self._optimizer.state.values():
+            self._memory.mark(state.values(), OPTIMIZER)
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def _most_tokens(micro_batches: Sequence[MicroBatch]) -> int:
+    return max((m.num_tokens for m in micro_batches), default=0)
+
+
+def _largest(micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], float]:
+    """Those that are run, the one with the most tokens last, when gradients are there; and the tokens of the others
+    over theirs."""
+    by_tokens = sorted(micro_batches, key=lambda m: m.num_tokens)
+    by_targets = max(micro_batches, key=lambda m: len(m.targets))
+    run = [m for m in by_tokens[-MOST_RUN:] if m is not by_targets][-(MOST_RUN - 1) :]
+    run = sorted([by_targets, *run], key=lambda m: m.num_tokens)
+    tokens = sum(m.num_tokens for m in run)
+    return run, sum(m.num_tokens for m in micro_batches) / tokens - 1
+
+
+def _fake_buffers(module: nn.Module, fake: FakeTensorMode) -> None:
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else fake.from_tensor(buffer)
+
+
+def _make_room(model: nn.Module) -> None:
+    """Put parameters from the meta device onto the device of the fake tensors. What is tied stays tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    room = torch.empty_like(parameter, device="cpu")
+                    made[parameter] = nn.Parameter(room, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]

@@ -1,0 +1,169 @@
+"""Counts the bytes of all tensors that are alive while operations run on fake tensors, and keeps the highest sum.
+
+A fake tensor has shape, dtype and lifetime of a real one, and no memory. torch's own tracker
+(`torch.distributed._tools`) refuses a module that is called several times before its backward pass, as the output head
+is here, once for each chunk of targets.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+ACTIVATIONS = "activations"
+BATCH = "batch"
+GATHERED = "gathered"
+GRADIENTS = "gradients"
+LOGITS = "logits"
+OPTIMIZER = "optimizer"
+REFERENCE = "reference"
+WEIGHTS = "weights"
+KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, REFERENCE, GATHERED, ACTIVATIONS, LOGITS, BATCH)
+"""What a tensor is: this process's parameters, its optimizer state, its gradients, a model that is not trained, weights
+and gradients on their way between processes, what the backward pass needs and what is between two operations,
+vocabulary-sized logits, and ids, places and masks of micro-batches."""
+
+_aten: Any = torch.ops.aten
+_c10d: Any = torch.ops.c10d
+_VALUES = {_aten.allclose.default, _aten.equal.default}
+
+
+@dataclass
+class _Storage:
+    kind: str
+    num_bytes: int
+
+
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs inside of a `FakeTensorMode`; to be entered after it.
+
+    Code that reads a value gets one with which it goes on: a number is 1, two tensors are equal, and a mask of one
+    dimension keeps everything.
+
+    Args:
+        vocab_size: The last size of a tensor of logits.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._vocab_size = vocab_size
+        self._known: Any = WeakIdKeyDictionary()
+        self._now = dict.fromkeys(KINDS, 0)
+        self._total = 0
+        self.peak = 0
+        """The highest sum since the last `restart`, in bytes."""
+        self.at_peak: dict[str, int] = {}
+        """The bytes of each kind at that time."""
+
+    @property
+    def total(self) -> int:
+        """What is alive now, in bytes."""
+        return self._total
+
+    def restart(self) -> None:
+        """Look for the highest sum from now on."""
+        self.peak, self.at_peak = self._total, dict(self._now)
+
+    def mark(self, tensors: Iterable[Tensor | None], kind: str) -> None:
+        """Say what these tensors are."""
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            found = self._count(local.detach().untyped_storage(), kind)
+            self._change(found.kind, -found.num_bytes)
+            found.kind = kind
+            self._change(kind, found.num_bytes)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count while the block runs, also what FSDP does to storages without an operation."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            out = resize(storage, size)
+            self.mark_storage(storage, GATHERED)
+            return out
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def mark_storage(self, storage: Any, kind: str) -> None:
+        """Say what a storage is, whose size may have changed."""
+        found = self._count(storage, kind)
+        self._change(found.kind, -found.num_bytes)
+        found.kind, found.num_bytes = kind, storage.nbytes()
+        self._change(kind, found.num_bytes)
+        self._look()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls again, with this process's rows
+        if func is _aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func in _VALUES:
+            return True
+        if func is _aten.index.Tensor:
+            args = (args[0], [_everything(index) for index in args[1]])
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(args):
+            if type(tensor) is Tensor:  # made outside: places, masks
+                self._count(tensor.untyped_storage(), BATCH)
+        if func is _c10d._allgather_base_.default:
+            self.mark([args[0]], GATHERED)
+        elif func is _c10d._reduce_scatter_base_.default:
+            self.mark([args[1]], GATHERED)
+        for tensor in _tensors(out if isinstance(out, tuple | list) else [out]):
+            is_logits = tensor.ndim == 2 and tensor.shape[1] == self._vocab_size
+            self._count(tensor.untyped_storage(), LOGITS if is_logits else ACTIVATIONS)
+        self._look()
+        return out
+
+    def _count(self, storage: Any, kind: str) -> _Storage:
+        known = self._known.get(storage)
+        if known is not None:
+            found: _Storage = known[0]
+            return found
+        found = _Storage(kind, storage.nbytes())
+        self._known[storage] = (found, weakref.ref(storage, self._forget(found)))
+        self._change(kind, found.num_bytes)
+        return found
+
+    def _forget(self, found: _Storage) -> Callable[[Any], None]:
+        return lambda _: self._change(found.kind, -found.num_bytes)
+
+    def _change(self, kind: str, num_bytes: int) -> None:
+        self._now[kind] += num_bytes
+        self._total += num_bytes
+
+    def _look(self) -> None:
+        if self._total > self.peak:
+            self.restart()
+
+
+def _everything(index: Any) -> Any:
+    """A mask as the indices of all its places; anything else as it is."""
+    if isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim == 1:
+        return torch.arange(len(index), device=index.device)
+    return index
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,0 +1,98 @@
+"""Says which devices a run's two sides take: as many as its file asks for, or as there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from verbatim.config.schema import RunConfig
+from verbatim.errors import UsageError
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.vllm.settings import VllmSettings
+from verbatim.plan.speed import Replicas
+from verbatim.run.rollouts import inference_settings
+
+VLLM_MEMORY_SHARE = 0.9
+"""Of a device's memory, where `gpu_memory_utilization` does not say."""
+_VLLM_SEQUENCES = 256
+"""Sequences that a server of vLLM decodes together at most, where its options do not say."""
+
+
+Where = Literal["own devices", "beside the trainer", "in turns with the trainer", "elsewhere"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which side computes where."""
+
+    processes: int
+    """Of the trainer, each on a device of its own."""
+    replicas: Replicas
+    """Of the sampler."""
+    where: Where
+    """Where the sampler is."""
+
+    @property
+    def sampler_devices(self) -> int:
+        """Devices that the sampler has for itself here."""
+        return self.replicas.count * self.replicas.devices_each if self.where == "own devices" else 0
+
+    @property
+    def devices(self) -> int:
+        """Devices that both take here."""
+        return self.processes + self.sampler_devices
+
+
+def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
+    """Where a run computes.
+
+    Args:
+        config: The run's configuration.
+        is_cuda: Whether the devices are CUDA devices; on a CPU both sides share the machine.
+        gpus: Devices that there are; the trainer takes those that the sampler leaves, unless the file says how many.
+            None = as many as the file asks for.
+
+    Raises:
+        UsageError: there are too few.
+    """
+    settings = inference_settings(config)
+    processes = config.trainer.parallel.processes
+    where: Where = "elsewhere"
+    if isinstance(settings, VllmSettings):
+        where = _where_is_vllm(settings)
+        replicas = Replicas(
+            count=len(settings.urls) or settings.replicas, devices_each=settings.tensor_parallel_size,
+            dtype=settings.dtype, most_sequences=_VLLM_SEQUENCES,
+            memory_share=settings.gpu_memory_utilization or VLLM_MEMORY_SHARE,
+        )  # fmt: skip
+    elif isinstance(settings, TorchSettings):
+        same = settings.device == config.trainer.device or not is_cuda
+        where = "elsewhere" if settings.urls else "beside the trainer" if same else "own devices"
+        replicas = Replicas(count=len(settings.urls) or 1, devices_each=1, dtype=settings.dtype,
+                            most_sequences=settings.max_batch_size, memory_share=1.0)  # fmt: skip
+    else:
+        replicas = Replicas(count=1, devices_each=1, dtype=settings.precision, most_sequences=_VLLM_SEQUENCES,
+                            memory_share=1.0)  # fmt: skip
+    if not is_cuda and where == "own devices":
+        where = "beside the trainer"
+    found = Placement(processes=processes, replicas=replicas, where=where)
+    if gpus is None:
+        return found
+    if found.devices > gpus:
+        raise UsageError(f"--gpus {gpus}, but the file asks for {found.devices}: {processes} for the trainer "
+                         f"(trainer.parallel.processes) and {found.sampler_devices} for the sampler; lower them, or "
+                         "plan for more")  # fmt: skip
+    if processes == 1 and may_be_several(config, found):
+        return Placement(processes=gpus - found.sampler_devices, replicas=replicas, where=where)
+    return found
+
+
+def may_be_several(config: RunConfig, placement: Placement) -> bool:
+    """Whether the trainer of this file may have several processes."""
+    return config.trainer.separate_process and placement.where != "in turns with the trainer"
+
+
+def _where_is_vllm(settings: VllmSettings) -> Where:
+    if settings.urls:
+        return "elsewhere"
+    return "in turns with the trainer" if settings.colocate else "own devices"

@@ -1,0 +1,188 @@
+"""Prints a plan for people: what was assumed, memory, bytes, seconds, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from verbatim.plan.changes import Change
+from verbatim.plan.devices import GIB
+from verbatim.plan.live_memory import (
+    ACTIVATIONS,
+    BATCH,
+    GATHERED,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    REFERENCE,
+    WEIGHTS,
+)
+from verbatim.plan.predict import Plan
+
+_KINDS: Mapping[str, str] = {
+    WEIGHTS: "weights",
+    OPTIMIZER: "optimizer state",
+    GRADIENTS: "gradients",
+    REFERENCE: "reference model",
+    GATHERED: "gathered from other processes",
+    ACTIVATIONS: "activations",
+    LOGITS: "logits of a chunk of targets",
+    BATCH: "ids and places of micro-batches",
+}
+
+
+def show_plan(plan: Plan, changes: Sequence[Change], console: Console) -> None:
+    """Print a plan, and the changes that were tried."""
+    for part in (_head(plan), _memory(plan), _speed(plan), _waiting(plan)):
+        console.print(part, soft_wrap=isinstance(part, str))
+    if plan.fits:
+        console.print(Text.assemble(("it fits", "bold green"), f": {_gib(plan.needed)} of {_gib(plan.usable)}"))
+        return
+    console.print(Text.assemble(("it does not fit", "bold red"), f": {problem(plan)}"))
+    if changes:
+        console.print(_changes(changes))
+
+
+def problem(plan: Plan) -> str:
+    """Why it does not fit, in a sentence."""
+    case, device = plan.case, plan.case.device.name
+    if plan.needed > plan.usable:
+        most = plan.tokens_that_fit
+        longest = case.batch.longest
+        said = f"{_gib(plan.needed)} are needed and {_gib(plan.usable)} can be used on {device}"
+        if not most:
+            return f"{said}; what is held between steps is too much already"
+        said += f"; micro-batches of about {most:,} tokens would fit"
+        if longest > most:
+            said += (f", and the longest trajectory has {longest:,}: lower orchestrator.seq_len, or have several "
+                     "processes share it (trainer.parallel.sequence)")  # fmt: skip
+        return said
+    return (f"the sampler needs {_gib(plan.sampler.weights)} for weights on each of its devices, which leaves no room "
+            "for keys and values: raise inference.vllm.tensor_parallel_size, or set inference.vllm.dtype = "
+            '"bfloat16"')  # fmt: skip
+
+
+def _head(plan: Plan) -> RenderableType:
+    case, memory = plan.case, plan.memory
+    config = case.config
+    trained = "all trained" if memory.num_trained == memory.num_parameters else f"{memory.num_trained:,} trained"
+    table = _grid()
+    name = config.model.name or "[model.build]"
+    table.add_row("model", f"{name}: {memory.num_parameters:,} parameters, {trained}")
+    table.add_row("trainer", f"{_times(case.placement.processes, case.device.name)}, {_how(plan)}")
+    table.add_row("sampler", f"{_sampler(plan)}")
+    table.add_row("lengths", case.batch.said)
+    assumed = case.assumed
+    table.add_row("assumed", f"{assumed.utilisation:.0%} of the peak rate of computing, "
+                             f"{assumed.bandwidth_utilisation:.0%} of the memory's bandwidth, "
+                             f"{assumed.memory_share:.0%} of the memory for tensors")  # fmt: skip
+    return table
+
+
+def _how(plan: Plan) -> str:
+    trainer, memory = plan.case.config.trainer, plan.memory
+    parts = [trainer.dtype, memory.packing]
+    if trainer.gradient_checkpointing:
+        parts.append("gradient checkpointing")
+    if trainer.lora is not None:
+        parts.append(f"adapters of rank {trainer.lora.r}")
+    passes = max(map(len, memory.dealt))
+    parts.append(f"{_count(passes, 'micro-batch', 'micro-batches')} of up to {memory.most_tokens:,} tokens")
+    return ", ".join(parts)
+
+
+def _sampler(plan: Plan) -> str:
+    placement = plan.case.placement
+    replicas = placement.replicas
+    each = f" of {replicas.devices_each} devices each" if replicas.devices_each > 1 else ""
+    return (f"{_count(replicas.count, 'replica', 'replicas')}{each}, {replicas.dtype}, {placement.where}; up to "
+            f"{_count(plan.sampler.in_flight, 'sequence', 'sequences')} in each")  # fmt: skip
+
+
+def _memory(plan: Plan) -> RenderableType:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    table.add_column("memory of the trainer's largest process" if plan.case.placement.processes > 1
+                     else "memory of the trainer")  # fmt: skip
+    table.add_column("GiB", justify="right")
+    for kind, said in _KINDS.items():
+        if plan.memory.parts.get(kind):
+            table.add_row(said, f"{plan.memory.parts[kind] / GIB:,.2f}")
+    table.add_row("at the highest point of a step", f"{plan.memory.peak / GIB:,.2f}", style="bold")
+    table.add_row("between steps", f"{plan.memory.between_steps / GIB:,.2f}", style="dim")
+    if not plan.case.device.is_cuda and plan.case.placement.processes > 1:
+        table.add_row(f"all {plan.case.placement.processes} processes on this machine",
+                      f"{plan.memory.peak * plan.case.placement.processes / GIB:,.2f}")  # fmt: skip
+    if plan.case.placement.where == "beside the trainer":
+        table.add_row("the sampler beside it: weights, keys and values",
+                      f"{(plan.sampler.weights + plan.sampler.cache) / GIB:,.2f}")  # fmt: skip
+    return table
+
+
+def _speed(plan: Plan) -> RenderableType:
+    trainer, sampler = plan.trainer, plan.sampler
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    table.add_column("a step")
+    table.add_column("seconds", justify="right")
+    table.add_column("")
+    exchange = ""
+    if trainer.exchange_seconds:
+        longer = "longer than" if trainer.exchange_seconds > trainer.compute_seconds else "beside"
+        exchange = f"; {_seconds(trainer.exchange_seconds)} s of exchange {longer} computing"
+    table.add_row("sampler", _seconds(sampler.seconds),
+                  f"{plan.case.batch.sampled_tokens:,} tokens, {sampler.tokens_per_second:,.0f} per second, bound by "
+                  f"{sampler.bound_by}")  # fmt: skip
+    table.add_row("trainer", _seconds(trainer.seconds),
+                  f"{trainer.tokens:,} tokens, {trainer.tokens_per_second:,.0f} per second{exchange}")  # fmt: skip
+    table.add_row("weights published", "", f"{_gib(plan.update_bytes)} in each step")
+    return table
+
+
+def _waiting(plan: Plan) -> str:
+    orchestrator, seconds = plan.case.config.orchestrator, plan.seconds
+    if plan.case.placement.where == "in turns with the trainer" or orchestrator.max_async_level == 0:
+        return f"One after the other: a step takes {_seconds(seconds['step'])} s.\n"
+    side = "trainer" if seconds["trainer_waits"] > 0 else "sampler"
+    ahead = _count(orchestrator.max_async_level, "batch", "batches")
+    return (f"At the same time: a step takes {_seconds(seconds['step'])} s, of which the {side} waits "
+            f"{_seconds(seconds[f'{side}_waits'])} s. Rollouts start with weights at most {ahead} old.\n")  # fmt: skip
+
+
+def _changes(changes: Sequence[Change]) -> RenderableType:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    table.add_column("with", overflow="fold")
+    table.add_column("GiB", justify="right")
+    table.add_column("")
+    for change in changes:
+        if change.needed is None:
+            table.add_row(change.typed, "", Text(f"refused: {change.refused}", style="dim"))
+        else:
+            said = Text("fits", style="bold green") if change.fits else Text("")
+            table.add_row(change.typed, f"{change.needed / GIB:,.2f}", said)
+    return table
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    return table
+
+
+def _times(count: int, name: str) -> str:
+    return f"{count} processes, each on one {name}" if count > 1 else f"1 process on {name}"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.2f} GiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"

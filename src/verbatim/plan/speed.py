@@ -1,0 +1,190 @@
+"""Predicts the seconds of a step: the trainer's from its operations, the sampler's from what each pass has to read.
+
+Rates are a device's peak times a stated utilisation. Tools, environments and the loading of weights take no time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verbatim.config.schema import TrainerConfig
+from verbatim.packing.cost import CostModel
+from verbatim.packing.deal import lock_step_time
+from verbatim.plan.batches import PlannedBatch
+from verbatim.plan.devices import Device
+from verbatim.types import MicroBatch
+
+WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a number."""
+FORWARD_AND_BACKWARD = 3.0
+"""The backward pass takes two products where the forward pass takes one."""
+BACKWARD_OF_ADAPTERS = 1.0
+"""Frozen weights have no gradient: one product."""
+OPTIMIZER_BYTES = 28
+"""Of each trained parameter in an optimizer step: AdamW reads weight, gradient and both moments, and writes all but the
+gradient; float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpeed:
+    """One step of the trainer, all its processes together."""
+
+    seconds: float
+    """Of a step."""
+    compute_seconds: float
+    """Of forward and backward passes, waiting for each other included."""
+    exchange_seconds: float
+    """Of gathering weights and reducing gradients, which overlaps with computing."""
+    optimizer_seconds: float
+    """Of reading and writing the optimizer's state."""
+    operations: float
+    """Of forward and backward passes."""
+    tokens: int
+    """That are computed."""
+    tokens_per_second: float
+    """These tokens, over the step's seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerSpeed:
+    """The rollouts of one step, on all replicas."""
+
+    seconds: float
+    """Of the rollouts of a batch."""
+    prefill_seconds: float
+    """Of reading prompts and tool results."""
+    decode_seconds: float
+    """Of drawing tokens."""
+    tokens_per_second: float
+    """Drawn tokens over the seconds."""
+    in_flight: int
+    """Sequences that a replica decodes together."""
+    bound_by: Literal["memory bandwidth", "compute", "the longest rollout"]
+    """What decides how long drawing takes."""
+    weights: int
+    """Bytes of the weights on each of a replica's devices."""
+    cache: int
+    """Bytes of the keys and values of these sequences on each of a replica's devices."""
+
+
+def trainer_speed(
+    dealt: Sequence[Sequence[MicroBatch]], cost: CostModel, config: TrainerConfig, device: Device, *,
+    num_parameters: int, num_trained: int, utilisation: float, num_forward_models: int = 0,
+) -> TrainerSpeed:  # fmt: skip
+    """A step of `optimizer_steps_per_batch` times these micro-batches.
+
+    Args:
+        dealt: The micro-batches of an optimizer step, by process or by group of `parallel.sequence` processes.
+        cost: What they cost.
+        config: The `[trainer]` table.
+        device: Of each process.
+        num_parameters: Of the whole model.
+        num_trained: Parameters that are trained.
+        utilisation: The share of the device's peak that forward and backward passes reach.
+        num_forward_models: Models that score the batch and are not trained.
+    """
+    passes = FORWARD_AND_BACKWARD if config.lora is None else 1 + BACKWARD_OF_ADAPTERS
+    passes += (1.0 if config.gradient_checkpointing else 0.0) + num_forward_models
+    costs = [[cost.micro_batch(m) for m in mine] for mine in dealt]
+    rate = device.flops[config.dtype] * utilisation
+    steps, share = config.optimizer_steps_per_batch, config.parallel.sequence
+    processes = len(dealt) * share
+    compute = steps * lock_step_time(costs) * cost.unit * passes / rate / share
+    exchange = 0.0
+    if processes > 1:
+        gathered = 2 * num_parameters * WIDTH[config.dtype] + num_trained * WIDTH["float32"]
+        num_passes = max(map(len, dealt))
+        exchange = steps * num_passes * gathered * (processes - 1) / processes / device.link
+    optimizer = steps * num_trained / processes * OPTIMIZER_BYTES / device.bandwidth
+    tokens = steps * sum(m.num_tokens for mine in dealt for m in mine)
+    seconds = max(compute, exchange) + optimizer
+    return TrainerSpeed(
+        seconds=seconds, compute_seconds=compute, exchange_seconds=exchange, optimizer_seconds=optimizer,
+        operations=steps * sum(map(sum, costs)) * cost.unit * passes, tokens=tokens, tokens_per_second=tokens / seconds,
+    )  # fmt: skip
+
+
+def cache_bytes_per_token(model_config: Any, width: int) -> float:
+    """Bytes of the keys and values of one token, in all layers that see every token; of others none.
+
+    Example: 28 layers of 8 key/value heads of 128 numbers in two bytes each: 2 x 28 x 8 x 128 x 2 = 114,688.
+    """
+
+    def get(name: str, default: int) -> int:
+        return int(getattr(model_config, name, None) or default)
+
+    heads, layers = get("num_attention_heads", 1), get("num_hidden_layers", 1)
+    size = get("head_dim", get("hidden_size", 1) // heads)
+    kinds = getattr(model_config, "layer_types", None) or ["full_attention"] * layers
+    everything = sum("sliding" not in kind for kind in kinds) if get("sliding_window", 0) else len(kinds)
+    return 2.0 * everything * get("num_key_value_heads", heads) * size * width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Where the sampler computes."""
+
+    count: int
+    """Replicas, each with all weights."""
+    devices_each: int
+    """Devices that share one replica's weights."""
+    dtype: str
+    """Number format of weights and cache."""
+    most_sequences: int
+    """Sequences that one replica decodes together at most."""
+    memory_share: float
+    """Share of a device's memory that it may take."""
+
+
+def sampler_speed(
+    batch: PlannedBatch, replicas: Replicas, cost: CostModel, model_config: Any, device: Device, *, num_parameters: int,
+    in_flight: int, utilisation: float, bandwidth_utilisation: float,
+) -> SamplerSpeed:  # fmt: skip
+    """The rollouts of a batch: a pass reads all weights once, and the cache of each sequence; or computes as long.
+
+    Args:
+        batch: What is drawn.
+        replicas: Where.
+        cost: Of the model.
+        model_config: Its `transformers` configuration.
+        device: Of the sampler.
+        num_parameters: Of the model.
+        in_flight: Episodes in flight, over all replicas.
+        utilisation: The share of the peak rate of computing that is reached.
+        bandwidth_utilisation: The same of the memory's bandwidth.
+    """
+    width, share = WIDTH[replicas.dtype], replicas.devices_each
+    weights = num_parameters * width / share
+    per_token = cache_bytes_per_token(model_config, width) / share
+    of_one = max(1.0, batch.mean_context * per_token)
+    room = max(0.0, device.memory * replicas.memory_share - weights)
+    sequences = max(1, min(replicas.most_sequences, -(-in_flight // replicas.count), int(room / of_one)))
+    rate = device.flops["float32" if replicas.dtype == "float32" else "bfloat16"] * utilisation
+    read = (weights + sequences * of_one) / (device.bandwidth * bandwidth_utilisation)
+    token = cost.unit * (1 + cost.per_target) / share
+    computed = sequences * token / rate
+    a_pass = max(read, computed)
+    passes = batch.sampled_tokens / (sequences * replicas.count)
+    alone = batch.longest_sampled * (weights + of_one) / (device.bandwidth * bandwidth_utilisation)
+    decode = max(passes * a_pass, alone)
+    bound_by: Any = "the longest rollout" if alone > passes * a_pass else (
+        "compute" if computed > read else "memory bandwidth")  # fmt: skip
+    prefill = batch.prompt_tokens * cost.unit / share / replicas.count / rate
+    return SamplerSpeed(
+        seconds=decode + prefill, prefill_seconds=prefill, decode_seconds=decode,
+        tokens_per_second=batch.sampled_tokens / (decode + prefill), in_flight=sequences, bound_by=bound_by,
+        weights=int(weights), cache=int(sequences * of_one),
+    )  # fmt: skip
+
+
+def step_seconds(trainer: float, sampler: float, *, level: int) -> Mapping[str, float]:
+    """A step's seconds, and how long each side waits in it: one after the other at level 0, else at the same time.
+
+    Example: a trainer of 3 s and a sampler of 5 s: 8 s, or 5 s in which the trainer waits for 2.
+    """
+    if level == 0:
+        return {"step": trainer + sampler, "trainer_waits": sampler, "sampler_waits": trainer}
+    step = max(trainer, sampler)
+    return {"step": step, "trainer_waits": step - trainer, "sampler_waits": step - sampler}
