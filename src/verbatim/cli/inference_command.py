@@ -127,7 +127,8 @@ async def _serve_vllm(
     """The replicas of [inference.vllm], each started again when it ends."""
     _refuse_taken_ports(args, _settings(config).replicas)
     processes = _make_processes(config, model, args, key)
-    console.print(f"starting {len(processes)} vLLM servers; their logs: {args.logs}", soft_wrap=True)
+    console.print(f"starting {len(processes)} vLLM {'server' if len(processes) == 1 else 'servers'}; logs: {args.logs}",
+                  soft_wrap=True)  # fmt: skip
     try:
         starting = asyncio.create_task(_start_all(processes, config))
         stopped = asyncio.create_task(stop.wait())
