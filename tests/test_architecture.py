@@ -36,7 +36,7 @@ ORDER = (
     ("doctor", "viewer", "envcheck"),
     ("run",),
     ("plan",),
-    ("cli",),
+    ("cli", "recipes"),
 )
 """Left to right: a package imports from rows above its own, never from below, and not from its neighbours in the
 row. Errors stand before the records that raise them; the command line starts everything, so it stands last."""

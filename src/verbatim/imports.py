@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import traceback
@@ -15,6 +16,8 @@ from verbatim.errors import ComponentError, UsageError
 from verbatim.texts import error_text
 from verbatim.user_code import is_ctrl_c
 
+MODULE_FOLDERS = "module_folders.json"
+"""The file of a run's folder that names the folders of its modules, where these are not the current one."""
 _BESIDE: list[str] = []
 """Folders of files that `search_beside` was given, for errors."""
 
@@ -87,11 +90,18 @@ def import_object(import_path: str) -> Any:
 def search_beside(file: Path) -> None:
     """Make the modules in the folder of a file importable, behind those of the current directory: a configuration
     names environments and plug-ins that lie beside it. Processes that this one starts find them too."""
-    folder, here = str(file.resolve().parent), _here()
-    if folder not in sys.path:
-        sys.path.insert(sys.path.index(here) + 1, folder)
-    if folder != here and folder not in _BESIDE:
-        _BESIDE.append(folder)
+    here, stored = _here(), file.parent / MODULE_FOLDERS
+    remembered: list[str] = json.loads(stored.read_text(encoding="utf-8")) if stored.is_file() else []
+    for folder in (*remembered, str(file.resolve().parent)):
+        if folder not in sys.path:
+            sys.path.insert(sys.path.index(here) + 1, folder)
+        if folder != here and folder not in _BESIDE:
+            _BESIDE.append(folder)
+
+
+def folders_beside() -> tuple[str, ...]:
+    """The folders that `search_beside` was given so far, the current one left out."""
+    return tuple(_BESIDE)
 
 
 def _here() -> str:

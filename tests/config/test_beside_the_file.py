@@ -52,3 +52,25 @@ def test_where_it_is_in_neither_both_are_named(project: Path):
     told = said(project.parent, "config", "project/run.toml")
     assert "there is no module 'beside_me'; looked in the current directory," in told
     assert f"beside the configuration, {project.resolve()}" in told
+
+
+def test_a_runs_folder_remembers_where_its_modules_lie(tmp_path: Path, monkeypatch):
+    """Its stored configuration names them, and is typed to resume."""
+    from datetime import datetime
+
+    from verbatim import imports
+    from verbatim.checkpoints import CONFIG, RunFolder
+    from verbatim.config import load_config
+
+    monkeypatch.setattr(imports, "_BESIDE", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "run.toml").write_text(RUN)
+    config = load_config(project / "run.toml")
+    with RunFolder.create(config, name="run", now=datetime.now(), root=tmp_path / "runs") as run:
+        stored = run.path / CONFIG
+    sys.path.remove(str(project))
+    imports._BESIDE.clear()
+    load_config(stored)
+    assert str(project) in sys.path

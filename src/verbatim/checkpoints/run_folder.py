@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import shlex
@@ -28,6 +29,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.config.secrets import redacted_at
 from verbatim.disk import keep_aside, make_folder, rename, sync, write_file
 from verbatim.errors import CheckpointError, ConfigError, UsageError
+from verbatim.imports import MODULE_FOLDERS, folders_beside
 from verbatim.machine_faults import naming
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,8 @@ class RunFolder:
             path = _make_stamped(root / name, now)
         folder = cls._open(path, ORCHESTRATOR, lambda found: found._store(dump_config(config)))
         folder._new, folder._stamped = True, config.run_dir is None
+        if folders := folders_beside():  # the stored configuration names modules that lie there
+            write_file(path / MODULE_FOLDERS, json.dumps(folders).encode())
         return folder
 
     @classmethod

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from pathlib import Path
 
 from verbatim.cli import exit_status
 from verbatim.config import dump_config, load_config
 from verbatim.orchestrator.staleness import capped_settings
 from verbatim.run.check import check_run
+from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
 from verbatim.texts import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
+    parser.add_argument("file", type=run_file, metavar="FILE", help="the run's TOML file, or a recipe's name")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,12 +16,13 @@ from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.evaluation import evaluate_model
 from verbatim.run.logs import log_to_console
+from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, --model and --out."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
+    parser.add_argument("file", type=run_file, metavar="FILE", help="the run's TOML file, or a recipe's name")
     parser.add_argument("--model", metavar="FOLDER", help="the model to measure, instead of the file's model.name")
     parser.add_argument("--out", type=Path, metavar="JSONL", help="write every trajectory there")
 

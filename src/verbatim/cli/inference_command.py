@@ -22,6 +22,7 @@ from verbatim.inference.pool.settings import ServerSettings
 from verbatim.machine_faults import describe
 from verbatim.plain_console import PlainConsole
 from verbatim.run.logs import log_to_console
+from verbatim.run.recipes import run_file
 from verbatim.run.rollouts import check_backend, inference_settings, make_sampler
 from verbatim.run.tables import component_tables
 
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, where to listen, and --install."""
     parser.epilog = "Ctrl-C ends it, with exit status 0"
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE", nargs="?", help="the run's TOML file; its [inference] says what is started")
+    add("file", type=run_file, metavar="FILE", nargs="?",
+        help="the run's TOML file, or a recipe's name; its [inference] says what is started")  # fmt: skip
     add("--install", type=Path, metavar="DIR", help="make a Python environment with vLLM in DIR, and do nothing else")
     add("--build", choices=("auto", "cuda", "cpu"), default="auto",
         help="with --install: which vLLM (auto: for CUDA where there is a driver)")

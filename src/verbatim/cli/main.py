@@ -34,6 +34,7 @@ COMMANDS = {
     "sft": ("verbatim.cli.sft_command", "train a model on conversations"),
     "eval": ("verbatim.cli.eval_command", "measure a model on environments"),
     "env": ("verbatim.cli.env_command", "check an environment without a model, or list the bundled ones"),
+    "recipes": ("verbatim.cli.recipes_command", "list the runs that come with the package, or copy one"),
     "rollout": ("verbatim.cli.rollout_command", "conversations with tools, over a chat server or as a run samples"),
     "serve": ("verbatim.cli.serve_command", "a model behind HTTP: token ids or chat completions"),
     "inference": ("verbatim.cli.inference_command", "only the inference backend of a run, for a run on another host"),

@@ -15,13 +15,14 @@ from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.execute import execute
 from verbatim.run.logs import log_to_console
+from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
 from verbatim.transport.mirror.server import Listen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, --resume and --trajectory-strategy."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
+    parser.add_argument("file", type=run_file, metavar="FILE", help="the run's TOML file, or a recipe's name")
     parser.add_argument("--resume", nargs="?", const=True, default=False, type=_folder, metavar="FOLDER",
                         help="continue a run: the latest one of this file, or the one in FOLDER")  # fmt: skip
     parser.add_argument("--trajectory-strategy", metavar="NAME",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from datetime import datetime
-from pathlib import Path
 
 from verbatim.checkpoints import RunFolder
 from verbatim.cli import exit_status
@@ -12,13 +11,14 @@ from verbatim.config import load_config
 from verbatim.errors import ConfigError
 from verbatim.plain_console import PlainConsole
 from verbatim.run.check import check_run
+from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
 from verbatim.run.trainer_ranks import follow_leader, is_led, open_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="a TOML file with a [warm_start] table")
+    parser.add_argument("file", type=run_file, metavar="FILE", help="a TOML file with a [warm_start] table")
 
 
 def run(args: argparse.Namespace) -> int:

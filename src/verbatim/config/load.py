@@ -55,8 +55,8 @@ def load_config(
             file and line (or the override) and key, what was found, what was expected and the nearest valid key.
     """
     path = Path(path)
-    text = _read(path)
     search_beside(path)
+    text = _read(path)
     document = _parse(text, path)
     places = Places(file=str(path), lines=line_numbers(text))
     overridden = _apply(document, parse_overrides(overrides), places)

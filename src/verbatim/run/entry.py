@@ -22,6 +22,7 @@ from verbatim.rollouts.main_loop import run_in_program
 from verbatim.run.execute import execute
 from verbatim.run.given_environments import environment_tables, keep_here, makers
 from verbatim.run.logs import log_for_a_while
+from verbatim.run.recipes import run_file
 from verbatim.run.result import RunResult, read_result
 from verbatim.run.tables import component_tables
 from verbatim.texts import shown
@@ -163,7 +164,7 @@ def _load(caller: str, config: Config, settings: Mapping[str, Any], environments
     tables = component_tables(environments)
     if isinstance(config, str | os.PathLike):
         return load_stored_config(
-            Path(config), lambda file: load_config(file, tables=tables, settings=settings, caller=caller)
+            run_file(config), lambda file: load_config(file, tables=tables, settings=settings, caller=caller)
         )
     if isinstance(config, RunConfig):
         config = config.model_dump(exclude_unset=True)
@@ -176,7 +177,7 @@ def _load(caller: str, config: Config, settings: Mapping[str, Any], environments
 def _name(config: Config, loaded: RunConfig) -> str:
     """The run's name where the configuration has none: the file's, or the first environment's."""
     if isinstance(config, str | os.PathLike):
-        return Path(config).stem
+        return run_file(config).stem
     return loaded.orchestrator.train.env[0].label.replace("/", "-")
 
 

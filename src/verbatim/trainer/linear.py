@@ -39,9 +39,13 @@ def product(a_RI: Tensor, b_OI: Tensor) -> Tensor:
 
 @cache
 def _faster_here() -> bool:
-    machine = torch.cpu.get_capabilities()
-    wide_amd = bool(machine.get("avx512_f")) and "AMD" in machine.get("cpu_name", "")
-    return wide_amd and bool(torch._C._has_mkldnn)
+    """Whether this machine gains from it, and this release of torch has the operator, which is a private one."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is None or not getattr(torch._C, "_has_mkldnn", False):
+        return False
+    machine = capabilities()
+    is_wide_amd = bool(machine.get("avx512_f")) and "AMD" in machine.get("cpu_name", "")
+    return is_wide_amd and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:

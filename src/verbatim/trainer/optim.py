@@ -50,7 +50,8 @@ def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks | None = None
     if ranks is None:
         torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in named], max_norm, norm)
     elif (scale := max_norm / (norm.item() + 1e-6)) < 1:
-        torch._foreach_mul_(grads, scale)
+        for grad in grads:
+            grad.mul_(scale)
     return float(norm)
 
 

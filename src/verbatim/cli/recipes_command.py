@@ -1,0 +1,42 @@
+"""`verbatim recipes` lists the runs that come with the package; `verbatim recipes copy NAME` copies one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.text import Text
+
+from verbatim.cli import exit_status
+from verbatim.errors import UsageError
+from verbatim.plain_console import PlainConsole
+from verbatim.run.recipes import about, copy_recipe, recipes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what to do, NAME and FOLDER."""
+    parser.epilog = "a recipe's name stands for its file: verbatim rl guess_number, verbatim config guess_number"
+    parser.add_argument("what", nargs="?", choices=("list", "copy"), default="list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to copy")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="FOLDER",
+                        help="where to (the current one)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, or copy.
+
+    Raises:
+        UsageError: no such recipe, or a file that is there already.
+    """
+    if args.overrides:
+        raise UsageError(f"verbatim recipes has no option {args.overrides[0]}")
+    console = PlainConsole()
+    if args.what == "copy":
+        if args.name is None:
+            raise UsageError(f"verbatim recipes copy: which one? There are {', '.join(recipes())}")
+        for path in copy_recipe(args.name, args.folder):
+            console.print(f"wrote {path}", soft_wrap=True)
+    else:
+        for name, path in recipes().items():
+            console.print(Text.assemble((name, "bold"), f": {about(path)}"), soft_wrap=True)
+    return exit_status.FINISHED

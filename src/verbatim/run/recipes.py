@@ -1,0 +1,60 @@
+"""Finds the recipes that come with the package: whole runs, by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+
+from verbatim.errors import UsageError
+
+
+def recipes() -> Mapping[str, Path]:
+    """The TOML file of each recipe, by its name.
+
+    >>> recipes()["guess_number"].name
+    'guess_number.toml'
+    """
+    folder = Path(str(files("verbatim").joinpath("recipes")))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def about(recipe: Path) -> str:
+    """The first comment of a recipe."""
+    return recipe.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+
+
+def run_file(given: str | os.PathLike[str]) -> Path:
+    """The file of a run: a path, or a recipe's name where there is no such file.
+
+    >>> run_file("no/such.toml").as_posix(), run_file("guess_number") == recipes()["guess_number"]
+    ('no/such.toml', True)
+    """
+    path = Path(given)
+    if path.exists() or path.suffix or len(path.parts) != 1:
+        return path
+    return recipes().get(path.name.replace("-", "_"), path)
+
+
+def copy_recipe(name: str, folder: Path) -> list[Path]:
+    """Copy a recipe, and the module of its name where it has one, into a folder; the files.
+
+    Raises:
+        UsageError: no such recipe, or a file that is there already.
+    """
+    found = recipes().get(name.removesuffix(".toml").replace("-", "_"))
+    if found is None:
+        near = get_close_matches(name, recipes(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(f"there is no recipe {name!r}{hint} There are {', '.join(recipes())}")
+    sources = [source for source in (found, found.with_suffix(".py")) if source.is_file()]
+    targets = [folder / source.name for source in sources]
+    for target in targets:
+        if target.exists():
+            raise UsageError(f"{target} exists; remove it, or name another folder: verbatim recipes copy {name} FOLDER")
+    folder.mkdir(parents=True, exist_ok=True)
+    for source, target in zip(sources, targets, strict=True):
+        target.write_bytes(source.read_bytes())
+    return targets

@@ -1,0 +1,51 @@
+"""Recipes are listed, copied, and stand for their files by name."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from verbatim.cli.main import main
+from verbatim.run.recipes import recipes, run_file
+
+
+def test_every_recipe_is_listed_with_its_first_comment(capsys):
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in listed] == sorted(recipes())
+    assert listed[0].startswith("guess_number: An agent learns binary search by calling a tool")
+
+
+def test_a_recipe_is_copied_with_its_module(tmp_path: Path, capsys):
+    assert main(["recipes", "copy", "parcel-desk", str(tmp_path / "mine")]) == 0
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["parcel_desk.py", "parcel_desk.toml"]
+    assert (tmp_path / "mine" / "parcel_desk.toml").read_text() == recipes()["parcel_desk"].read_text()
+    assert main(["recipes", "copy", "parcel_desk", str(tmp_path / "mine")]) == 2
+    assert "parcel_desk.toml exists; remove it, or name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("typed", "told"), [
+    (["copy"], "which one? There are guess_number"),
+    (["copy", "gues_number"], "there is no recipe 'gues_number'; did you mean guess_number?"),
+    (["list", "--json"], "verbatim recipes has no option --json"),
+])  # fmt: skip
+def test_what_cannot_be_copied_is_refused(typed: list[str], told: str, capsys):
+    assert main(["recipes", *typed]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_recipes_name_stands_for_its_file(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "guess-number", "--max-steps", "7"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["max_steps"] == 7
+
+
+def test_a_file_of_that_name_comes_first_and_other_paths_are_left_alone(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_file("guess_number") == recipes()["guess_number"]
+    assert run_file("guess_number.toml") == Path("guess_number.toml")
+    assert run_file("a/guess_number") == Path("a/guess_number")
+    Path("guess_number").mkdir()
+    assert run_file("guess_number") == Path("guess_number")
