@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e.test_lora_runs import DEMONSTRATED
 from e2e.test_parallel_runs import verbatim
 from e2e.tiny_runs import (
+    DEMONSTRATED,
     LOTS,
     SIZES,
     TOML,
