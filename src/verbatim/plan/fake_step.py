@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from verbatim.config.schema import TrainerConfig
@@ -116,7 +117,17 @@ def measure(case: StepCase) -> StepMemory:
         memory = LiveMemory(model.get_output_embeddings().weight.shape[0])
         stack.enter_context(fake)
         stack.enter_context(memory.running())
+        if case.on_cuda and case.trainer.dtype == "float32":
+            stack.enter_context(_float32_attention(model.config.get_text_config()))
         return _Step(case, model, ranks, fake, memory).measured()
+
+
+def _float32_attention(config: Any) -> contextlib.AbstractContextManager[None]:
+    """What `scaled_dot_product_attention` does on CUDA in float32 where query heads share keys: its flash kernel is for
+    16 bits, the other for as many keys as queries, so all scores are made."""
+    heads = getattr(config, "num_attention_heads", None)
+    shared = getattr(config, "num_key_value_heads", None) not in (None, heads)
+    return sdpa_kernel([SDPBackend.MATH]) if shared else contextlib.nullcontext()
 
 
 def _model(source: str) -> Any:

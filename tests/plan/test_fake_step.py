@@ -1,0 +1,101 @@
+"""Steps on fake tensors: what grows with what, and what takes no memory."""
+
+import pytest
+import torch
+from plan_helpers import groups, write_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from verbatim.config.schema import LoraConfig, ParallelConfig, TrainerConfig
+from verbatim.errors import ModelError
+from verbatim.losses import LOSSES
+from verbatim.plan.fake_step import StepCase, measure
+from verbatim.plan.live_memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, LiveMemory
+
+VOCAB = 1000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """3 layers of width 64, without weights."""
+    return write_model(tmp_path_factory.mktemp("model"), hidden_size=64, layers=3, vocab_size=VOCAB, weights=False)
+
+
+def planned(model, *, length=128, loss="default", on_cuda=False, reference=None, processes=1, **settings):
+    samples = groups(num_groups=2, group_size=4, length=length, shared=length // 2, vocab_size=VOCAB)
+    trainer = TrainerConfig(**{"packing": "rows", "micro_batch_tokens": 4 * length, **settings})
+    return measure(StepCase(
+        source=str(model), trainer=trainer, loss=LOSSES[loss], samples=samples, processes=processes, on_cuda=on_cuda,
+        reference=None if reference is None else str(reference),
+    ))  # fmt: skip
+
+
+def test_the_highest_sum_of_tensors_that_are_alive_is_kept():
+    memory = LiveMemory(vocab_size=7)
+    with FakeTensorMode(), memory.running():
+        kept = torch.empty(1000)
+        memory.mark([kept], WEIGHTS)
+        for _ in range(3):
+            a = torch.empty(500)
+            b = a * 2
+            del a, b
+        view = kept[:10]
+        del kept
+        assert memory.total == 4000 and memory.peak == 8000
+        assert memory.at_peak[WEIGHTS] == 4000 and memory.at_peak[ACTIVATIONS] == 4000
+        del view
+        assert memory.total == 0
+
+
+def test_what_a_process_holds_between_steps_is_its_share(model):
+    one, two = planned(model), planned(model, processes=2)
+    assert one.parts[OPTIMIZER] >= 8 * one.num_parameters
+    assert two.parts[OPTIMIZER] < 0.51 * one.parts[OPTIMIZER]
+    assert two.parts[WEIGHTS] < 0.51 * one.parts[WEIGHTS]
+    assert one.between_steps < one.peak
+
+
+def test_adapters_alone_have_gradients_and_a_state(model):
+    whole, adapted = planned(model), planned(model, lora=LoraConfig(r=4))
+    assert adapted.num_trained == 3 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 192))
+    assert adapted.parts[GRADIENTS] == 4 * adapted.num_trained
+    assert adapted.parts[WEIGHTS] == whole.parts[WEIGHTS] + 4 * adapted.num_trained
+
+
+@pytest.mark.slow
+def test_a_reference_has_weights_and_no_more_and_none_under_adapters(model):
+    found = planned(model, reference=model, loss="gspo")
+    assert found.parts[REFERENCE] == 4 * found.num_parameters
+    assert planned(model, reference=model, lora=LoraConfig(r=4)).parts[REFERENCE] == 0
+    shared = planned(model, reference=model, processes=2)
+    assert shared.parts[REFERENCE] == 2 * shared.num_parameters
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_micro_batch_have_half_of_its_activations(model):
+    alone = planned(model, length=512, micro_batch_tokens=1024, processes=2)
+    shared = planned(model, length=512, micro_batch_tokens=512, processes=2,
+                     parallel=ParallelConfig(processes=2, sequence=2))  # fmt: skip
+    assert [m.num_tokens for m in shared.dealt[0]] == 4 * [1024]
+    assert 0.45 < shared.parts[ACTIVATIONS] / alone.parts[ACTIVATIONS] < 0.55
+
+
+@pytest.mark.slow
+def test_float32_on_cuda_makes_all_scores_where_query_heads_share_keys(model):
+    float32 = planned(model, length=512, on_cuda=True).parts[ACTIVATIONS]
+    assert float32 - planned(model, length=512).parts[ACTIVATIONS] > 3 * 4 * 4 * 512 * 512 * 4  # layers, rows, heads
+    assert planned(model, length=512, on_cuda=True, dtype="bfloat16").parts[ACTIVATIONS] < float32 / 2
+
+
+@pytest.mark.slow
+def test_checkpointing_and_offload_keep_less(model):
+    plain = planned(model, on_cuda=True, dtype="bfloat16")
+    kept = planned(model, on_cuda=True, dtype="bfloat16", gradient_checkpointing=True)
+    moved = planned(model, on_cuda=True, dtype="bfloat16", gradient_checkpointing=True, activation_offload=True)
+    assert moved.peak < kept.peak < plain.peak
+
+
+def test_more_processes_than_the_model_can_use_are_refused(model):
+    with pytest.raises(ModelError, match=r"193 processes .* 192 rows to share out; use at most 192"):
+        planned(model, processes=193)
+    with pytest.raises(ModelError, match="sequence = 3 does not divide the 4 attention heads"):
+        planned(model, processes=3, parallel=ParallelConfig(processes=3, sequence=3))
