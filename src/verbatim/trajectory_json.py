@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.records.experts import experts_from_text, experts_to_text
 from verbatim.texts import cut
 from verbatim.types import ToolCall, Trajectory, Turn, TurnTiming
 
@@ -72,6 +73,10 @@ def why_not_json(value: Any) -> str | None:
 
 def _turn_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
     record = {f.name: getattr(turn, f.name) for f in dataclasses.fields(turn) if f.name != "path"}
+    if turn.routed_experts is None:
+        del record["routed_experts"]
+    else:
+        record["routed_experts"] = experts_to_text(turn.routed_experts)
     record["prompt"] = _prompt_to_json(turn, earlier)
     record["tool_calls"] = [dataclasses.asdict(call) for call in turn.tool_calls]
     record["timing"] = dataclasses.asdict(turn.timing) if turn.timing else None
@@ -89,6 +94,8 @@ def _turn_from_json(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
         "reward": _number(record["reward"]),
         "advantage": _number(record["advantage"]),
     }
+    if "routed_experts" in record:
+        fields["routed_experts"] = experts_from_text(record["routed_experts"])
     return Turn(**fields)
 
 

@@ -1,5 +1,6 @@
 """The records passed between stages, from example to micro-batch; import them from here."""
 
+from verbatim.records.experts import Experts, RoutedExperts
 from verbatim.records.fields import Bool, Float32
 from verbatim.records.identity import RolloutIdentity
 from verbatim.records.messages import (
@@ -24,6 +25,7 @@ __all__ = [
     "TRAJECTORY_KEYS",
     "Bool",
     "Example",
+    "Experts",
     "Float32",
     "FunctionCall",
     "Group",
@@ -34,6 +36,7 @@ __all__ = [
     "MicroBatch",
     "ParseStatus",
     "RolloutIdentity",
+    "RoutedExperts",
     "StopReason",
     "Targets",
     "ToolCall",

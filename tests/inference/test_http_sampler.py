@@ -8,14 +8,17 @@ import json
 import pickle
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
@@ -99,6 +102,47 @@ async def test_many_requests_at_a_time_get_the_ids_logprobs_and_versions_of_the_
     assert set(np.concatenate([c.policy_versions for c in over_http])) == {5}
     assert scored.dtype == np.float32
     assert scored.tobytes() == expected.tobytes()
+
+
+async def test_recorded_experts_come_over_http(tmp_path):
+    from verbatim.inference.embedded.engine import TorchSampler
+
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )).save_pretrained(tmp_path)  # fmt: skip
+    engine = TorchSampler(tmp_path, config=TorchSettings(device="cpu", deterministic=True), context_length=64,
+                          return_routed_experts=True)  # fmt: skip
+    asked = [request(*range(1, 9), seed=k, max_tokens=5) for k in range(3)]
+    asked.append(replace(asked[0], routed_experts_start=6))
+    try:
+        direct = [await engine.generate(r) for r in asked]
+        async with behind_http(engine) as client:
+            over_http = [await client.generate(r) for r in asked]
+    finally:
+        await engine.close()
+    for one, other, length in zip(direct, over_http, (12, 12, 12, 6), strict=True):
+        assert one.routed_experts.shape == (length, 2, 2)
+        assert one.routed_experts.dtype == other.routed_experts.dtype == np.uint8
+        assert np.array_equal(one.routed_experts, other.routed_experts)
+    assert np.array_equal(direct[0].routed_experts[6:], direct[3].routed_experts)
+
+
+def test_experts_of_other_tokens_are_no_answer():
+    asked = request(1, 2, 3)
+    found = Completion(ids=np.arange(2, dtype=np.int32), logprobs=None, policy_versions=None,
+                       stop_reason=StopReason.STOP, routed_experts=np.zeros((5, 1, 2), dtype=np.uint8))  # fmt: skip
+    with pytest.raises(ValueError, match="those of 5 tokens, expected those of 4"):
+        protocol.check_experts(found, asked)
+    cancelled = replace(found, stop_reason=StopReason.CANCELLED)
+    assert protocol.check_experts(cancelled, asked).routed_experts is None
+    for text in ("no base64", "AAAA", 7):
+        body = protocol.completion_body(replace(found, routed_experts=None), request_id="r", model="m", seed=0,
+                                        num_prompt_tokens=1, policy_version=0, logprobs=None)  # fmt: skip
+        body["choices"][0]["routed_experts"] = text
+        with pytest.raises(ValueError, match="routed_experts: "):
+            protocol.read_completion(body)
 
 
 async def test_hundreds_of_requests_are_in_flight_together():

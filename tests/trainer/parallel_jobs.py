@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from trainer_helpers import make_batch, make_sample, shared_prefixes
+from trainer_helpers import make_batch, make_sample, routed_samples, shared_prefixes
 from transformers import AutoModelForCausalLM
 
 from verbatim.config.schema import OptimConfig, TrainerConfig
@@ -45,6 +45,8 @@ def batch_of(kind, seed=0):
         return shared_prefixes(seed)
     if kind == "taught":
         return [_taught(sample, seed + i) for i, sample in enumerate(shared_prefixes(seed))]
+    if kind == "routed":
+        return routed_samples(0.8)
     if kind == "one":
         return [make_sample(9, "a", seed=seed)]
     if kind == "random":

@@ -147,6 +147,17 @@ def expert_cases(model, **settings):
     ]
 
 
+def test_two_processes_compute_with_the_recorded_experts(two, tmp_path):
+    model = write_qwen_moe(tmp_path / "experts")
+    cases = [
+        case(model, [["routed", 0]], packing="tree", micro_batch_tokens=24, router_aux_loss_coef=0.7),
+        case(model, [["routed", 0]], micro_batch_tokens=40, **SHARED),
+    ]
+    for found in two.run(jobs.compare, cases):
+        assert_as_one(found)
+        assert 0.5 < found["metrics"][0]["router/replayed"] < 1
+
+
 def test_the_load_balancing_loss_of_two_processes_is_that_of_one(two, tmp_path):
     model = write_qwen_moe(tmp_path / "experts")
     cases = [*expert_cases(model), *expert_cases(model, parallel={"sequence": 2})[:2]]

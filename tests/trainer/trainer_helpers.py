@@ -28,7 +28,7 @@ from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.step import GradientPass
-from verbatim.types import TrainingSample
+from verbatim.types import RoutedExperts, TrainingSample
 
 VOCAB = 61
 
@@ -123,6 +123,29 @@ def shared_prefixes(seed=0):
             made = make_sample(len(text), name, seed=len(samples), chunk=turn)
             samples.append(replace(made, token_ids=text))
             history = text[: len(text) - 1 - turn // 2]
+    return samples
+
+
+def random_experts(length, rng, known=1.0, layers=3):
+    """Two of five experts for each token but the last."""
+    chosen = np.stack([np.stack([rng.permutation(5)[:2] for _ in range(layers)]) for _ in range(length)])
+    is_known = rng.random(length) < known
+    is_known[-1] = False
+    return RoutedExperts(experts=(chosen * is_known[:, None, None]).astype(np.uint8), known=is_known)
+
+
+def routed_samples(known=1.0):
+    """Samples that share prefixes, with experts at random that no router would choose. Those of shared tokens are the
+    same, but for one trajectory, of which all are others."""
+    rng = np.random.default_rng(3)
+    by_prefix, samples = {}, []
+    for sample in shared_prefixes():
+        own = random_experts(len(sample), rng, known)
+        for at in range(len(sample) - 1):
+            key = (sample.trajectory_id == "b", sample.token_ids[: at + 1].tobytes())
+            experts, is_known = by_prefix.setdefault(key, (own.experts[at].copy(), bool(own.known[at])))
+            own.experts[at], own.known[at] = experts, is_known
+        samples.append(replace(sample, routed_experts=own))
     return samples
 
 

@@ -175,6 +175,7 @@ def _make_processes(
             settings, replica, model=model, port=args.port + replica, context_length=config.orchestrator.seq_len,
             logs=args.logs, host=args.host, api_key=key,
             adapter_rank=config.trainer.lora.r if config.trainer.lora is not None else None,
+            return_routed_experts=config.inference.return_routed_experts,
             uploads=uploads / f"replica_{replica}" if uploads is not None else None,
         )
         for replica in range(settings.replicas)

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-batch-size", type=int, default=64, metavar="N", help="sequences decoded together (64)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(float32)")
     add("--device", default="auto", help="(auto: CUDA where there is one)")
+    add("--return-routed-experts", action="store_true", help="with each completion, the experts that computed it")
     add("--deterministic", action="store_true", help="same request and seed: same bits, whatever else is in the batch")
     add("--threads", type=int, metavar="N", help="of matrix products on a CPU")
     add("--seed", type=int, metavar="N", help="makes the seeds of requests that bring none")
@@ -164,7 +165,8 @@ def _make_sampler(args: argparse.Namespace) -> Any:
     config = TorchSettings(max_batch_size=args.max_batch_size, dtype=args.dtype, device=args.device,
                            deterministic=args.deterministic, num_threads=args.threads)  # fmt: skip
     context = args.context_length or min(_CONTEXT, _positions(args.model))
-    return TorchSampler(args.model, config=config, context_length=context, num_threads=args.threads)
+    return TorchSampler(args.model, config=config, context_length=context, num_threads=args.threads,
+                        return_routed_experts=args.return_routed_experts)  # fmt: skip
 
 
 def _positions(model: str) -> int:

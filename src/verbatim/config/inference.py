@@ -19,5 +19,7 @@ class InferenceConfig(BackendSection):
     [inference.MySampler]."""
     on_weight_update: OnWeightUpdate = "recompute"
     """What happens to the key/value cache of sequences in flight when new weights arrive."""
+    return_routed_experts: bool = False
+    """Record which experts of a mixture compute each token, and train each token with the experts that sampled it."""
     canary_tolerance: PositiveFloat | None = None
     """Largest mean difference from the trainer's logprobs after a weight update; by default 1e-4, with bfloat16 0.1."""

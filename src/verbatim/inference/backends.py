@@ -25,6 +25,8 @@ class BackendInputs:
     """The backend's share of this machine's cores, for one that computes here; None = all of them."""
     on_weight_update: OnWeightUpdate = "recompute"
     """What happens to the key/value cache of sequences in flight when new weights arrive."""
+    return_routed_experts: bool = False
+    """Whether completions have the experts of a mixture that computed each token."""
     adapter_rank: int | None = None
     """Rank of the low-rank adapters that updates bring; None = they bring whole weights."""
     logs: Path | None = None

@@ -13,7 +13,7 @@ import numpy as np
 
 from verbatim.config.schema import COLDEST
 from verbatim.errors import EngineDead
-from verbatim.types import Float32, Int32, StopReason
+from verbatim.types import Experts, Float32, Int32, StopReason
 
 INT32_END = 2**31
 """Ids, counts and versions are below this."""
@@ -73,6 +73,8 @@ class SampleRequest:
     """Randomness is a function of (seed, position of the token in the whole sequence) only."""
     session: str = ""
     """Requests of one session share a growing prefix: a hint for prefix caching; may be empty."""
+    routed_experts_start: int = 0
+    """Tokens at the beginning of the prompt whose experts need not be returned, by a sampler that returns any."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,6 +93,9 @@ class Completion:
     """Seconds of waiting for a slot in the batch."""
     generated_seconds: float = 0.0
     """Seconds from then to the last token."""
+    routed_experts: Experts | None = None
+    """The experts that computed each token from `routed_experts_start` of the request on, but for the last one, which
+    is sampled and not computed: [N, D, K]. None = the engine returns none."""
     num_lost_tokens: int = 0
     """Tokens known to have been drawn for this request by replicas that were lost or whose weights were wrong. They are
     in no completion, and `ids` does not count them."""

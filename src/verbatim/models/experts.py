@@ -27,7 +27,7 @@ Observer = Callable[[int, slice, Tensor, Tensor, Tensor], Tensor]
 some tokens of the pass; the weights that it returns take the place of the router's. Routers have numbers from 0."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Choices:
     """Experts that a pass uses instead of those that its routers would choose."""
 
@@ -50,7 +50,7 @@ class RouterPass:
         """The same for a pass over some of its tokens."""
         choices = self.choices
         if choices is not None:
-            choices = Choices(experts_TDK=choices.experts_TDK[start:stop], known_T=choices.known_T[start:stop])
+            choices = Choices(choices.experts_TDK[start:stop], choices.known_T[start:stop])
         return replace(self, choices=choices, tokens=slice(start, stop))
 
 

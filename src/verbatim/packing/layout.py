@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verbatim.errors import UsageError
+from verbatim.records.experts import RoutedExperts
 from verbatim.records.samples import assert_same_streams
 from verbatim.types import Float32, Int32, Targets, TrainingSample
 
@@ -75,6 +77,26 @@ def first_fit_decreasing(items: Sequence[Sequence[Row]], sizes: Sequence[int], b
         bins[place].extend(item)
         free[place] -= size
     return bins
+
+
+def experts_of(rows: Sequence[Row], places: Sequence[NDArray[np.int64]], num_tokens: int) -> RoutedExperts | None:
+    """The recorded experts of a micro-batch's tokens; None where no row has any.
+
+    Args:
+        rows: The samples that are laid out.
+        places: For each row, where its tokens are in the micro-batch.
+        num_tokens: Of the micro-batch.
+    """
+    recorded = [(row.sample.routed_experts, at) for row, at in zip(rows, places, strict=True)]
+    first = next((routed.experts for routed, _ in recorded if routed is not None), None)
+    if first is None:
+        return None
+    found = RoutedExperts.of_none(num_tokens, first)
+    for routed, at in recorded:
+        if routed is not None:
+            assert routed.experts.shape[1:] == first.shape[1:], "experts of two models in one batch"
+            found.add(at[routed.known], routed.experts[routed.known])
+    return found
 
 
 def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids: tuple[str, ...]) -> Targets:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verbatim.packing.layout import Row, first_fit_decreasing, rows_of, targets_of
+from verbatim.packing.layout import Row, experts_of, first_fit_decreasing, rows_of, targets_of
 from verbatim.types import MicroBatch, TrainingSample
 
 
@@ -66,4 +66,5 @@ def lay_rows(rows: Sequence[Row]) -> MicroBatch:
         targets=targets_of(rows, sources=sources, trajectory_ids=tuple(whole)),
         trajectory_ids=tuple(whole),
         trajectory_lengths=np.array(list(whole.values()), dtype=np.int32),
+        routed_experts=experts_of(rows, np.split(index.astype(np.int64), ends[:-1]), int(ends[-1])),
     )

@@ -10,7 +10,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.packing.layout import Row, first_fit_decreasing, rows_of, targets_of, token_order
+from verbatim.packing.layout import Row, experts_of, first_fit_decreasing, rows_of, targets_of, token_order
+from verbatim.records.experts import same_routing
 from verbatim.token_tree import common_prefix_length
 from verbatim.types import Int32, MicroBatch, TrainingSample
 
@@ -90,9 +91,22 @@ def _ids(order: bytes) -> Int32:
 
 
 def shared_tokens(rows: Sequence[Row]) -> Int64:
-    """Tokens that each row shares with the one before it; 0 for the first: int64."""
-    ids = [row.sample.token_ids for row in rows]
-    return np.array([0, *map(common_prefix_length, ids, ids[1:])][: len(ids)], dtype=np.int64)
+    """Tokens that each row shares with the one before it; 0 for the first: int64.
+
+    Tokens that recorded experts computed are shared only where the experts are the same. No experts are recorded of a
+    sample's last token, from which nothing is predicted: it is shared with any.
+    """
+    samples = [row.sample for row in rows]
+    return np.array([0, *map(_shared, samples, samples[1:])][: len(rows)], dtype=np.int64)
+
+
+def _shared(one: TrainingSample, other: TrainingSample) -> int:
+    count = common_prefix_length(one.token_ids, other.token_ids)
+    if one.routed_experts is None and other.routed_experts is None:
+        return count
+    compared = min(count, len(one) - 1, len(other) - 1)
+    same = same_routing(one.routed_experts, other.routed_experts, compared)
+    return count if same == compared else same
 
 
 def _by_trajectory(rows: Sequence[Row]) -> list[Row]:
@@ -170,12 +184,13 @@ def lay_tree(rows: Sequence[Row], num_repeated_tokens: int) -> MicroBatch:
     total = int(new.sum())
     path = np.empty(int(lengths.max()), dtype=np.int32)
     ends = np.full(total, total, dtype=np.int32)
-    sources, deepest = [], 0
+    sources, places, deepest = [], [], 0
     for row, length, common, begin in zip(rows, lengths.tolist(), shared.tolist(), begins.tolist(), strict=True):
         ends[path[common:deepest]] = begin  # the branch that this sample leaves
         path[common:length] = np.arange(begin, begin + length - common)
         deepest = length
         sources.append(path[np.flatnonzero(row.sample.loss_mask) - 1])
+        places.append(path[:length].astype(np.int64))
     whole = {row.sample.trajectory_id: row.trajectory_length for row in rows}
     index = np.arange(total, dtype=np.int32)
     return MicroBatch(
@@ -186,6 +201,7 @@ def lay_tree(rows: Sequence[Row], num_repeated_tokens: int) -> MicroBatch:
         targets=targets_of(rows, sources=sources, trajectory_ids=tuple(whole)),
         trajectory_ids=tuple(whole),
         trajectory_lengths=np.array(list(whole.values()), dtype=np.int32),
+        routed_experts=experts_of(rows, places, total),
         is_rows=not shared.any(),
         num_repeated_tokens=num_repeated_tokens,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from verbatim.records.experts import RoutedExperts
 from verbatim.records.fields import Float32
 from verbatim.token_tree import Int32
 
@@ -67,6 +68,8 @@ class MicroBatch:
     """The trajectories that have targets here."""
     trajectory_lengths: Int32
     """Tokens of each of them, all its samples laid one after the other: int32 [len(trajectory_ids)]."""
+    routed_experts: RoutedExperts | None = None
+    """The experts of a mixture that compute the U tokens, where they were recorded; None = of none they were."""
     is_rows: bool = True
     """Whether every tree is a path, which attention kernels for rows may rely on."""
     num_repeated_tokens: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from verbatim.records.experts import RoutedExperts
 from verbatim.records.fields import NO_STREAMS, TEACHER, Bool, Float32, fill, read_only
 from verbatim.token_tree import Int32
 
@@ -37,6 +38,8 @@ class TrainingSample:
     """float32 [L]; 1 outside the mask."""
     logprob_streams: Mapping[str, Float32]
     """Logprobs that other models give to the tokens under the mask, by the model's role ("teacher"): float32 [L]."""
+    routed_experts: RoutedExperts | None = None
+    """The experts of a mixture that computed its tokens when it was sampled, of L tokens; None = not recorded."""
     trajectory_id: str = ""
     """The trajectory it comes from."""
     group_id: str = ""
@@ -50,7 +53,8 @@ class TrainingSample:
     def __init__(
         self, *, token_ids: Int32, loss_mask: Bool, logprobs: Float32, advantages: Float32, chunk_ids: Int32,
         policy_versions: Int32, temperatures: Float32, teacher_logprobs: Float32 | None = None,
-        logprob_streams: Mapping[str, Float32] = NO_STREAMS, trajectory_id: str = "", group_id: str = "",
+        logprob_streams: Mapping[str, Float32] = NO_STREAMS, routed_experts: RoutedExperts | None = None,
+        trajectory_id: str = "", group_id: str = "",
         env: str = "", part: int = -1,
     ) -> None:  # fmt: skip
         streams = dict(logprob_streams)
@@ -60,11 +64,12 @@ class TrainingSample:
                                        temperatures), strict=True))  # fmt: skip
         for name, array in (*arrays.items(), *streams.items()):
             assert array.shape == token_ids.shape, f"{name}: {array.shape} != {token_ids.shape}"
+        assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
         assert not (len(loss_mask) and loss_mask[0]), "the first token has no context to be trained in"
         fill(
             self, **{name: read_only(array) for name, array in arrays.items()},
-            logprob_streams={name: read_only(array) for name, array in streams.items()}, trajectory_id=trajectory_id,
-            group_id=group_id, env=env, part=part,
+            logprob_streams={name: read_only(array) for name, array in streams.items()},
+            routed_experts=routed_experts, trajectory_id=trajectory_id, group_id=group_id, env=env, part=part,
         )  # fmt: skip
 
     def __len__(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verbatim.errors import RecordError
+from verbatim.records.experts import Experts, as_experts
 from verbatim.records.fields import Float32, as_number, fill
 from verbatim.records.messages import ParseStatus, StopReason, ToolCall
 from verbatim.token_tree import LARGEST_ID, Ids, Int32, TokenPath, TokenTree, as_ids
@@ -54,6 +55,9 @@ class Turn:
     """Logprob of each completion id under the distribution that was sampled from: float32 [C]; None = missing."""
     policy_versions: Int32 | None = None
     """The policy version that sampled each completion id: int32 [C]; None = unknown."""
+    routed_experts: Experts | None = None
+    """The experts that computed the N tokens before the last one, which is sampled and not computed: [N, D, K]. Of the
+    tokens before those, earlier turns know them. None = not recorded."""
     stop_reason: StopReason = StopReason.STOP
     """Why the completion ended."""
     temperature: float = 1.0
@@ -80,10 +84,10 @@ class Turn:
     def __init__(
         self, *, completion_ids: Ids, prompt_ids: Ids | None = None, path: TokenPath | None = None,
         logprobs: Float32 | Sequence[float] | None = None, policy_versions: Int32 | Sequence[int] | None = None,
-        stop_reason: StopReason = StopReason.STOP, temperature: float = 1.0, reward: float | None = None,
-        advantage: float | None = None, state_key: str | None = None, agent: str = "main",
-        parse_status: ParseStatus = "ok", tool_calls: Iterable[ToolCall] = (), timing: TurnTiming | None = None,
-        trained: bool = True, attachments: None = None,
+        routed_experts: Experts | None = None, stop_reason: StopReason = StopReason.STOP, temperature: float = 1.0,
+        reward: float | None = None, advantage: float | None = None, state_key: str | None = None,
+        agent: str = "main", parse_status: ParseStatus = "ok", tool_calls: Iterable[ToolCall] = (),
+        timing: TurnTiming | None = None, trained: bool = True, attachments: None = None,
     ) -> None:  # fmt: skip
         if (prompt_ids is None) == (path is None):
             raise TypeError("a turn takes either prompt_ids or path")
@@ -101,6 +105,7 @@ class Turn:
             self, path=path, completion_ids=completion,
             logprobs=None if logprobs is None else _as_logprobs(logprobs, count),
             policy_versions=None if policy_versions is None else _as_versions(policy_versions, count),
+            routed_experts=None if routed_experts is None else as_experts(routed_experts, path.length - 1),
             stop_reason=StopReason(stop_reason), temperature=temperature, reward=as_number(reward, "reward"),
             advantage=as_number(advantage, "advantage"), state_key=state_key, agent=agent, parse_status=parse_status,
             tool_calls=tuple(tool_calls), timing=timing, trained=trained, attachments=attachments,

@@ -129,6 +129,7 @@ class AgentLoop(EpisodeLoop):
             params=params if params.max_tokens <= room else dataclasses.replace(params, max_tokens=room),
             seed=derive_seed(self._seed, agent, number),
             session=f"{self._session}/{agent}",
+            routed_experts_start=self.recorder.num_routed(prompt_ids, agent),
         )
         try:
             return await self._draws.draw(self.sampler, request)
@@ -148,6 +149,7 @@ class AgentLoop(EpisodeLoop):
             message=parsed.message(), tool_calls=parsed.tool_calls, stop_reason=completion.stop_reason,
             prompt_ids=prompt_ids, completion_ids=completion.ids, extends=extends, logprobs=completion.logprobs,
             policy_versions=completion.policy_versions, temperature=temperature,
+            routed_experts=completion.routed_experts,
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.texts import error_text
 from verbatim.token_tree import Ids
 from verbatim.tools.base import Tool
-from verbatim.types import Float32, Int32, Message, ParseStatus, StopReason, ToolCall, TurnTiming
+from verbatim.types import Experts, Float32, Int32, Message, ParseStatus, StopReason, ToolCall, TurnTiming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,8 @@ class Answer:
     """One for each of `completion_ids`; None = missing."""
     policy_versions: Int32 | Sequence[int] | None = None
     """One for each of `completion_ids`; None = unknown."""
+    routed_experts: Experts | None = None
+    """As a `Turn` has them; None = not recorded."""
     temperature: float = 1.0
     timing: TurnTiming = field(default_factory=TurnTiming)
 
@@ -218,7 +220,7 @@ class EpisodeLoop(abc.ABC):
         return self.recorder.record(
             prompt_ids=answer.prompt_ids, completion_ids=answer.completion_ids, extends=answer.extends,
             logprobs=answer.logprobs, policy_versions=answer.policy_versions, temperature=answer.temperature,
-            **answer.turn_fields(prompt, state_key),
+            routed_experts=answer.routed_experts, **answer.turn_fields(prompt, state_key),
         )  # fmt: skip
 
     def _refuse_if_over(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from verbatim.errors import RecordError
-from verbatim.token_tree import Ids, TokenTree, as_ids
+from verbatim.token_tree import Ids, Int32, TokenTree, as_ids
 from verbatim.types import Turn
 
 
@@ -60,6 +62,14 @@ class Recorder:
             raise RecordError(f"{self._where(index)}: {error}") from error
         self.turns.append(turn)
         return index
+
+    def num_routed(self, prompt_ids: Int32, agent: str = "main") -> int:
+        """Leading tokens of a prompt whose experts are recorded: where it extends the agent's last turn, all tokens of
+        that turn but the last. Each turn records what the ones before it do not know."""
+        last = next((turn for turn in reversed(self.turns) if turn.agent == agent), None)
+        if last is None or last.routed_experts is None or last.path.length > len(prompt_ids):
+            return 0
+        return last.path.length - 1 if np.array_equal(last.path.ids(), prompt_ids[: last.path.length]) else 0
 
     def count(self, num_tokens: int) -> None:
         """A sampler returned this many tokens, whether or not they can be recorded. After the end they are counted all

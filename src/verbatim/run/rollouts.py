@@ -166,6 +166,7 @@ async def make_sampler(
         policy_version=policy_version,
         num_threads=num_threads,
         on_weight_update=inference.on_weight_update,
+        return_routed_experts=inference.return_routed_experts,
         adapter_rank=lora.r if lora is not None else rank_of(source) if is_adapter(source) else None,
         logs=logs,
     )

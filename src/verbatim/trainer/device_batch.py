@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verbatim.losses import LossInputs
 from verbatim.models.attention import AttentionPlan
-from verbatim.models.experts import RouterPass
+from verbatim.models.experts import Choices, RouterPass
 from verbatim.models.head import CausalLM
 from verbatim.trainer.attention.flex import BLOCK as FLEX_BLOCK
 from verbatim.trainer.attention.forest import forest_plan
@@ -112,8 +112,8 @@ class DeviceBatch(DeviceTargets):
         self.input_ids_T = ids(np.append(micro_batch.input_ids, np.zeros_like(padding))[mine])
         self.position_ids_T = ids(position_ids[mine])
         self.source_positions_M = ids(own.targets.source_positions) - mine.start
-        self.router_pass: RouterPass | None = None
-        """What happens at the routers of a mixture of experts."""
+        self.router_pass = _replay(micro_batch, num_padding, mine, device)
+        """What happens at the routers of a mixture of experts; None = nothing."""
 
     @property
     def speaks(self) -> bool:
@@ -155,6 +155,18 @@ def _picked(targets: Targets, numbers: np.ndarray) -> Targets:
     return Targets(
         **arrays, logprob_streams={name: stream[numbers] for name, stream in targets.logprob_streams.items()}
     )
+
+
+def _replay(micro_batch: MicroBatch, num_padding: int, mine: slice, device: torch.device) -> RouterPass | None:
+    """The pass of recorded experts over this rank's tokens. Nothing is known of padding."""
+    routed = micro_batch.routed_experts
+    if routed is None:
+        return None
+    small = routed.experts.dtype == np.uint8
+    experts = torch.from_numpy(routed.experts if small else routed.experts.astype(np.int32))
+    known = torch.from_numpy(routed.known)
+    padded = (torch.cat([x, x.new_zeros(num_padding, *x.shape[1:])]) for x in (experts, known))
+    return RouterPass(choices=Choices(*(x[mine].to(device) for x in padded)))
 
 
 def whole_trajectory(pieces: Sequence[LossInputs], offsets_M: Tensor, length: int) -> LossInputs:

@@ -39,6 +39,7 @@ from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
 from verbatim.trainer.progress import read_progress, write_progress
 from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.router_loss import router_loss
+from verbatim.trainer.router_replay import check_experts, replayed_share
 from verbatim.trainer.sample_check import check_samples
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
@@ -170,6 +171,7 @@ class Trainer:
         """
         began = time.perf_counter()
         check_samples(samples, self.loss)
+        check_experts(samples, self.lm.routers, type(self.model).__name__)
         metrics = MetricSums()
         split = split_batch(samples, self.config.optimizer_steps_per_batch)
         parts = [self._train_part(part, metrics) for part in split]  # each on all ranks
@@ -181,6 +183,7 @@ class Trainer:
         computed = num_tokens(packed)
         return {
             **metrics.result(),
+            **replayed_share(packed),
             "loss": sum(part.loss_sum for part in parts) / max(1, sum(part.denominator for part in parts)),
             "grad_norm": sum(part.grad_norm for part in parts) / max(1, len(parts)),
             "lr": parts[-1].lr if parts else 0.0,

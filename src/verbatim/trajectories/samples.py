@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from verbatim.errors import ComponentError
 from verbatim.imports import import_object, is_import_path
+from verbatim.records.experts import RoutedExperts
 from verbatim.records.samples import TrainingSample
 from verbatim.records.turn import Turn
 from verbatim.texts import shown
@@ -206,9 +207,32 @@ def _sample(trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], *
             advantages[span] = advantage
     return TrainingSample(
         token_ids=last.path.ids(), loss_mask=loss_mask, logprobs=logprobs, advantages=advantages, chunk_ids=chunk_ids,
-        policy_versions=versions, temperatures=temperatures, trajectory_id=trajectory.trajectory_id,
+        policy_versions=versions, temperatures=temperatures,
+        routed_experts=_routed([turn for _, turn in trained], trajectory.turns), trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.group_id, env=trajectory.env, part=part,
     )  # fmt: skip
+
+
+def _routed(own: Sequence[Turn], turns: Sequence[Turn]) -> RoutedExperts | None:
+    """The experts that computed the tokens of a sample: as its own turns recorded them, and others as far as they have
+    the same context. Where several did, the first one counts: it sampled what comes next.
+
+    Args:
+        own: The trained turns of the sample.
+        turns: All turns of the trajectory.
+    """
+    recorded = [(turn, turn.routed_experts) for turn in dict.fromkeys([*own, *turns])]
+    first = next((experts for _, experts in recorded if experts is not None), None)
+    if first is None:
+        return None
+    path = own[-1].path
+    found = RoutedExperts.of_none(path.length, first)
+    for turn, experts in recorded:
+        if experts is not None:
+            start = turn.path.length - 1 - len(experts)
+            at = np.arange(start, min(turn.path.length - 1, path.shared_with(turn.path)))
+            found.add(at, experts[: len(at)])
+    return found
 
 
 def _filled(length: int, dtype: type, value: float) -> NDArray[Any]:

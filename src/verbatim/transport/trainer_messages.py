@@ -35,11 +35,13 @@ from verbatim.errors import RunStopped
 from verbatim.records.samples import assert_same_streams
 from verbatim.transport.base import StepReport, TrainerReady
 from verbatim.transport.canary import Probes
-from verbatim.types import TrainingSample
+from verbatim.types import RoutedExperts, TrainingSample
 
 _ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
 _STREAM = "_logprobs"
 """Suffix of a logprob stream's tensor name: the stream "teacher" is the tensor "teacher_logprobs"."""
+_EXPERTS, _KNOWN = "routed_experts", "routed_experts_known"
+"""Of samples that have them, one after the other."""
 _NAMES = ("trajectory_id", "group_id", "env", "part")
 IN_RUN = "in_run"
 """Key of a path below the run folder."""
@@ -69,7 +71,12 @@ def message_to_bytes(message: TrainerMessage) -> bytes:
     assert_same_streams(samples)
     for stream in samples[0].logprob_streams if samples else ():
         tensors[stream + _STREAM] = np.concatenate([sample.logprob_streams[stream] for sample in samples])
+    routed = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+    if routed:
+        tensors[_EXPERTS] = np.concatenate([r.experts for r in routed])
+        tensors[_KNOWN] = np.concatenate([r.known for r in routed])
     head = {
+        "routed": [sample.routed_experts is not None for sample in samples],
         "kind": message.kind,
         "version": message.version,
         "checkpoint": message.checkpoint,
@@ -91,19 +98,32 @@ def read_message(path: Path) -> TrainerMessage:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunStopped(f"the message in {path} is damaged ({error}); resume the run") from error
-    ends = np.cumsum(tensors.pop("lengths"))[:-1]
+    lengths = tensors.pop("lengths")
+    routed = _read_experts(tensors, lengths, head["routed"])
+    ends = np.cumsum(lengths)[:-1]
     pieces: dict[str, Any] = {name: np.split(array, ends) for name, array in tensors.items()}
     streams = [name for name in pieces if name not in _ARRAYS]
     samples = tuple(
         TrainingSample(
             **{name: pieces[name][i] for name in _ARRAYS}, **{name: head[name][i] for name in _NAMES},
             logprob_streams={name.removesuffix(_STREAM): pieces[name][i] for name in streams},
+            routed_experts=routed[i],
         )
         for i in range(len(head[_NAMES[0]]))
     )  # fmt: skip
     return TrainerMessage(
         kind=head["kind"], version=head["version"], samples=samples, checkpoint=head["checkpoint"]
     )
+
+
+def _read_experts(tensors: dict[str, Any], lengths: Any, routed: list[bool]) -> list[RoutedExperts | None]:
+    """Of each sample; takes the tensors out."""
+    if not any(routed):
+        return [None] * len(routed)
+    ends = np.cumsum(lengths[np.array(routed)])[:-1]
+    found = zip(np.split(tensors.pop(_EXPERTS), ends), np.split(tensors.pop(_KNOWN), ends), strict=True)
+    return [RoutedExperts(**dict(zip(("experts", "known"), next(found), strict=True))) if has else None
+            for has in routed]  # fmt: skip
 
 
 def to_json(record: StepReport | TrainerReady, run: Path) -> dict[str, Any]:

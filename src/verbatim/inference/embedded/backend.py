@@ -30,6 +30,7 @@ async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampl
         policy_version=inputs.policy_version,
         num_threads=settings.num_threads or inputs.num_threads,
         on_weight_update=inputs.on_weight_update,
+        return_routed_experts=inputs.return_routed_experts,
     )
 
 
@@ -40,10 +41,14 @@ async def _pool_of(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
 
     vocab_size = vocab_size_of(inputs.model)
 
+    how: dict[str, str] = {"dtype": settings.dtype, "on_weight_update": inputs.on_weight_update}
+    if inputs.return_routed_experts:
+        how["return_routed_experts"] = "true"
+
     def connect(url: str, name: str, version: int) -> HttpReplica:
         return HttpReplica(
             url, name=name, context_length=inputs.context_length, vocab_size=vocab_size, policy_version=version,
-            how={"dtype": settings.dtype, "on_weight_update": inputs.on_weight_update}, api_key=settings.api_key,
+            how=how, api_key=settings.api_key,
             weight_transfer="http" if settings.weight_transfer == "http" else "files",
             update_timeout=settings.update_timeout,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.inference.base import SampleRequest
+from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.fast_forward import fast_backbone, probe
 from verbatim.inference.embedded.kv_cache import BLOCK, CachePlan, KeptPrefix, KeyValueCache, up_to
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows, as_tensor, fixed_groups, group, ragged_groups
@@ -20,6 +21,7 @@ from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Placement, Slots, SlotTable
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
+from verbatim.types import Experts
 
 _ROW_QUANTUM = 32
 """Deterministic passes have a multiple of this many rows: matrix kernels then have no remainder rows, and
@@ -56,11 +58,13 @@ class Decoder:
         context_length: Most tokens of one sequence.
         version: The version of the weights.
         keep_cache: Whether caches survive new weights (`on_weight_update = "keep"`).
+        record_experts: Whether the experts that compute each token are recorded.
     """
 
     def __init__(
-        self, model: CausalLM, settings: TorchSettings, *, context_length: int, version: int, keep_cache: bool = False
-    ) -> None:
+        self, model: CausalLM, settings: TorchSettings, *, context_length: int, version: int, keep_cache: bool = False,
+        record_experts: bool = False,
+    ) -> None:  # fmt: skip
         self.model = model
         self.version = version
         self._num_loads = 0
@@ -80,6 +84,10 @@ class Decoder:
         num_parked = min(4 * num_slots, _PARKING_BUDGET // (shape.bytes_per_token(dtype) * context_length))
         self._parked: dict[int, KeptPrefix] = {}
         self.table = SlotTable(num_slots, num_parked, context_length)
+        self._record = None
+        if record_experts:
+            with torch.inference_mode():
+                self._record = ExpertRecord(model, len(self.table.session), context_length)
         if settings.deterministic:
             self._refuse_row_dependent_kernels()
 
@@ -117,6 +125,8 @@ class Decoder:
                 table.forget(source)
         elif source != slot:
             self.cache.copy_prefix(source, slot, reused)
+        if self._record is not None:
+            self._record.copy(source, slot, reused)
         table.start(slot, request, reused, loaded)
         self.counts.prefix_hit_tokens += reused
 
@@ -186,7 +196,16 @@ class Decoder:
         kept = self.cache.keep(slot, int(table.computed[slot]))
         table.forget(place)
         self._parked[place] = kept
+        if self._record is not None:
+            self._record.copy(slot, place, int(table.computed[slot]))
         table.move(slot, place)
+
+    def routed_experts(self, slot: int, start: int) -> Experts | None:
+        """The experts of a sequence that has sampled tokens, from a token on and without the last: [N, D, K]; None
+        where they are not recorded."""
+        if self._record is None:
+            return None
+        return self._record.read(slot, start, int(self.table.length[slot]) - 1)
 
     # ---- one pass
 
@@ -271,7 +290,12 @@ class Decoder:
             cache=self.cache, write_rows=write_rows, write_slots=as_tensor(layout.slots, device),
             write_positions=as_tensor(layout.positions, device), groups=groups, in_blocks=self._deterministic,
         )  # fmt: skip
-        return self._backbone.hidden(as_tensor(ids, device), as_tensor(positions, device), plan)
+        ids_T, positions_T = as_tensor(ids, device), as_tensor(positions, device)
+        if self._record is None:
+            return self._backbone.hidden(ids_T, positions_T, plan)
+        hidden = self.model.hidden(ids_T, positions_T, plan, self._record.during_pass(layout.num_rows))
+        self._record.keep(layout, table.rebuild_until[layout.slots])
+        return hidden
 
     def _account(self, slots: Slots, before: Rows, counts: Rows) -> None:
         table, done = self.table, self.counts

@@ -27,6 +27,7 @@ from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_temperature, check_version
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.adapters import BaseWeights, is_adapter, load_base_of, read_adapter
+from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, read_weights, replace_weights
 from verbatim.models.positions import refuse_moving_positions
@@ -50,6 +51,7 @@ class TorchSampler:
         policy_version: Version of the weights in `model_path`.
         num_threads: Threads of the engine's matrix products; None takes torch's setting. Other threads keep theirs.
         on_weight_update: What happens to the key/value cache of sequences in flight when new weights arrive.
+        return_routed_experts: Return the experts of a mixture that computed each token.
 
     Raises:
         ModelError: no such model, one that cannot be cached exactly, or whose weights are not finite numbers.
@@ -64,10 +66,12 @@ class TorchSampler:
         policy_version: int = 0,
         num_threads: int | None = None,
         on_weight_update: OnWeightUpdate = "recompute",
+        return_routed_experts: bool = False,
     ) -> None:
         adapter = read_adapter(Path(model_path)) if is_adapter(model_path) else None
         how: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
-        model = CausalLM(load_base_of(adapter, **how) if adapter is not None else load_model(model_path, **how))
+        loaded = load_base_of(adapter, **how) if adapter is not None else load_model(model_path, **how)
+        model = CausalLM(loaded, routers=find_routers(loaded) if return_routed_experts else None)
         model.model.requires_grad_(False)
         self._base = BaseWeights(model.model)
         if adapter is not None:
@@ -80,7 +84,10 @@ class TorchSampler:
         """Most tokens of prompt and completion together."""
         self.vocab_size = min(model.vocab_size, int(model.backbone.get_input_embeddings().weight.shape[0]))
         """Ids are below this."""
-        self.how: Mapping[str, str] = {"dtype": config.dtype, "on_weight_update": on_weight_update}
+        self.how: Mapping[str, str] = {
+            "dtype": config.dtype, "on_weight_update": on_weight_update,
+            **({"return_routed_experts": "true"} if return_routed_experts else {}),
+        }  # fmt: skip
         """How it was started."""
         self._num_threads = num_threads
         self._model = model
@@ -88,7 +95,8 @@ class TorchSampler:
         refuse_other_decoding(model, config.deterministic)
         with torch_threads(num_threads):
             self._decoder = Decoder(model, config, context_length=context_length, version=policy_version,
-                                    keep_cache=on_weight_update == "keep")  # fmt: skip
+                                    keep_cache=on_weight_update == "keep",
+                                    record_experts=return_routed_experts)  # fmt: skip
         self._reading_weights = threading.Lock()
         self._engine = EngineThread(self._decoder, num_threads)
 

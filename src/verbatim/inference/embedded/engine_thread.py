@@ -281,6 +281,8 @@ class EngineThread:
             logprobs=table.logprobs[slot, new].copy(),
             policy_versions=table.versions[slot, new].copy(),
             stop_reason=reason,
+            routed_experts=self._decoder.routed_experts(slot, job.request.routed_experts_start) if table.num_new(slot)
+            else None,
             queued_seconds=job.started - job.submitted,
             generated_seconds=time.perf_counter() - job.started,
         )

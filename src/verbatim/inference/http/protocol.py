@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +24,8 @@ from verbatim.errors import (
     VerbatimError,
 )
 from verbatim.inference.base import INT32_END, Completion, SampleRequest
-from verbatim.types import Float32, Int32, StopReason
+from verbatim.records.experts import experts_from_text, experts_to_text
+from verbatim.types import Experts, Float32, Int32, StopReason
 
 GENERATE = "/inference/v1/generate"
 """Token ids in, token ids out, as vLLM has it."""
@@ -76,6 +78,7 @@ def request_body(
         cache_salt: Requests with another salt share no prefix cache with this one, on a vLLM; None = none.
     """
     params = request.params
+    start = request.routed_experts_start
     seed = {"seed": request.seed} if seed_for_all else {}
     body: dict[str, Any] = {
         "token_ids": request.prompt_ids,
@@ -83,6 +86,7 @@ def request_body(
             "temperature": params.temperature, "max_tokens": params.max_tokens, "top_p": params.top_p,
             "top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_token_ids),
             "logprobs": 0, "ignore_eos": True, "skip_special_tokens": False, **seed,
+            **({"routed_experts_prompt_start": start} if start else {}),
         },
         OURS: {"session": request.session, "plain_logprobs": True, "seed": request.seed},
     }  # fmt: skip
@@ -140,6 +144,8 @@ def completion_body(
     choice: dict[str, Any] = {"index": 0, "token_ids": ids, "logprobs": None,
                               "finish_reason": _FINISH[completion.stop_reason],
                               "weight_versions": None if versions is None else _spans(versions)}  # fmt: skip
+    if completion.routed_experts is not None:
+        choice["routed_experts"] = experts_to_text(completion.routed_experts)
     if values is not None:
         _check_logprobs(values, len(ids))
         if logprobs == "objects":
@@ -215,8 +221,35 @@ def read_completion(body: object, told_version: int | None = None) -> tuple[Comp
     completion = Completion(
         ids=ids, logprobs=logprobs, policy_versions=versions, stop_reason=_STOP_REASONS[finish], queued_seconds=queued,
         generated_seconds=generated,
+        routed_experts=_read_experts(choice.get("routed_experts")),
     )  # fmt: skip
     return completion, ours if isinstance(ours, dict) else None
+
+
+def _read_experts(text: object) -> Experts | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise ValueError(f"routed_experts: expected an array as base64, found {brief(text)}")
+    return experts_from_text(text)
+
+
+def check_experts(completion: Completion, request: SampleRequest) -> Completion:
+    """The completion, whose experts are those of the tokens that were asked for; a cancelled one may have fewer, and is
+    left without.
+
+    Raises:
+        ValueError: they are of another number of tokens.
+    """
+    experts = completion.routed_experts
+    if experts is None:
+        return completion
+    expected = len(request.prompt_ids) + len(completion.ids) - 1 - request.routed_experts_start
+    if len(experts) == expected:
+        return completion
+    if completion.stop_reason is StopReason.CANCELLED:
+        return replace(completion, routed_experts=None)
+    raise ValueError(f"routed_experts: those of {len(experts)} tokens, expected those of {expected}")
 
 
 def _read_versions(values: object, count: int) -> Int32:

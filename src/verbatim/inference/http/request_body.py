@@ -14,8 +14,7 @@ from verbatim.errors import UsageError
 from verbatim.inference.base import MOST_STOP_IDS, SampleRequest, SamplingParams
 from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids, refuse_constant
 
-_ABOUT_TEXT = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize",
-               "routed_experts_prompt_start"}  # fmt: skip
+_ABOUT_TEXT = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"}
 """Settings of features that this server lacks; no value of theirs changes a token."""
 NEUTRAL: Mapping[str, Collection[Any]] = {
     "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
@@ -28,7 +27,8 @@ _NEUTRAL_IN_REQUEST = {"stream": (False,), "priority": (0,)}
 _IN_OURS = {"session", "plain_logprobs", "seed"}
 _LONGEST_NAME = 1024
 """Most characters of a session's or a request's name."""
-_IN_PARAMS = {*_KINDS, *_ABOUT_TEXT, "stop_token_ids", "seed", "logprobs", "ignore_eos"}
+_EXPERTS_START = "routed_experts_prompt_start"
+_IN_PARAMS = {*_KINDS, *_ABOUT_TEXT, "stop_token_ids", "seed", "logprobs", "ignore_eos", _EXPERTS_START}
 
 
 class Refused(Exception):
@@ -92,8 +92,16 @@ def read_request(
         params=read_params(given, max_tokens=max(1, room - len(ids)), end_ids=() if ignores_ends else end_ids),
         seed=read_seed(ours if ours.get("seed") is not None else given, seed),
         session=read_name(ours, "session") or session[:_LONGEST_NAME],
+        routed_experts_start=_read_start(given, len(ids)),
     )
     return request, None if logprobs is None else "plain" if read_flag(ours, "plain_logprobs") else "objects"
+
+
+def _read_start(given: Mapping[str, Any], most: int) -> int:
+    start: int = _read_number(given, _EXPERTS_START, int, 0)
+    if not 0 <= start <= most:
+        raise UsageError(f"{_EXPERTS_START} = {brief(start)}; expected 0 to {most}, the length of the prompt")
+    return start
 
 
 def read_params(given: Mapping[str, Any], *, max_tokens: int, end_ids: Sequence[int] = ()) -> SamplingParams:

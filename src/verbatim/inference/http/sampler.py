@@ -152,6 +152,7 @@ class HttpSampler:
             return nothing_sampled()
         try:
             completion, ours = protocol.read_completion(answer, self._told["policy_version"])
+            completion = protocol.check_experts(completion, request)
         except ValueError as error:
             raise SamplerFault(f"{self.url}: {error}") from None
         if ours is not None:

@@ -23,6 +23,9 @@ MIDDLEWARE = "verbatim_vllm_http.Guard"
 MODEL_NAME = "policy"
 """What the model is called in requests, whatever folder its weights are from."""
 
+RETURN_EXPERTS = "--enable-return-routed-experts"
+"""Needs vLLM's second model runner, which is not its default everywhere."""
+
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `--max-lora-rank`."""
 _VERSIONS_IN_A_STEP, _VERSIONS_KEPT = 4, 16
@@ -44,7 +47,7 @@ EXACT_OPTIONS: Sequence[str] = (
 
 def server_command(
     settings: VllmSettings, *, model: str | Path, port: int, context_length: int, host: str = "127.0.0.1",
-    adapter_rank: int | None = None,
+    adapter_rank: int | None = None, return_routed_experts: bool = False,
 ) -> list[str]:  # fmt: skip
     """The command of one server.
 
@@ -55,6 +58,7 @@ def server_command(
         context_length: Most tokens of prompt and completion together, where the settings do not say.
         host: Where it listens.
         adapter_rank: Rank of the low-rank adapters that updates bring; None = they bring whole weights.
+        return_routed_experts: Whether it returns the experts of a mixture that computed each token.
     """
     transfer = json.dumps({"backend": TRANSFER_ENGINES[settings.weight_transfer]})
     options = [
@@ -66,6 +70,8 @@ def server_command(
     ]  # fmt: skip
     if settings.colocate:
         options.append("--enable-sleep-mode")
+    if return_routed_experts:
+        options.append(RETURN_EXPERTS)
     if settings.gpu_memory_utilization is not None:
         options += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     if adapter_rank is not None:
@@ -100,7 +106,7 @@ def python_of(settings: VllmSettings) -> str:
 
 def server_environment(
     settings: VllmSettings, replica: int, *, is_local_model: bool, num_threads: int | None = None,
-    api_key: str | None = None, uploads: Path | None = None,
+    api_key: str | None = None, uploads: Path | None = None, return_routed_experts: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """The environment of one server: ours without what belongs to our Python, and what vLLM needs.
 
@@ -111,6 +117,7 @@ def server_environment(
         num_threads: For a server that computes on this machine's processors; None = all of them.
         api_key: What every route but /health needs; None = no key.
         uploads: The folder for weights that arrive over HTTP; None = they cannot.
+        return_routed_experts: As for `server_command`.
     """
     ours = {name: value for name, value in os.environ.items() if name not in _OF_OUR_PYTHON}
     devices = settings.visible_devices(replica, ours.get("CUDA_VISIBLE_DEVICES"))
@@ -125,6 +132,7 @@ def server_environment(
         **({"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}),
         # A vLLM for CPUs would bind its threads to all cores.
         **({"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if num_threads else {}),
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if return_routed_experts else {}),
         **({"VERBATIM_KEY": api_key} if api_key else {}),
         **({"VERBATIM_UPLOADS": str(uploads)} if uploads is not None else {}),
         **settings.env,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verbatim.errors import UsageError
-from verbatim.inference.vllm.command import lora_options
+from verbatim.inference.vllm.command import RETURN_EXPERTS, lora_options
 
 _LAYERS = ("q_proj", "k_proj", "...all linear layers but the head...")
 
@@ -37,13 +37,15 @@ class ServerFacts:
     model's."""
     max_lora_rank: int | None = None
     """Highest rank of low-rank adapters; None = it takes none."""
+    returns_routed_experts: bool = False
+    """Whether completions have the experts of a mixture that computed each token."""
     adapts_head: bool = False
     """Whether it has room for an adapter of the output head."""
 
 
 def refuse_inexact(
     facts: ServerFacts, *, name: str, transfer: str, vocab_size: int, context_length: int,
-    adapter_rank: int | None = None,
+    adapter_rank: int | None = None, return_routed_experts: bool = False,
 ) -> None:  # fmt: skip
     """Refuse a server that does not sample exactly what is asked for, or that cannot load weights.
 
@@ -54,6 +56,7 @@ def refuse_inexact(
         vocab_size: The model's.
         context_length: Most tokens of prompt and completion together that the run asks for.
         adapter_rank: Rank of the low-rank adapters that it is to load; None = it gets whole weights.
+        return_routed_experts: Whether completions have to have the experts of a mixture.
 
     Raises:
         UsageError: names everything that is wrong, and the flags to add.
@@ -86,6 +89,9 @@ def refuse_inexact(
         (adapter_rank is None or not facts.adapts_head,
          f"it adapts the output head, which ends vLLM 0.32 in a step with prompt logprobs: add --lora-target-modules "
          f"{' '.join(_LAYERS)}"),
+        (facts.returns_routed_experts or not return_routed_experts,
+         f"it does not return the experts that computed each token (inference.return_routed_experts): add "
+         f"{RETURN_EXPERTS}, and the environment variable VLLM_USE_V2_MODEL_RUNNER=1"),
         (adapter_rank is not None or facts.max_lora_rank is None,
          "it was started for adapters, and this run sends it whole weights: leave out --enable-lora"),
     ) if not ok]  # fmt: skip

@@ -179,15 +179,15 @@ class ServerProcess:
 def make_process(
     settings: VllmSettings, replica: int, *, model: str | Path, port: int, context_length: int, logs: Path,
     host: str = "127.0.0.1", num_threads: int | None = None, api_key: str | None = None, uploads: Path | None = None,
-    adapter_rank: int | None = None,
+    adapter_rank: int | None = None, return_routed_experts: bool = False,
 ) -> ServerProcess:  # fmt: skip
     """The process of one replica, not yet started; the arguments are those of `server_command` and
     `server_environment`, and the folder for its log."""
     command = server_command(settings, model=model, port=port, context_length=context_length, host=host,
-                             adapter_rank=adapter_rank)  # fmt: skip
+                             adapter_rank=adapter_rank, return_routed_experts=return_routed_experts)  # fmt: skip
     environment = server_environment(
         settings, replica, is_local_model=Path(model).is_dir(), num_threads=num_threads, api_key=api_key,
-        uploads=uploads,
+        uploads=uploads, return_routed_experts=return_routed_experts,
     )  # fmt: skip
     log = logs / f"replica_{replica}.log"
     return ServerProcess(f"replica {replica}", command, environment, port=port, log=log, host=host)

@@ -72,6 +72,7 @@ class VllmReplica:
         request_timeout: Seconds for one completion.
         max_retries: Further attempts of a completion.
         adapter_rank: Rank of the low-rank adapters that updates bring; None = they bring whole weights.
+        return_routed_experts: Whether its completions have to have the experts of a mixture.
 
     Raises:
         UsageError: no plain http(s) address, or a limit or key that cannot be used.
@@ -93,6 +94,7 @@ class VllmReplica:
         request_timeout: float = 3600.0,
         max_retries: int = 2,
         adapter_rank: int | None = None,
+        return_routed_experts: bool = False,
     ) -> None:
         check_version(policy_version)
         self._connect = partial(
@@ -101,7 +103,7 @@ class VllmReplica:
         )  # fmt: skip
         self._route = _Route(self._connect(model=model, policy_version=policy_version))
         self._former: list[_Route] = []
-        self._adapter_rank = adapter_rank
+        self._adapter_rank, self._return_routed_experts = adapter_rank, return_routed_experts
         self._model = model
         self.name: Final = name
         """For messages."""
@@ -308,6 +310,7 @@ class VllmReplica:
         refuse_inexact(
             facts, name=f"{named(self.name, self.url)}", transfer=self._transport.engine, vocab_size=self.vocab_size,
             context_length=self.context_length, adapter_rank=self._adapter_rank,
+            return_routed_experts=self._return_routed_experts,
         )  # fmt: skip
         missing = await self._control.missing_flag(self._model)
         if missing is not None:

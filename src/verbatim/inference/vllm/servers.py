@@ -39,6 +39,7 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
     make = partial(
         VllmReplica, context_length=context_length, vocab_size=vocab_size_of(base_model(inputs.model)),
         adapter_rank=inputs.adapter_rank, on_weight_update=inputs.on_weight_update,
+        return_routed_experts=inputs.return_routed_experts,
         weight_transfer=settings.weight_transfer, phase_timeout=settings.update_timeout,
     )  # fmt: skip
     if not settings.urls:
@@ -109,6 +110,7 @@ class StartedServers:
                 self._settings, index, model=base_model(model), port=free_port(),
                 context_length=self._settings.max_model_len or self._inputs.context_length, logs=self._logs,
                 num_threads=self._inputs.num_threads, api_key=self._key, adapter_rank=self._inputs.adapter_rank,
+                return_routed_experts=self._inputs.return_routed_experts,
             )  # fmt: skip
             self._processes[index] = process
             try:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.trainer.parallel.ranks import Ranks
-from verbatim.types import MicroBatch, Targets
+from verbatim.types import MicroBatch, RoutedExperts, Targets
 
 _TOKENS = ("input_ids", "position_ids", "starts", "ends", "trajectory_lengths")
 _TARGETS = (
@@ -32,7 +32,7 @@ def take_in(ranks: Ranks) -> list[MicroBatch]:
     heads, arrays = ranks.receive(0)
     found = []
     for head in heads:
-        count = len(_TOKENS) + len(_TARGETS) + len(head["streams"])
+        count = len(_TOKENS) + len(_TARGETS) + len(head["streams"]) + 2 * bool(head["experts"])
         found.append(_made(head, arrays[:count]))
         del arrays[:count]
     return found
@@ -42,6 +42,7 @@ def _head(micro_batch: MicroBatch) -> dict[str, Any]:
     return {
         "trajectory_ids": list(micro_batch.trajectory_ids), "is_rows": micro_batch.is_rows,
         "num_repeated_tokens": micro_batch.num_repeated_tokens, "streams": list(micro_batch.targets.logprob_streams),
+        "experts": None if micro_batch.routed_experts is None else micro_batch.routed_experts.experts.dtype.name,
     }  # fmt: skip
 
 
@@ -49,17 +50,31 @@ def _arrays(micro_batch: MicroBatch) -> list[np.ndarray]:
     targets = micro_batch.targets
     return [
         *(getattr(micro_batch, name) for name in _TOKENS), *(getattr(targets, name) for name in _TARGETS),
-        *targets.logprob_streams.values(),
+        *targets.logprob_streams.values(), *_bytes(micro_batch.routed_experts),
     ]  # fmt: skip
+
+
+def _bytes(routed: RoutedExperts | None) -> list[np.ndarray]:
+    """gloo sends neither booleans nor 16 bits without a sign."""
+    if routed is None:
+        return []
+    return [np.ascontiguousarray(array).view(np.uint8) for array in (routed.experts, routed.known)]
+
+
+def _experts(dtype: str | None, arrays: Sequence[np.ndarray]) -> RoutedExperts | None:
+    if dtype is None:
+        return None
+    return RoutedExperts(experts=arrays[0].view(dtype), known=arrays[1].view(np.bool_))
 
 
 def _made(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> MicroBatch:
     tokens, rest = arrays[: len(_TOKENS)], arrays[len(_TOKENS) :]
-    targets, streams = rest[: len(_TARGETS)], rest[len(_TARGETS) :]
+    targets, rest = rest[: len(_TARGETS)], rest[len(_TARGETS) :]
+    streams, rest = rest[: len(head["streams"])], rest[len(head["streams"]) :]
     return MicroBatch(
         **dict(zip(_TOKENS, tokens, strict=True)),
         targets=Targets(**dict(zip(_TARGETS, targets, strict=True)),
                         logprob_streams=dict(zip(head["streams"], streams, strict=True))),
         trajectory_ids=tuple(head["trajectory_ids"]), is_rows=head["is_rows"],
-        num_repeated_tokens=head["num_repeated_tokens"],
+        routed_experts=_experts(head["experts"], rest), num_repeated_tokens=head["num_repeated_tokens"],
     )  # fmt: skip

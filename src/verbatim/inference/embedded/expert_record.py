@@ -1,0 +1,82 @@
+"""Records which experts of a mixture computed each token of each slot, beside its keys and values.
+
+Legend: S slots, D decoder layers, K experts of a token, T rows of a pass.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.inference.embedded.pass_layout import PassLayout
+from verbatim.models.attention import WholeSequencePlan
+from verbatim.models.experts import RouterPass
+from verbatim.models.head import CausalLM
+from verbatim.types import Experts
+
+
+class ExpertRecord:
+    """The experts of every token whose keys and values a slot holds: what is reused of one is reused of the other.
+
+    Args:
+        model: With its routers.
+        num_slots: S.
+        context_length: Most tokens of a slot.
+
+    Raises:
+        ModelError: the model has no routers.
+    """
+
+    def __init__(self, model: CausalLM, num_slots: int, context_length: int) -> None:
+        routers = model.routers
+        if routers is None:
+            raise ModelError(
+                f"inference.return_routed_experts = true, but {type(model.model).__name__} has no experts that are "
+                "chosen by routers of its decoder layers; leave it out"
+            )
+        self._layers, self._num_layers = routers.layers, routers.num_layers
+        self._num_each, self._device = 0, model.device
+        one = torch.zeros(1, dtype=torch.int64, device=model.device)
+        model.hidden(one, one, WholeSequencePlan(), RouterPass(observe=self._count))
+        shape = (num_slots, context_length, self._num_layers, self._num_each)
+        few = routers.num_experts <= 256
+        self._experts: Experts = np.zeros(shape, dtype=np.uint8) if few else np.zeros(shape, dtype=np.uint16)
+        self._pass_TDK = torch.zeros(0)
+
+    def _count(self, router: int, tokens: slice, logits: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        self._num_each = experts_TK.shape[1]
+        return weights_TK
+
+    def during_pass(self, num_rows: int) -> RouterPass:
+        """A pass of so many rows, that `keep` stores."""
+        self._pass_TDK = torch.zeros(num_rows, self._num_layers, self._num_each, dtype=torch.int64, device=self._device)
+        return RouterPass(observe=self._observe)
+
+    def _observe(self, router: int, tokens: slice, logits: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        self._pass_TDK[:, self._layers[router]] = experts_TK
+        return weights_TK
+
+    def keep(self, layout: PassLayout, known_until: NDArray[np.int64]) -> None:
+        """Store the pass. Tokens that are computed again, because the weights changed, keep the experts with which the
+        next token was sampled.
+
+        Args:
+            layout: Where the tokens of the pass are.
+            known_until: Positions before this are computed again, for each token: int64 [W].
+        """
+        found = self._pass_TDK.cpu().numpy()[layout.rows].astype(self._experts.dtype)
+        new = layout.positions >= known_until
+        self._experts[layout.slots[new], layout.positions[new]] = found[new]
+
+    def copy(self, source: int, slot: int, num_tokens: int) -> None:
+        """The first tokens of one slot are now those of another too."""
+        if source != slot:
+            self._experts[slot, :num_tokens] = self._experts[source, :num_tokens]
+
+    def read(self, slot: int, start: int, stop: int) -> Experts:
+        """Those of some tokens: [stop - start, D, K]."""
+        experts: Experts = self._experts[slot, start:stop].copy()
+        return experts
