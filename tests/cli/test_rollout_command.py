@@ -293,3 +293,118 @@ def test_an_out_file_of_something_else_is_left_alone(place: Path, capsys, conten
     assert "out.jsonl:1: no result of verbatim rollout" in capsys.readouterr().err
     assert Path("out.jsonl").read_text() == content
     assert sorted(p.name for p in place.iterdir() if "out" in p.name) == [".out.jsonl.lock", "out.jsonl"]
+
+
+# ---- environments, simulated users and scores
+
+GRADED = '''
+def right(trajectory, task):
+    return {"right": 0.75 * (trajectory.messages[-1]["content"] == str(task["answer"])), "short": 0.25}
+
+async def later(trajectory, task):
+    return 1.0
+
+nothing = 3
+'''
+
+
+@pytest.fixture
+def graded(place: Path) -> Iterator[None]:
+    (place / "graded.py").write_text(GRADED)
+    yield
+    sys.modules.pop("graded", None)
+
+
+def ask(server: ChatServer, *more: str) -> list[str]:
+    return ["rollout", "--base-url", server.url, "--model", "player", "--out", "out.jsonl", *more]
+
+
+def count_up(body: dict[str, Any]) -> dict[str, Any]:
+    """Guesses 1, 2, 3, ..."""
+    told = sum(message["role"] == "tool" for message in body["messages"])
+    function = {"name": "guess", "arguments": json.dumps({"number": told + 1})}
+    return {"content": "", "tool_calls": [{"id": f"c{told}", "type": "function", "function": function}]}
+
+
+def test_an_environment_is_played_and_scored_over_a_server(place: Path, capsys):
+    options = ["--env", "guess-number", "--env-args", '{"high": 3, "max_guesses": 2}', "--samples", "2"]
+    with chat_server(count_up) as server:
+        assert main(ask(server, *options)) == 0
+        assert "6 stop; mean reward 0.667 of 6" in capsys.readouterr().err  # 1 and 2 are found in two guesses
+        assert server.requests[0]["tools"][0]["function"]["name"] == "guess"
+        num_requests = len(server.requests)
+        assert main(ask(server, *options)) == 0
+        assert len(server.requests) == num_requests == 2 * (1 + 2 + 2)
+        assert main(ask(server, *options, "--split", "train")) == 2
+    rewards = {(r["task"], r["sample"]): r["trajectory"]["reward"] for r in results()}
+    assert rewards == {(f"secret-{n}", k): float(n < 3) for n in (1, 2, 3) for k in (0, 1)}
+    assert {r["trajectory"]["env"] for r in results()} == {"guess-number"}
+    assert "holds results of other settings (--split eval)" in capsys.readouterr().err
+
+
+def test_a_score_is_given_the_trajectory_and_the_task(graded: None, capsys):
+    write_tasks(task("1 2", id="a", answer=3), task("1 2", id="b", answer=4))
+    with chat_server() as server:
+        assert main(arguments(server, "--score", "graded.right")) == 0
+    assert "mean reward 0.625 of 2" in capsys.readouterr().err
+    found = {r["task"]: r["trajectory"] for r in results()}
+    assert {name: t["reward"] for name, t in found.items()} == {"a": 1.0, "b": 0.25}
+    assert found["a"]["reward_parts"] == {"right": 0.75, "short": 0.25}
+
+
+def test_a_score_may_be_async(graded: None):
+    write_tasks("1 2")
+    with chat_server() as server:
+        assert main(arguments(server, "--score", "graded.later")) == 0
+    assert results()[0]["trajectory"]["reward"] == 1.0
+
+
+def converse(body: dict[str, Any]) -> dict[str, Any]:
+    """The assistant repeats; the user asks once more, and ends."""
+    said = [message["content"] for message in body["messages"]]
+    if body["model"] == "player":
+        return {"content": f"You said {said[-1]}"}
+    return {"content": "Thanks. ###STOP###" if len(said) > 4 else "And now?"}
+
+
+def test_a_model_plays_the_user_from_the_other_side(place: Path):
+    write_tasks(task("hello", user="You are Ada."))
+    (place / "user.txt").write_text("Be a user.")
+    with chat_server(converse) as server:
+        assert main(ask(server, "tasks.jsonl", "--user-model", "person", "--user-prompt", "user.txt")) == 0
+    trajectory = results()[0]["trajectory"]
+    assert [(m["role"], m["content"]) for m in trajectory["messages"]] == [
+        ("user", "hello"), ("assistant", "You said hello"), ("user", "And now?"), ("assistant", "You said And now?")
+    ]  # fmt: skip
+    asked = [request["messages"] for request in server.requests if request["model"] == "person"]
+    assert [(m["role"], m["content"]) for m in asked[-1]] == [
+        ("system", "Be a user.\n\nYou are Ada."), ("assistant", "hello"), ("user", "You said hello"),
+        ("assistant", "And now?"), ("user", "You said And now?"),
+    ]  # fmt: skip
+    assert trajectory["info"]["user_usage"]["completion_tokens"] > 0
+    assert trajectory["stop_reason"] == "stop"
+
+
+def test_a_user_that_never_ends_is_cut_off_by_the_turns(place: Path):
+    write_tasks("hello")
+    with chat_server(lambda body: {"content": "go on"}) as server:
+        assert main(ask(server, "tasks.jsonl", "--user-model", "person", "--max-turns", "3")) == 0
+    assert sum(m["role"] == "assistant" for m in results()[0]["trajectory"]["messages"]) == 3
+
+
+@pytest.mark.parametrize(("typed", "told"), [
+    ([], "either the tasks of a file or an environment"),
+    (["tasks.jsonl", "--env", "guess_number"], "either the tasks of a file or an environment"),
+    (["tasks.jsonl", "--split", "train"], "--split: it needs --env NAME"),
+    (["--env", "guess_number", "--score", "graded.right"], "--score: an environment has tools, a user and a score"),
+    (["--env", "guess_numbr"], "there is no environment 'guess_numbr'"),
+    (["tasks.jsonl", "--score", "graded.nothing"], "--score graded.nothing is a int; expected a function"),
+    (["tasks.jsonl", "--user-prompt", "user.txt"], "a simulated user needs a model: --user-model NAME"),
+    (["tasks.jsonl", "--user-model", "x", "--user-prompt", "none.txt"], "--user-prompt: there is no file none.txt"),
+])  # fmt: skip
+def test_options_that_do_not_go_together_are_refused(graded: None, typed: list[str], told: str, capsys):
+    write_tasks("1 2")
+    with chat_server() as server:
+        assert main(ask(server, *typed)) == 2
+    assert told in capsys.readouterr().err
+    assert not Path("out.jsonl").exists()

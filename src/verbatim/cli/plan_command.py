@@ -15,6 +15,7 @@ from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import UsageError
 from verbatim.plain_console import PlainConsole
+from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
 
 DOES_NOT_FIT = exit_status.STOPPED
@@ -24,7 +25,7 @@ DOES_NOT_FIT = exit_status.STOPPED
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, --gpu, --gpus, --from-run, what is assumed, and --json."""
     parser.epilog = f"exit status: 0 it fits, {DOES_NOT_FIT} it does not, 2 the trainer would refuse it"
-    parser.add_argument("file", type=Path, metavar="FILE", help="the run's TOML file")
+    parser.add_argument("file", type=run_file, metavar="FILE", help="the run's TOML file, or a recipe's name")
     parser.add_argument("--gpu", metavar="NAME", help="4090, a100-40, a100-80, b200, h100, h200, l40s, or cpu for this "
                         "machine; by default what this machine has")  # fmt: skip
     parser.add_argument("--gpus", type=int, metavar="N", help="how many there are; the trainer takes those that the "

@@ -1,4 +1,4 @@
-"""`verbatim rollout TASKS.jsonl`: plays conversations with tools, one result per task.
+"""`verbatim rollout TASKS.jsonl`: plays conversations with tools, or an environment, one result per task.
 
 Results are appended as they finish. Typed again, the command does what has no result yet; what failed is done again.
 """
@@ -16,18 +16,17 @@ from typing import Any
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
 from verbatim.cli.rollout_engines import engine_of
-from verbatim.cli.rollout_results import Job, ResultFile, read_jobs
-from verbatim.config import import_object
-from verbatim.errors import RunStopped, UsageError
+from verbatim.cli.rollout_results import Job, ResultFile
+from verbatim.cli.rollout_work import plan_of
+from verbatim.errors import RunStopped
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.logs import log_to_console
-from verbatim.tools import ToolManager
 from verbatim.types import StopReason, Trajectory
 
 LONGEST_LOSING_STREAK = 16
 """Failures in a row, or twice the concurrency if that is more, after which the server is taken for dead."""
-_SETTINGS = ("model", "max_turns", "temperature", "max_tokens", "seed", "tools")
+_SETTINGS = ("model", "max_turns", "temperature", "max_tokens", "seed")
 """The settings that results depend on: a file holds results of one setting."""
 
 
@@ -35,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare TASKS, where to ask, how to sample, and where results go."""
     parser.epilog = "exit status: 0 every task has its results, 1 some failed or the server is dead, 2 a mistake"
     add = parser.add_argument
-    add("file", type=Path, metavar="TASKS", help='JSON lines: {"messages": [...], "tools": [...], "id": ...}')
+    add("file", type=Path, nargs="?", metavar="TASKS",
+        help='JSON lines: {"messages": [...], "tools": [...], "id": ...}')  # fmt: skip
     add("--base-url", metavar="URL", help="sample over an OpenAI-compatible server: http://localhost:8000/v1")
     add("--inference", type=Path, metavar="FILE",
         help="sample by the [inference] of this run's TOML file instead; its keys are options too")
@@ -44,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, type=Path, metavar="JSONL", help="results are appended here")
     add("--api-key-env", metavar="NAME", help="the variable with the server's key (OPENAI_API_KEY)")
     add("--tools", metavar="MODULE.NAME", help="a list of typed functions, or a function from a task to such a list")
+    add("--score", metavar="MODULE.NAME", help="score(trajectory, task) -> number or {part: number}")
+    add("--user-model", metavar="NAME", help="a model that plays the user whenever the assistant calls no tool")
+    add("--user-base-url", metavar="URL", help="its server (that of --base-url)")
+    add("--user-prompt", metavar="FILE", help="its system message; a task's field `user` is added")
+    add("--env", metavar="NAME", help="play this environment instead of TASKS: a bundled id, or an import path")
+    add("--env-args", type=_json_object, metavar="JSON", help="the environment's arguments")
+    add("--split", choices=("train", "eval"), help='the environment\'s examples ("eval")')
     add("--samples", type=int, default=1, metavar="N", help="trajectories for each task (1)")
     add("--max-turns", type=int, default=6, metavar="N", help="most requests of a trajectory (6)")
     add("--temperature", type=float, default=1.0, metavar="T", help="(1.0)")
@@ -66,20 +73,19 @@ def run(args: argparse.Namespace) -> int:
     console = PlainConsole(stderr=True)
     log_to_console(console, logging.WARNING)
     engine = engine_of(args)
-    jobs = read_jobs(args.file, args.samples)
-    settings = {name: getattr(args, name) for name in _SETTINGS} | {"model": engine.model}
+    plan = plan_of(args)
+    jobs = plan.jobs
+    settings = {name: getattr(args, name) for name in _SETTINGS} | {"model": engine.model, **plan.settings}
     with ResultFile(args.out, settings) as results:
         left = [job for job in jobs if not results.has(job)]
         if len(left) < len(jobs):
             console.print(f"{len(jobs) - len(left)} of {len(jobs)} done before", soft_wrap=True)
-        managers = _make_managers(args.tools, left)
         ends = _Ends(left, results, patience=max(LONGEST_LOSING_STREAK, 2 * args.concurrency))
         if left:
-            conversations = [job.conversation for job in left]
-            everything = engine.play(conversations, ends.take, managers, len(jobs) - len(left))
+            everything = engine.play(plan.work(left, ends.take), len(jobs) - len(left))
             run_main(everything, two_presses(), ends_without_memory=True)
     counts = ", ".join(f"{count} {reason}" for reason, count in ends.counts.most_common()) or "nothing to do"
-    console.print(f"{args.out}: {counts}", soft_wrap=True)
+    console.print(f"{args.out}: {counts}{ends.earned}", soft_wrap=True)
     if ends.num_failed:
         console.print(f"{ends.num_failed} failed, the last: {ends.last_error}\nthe same command does them again",
                       soft_wrap=True, markup=False)  # fmt: skip
@@ -94,26 +100,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
     return value
-
-
-def _make_managers(import_path: str | None, jobs: Sequence[Job]) -> ToolManager | list[ToolManager] | None:
-    if import_path is None:
-        return None
-    found = import_object(import_path)
-    if isinstance(found, ToolManager):
-        return found
-    if isinstance(found, list | tuple):
-        return ToolManager(found)
-    if callable(found):
-        return [ToolManager(_made(import_path, found(job.conversation))) for job in jobs]
-    raise UsageError(f"--tools {import_path} is a {type(found).__name__}; expected a list of typed functions, or a "
-                     "function from a task to such a list")  # fmt: skip
-
-
-def _made(import_path: str, tools: object) -> Sequence[object]:
-    if not isinstance(tools, list | tuple):
-        raise UsageError(f"--tools {import_path} returned {tools!r:.80} for a task; expected a list of typed functions")
-    return tools
 
 
 class _Ends:
@@ -131,6 +117,14 @@ class _Ends:
         self.counts: collections.Counter[str] = collections.Counter()
         self.num_failed = 0
         self.last_error = ""
+        self._rewards: list[float] = []
+
+    @property
+    def earned(self) -> str:
+        """The mean reward of those that have one, as the end of a line."""
+        if not self._rewards:
+            return ""
+        return f"; mean reward {sum(self._rewards) / len(self._rewards):.3f} of {len(self._rewards)}"
 
     def take(self, index: int, trajectory: Trajectory) -> None:
         """One that ended. What was cancelled has no result: it is done again."""
@@ -138,6 +132,8 @@ class _Ends:
             return
         self._results.write(self._jobs[index], trajectory)
         self.counts[str(trajectory.stop_reason)] += 1
+        if trajectory.error is None and trajectory.reward is not None:
+            self._rewards.append(trajectory.reward)
         self._streak = self._streak + 1 if trajectory.error else 0
         if trajectory.error:
             self.num_failed += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,15 +13,13 @@ from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import OpenAI
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout
+from verbatim.rollouts.conversation_rollout import ConversationRollout
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.run.rollouts import check_backend, make_renderer, make_sampler
 from verbatim.run.tables import component_tables
-from verbatim.tools import ToolManager
-from verbatim.types import Trajectory
 
-Conversations: TypeAlias = Sequence[Mapping[str, Any]]
-Take: TypeAlias = Callable[[int, Trajectory], object]
-Managers: TypeAlias = ToolManager | list[ToolManager] | None
+Work: TypeAlias = Callable[[ConversationRollout], Awaitable[None]]
+"""What is to be played with a rollout."""
 
 _OF_A_CHAT_SERVER: Mapping[str, Any] = {"api_key_env": "OPENAI_API_KEY", "extra_body": {}, "request_timeout": 600.0}
 """Options that only a chat server has, and their values where they are not typed."""
@@ -33,9 +31,9 @@ class Engine:
 
     model: str
     """The model's name, folder or hub id. Results depend on it."""
-    play: Callable[[Conversations, Take, Managers, int], Coroutine[Any, Any, None]]
-    """Plays all conversations, and hands over each with its place in the list; the number says how many of the tasks
-    were done before, so that no seed is used again."""
+    play: Callable[[Work, int], Coroutine[Any, Any, None]]
+    """Does the work with a rollout; the number says how many of the tasks were done before, so that no seed is used
+    again."""
 
 
 def engine_of(args: argparse.Namespace) -> Engine:
@@ -67,8 +65,8 @@ def _over_chat(args: argparse.Namespace) -> Engine:
                  request_timeout=own["request_timeout"])  # fmt: skip
     rollout = APIMultiTurnRollout(api=api, extra_body=own["extra_body"], seed=args.seed, **_settings(args))
 
-    async def play(conversations: Conversations, take: Take, managers: Managers, num_done: int) -> None:
-        await rollout.run_each(conversations, take, tool_manager=managers)
+    async def play(work: Work, num_done: int) -> None:
+        await work(rollout)
 
     return Engine(model=args.model, play=play)
 
@@ -92,10 +90,10 @@ def _over_inference(args: argparse.Namespace) -> Engine:
     # A setting that cannot be used is refused before a server is started.
     rollout(ScriptedSampler(script=[], vocab_size=1, context_length=1), 0)
 
-    async def play(conversations: Conversations, take: Take, managers: Managers, num_done: int) -> None:
+    async def play(work: Work, num_done: int) -> None:
         sampler = await make_sampler(config, model)
         try:
-            await rollout(sampler, num_done).run_each(conversations, take, tool_manager=managers)
+            await work(rollout(sampler, num_done))
         finally:
             await sampler.close()
 

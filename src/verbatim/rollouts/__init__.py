@@ -12,6 +12,7 @@ from verbatim.rollouts.runner import EpisodeRunner, EpisodeTask, LocalRunner, Ro
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.tally import EpisodeTally
 from verbatim.rollouts.traces import TraceFolder
+from verbatim.rollouts.user_simulator import UserSimulator
 
 __all__ = [
     "APIMultiTurnRollout",
@@ -28,6 +29,7 @@ __all__ = [
     "Rollout",
     "RolloutSetup",
     "TraceFolder",
+    "UserSimulator",
     "derive_seed",
     "run_episode",
     "trajectory_from_messages",

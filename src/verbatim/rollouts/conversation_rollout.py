@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,18 +19,20 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from verbatim.environments.base import Episode
+from verbatim.environments.base import Environment, Episode, Reply, Score
 from verbatim.errors import UsageError
 from verbatim.inference.base import SamplingParams
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.base import Conversation, Opening, read_openings
 from verbatim.rollouts.episode import EpisodeRun
-from verbatim.rollouts.group import run_together
+from verbatim.rollouts.group import judged, rewarded_by_its_turns, run_together
 from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
 from verbatim.rollouts.main_loop import run_in_program
+from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.traces import TraceFolder
+from verbatim.rollouts.user_simulator import ConnectedUser, UserSimulator
 from verbatim.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
-from verbatim.types import Trajectory
+from verbatim.types import Example, Message, RolloutIdentity, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,10 @@ Self = TypeVar("Self", bound="ConversationRollout")
 
 Managers: TypeAlias = ToolManager | Sequence[ToolManager | None] | None
 """One for all conversations, or a list with one for each; None runs nothing: a call is answered with an error."""
+Scorer: TypeAlias = Callable[[Trajectory, Mapping[str, Any]], Any]
+"""A reward from a finished trajectory and the fields of its task beside `messages`."""
+Begin: TypeAlias = Callable[[], Awaitable[Episode]]
+"""Starts an episode."""
 Start: TypeAlias = Callable[[int, Opening], tuple[EpisodeLoop, int | None]]
 """Makes the loop of the episode at this place in the list; and the seed that its trajectory names."""
 
@@ -71,6 +79,10 @@ class ConversationRollout(abc.ABC):
     """Whether its file is called `ok-` or `fail-`; None = whether it ended of itself, without an error."""
     progress: bool | None = None
     """Whether a bar is drawn; None = where standard error is a terminal."""
+    user: UserSimulator | None = None
+    """Answers when the model speaks without calling a tool; None = the conversation ends there."""
+    score: Scorer | None = None
+    """`score(trajectory, task)`, plain or async: the reward of a finished conversation, or its named parts."""
 
     _above_zero: ClassVar[tuple[str, ...]] = (
         "max_turns", "concurrency", "trajectory_timeout", "tool_timeout", "tool_output_limit"
@@ -143,24 +155,69 @@ class ConversationRollout(abc.ABC):
         settings = self._override(overrides)
         openings = read_openings(trajectories)
         offered = _offered_tools(openings, settings.tool_manager)
-        waiting = iter(zip(range(len(openings)), openings, offered, strict=True))
+        async with settings._user() as user:
+            begins = [
+                _Conversation(opening, tools, user, settings.score).start
+                for opening, tools in zip(openings, offered, strict=True)
+            ]
+            await settings._run_all(openings, begins, finished)
+
+    async def run_environment(
+        self, environment: Environment, examples: Sequence[tuple[Example, int]],
+        finished: Callable[[int, Trajectory], object], *, env: str = "",
+    ) -> None:  # fmt: skip
+        """Play episodes of an environment; `finished` is as for `run_each`.
+
+        The environment has tools, a user and a score of its own; `score_group` is not called. An episode's seed is made
+        of this rollout's, the example and the number of the sample.
+
+        Args:
+            environment: The environment.
+            examples: Each with the number of the sample: an example may be played several times.
+            finished: Gets each trajectory with its place in `examples`.
+            env: The environment's name, for the trajectories.
+        """
+        seed: int = getattr(self, "seed", None) or 0
+        openings = [
+            Opening(messages=(), tools=(), task=example.payload, identity=RolloutIdentity(
+                example_id=example.id, trajectory_id=f"{example.id}-{sample}", sample_index=sample, env=env))
+            for example, sample in examples
+        ]  # fmt: skip
+        begins = [
+            functools.partial(environment.start, example, derive_seed(seed, "environment", example.id, sample))
+            for example, sample in examples
+        ]
+
+        def ended(index: int, trajectory: Trajectory) -> None:
+            finished(index, judged(environment, rewarded_by_its_turns(trajectory)))
+
+        await self._run_all(openings, begins, ended)
+
+    def _user(self) -> contextlib.AbstractAsyncContextManager[ConnectedUser | None]:
+        return contextlib.nullcontext() if self.user is None else self.user.connect()
+
+    async def _run_all(
+        self, openings: Sequence[Opening], begins: Sequence[Begin], finished: Callable[[int, Trajectory], object]
+    ) -> None:
+        """Run every episode, `concurrency` of them at a time."""
+        waiting = iter(zip(range(len(openings)), openings, begins, strict=True))
         traces: TraceFolder | None = None
-        if settings.trace_dir is not None:
-            traces = TraceFolder(Path(settings.trace_dir), trace_callback=settings.trace_callback,
-                                 success_callback=settings.success_callback)  # fmt: skip
-        with _progress_bar(len(openings), settings.progress) as advance:
+        if self.trace_dir is not None:
+            traces = TraceFolder(Path(self.trace_dir), trace_callback=self.trace_callback,
+                                 success_callback=self.success_callback)  # fmt: skip
+        with _progress_bar(len(openings), self.progress) as advance:
 
             def ended(index: int, trajectory: Trajectory) -> None:
                 finished(index, trajectory)
                 advance(trajectory)
 
-            async with settings._engine() as start:
+            async with self._engine() as start:
 
                 async def work() -> None:
-                    for index, opening, tools in waiting:
-                        await _run(start(index, opening), opening, tools, traces, functools.partial(ended, index))
+                    for index, opening, begin in waiting:
+                        await _run(start(index, opening), opening, begin, traces, functools.partial(ended, index))
 
-                num_workers = math.ceil(min(settings.concurrency, len(openings)))
+                num_workers = math.ceil(min(self.concurrency, len(openings)))
                 await run_together(work() for _ in range(num_workers))
 
     @abc.abstractmethod
@@ -188,13 +245,13 @@ class ConversationRollout(abc.ABC):
 
 
 async def _run(
-    started: tuple[EpisodeLoop, int | None], opening: Opening, tools: ToolManager, traces: TraceFolder | None,
+    started: tuple[EpisodeLoop, int | None], opening: Opening, begin: Begin, traces: TraceFolder | None,
     ended: Callable[[Trajectory], None],
 ) -> None:  # fmt: skip
     """Take one conversation to its end, and hand it over, also where it is cancelled."""
     loop, seed = started
     identity = dataclasses.replace(opening.identity, seed=seed)
-    episode = EpisodeRun(_Conversation(opening, tools).start, loop, identity, timed=True)
+    episode = EpisodeRun(begin, loop, identity, timed=True)
 
     def result() -> Trajectory:
         found = episode.trajectory()
@@ -218,17 +275,41 @@ async def _run(
 
 
 class _Conversation(Episode):
-    """Ends when the model answers without calling a tool, and earns nothing."""
+    """Ends when the model answers without calling a tool, or when the simulated user ends it; earns what the scorer
+    gives."""
 
-    def __init__(self, opening: Opening, tools: ToolManager) -> None:
+    def __init__(
+        self, opening: Opening, tools: ToolManager, user: ConnectedUser | None, scorer: Scorer | None
+    ) -> None:
         self.messages = opening.messages
         self.tools = tools  # type: ignore[assignment]  # a manager is taken as it is
+        self._task, self._user, self._scorer = opening.task, user, scorer
+        self._spoken = [message for message in opening.messages if message["role"] in ("user", "assistant")]
+        self._usage: Counter[str] = Counter()
+        self.info = {} if user is None else {"user_usage": self._usage}
 
     async def start(self) -> Episode:
         return self
 
-    async def score(self, trajectory: Trajectory) -> None:
-        return None
+    async def reply(self, message: Message) -> Reply:
+        if self._user is None:
+            return Reply(done=True)
+        self._spoken.append(message)
+        said = await self._user.answer(self._spoken, self._task, self._usage)
+        if said is None:
+            return Reply(done=True)
+        self._spoken.append({"role": "user", "content": said})
+        return Reply(messages=[self._spoken[-1]])
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        if self._scorer is None:
+            return None
+        # A plain function runs on a thread: it may ask a judge, or compute.
+        if inspect.iscoroutinefunction(self._scorer):
+            found: Score = await self._scorer(trajectory, self._task)
+        else:
+            found = await asyncio.to_thread(self._scorer, trajectory, self._task)
+        return found
 
 
 def _offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolManager]:

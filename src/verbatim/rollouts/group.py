@@ -57,7 +57,7 @@ class GroupRun:
         score_group = getattr(self.setup.environment, "score_group", None)
         if score_group is not None:
             trajectories = await _score_together(score_group, trajectories, self.setup.limits.timeout)
-        trajectories = [_judged(self.setup.environment, _rewarded_by_its_turns(t)) for t in trajectories]
+        trajectories = [judged(self.setup.environment, rewarded_by_its_turns(t)) for t in trajectories]
         for before, after in zip(ended, trajectories, strict=True):
             if before.error is None and after.error is not None:
                 self.setup.tally.failed(after)
@@ -95,7 +95,7 @@ def _set_aside(trajectory: Trajectory, late: RecordError | None) -> Trajectory:
     return trajectory if late is None or trajectory.error else trajectory.replace(error=f"record: {late}")
 
 
-def _rewarded_by_its_turns(trajectory: Trajectory) -> Trajectory:
+def rewarded_by_its_turns(trajectory: Trajectory) -> Trajectory:
     """Where nothing else gave a reward, it is the sum of the turns' own."""
     rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
     if trajectory.error is not None or trajectory.reward is not None or not rewards:
@@ -147,7 +147,7 @@ async def _score_together(
     return [t if t.error else _failed(t, fault, why) for t in trajectories]
 
 
-def _judged(environment: Environment, trajectory: Trajectory) -> Trajectory:
+def judged(environment: Environment, trajectory: Trajectory) -> Trajectory:
     """With the verdict of the environment's own `is_success`; one that fails fails the rollout."""
     own = getattr(environment, "is_success", None)
     if trajectory.error is not None or own is None:

@@ -1,0 +1,145 @@
+"""What `verbatim rollout` plays: the tasks of a file, with tools, a simulated user and a score, or an environment."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from verbatim.cli.rollout_engines import Work
+from verbatim.cli.rollout_results import Job, read_jobs
+from verbatim.config import import_object
+from verbatim.environments.resolve import create_environment, examples_of
+from verbatim.errors import UsageError
+from verbatim.inference.chat.client import OpenAI
+from verbatim.rollouts import UserSimulator
+from verbatim.rollouts.conversation_rollout import ConversationRollout, Scorer
+from verbatim.tools import ToolManager
+from verbatim.types import Trajectory
+
+Take: TypeAlias = Callable[[int, Trajectory], object]
+
+_OF_TASKS: tuple[str, ...] = ("tools", "score", "user_model", "user_base_url", "user_prompt")
+"""Options for tasks: an environment has its own tools, user and score."""
+_OF_ENVIRONMENTS: tuple[str, ...] = ("env_args", "split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that is to be played."""
+
+    jobs: Sequence[Job]
+    """One for each trajectory."""
+    settings: Mapping[str, Any]
+    """What results depend on beside the engine's settings."""
+    work: Callable[[Sequence[Job], Take], Work]
+    """The work for the jobs that are left."""
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """What the options name, checked.
+
+    Raises:
+        UsageError: a mistake in TASKS, in an option, or in what one names.
+    """
+    if (args.file is None) == (args.env is None):
+        raise UsageError("verbatim rollout plays either the tasks of a file or an environment: type TASKS.jsonl, or "
+                         "--env NAME")  # fmt: skip
+    others, why = _OF_ENVIRONMENTS, "it needs --env NAME"
+    if args.env is not None:
+        others, why = _OF_TASKS, "an environment has tools, a user and a score of its own"
+    for name in others:
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')}: {why}")
+    return _tasks(args) if args.env is None else _environment(args)
+
+
+def _tasks(args: argparse.Namespace) -> Plan:
+    user, scorer = _user(args), _scorer(args.score)
+    found = None if args.tools is None else import_object(args.tools)
+
+    def work(left: Sequence[Job], take: Take) -> Work:
+        managers = _managers(args.tools, found, left)
+
+        async def play(rollout: ConversationRollout) -> None:
+            conversations = [job.conversation for job in left]
+            await rollout.run_each(conversations, take, tool_manager=managers, user=user, score=scorer)
+
+        return play
+
+    given = {name: getattr(args, name) for name in ("score", "user_model", "user_prompt")}
+    settings = {name: str(value) for name, value in given.items() if value is not None}
+    return Plan(jobs=read_jobs(args.file, args.samples), settings={"tools": args.tools, **settings}, work=work)
+
+
+def _environment(args: argparse.Namespace) -> Plan:
+    env_args, split = args.env_args or {}, args.split or "eval"
+    environment = create_environment(args.env, env_args)
+    examples = {example.id: example for example in examples_of(environment, args.env, split)}
+    if args.samples < 1:
+        raise UsageError(f"--samples {args.samples}; expected at least 1")
+    jobs = []
+    for example in examples.values():
+        text = json.dumps(dataclasses.asdict(example), sort_keys=True, default=repr)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        jobs += [Job(task=example.id, sample=k, digest=digest, conversation={}) for k in range(args.samples)]
+
+    def work(left: Sequence[Job], take: Take) -> Work:
+        async def play(rollout: ConversationRollout) -> None:
+            pairs = [(examples[job.task], job.sample) for job in left]
+            await rollout.run_environment(environment, pairs, take, env=args.env)
+
+        return play
+
+    return Plan(jobs=jobs, settings={"env": args.env, "env_args": env_args, "split": split}, work=work)
+
+
+def _user(args: argparse.Namespace) -> UserSimulator | None:
+    if args.user_model is None:
+        if args.user_base_url is not None or args.user_prompt is not None:
+            raise UsageError("a simulated user needs a model: --user-model NAME")
+        return None
+    url = args.user_base_url or args.base_url
+    if url is None:
+        raise UsageError("--user-model needs a server: --user-base-url URL")
+    key = {} if args.api_key_env is None else {"api_key_env": args.api_key_env}
+    api = OpenAI(model=args.user_model, base_url=url, **key)
+    if args.user_prompt is None:
+        return UserSimulator(api=api)
+    path = Path(args.user_prompt)
+    if not path.is_file():
+        raise UsageError(f"--user-prompt: there is no file {path}")
+    return UserSimulator(api=api, prompt=path.read_text(encoding="utf-8"))
+
+
+def _scorer(import_path: str | None) -> Scorer | None:
+    if import_path is None:
+        return None
+    found = import_object(import_path)
+    if not callable(found):
+        raise UsageError(f"--score {import_path} is a {type(found).__name__}; expected a function: "
+                         "score(trajectory, task) -> number, or {part: number}")  # fmt: skip
+    scorer: Scorer = found
+    return scorer
+
+
+def _managers(import_path: str, found: Any, jobs: Sequence[Job]) -> ToolManager | list[ToolManager] | None:
+    if found is None or isinstance(found, ToolManager):
+        return found
+    if isinstance(found, list | tuple):
+        return ToolManager(found)
+    if callable(found):
+        return [ToolManager(_made(import_path, found(job.conversation))) for job in jobs]
+    raise UsageError(f"--tools {import_path} is a {type(found).__name__}; expected a list of typed functions, or a "
+                     "function from a task to such a list")  # fmt: skip
+
+
+def _made(import_path: str, tools: object) -> Sequence[object]:
+    if not isinstance(tools, list | tuple):
+        raise UsageError(f"--tools {import_path} returned {tools!r:.80} for a task; expected a list of typed functions")
+    return tools
