@@ -73,7 +73,7 @@ def _head(plan: Plan) -> RenderableType:
     table = _grid()
     name = config.model.name or "[model.build]"
     table.add_row("model", f"{name}: {memory.num_parameters:,} parameters, {trained}")
-    table.add_row("trainer", f"{_times(case.placement.processes, case.device.name)}, {_how(plan)}")
+    table.add_row("trainer", f"{_times(case.placement.processes, case.device.name)}{_to_set(plan)}, {_how(plan)}")
     table.add_row("sampler", f"{_sampler(plan)}")
     table.add_row("lengths", case.batch.said)
     assumed = case.assumed
@@ -81,6 +81,12 @@ def _head(plan: Plan) -> RenderableType:
                              f"{assumed.bandwidth_utilisation:.0%} of the memory's bandwidth, "
                              f"{assumed.memory_share:.0%} of the memory for tensors")  # fmt: skip
     return table
+
+
+def _to_set(plan: Plan) -> str:
+    """What to type so that the run has as many processes as the plan."""
+    processes, inside = plan.case.placement.processes, plan.case.config.trainer.parallel.processes
+    return "" if processes == inside else f" (--trainer.parallel.processes {processes}; the file has {inside})"
 
 
 def _how(plan: Plan) -> str:

@@ -1,0 +1,66 @@
+"""The batch of a plan: as long as the file allows, or that of a run."""
+
+import numpy as np
+import pytest
+
+from verbatim.config import make_config
+from verbatim.errors import UsageError
+from verbatim.monitors.trajectory_log import TrajectoryLog
+from verbatim.plan.batches import assumed_batch, batch_of_run
+from verbatim.types import Trajectory, Turn
+
+
+def config(**orchestrator):
+    env = [{"id": "guess_number", "max_turns": orchestrator.pop("max_turns", 16)}]
+    table = {"batch_size": 4, "group_size": 2, "train": {"env": env}, **orchestrator}
+    return make_config({"model": {"name": "x"}, "orchestrator": table})
+
+
+def test_rollouts_are_as_long_as_seq_len_with_a_prompt_that_their_group_shares():
+    batch = assumed_batch(config(seq_len=2048))
+    assert [len(sample) for sample in batch.samples] == [2048] * 4
+    assert [sample.num_trained_tokens for sample in batch.samples] == [1536] * 4
+    first, second, other = (batch.samples[i].token_ids for i in (0, 1, 2))
+    assert np.array_equal(first[:512], second[:512]) and not np.array_equal(first[512:], second[512:])
+    assert not np.array_equal(first[:512], other[:512])
+    assert (batch.sampled_tokens, batch.prompt_tokens, batch.longest_sampled) == (4 * 1536, 4 * 512, 1536)
+    assert batch.mean_context == 512 + 1536 / 2
+    assert "a prompt of 512 that its group shares and 3 turns of 512 sampled" in batch.said
+
+
+def test_turns_that_cannot_fill_a_trajectory_leave_the_rest_to_the_prompt():
+    batch = assumed_batch(config(seq_len=1000, max_turns=2, sampling={"max_tokens": 100}))
+    assert (batch.longest_sampled, batch.prompt_tokens) == (200, 4 * 800)
+
+
+def test_branching_has_a_sample_for_each_turn():
+    batch = assumed_batch(config(seq_len=2048, trajectory_strategy="branching"))
+    assert sorted(map(len, batch.samples)) == [1024] * 4 + [1536] * 4 + [2048] * 4
+    assert batch.prompt_tokens == 4 * 512
+
+
+def trajectory(prompt, sampled, name, error=None):
+    turn = Turn(prompt_ids=list(range(prompt)), completion_ids=list(range(sampled)), logprobs=[-1.0] * sampled)
+    return Trajectory(example_id=name, turns=(turn,), reward=1.0, trajectory_id=name, error=error)
+
+
+def test_the_last_trajectories_of_a_run_are_taken_without_those_that_failed(tmp_path):
+    log = TrajectoryLog(tmp_path / "trajectories.jsonl")
+    for step, (prompt, sampled, error) in enumerate([(9, 9, None), (10, 5, None), (20, 6, "x: y"), (30, 7, None)]):
+        log.write(step, trajectory(prompt, sampled, str(step), error))
+    log.close()
+    batch = batch_of_run(config(batch_size=2), tmp_path)
+    assert sorted(map(len, batch.samples)) == [15, 37]
+    assert (batch.num_rollouts, batch.sampled_tokens, batch.prompt_tokens) == (2, 12, 40)
+    assert batch.mean_context == (5 * 12.5 + 7 * 33.5) / 12
+    assert not batch.is_assumed and "the last 2 trajectories" in batch.said
+    assert "fewer than the 4 of a batch" in batch_of_run(config(), tmp_path).said
+
+
+def test_a_run_without_trajectories_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"there is no trajectories\.jsonl"):
+        batch_of_run(config(), tmp_path)
+    TrajectoryLog(tmp_path / "trajectories.jsonl").close()
+    (tmp_path / "trajectories.jsonl").touch()
+    with pytest.raises(UsageError, match="no trajectory that could be trained"):
+        batch_of_run(config(), tmp_path)
