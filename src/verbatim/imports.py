@@ -100,8 +100,10 @@ def search_beside(file: Path) -> None:
 
 
 def folders_beside() -> tuple[str, ...]:
-    """The folders that `search_beside` was given so far, the current one left out."""
-    return tuple(_BESIDE)
+    """The folders among those of `search_beside` from which a module was imported, the current one left out."""
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    used = {os.path.dirname(file) for file in files if isinstance(file, str)}
+    return tuple(folder for folder in _BESIDE if folder in used)
 
 
 def _here() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -67,7 +68,11 @@ def test_a_runs_folder_remembers_where_its_modules_lie(tmp_path: Path, monkeypat
     project = tmp_path / "project"
     project.mkdir()
     (project / "run.toml").write_text(RUN)
+    (project / "beside_a_run.py").write_text("")
     config = load_config(project / "run.toml")
+    with RunFolder.create(config, name="run", now=datetime.now(), root=tmp_path / "unused") as run:
+        assert not (run.path / imports.MODULE_FOLDERS).exists()  # nothing was imported from there
+    importlib.import_module("beside_a_run")
     with RunFolder.create(config, name="run", now=datetime.now(), root=tmp_path / "runs") as run:
         stored = run.path / CONFIG
     sys.path.remove(str(project))

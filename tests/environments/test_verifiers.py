@@ -187,7 +187,7 @@ async def test_several_agents_are_recorded_under_their_names_and_a_judge_is_cont
         assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"judged": 1.0})
         solver, judge = trajectory.turns
         assert (solver.agent, judge.agent) == ("solver", "judge")
-        assert judge.logprobs is None
+        assert (judge.trained, solver.trained) == (False, True)
         (sample,) = [s for s in build_samples(trajectory) if s.num_trained_tokens]
         assert sample.num_trained_tokens == len(solver.completion_ids)
         assert [m["content"] for m in trajectory.messages] == ["5 6", "11"]
@@ -283,7 +283,7 @@ def test_a_trace_that_holds_what_was_served_is_accepted():
     check_served([traced(USER, SAID)], [TURN])
     check_served([traced(USER, SAID), traced(USER, SAID)], [TURN, TURN])
     untrained = dataclasses.replace(TURN, logprobs=None)
-    check_served([traced(USER, SAID)], [untrained])  # a judge's, who is context only
+    check_served([traced(USER, SAID)], [untrained])  # of an engine that gives no logprobs
 
 
 @pytest.mark.parametrize(
