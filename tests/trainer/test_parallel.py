@@ -3,16 +3,23 @@
 import json
 import re
 import shutil
+import threading
+from datetime import timedelta
 
 import parallel_jobs as jobs
 import pytest
+import torch
+import torch.distributed as dist
 from parallel_ranks import crew
 from safetensors import safe_open
+from safetensors.torch import load_file
 from trainer_helpers import write_experts, write_llama, write_qwen_moe
 
 from verbatim.checkpoints import find_damage, seal
 from verbatim.errors import CheckpointError
 from verbatim.losses import LOSSES
+from verbatim.models.loading import load_model
+from verbatim.trainer.parallel.publish import published_layout
 
 pytestmark = pytest.mark.slow
 
@@ -290,6 +297,37 @@ def test_a_large_model_is_saved_in_several_files_with_an_index(two, sliding_qwen
     assert jobs.same_weights(tmp_path / "out", sliding_qwen) == 0.0
     reader = jobs.trainer_of(tmp_path / "out", None)
     assert reader.model.config.architectures == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
+def test_every_tensor_is_sent_as_it_is_published_bit_for_bit_and_one_at_a_time(
+    two, qwen, sliding_qwen, tmp_path, monkeypatch, kind
+):
+    """To a process in a gloo group, which stands for NCCL's; it knows names, dtypes and shapes beforehand."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    model = write_experts(tmp_path / "experts") if kind == "experts" else {"tied": qwen, "untied": sliding_qwen}[kind]
+    layout = published_layout(load_model(model))
+    received = {}
+
+    def receive():
+        group = dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "store"), 2), 1, 2, timedelta(seconds=240))
+        for name, (dtype, shape) in layout.items():
+            received[name] = torch.full(shape, torch.nan, dtype=dtype)
+            group.broadcast([received[name]]).wait()
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    names, most = two.run(jobs.send, str(model), str(tmp_path / "store"), str(tmp_path / "out"))
+    receiver.join(timeout=240)
+    assert names == list(layout)
+    saved, before = (
+        {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        for folder in (tmp_path / "out", model)
+    )
+    assert received.keys() == saved.keys() == before.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in saved.items())
+    assert not any(torch.equal(received[name], tensor) for name, tensor in before.items())
+    assert most <= max(tensor.nbytes for tensor in saved.values())
 
 
 @pytest.mark.parametrize("sequence", [1, 2])

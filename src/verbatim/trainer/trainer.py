@@ -32,7 +32,7 @@ from verbatim.trainer.optim import build_optimizer, clip_gradients, learning_rat
 from verbatim.trainer.optimizer_state import load_optimizer, save_optimizer
 from verbatim.trainer.packer import StepPacker
 from verbatim.trainer.parallel.micro_batches import hand_out, take_in
-from verbatim.trainer.parallel.publish import save_sharded
+from verbatim.trainer.parallel.publish import Receivers, save_sharded, send_sharded
 from verbatim.trainer.parallel.ranks import Ranks, together
 from verbatim.trainer.parallel.sequence import refuse_slices, sequence_group
 from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
@@ -324,6 +324,8 @@ class Trainer:
                 self.packer.try_trees(take_in(self.ranks), take_in(self.ranks))
             case "save_weights":
                 self._save_weights(Path(order["folder"]))
+            case "send_weights":
+                send_sharded(self.model, None, self.ranks)
             case "save_state":
                 self._save_state(Path(order["folder"]))
             case "load_state":
@@ -349,6 +351,12 @@ class Trainer:
             save_sharded(self.model, self.tokenizer, folder, self.ranks)
         else:
             save_model(self.model, self.tokenizer, folder)
+
+    def send_weights(self, receivers: Receivers) -> None:
+        """Send the master weights to processes that hold other copies of the model, as `published_layout` says."""
+        assert self.ranks is not None and self.adapters is None, "one process, or adapters, write a folder"
+        with self._together("send_weights"):
+            send_sharded(self.model, receivers, self.ranks)
 
     def load_adapters(self, folder: Path) -> None:
         """Take over the adapters that `save_weights` wrote.

@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import base64
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verbatim.errors import UsageError
 from verbatim.inference.http.client import HttpClient
 from verbatim.inference.vllm.command import TRANSFER_ENGINES
 from verbatim.inference.vllm.control import VllmControl
 from verbatim.inference.vllm.digests import PublishedFolder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Broadcast:
@@ -29,7 +32,7 @@ class Broadcast:
     engine = TRANSFER_ENGINES["nccl"]
 
     def __init__(self) -> None:
-        self._communicator: Any = None
+        self._communicator: Communicator | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_communicator": None}
@@ -52,7 +55,7 @@ class Broadcast:
         info = {"nccl_unique_id_b64": base64.b64encode(unique_id).decode(), "rank_offset": 1, "world_size": num_ranks,
                 "packed": False}  # fmt: skip
         _, self._communicator = await asyncio.gather(
-            control.init_transfer(info), asyncio.to_thread(_enter, num_ranks, unique_id)
+            control.init_transfer(info), asyncio.to_thread(Communicator, num_ranks, unique_id)
         )
 
     async def load(self, control: VllmControl, folder: PublishedFolder) -> None:
@@ -69,18 +72,33 @@ class Broadcast:
     def _send(self, folder: PublishedFolder, names: list[str]) -> None:
         import torch
 
+        assert self._communicator is not None, "prepare comes first"
         for name in names:
-            on_device = folder.tensor(name).cuda().contiguous()
-            torch.cuda.nccl.broadcast([on_device], root=0, comms=[self._communicator])
+            self._communicator.send(name, folder.tensor(name))
         torch.cuda.synchronize()
 
 
-def _enter(num_ranks: int, unique_id: bytes) -> Any:
-    import torch
+class Communicator:
+    """Rank 0 of an NCCL communicator on this process's CUDA device; enters it together with the other ranks.
 
-    communicator = torch.cuda.nccl.init_rank(num_ranks, unique_id, 0)  # type: ignore[no-untyped-call]
-    torch.cuda.nccl.all_reduce(  # type: ignore[no-untyped-call]
-        [torch.zeros(1, device="cuda")], comms=[communicator]
-    )
-    torch.cuda.synchronize()
-    return communicator
+    It is what `Trainer.send_weights` sends to. Everything here needs CUDA.
+
+    Args:
+        num_ranks: This process, and all workers.
+        unique_id: Of the communicator: 128 bytes that all ranks have.
+    """
+
+    def __init__(self, num_ranks: int, unique_id: bytes) -> None:
+        import torch
+
+        self._communicator: Any = torch.cuda.nccl.init_rank(num_ranks, unique_id, 0)  # type: ignore[no-untyped-call]
+        torch.cuda.nccl.all_reduce(  # type: ignore[no-untyped-call]
+            [torch.zeros(1, device="cuda")], comms=[self._communicator]
+        )
+        torch.cuda.synchronize()
+
+    def send(self, name: str, tensor: Tensor) -> None:
+        """Broadcast a tensor, from host memory or from the device. The name is known from the request."""
+        import torch
+
+        torch.cuda.nccl.broadcast([tensor.cuda().contiguous()], root=0, comms=[self._communicator])

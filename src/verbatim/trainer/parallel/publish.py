@@ -1,12 +1,13 @@
-"""Writes the weights of a sharded model as a Hugging Face folder, a few layers at a time."""
+"""Writes the weights of a sharded model as a Hugging Face folder, or sends them, a few layers at a time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -34,11 +35,12 @@ def save_sharded(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None
     index: dict[str, str] = {}
     num_bytes = 0
     error: OSError | None = None
-    for file_name, tensors in zip(names, plan, strict=True):
-        gathered = {name: whole(tensor) for name, tensor in tensors.items()}
-        if not ranks.leads or error is not None:
+    parts = _gathered(model, plan, ranks)
+    for file_name in names:
+        gathered = next(parts)
+        if gathered is None or error is not None:
             continue  # the others' tensors are gathered by all
-        saved = {name: tensor.cpu().contiguous() for name, tensor in revert_weight_conversion(model, gathered).items()}
+        saved = {name: tensor.cpu().contiguous() for name, tensor in gathered.items()}
         del gathered
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -56,6 +58,50 @@ def save_sharded(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None
             _write_the_rest(model, tokenizer, folder, index if len(plan) > 1 else {}, num_bytes)
 
     ranks.agree(finish)
+
+
+class Receivers(Protocol):
+    """Who receives tensors from this process, all of them each tensor."""
+
+    def send(self, name: str, tensor: Tensor) -> None:
+        """Send a whole tensor, in the order of `published_layout`; it may be overwritten when this returns."""
+
+
+def send_sharded(model: Any, receivers: Receivers | None, ranks: Ranks) -> None:
+    """Send the weights, as `save_sharded` would write them, to processes that hold other copies of the model: vLLM's
+    workers. All ranks call it and take part in gathering; rank 0 alone has receivers, and holds one layer at a time.
+    """
+    for gathered in _gathered(model, _units(model), ranks):
+        while gathered:
+            assert receivers is not None
+            name = next(iter(gathered))
+            receivers.send(name, gathered.pop(name).contiguous())
+
+
+def published_layout(model: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor that `send_sharded` sends, in this order. Nothing is gathered."""
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for unit in _units(model):
+        empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in unit.items()}
+        found.update({name: (t.dtype, tuple(t.shape)) for name, t in _as_published(model, empty).items()})
+    return found
+
+
+def _as_published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a unit under the names of a folder, in their order; `transformers` has several orders."""
+    return dict(sorted(revert_weight_conversion(model, tensors).items()))
+
+
+def _gathered(
+    model: Any, parts: Sequence[Mapping[str, Tensor]], ranks: Ranks
+) -> Iterator[dict[str, Tensor] | None]:
+    """The whole tensors of each part, by their published names, on rank 0; None on the others, which take part."""
+
+    def gather(part: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        gathered = {name: whole(tensor.detach()) for name, tensor in part.items()}
+        return _as_published(model, gathered) if ranks.leads else None
+
+    return map(gather, parts)  # nothing here holds one part while the next is gathered
 
 
 def _files(model: Any) -> Iterator[dict[str, Tensor]]:
