@@ -94,6 +94,11 @@ def test_checkpointing_and_offload_keep_less(model):
     assert moved.peak < kept.peak < plain.peak
 
 
+def test_checkpointing_needs_no_plan_of_the_same_model_before_it(tmp_path):
+    model = write_model(tmp_path, hidden_size=48, layers=2, vocab_size=VOCAB, weights=False)
+    assert planned(model, gradient_checkpointing=True).peak > 0
+
+
 def test_more_processes_than_the_model_can_use_are_refused(model):
     with pytest.raises(ModelError, match=r"193 processes .* 192 rows to share out; use at most 192"):
         planned(model, processes=193)

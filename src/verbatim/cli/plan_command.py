@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from verbatim.plan.devices import device_here, find_device
     from verbatim.plan.placement import place
     from verbatim.plan.predict import Assumptions, Case, model_source, predict
-    from verbatim.plan.show import show_plan
+    from verbatim.plan.show import show_changes, show_plan
 
     device = find_device(args.gpu) if args.gpu is not None else device_here(_has_cuda(config))
     if not device.is_cuda and args.gpus is not None:
@@ -70,12 +70,15 @@ def run(args: argparse.Namespace) -> int:
             placement=place(config, is_cuda=device.is_cuda, gpus=args.gpus),
             assumed=Assumptions(**{name: share for name, share in shares.items() if share is not None}),
         ))  # fmt: skip
+        console = PlainConsole()
+        if not args.json:
+            show_plan(plan, console)
         changes = [] if plan.fits else tried_changes(plan)
     if args.json:
         json.dump(plan_as_json(plan, changes), sys.stdout, indent=2)
         sys.stdout.write("\n")
-    else:
-        show_plan(plan, changes, PlainConsole())
+    elif changes:
+        show_changes(changes, console)
     return exit_status.FINISHED if plan.fits else DOES_NOT_FIT
 
 

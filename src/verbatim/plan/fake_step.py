@@ -25,6 +25,7 @@ from verbatim.losses import Loss
 from verbatim.models.attention import ATTENTION, AttentionPlan
 from verbatim.models.head import CausalLM
 from verbatim.models.mixing import plan_attention
+from verbatim.models.own_attention import tiny_pair
 from verbatim.models.refusal import refusing
 from verbatim.models.shards import empty_model
 from verbatim.models.tiny import tiny_copy
@@ -138,6 +139,7 @@ def _model(source: str) -> Any:
     if other is not None:
         raise ModelError(f"{type(model).__name__} mixes tokens by {other}: each row is a pass of its own, whose memory "
                          "verbatim plan cannot measure")  # fmt: skip
+    tiny_pair(model, planned=True)  # kept for later checks: layers that are checkpointed are of no kind that it has
     model.set_attn_implementation(ATTENTION)
     return model
 

@@ -35,16 +35,15 @@ _KINDS: Mapping[str, str] = {
 }
 
 
-def show_plan(plan: Plan, changes: Sequence[Change], console: Console) -> None:
-    """Print a plan, and the changes that were tried."""
+def show_plan(plan: Plan, console: Console) -> None:
+    """Print a plan."""
     for part in (_head(plan), _memory(plan), _speed(plan), _waiting(plan)):
         console.print(part, soft_wrap=isinstance(part, str))
     if plan.fits:
         console.print(Text.assemble(("it fits", "bold green"), f": {_gib(plan.needed)} of {_gib(plan.usable)}"))
         return
     console.print(Text.assemble(("it does not fit", "bold red"), f": {problem(plan)}"))
-    if changes:
-        console.print(_changes(changes))
+    console.print("\nWhat could be changed is measured now, one after the other.", style="dim")
 
 
 def problem(plan: Plan) -> str:
@@ -157,7 +156,8 @@ def _waiting(plan: Plan) -> str:
             f"{_seconds(seconds[f'{side}_waits'])} s. Rollouts start with weights at most {ahead} old.\n")  # fmt: skip
 
 
-def _changes(changes: Sequence[Change]) -> RenderableType:
+def show_changes(changes: Sequence[Change], console: Console) -> None:
+    """Print the changes that were tried."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     table.add_column("with", overflow="fold")
     table.add_column("GiB", justify="right")
@@ -168,7 +168,7 @@ def _changes(changes: Sequence[Change]) -> RenderableType:
         else:
             said = Text("fits", style="bold green") if change.fits else Text("")
             table.add_row(change.typed, f"{change.needed / GIB:,.2f}", said)
-    return table
+    console.print(table)
 
 
 def _grid() -> Table:
