@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
 
 from verbatim.errors import UsageError
 from verbatim.inference.vllm.command import PLUGIN, server_command, server_environment
+from verbatim.inference.vllm.facts import ServerFacts, refuse_inexact
 from verbatim.inference.vllm.settings import VllmSettings
 
 
@@ -114,3 +116,25 @@ def test_the_plugin_is_part_of_a_wheel():
     files = {path for path in PLUGIN.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert {"METADATA", "entry_points.txt", "verbatim_vllm.py"} <= {path.name for path in files}
     assert files <= shipped
+
+
+def test_experts_are_returned_where_the_run_asks_for_them():
+    asked = options(VllmSettings(), return_routed_experts=True)
+    assert "--enable-return-routed-experts" in asked
+    assert [part for part in asked if part != "--enable-return-routed-experts"] == options(VllmSettings())
+    made = server_environment(VllmSettings(), 0, is_local_model=True, return_routed_experts=True)
+    assert made["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in server_environment(VllmSettings(), 0, is_local_model=True)
+
+
+def test_a_server_that_does_not_return_experts_is_refused_where_they_are_asked_for():
+    facts = ServerFacts(
+        model="m", vocab_size=10, max_model_len=64, dtype="float32", logprobs_mode="processed_logprobs",
+        generation_config="vllm", prefix_caching=True, chunked_prefill=True, speculative=False, weight_transfer="x",
+        unsupported_heads=None,
+    )  # fmt: skip
+    how = {"name": "it", "transfer": "x", "vocab_size": 10, "context_length": 64}
+    refuse_inexact(facts, **how)
+    with pytest.raises(UsageError, match="add --enable-return-routed-experts, and the environment variable VLLM_USE"):
+        refuse_inexact(facts, **how, return_routed_experts=True)
+    refuse_inexact(replace(facts, returns_routed_experts=True), **how, return_routed_experts=True)
