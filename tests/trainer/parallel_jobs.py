@@ -38,8 +38,8 @@ def trainer_of(folder, ranks, *, loss="default", dtype="float64", compute="float
 
 
 def by_one(settings):
-    """The same settings for one process."""
-    return {key: value for key, value in settings.items() if key != "parallel"}
+    """The same settings for one process, uncompiled."""
+    return {key: value for key, value in settings.items() if key not in ("parallel", "compile")}
 
 
 def batch_of(kind, seed=0):

@@ -158,6 +158,9 @@ class TrainerConfig(Section):
     activation_offload: bool = False
     """Keep what gradient_checkpointing keeps, the inputs of the layers, in host memory between the two passes. On a CPU
     this saves nothing."""
+    compile: bool = False
+    """Compile each decoder layer by torch.compile, which needs a C++ compiler on a CPU, and a GPU that Triton knows on
+    CUDA. The first passes take minutes; a model that cannot be compiled is refused."""
     separate_process: bool = True
     """Train in a process of its own. false: on a thread of the orchestrator's, where a debugger reaches it."""
     num_threads: PositiveInt | None = None

@@ -13,7 +13,7 @@ from verbatim.models.adapters import fingerprint
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
 from verbatim.models.positions import refuse_moving_positions
-from verbatim.trainer.linear import use_onednn
+from verbatim.trainer.compile import choose_kernels
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
 from verbatim.trainer.model_check import packing_for
@@ -53,7 +53,7 @@ class FrozenModels:
                 self.fingerprints[name] = adapters.base_fingerprint
                 continue
             lm = load_frozen(source, name, beside, dtype=dtype, seq_len=seq_len, ranks=ranks, compute=config.dtype,
-                             only_attention=config.packing == "tree")  # fmt: skip
+                             only_attention=config.packing == "tree", compiled=config.compile)  # fmt: skip
             self.streams[name] = lm
             total = ranks.total if ranks is not None else lambda sums: sums
             self.fingerprints[name] = fingerprint(lm.model.model.named_parameters(), total)
@@ -66,7 +66,7 @@ class FrozenModels:
 
 def load_frozen(
     source: str | Path, name: str, beside: TargetLogprobs, *, dtype: str, seq_len: int, only_attention: bool,
-    ranks: Ranks | None = None, compute: str = "float32",
+    ranks: Ranks | None = None, compute: str = "float32", compiled: bool = False,
 ) -> TargetLogprobs:  # fmt: skip
     """A model that is not trained, on the device of the one that is, computed with as that one is: sharded, where that
     one is.
@@ -80,6 +80,7 @@ def load_frozen(
         only_attention: Refuse a model that cannot compute trees.
         ranks: The processes that train together; None = this one alone.
         compute: What is computed with: "float32" or "bfloat16".
+        compiled: Whether its layers are.
 
     Raises:
         ModelError: no such model, or one of another vocabulary, or too short for these samples.
@@ -89,8 +90,8 @@ def load_frozen(
         source, dtype=dtype, device=beside.model.device, only_attention=only_attention, shards=sharding
     )
     model.requires_grad_(False)
-    use_onednn(model)
     lm = CausalLM(model, sharding)
+    choose_kernels(model, compiled=compiled)
     refuse_rows_alone(lm, ranks)
     if lm.vocab_size != beside.model.vocab_size:
         here, there = beside.model.vocab_size, lm.vocab_size

@@ -22,8 +22,8 @@ from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.packing import num_tokens
+from verbatim.trainer.compile import choose_kernels, try_compiled
 from verbatim.trainer.frozen import FrozenModels
-from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
 from verbatim.trainer.metrics import MetricSums
@@ -104,7 +104,9 @@ class Trainer:
         )  # fmt: skip
         if self.adapters is not None:
             self.adapters.begin(self.model)
-        use_onednn(self.model)
+        choose_kernels(self.model, compiled=config.compile)
+        if config.compile:
+            try_compiled(self._targets, self._sharding)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.num_optimizer_steps = 0
         """Optimizer steps done: what the schedule counts."""

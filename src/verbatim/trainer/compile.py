@@ -1,0 +1,63 @@
+"""Compiles the decoder layers of a model by `torch.compile`, one by one; attention stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from verbatim.errors import ModelError
+from verbatim.machine_faults import is_out_of_memory
+from verbatim.models.attention import ATTENTION
+from verbatim.models.refusal import describe
+from verbatim.models.tiny import decoder_layers
+from verbatim.trainer.linear import use_onednn
+from verbatim.trainer.logprobs import TargetLogprobs
+from verbatim.trainer.parallel.sharding import Sharding
+
+_MOST_VARIANTS = 64
+"""Most compiled versions of a layer's code: with gradients and without, of each kind of layer, adapters on and off."""
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each decoder layer's `forward`, for any number of tokens.
+
+    Only `forward` is compiled: what recomputes activations, and what gathers and releases a sharded layer's parameters,
+    stands around it. Attention follows a plan, which is another one for each micro-batch and, for trees on a CPU, numpy
+    and loops: it is called between two compiled pieces. FlexAttention, on CUDA, is compiled by itself as always.
+    """
+    attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+    compiled: Any = torch.compile  # its overloads know no recompile_limit
+    for layer in decoder_layers(model):
+        layer.forward = compiled(layer.forward, dynamic=True, recompile_limit=_MOST_VARIANTS)
+
+
+def choose_kernels(model: Any, *, compiled: bool) -> None:
+    """Compile the layers; else take torch's own operators, and on a CPU the faster one of two libraries."""
+    if compiled:
+        compile_layers(model)
+    else:
+        use_onednn(model)
+
+
+def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:
+    """Compute one token forward and backward: a layer that cannot be compiled is refused before the first batch. All
+    ranks call it; gradients are empty afterwards.
+
+    Raises:
+        ModelError: a layer cannot be compiled, or there is no compiler; says why.
+    """
+    model = targets.model.model
+    try:
+        with torch.enable_grad():
+            targets.idle_pass()
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"{type(model).__name__} cannot be compiled here ({describe(error)}); set trainer.compile = "
+                         "false") from error  # fmt: skip
+    model.zero_grad(set_to_none=True)
+    if sharding is not None:
+        sharding.drop_unused()  # what was used in this pass says nothing of the next optimizer step

@@ -1,0 +1,79 @@
+"""Compiled layers have the gradient of those that are not, and are compiled once."""
+
+import parallel_jobs as jobs
+import pytest
+import torch
+from parallel_ranks import crew
+from test_trainer_steps import make_trainer
+from trainer_helpers import make_batch, shared_prefixes
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from verbatim.errors import ModelError
+from verbatim.models.attention import ATTENTION
+from verbatim.models.tiny import decoder_layers
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def uncompiled_attention(monkeypatch):
+    """What a trainer registers, later tests do not see."""
+    before = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+    yield
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, before)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"packing": "tree", "micro_batch_tokens": 40},
+        {"packing": "rows", "micro_batch_tokens": 30, "gradient_checkpointing": True},
+        {"packing": "tree", "lora": {"r": 4, "alpha": 8}, "gradient_checkpointing": True},
+    ],
+)
+def test_the_gradient_is_that_of_layers_that_are_not_compiled(sliding_qwen, settings):
+    gradients = []
+    for compiled in (True, False):
+        trainer = make_trainer(sliding_qwen, dtype="float64", compile=compiled, **settings)
+        found = jobs.noted_gradients(trainer)
+        for batch in (shared_prefixes(), make_batch(1)):
+            trainer.train_batch(batch)
+        gradients.append(found)
+    compiled, plain = gradients
+    assert max(map(jobs.apart, compiled, plain)) < 1e-10
+
+
+def test_layers_are_compiled_once_whatever_the_number_of_tokens(sliding_qwen):
+    trainer = make_trainer(sliding_qwen, compile=True)
+    for seed in range(2):
+        trainer.train_batch(make_batch(seed))
+    torch._dynamo.utils.counters.clear()
+    for seed in range(2, 6):
+        trainer.train_batch(make_batch(seed))
+    assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
+
+
+def test_two_processes_compile_their_layers(qwen):
+    with crew(2) as two:
+        (found,) = two.run(jobs.compare, [{
+            "model": str(qwen), "batches": [["usual", 0]], "micro_batch_tokens": 40, "compile": True,
+            "gradient_checkpointing": True,
+        }], seconds=900)  # fmt: skip
+    assert max(found["gradient"]) < 1e-10
+
+
+def test_a_layer_that_cannot_be_compiled_is_refused_with_the_model(qwen, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no C++ compiler")
+
+    def compiled(function, **_):
+        return fails
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    with pytest.raises(ModelError, match=r"Qwen3ForCausalLM cannot be compiled here \(RuntimeError: no C.* compiler\)"):
+        make_trainer(qwen, compile=True)
+
+
+def test_layers_are_not_compiled_unless_it_is_asked_for(qwen):
+    assert all("forward" not in vars(layer) for layer in decoder_layers(make_trainer(qwen).model))
