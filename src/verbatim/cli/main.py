@@ -35,7 +35,7 @@ COMMANDS = {
     "eval": ("verbatim.cli.eval_command", "measure a model on environments"),
     "env": ("verbatim.cli.env_command", "check an environment without a model, or list the bundled ones"),
     "recipes": ("verbatim.cli.recipes_command", "list the runs that come with the package, or copy one"),
-    "rollout": ("verbatim.cli.rollout_command", "conversations with tools, over a chat server or as a run samples"),
+    "rollout": ("verbatim.cli.rollout_command", "play conversations or an environment, one result for each"),
     "serve": ("verbatim.cli.serve_command", "a model behind HTTP: token ids or chat completions"),
     "inference": ("verbatim.cli.inference_command", "only the inference backend of a run, for a run on another host"),
     "doctor": ("verbatim.cli.doctor_command", "say why prompts do not extend what was sampled"),
