@@ -15,7 +15,7 @@ class PrivateCa:
     authority: Path
     """What clients have to trust."""
     certificate: Path
-    """Of a server on 127.0.0.1, signed by the authority."""
+    """The certificate of a server on 127.0.0.1, signed by the authority."""
     key: Path
     """The server's."""
 

@@ -73,7 +73,7 @@ def at(url: str) -> str:
 
 
 def assert_logprobs_are_the_models(model: Path, count: int) -> None:
-    """Of every token that stands in the results."""
+    """Checks every token that stands in the results."""
     from verbatim.inference.embedded.whole_sequence import sequence_logprobs
     from verbatim.models.head import CausalLM
     from verbatim.models.loading import load_model

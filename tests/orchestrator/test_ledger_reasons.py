@@ -197,7 +197,7 @@ class PlayedUser(Coins):
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("strategy", ["interleaved", "branching"])
 async def test_what_is_sampled_with_trained_false_is_counted_as_untrained(tmp_path, level, strategy):
-    """Of each five turns two are the user's, and one is the agent's untrained last one."""
+    """Two of each five turns are the user's, and one is the agent's untrained last one."""
     said = ["a", "bb", "ccc", "dddd", "eeeee"]
     orchestrator, notes, _ = make(
         tmp_path, level=level, steps=3, environment=PlayedUser(), strategy=strategy,

@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan.
 
     Raises:
-        UsageError: an unknown device, too few devices, no trajectories, a share that is none; or what the trainer would
-            refuse: the model, more processes than it can use.
+        UsageError: an unknown device, too few devices, no trajectories, a share outside 0 to 1; or what the trainer
+            would refuse: the model, more processes than it can use.
     """
     config = load_config(args.file, args.overrides, component_tables())
     _check(args)

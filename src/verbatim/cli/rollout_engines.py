@@ -40,7 +40,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
     """The engine that the options name, checked; nothing is started yet.
 
     Raises:
-        UsageError: options that do not go together, a setting that cannot be used, or a server that is none.
+        UsageError: options that do not go together, a setting that cannot be used, or an address without a server.
         ConfigError: what is wrong with the file of --inference.
     """
     if args.inference is None:

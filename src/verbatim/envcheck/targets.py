@@ -26,9 +26,9 @@ class Target:
     args: Mapping[str, Any] = field(default_factory=dict)
     """The arguments that it is made with."""
     max_turns: int | None = None
-    """Of its table in a TOML file."""
+    """Most turns, where its table in a TOML file says so."""
     seq_len: int | None = None
-    """Of the TOML file."""
+    """Most tokens of an episode, where the TOML file says so."""
 
 
 def find_targets(given: str, args: Mapping[str, Any]) -> list[Target]:

@@ -49,7 +49,7 @@ class CausalLM:
     def __init__(self, model: Any, calls: ModelCalls | None = None, routers: Routers | None = None) -> None:
         self.model = model
         self.routers = routers
-        """Of a mixture of experts whose passes may be router passes."""
+        """The routers of a mixture of experts whose passes may be router passes."""
         self.calls = calls or DirectCalls()
         self.config = model.config.get_text_config()
         self.backbone = model.base_model

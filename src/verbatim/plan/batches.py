@@ -16,7 +16,7 @@ from verbatim.trajectories import build
 from verbatim.types import TrainingSample, Trajectory, Turn
 
 PROMPT_SHARE = 0.25
-"""Of a trajectory's tokens, those of the prompt, where the turns could fill all of them."""
+"""Share of a trajectory's tokens that its prompt has, where the turns could fill all of them."""
 _TRAJECTORIES = "trajectories.jsonl"
 
 

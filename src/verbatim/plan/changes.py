@@ -15,7 +15,7 @@ from verbatim.plan.predict import Case, Plan, predict
 
 _SMALL_CHUNK = 256
 _LARGE_SHARE = 0.05
-"""Of the peak: logits below this are not worth a smaller chunk."""
+"""Share of the peak; logits below it are not worth a smaller chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)

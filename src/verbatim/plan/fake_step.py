@@ -88,7 +88,7 @@ class StepMemory:
     between_steps: int
     """What is held while nothing is computed."""
     num_parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     num_trained: int
     """Parameters that are trained."""
     packing: str
@@ -101,7 +101,7 @@ class StepMemory:
 
     @property
     def most_tokens(self) -> int:
-        """Of the largest micro-batch."""
+        """Tokens of the largest micro-batch."""
         return max(map(_most_tokens, self.dealt))
 
 

@@ -13,7 +13,7 @@ from verbatim.plan.speed import Replicas
 from verbatim.run.rollouts import inference_settings
 
 VLLM_MEMORY_SHARE = 0.9
-"""Of a device's memory, where `gpu_memory_utilization` does not say."""
+"""Share of a device's memory, where `gpu_memory_utilization` does not say."""
 _VLLM_SEQUENCES = 256
 """Sequences that a server of vLLM decodes together at most, where its options do not say."""
 
@@ -26,9 +26,9 @@ class Placement:
     """Which side computes where."""
 
     processes: int
-    """Of the trainer, each on a device of its own."""
+    """Processes of the trainer, each on a device of its own."""
     replicas: Replicas
-    """Of the sampler."""
+    """Replicas of the sampler."""
     where: Where
     """Where the sampler is."""
 

@@ -20,11 +20,11 @@ from verbatim.plan.speed import SamplerSpeed, TrainerSpeed, sampler_speed, step_
 from verbatim.run.parts import frozen_models, make_loss
 
 MEMORY_SHARE = 0.9
-"""Of a device's memory that tensors may take; the rest is for driver, libraries and what the allocator keeps."""
+"""Share of a device's memory that tensors may take; the rest is for driver, libraries and what the allocator keeps."""
 UTILISATION = 0.3
-"""Of a device's peak rate of computing."""
+"""Share of a device's peak rate of computing that is reached."""
 BANDWIDTH_UTILISATION = 0.6
-"""Of the bandwidth of its memory."""
+"""Share of its memory's bandwidth that is reached."""
 _MASTER = 4
 """Bytes of a published number: float32."""
 
@@ -34,11 +34,11 @@ class Assumptions:
     """What is not computed, and may be said on the command line."""
 
     memory_share: float = MEMORY_SHARE
-    """Of a device's memory that tensors may take."""
+    """Share of a device's memory that tensors may take."""
     utilisation: float = UTILISATION
-    """Of the peak rate of computing that is reached."""
+    """Share of the peak rate of computing that is reached."""
     bandwidth_utilisation: float = BANDWIDTH_UTILISATION
-    """Of the memory's bandwidth that is reached."""
+    """Share of the memory's bandwidth that is reached."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +52,7 @@ class Case:
     batch: PlannedBatch
     """What is sampled and trained in a step."""
     device: Device
-    """Of each process."""
+    """The device of each process."""
     placement: Placement
     """Which side computes where."""
     assumed: Assumptions = Assumptions()
@@ -66,11 +66,11 @@ class Plan:
     case: Case
     """What it was made for."""
     memory: StepMemory
-    """Of the trainer's process that needs most."""
+    """Memory of the trainer's process that needs most."""
     trainer: TrainerSpeed
-    """Of a step."""
+    """The trainer's part of a step."""
     sampler: SamplerSpeed
-    """Of a step's rollouts."""
+    """The sampler's part of a step."""
     update_bytes: int
     """Published with each step."""
     needed: int

@@ -23,8 +23,8 @@ FORWARD_AND_BACKWARD = 3.0
 BACKWARD_OF_ADAPTERS = 1.0
 """Frozen weights have no gradient: one product."""
 OPTIMIZER_BYTES = 28
-"""Of each trained parameter in an optimizer step: AdamW reads weight, gradient and both moments, and writes all but the
-gradient; float32."""
+"""Bytes moved for each trained parameter in an optimizer step: AdamW reads weight, gradient and both
+moments, and writes all but the gradient; float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +32,17 @@ class TrainerSpeed:
     """One step of the trainer, all its processes together."""
 
     seconds: float
-    """Of a step."""
+    """The whole step."""
     compute_seconds: float
-    """Of forward and backward passes, waiting for each other included."""
+    """Forward and backward passes, waiting for each other included."""
     exchange_seconds: float
-    """Of gathering weights and reducing gradients, which overlaps with computing."""
+    """Gathering weights and reducing gradients, which overlaps with computing."""
     optimizer_seconds: float
-    """Of reading and writing the optimizer's state."""
+    """Reading and writing the optimizer's state."""
     operations: float
-    """Of forward and backward passes."""
+    """Floating-point operations of forward and backward passes."""
     tokens: int
-    """That are computed."""
+    """Tokens that are computed."""
     tokens_per_second: float
     """These tokens, over the step's seconds."""
 
@@ -52,11 +52,11 @@ class SamplerSpeed:
     """The rollouts of one step, on all replicas."""
 
     seconds: float
-    """Of the rollouts of a batch."""
+    """The rollouts of a batch."""
     prefill_seconds: float
-    """Of reading prompts and tool results."""
+    """Reading prompts and tool results."""
     decode_seconds: float
-    """Of drawing tokens."""
+    """Drawing tokens."""
     tokens_per_second: float
     """Drawn tokens over the seconds."""
     in_flight: int

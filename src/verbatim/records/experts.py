@@ -39,7 +39,7 @@ class RoutedExperts:
 
     @staticmethod
     def of_none(count: int, like: Experts) -> RoutedExperts:
-        """Of tokens of which nothing is known, to be filled in."""
+        """Room for tokens of which nothing is known yet."""
         return RoutedExperts(
             experts=np.zeros((count, *like.shape[1:]), dtype=like.dtype), known=np.zeros(count, dtype=np.bool_)
         )

@@ -189,7 +189,7 @@ def _check_trainer(config: RunConfig) -> None:
 
 
 def _model_config(config: RunConfig) -> Any:
-    """Of `transformers`."""
+    """The configuration of `transformers`."""
     if config.model.name is not None:
         find_source(config.model.name)  # a folder or id that is not there is refused before torch is imported
     from transformers import AutoConfig, Qwen3Config

@@ -128,7 +128,7 @@ class DeviceBatch(DeviceTargets):
         return self._sequence.total(whole_M)
 
     def own(self, values_M: Tensor) -> Tensor:
-        """Of values of all targets of the micro-batch, those of this rank's."""
+        """This rank's part of the values of all targets of the micro-batch."""
         return values_M if self._sequence is None else values_M[self._own_M]
 
     def add_stream(self, name: str, logprobs_M: Tensor) -> None:

@@ -143,7 +143,7 @@ class GradientPass:
         self._backward(batch, partial(_carry, grad_M), hidden_MD)
 
     def _logprobs(self, batch: DeviceBatch, hidden_MD: Tensor) -> Tensor:
-        """Of all targets of the micro-batch, on each of the ranks that share it."""
+        """The logprobs of all targets of the micro-batch, on each of the ranks that share it."""
         result = self.lm.forward(hidden_MD, batch.target_ids_M, batch.temperatures_M)
         if len(batch):
             self._observe(batch, slice(0, len(batch)), result)

@@ -41,7 +41,7 @@ _ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "pol
 _STREAM = "_logprobs"
 """Suffix of a logprob stream's tensor name: the stream "teacher" is the tensor "teacher_logprobs"."""
 _EXPERTS, _KNOWN = "routed_experts", "routed_experts_known"
-"""Of samples that have them, one after the other."""
+"""Tensors of the samples that have them, one after the other."""
 _NAMES = ("trajectory_id", "group_id", "env", "part")
 IN_RUN = "in_run"
 """Key of a path below the run folder."""
@@ -117,7 +117,7 @@ def read_message(path: Path) -> TrainerMessage:
 
 
 def _read_experts(tensors: dict[str, Any], lengths: Any, routed: list[bool]) -> list[RoutedExperts | None]:
-    """Of each sample; takes the tensors out."""
+    """The experts of each sample; takes the tensors out."""
     if not any(routed):
         return [None] * len(routed)
     ends = np.cumsum(lengths[np.array(routed)])[:-1]

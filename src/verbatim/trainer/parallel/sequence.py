@@ -54,7 +54,7 @@ class SequenceGroup:
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def to_heads(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """Of each tensor [1, h, T, d], all heads of this rank's tokens, [1, h / S, U, d]: some heads of all tokens.
+        """Turns tensors [1, h, T, d], all heads of this rank's tokens, into [1, h / S, U, d], some heads of all tokens.
 
         One exchange for all of them; its backward pass is an exchange too. Rank r has the heads from r h / S.
         """
