@@ -87,15 +87,21 @@ def whole(tensor):
     return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
-def apart(found, expected, floor=0.0):
-    """Norm of the difference over the norm, the largest over parameters; over `floor` of the largest norm at least."""
+def distances(found, expected, floor=0.0):
+    """The norm of the difference over the norm for each parameter, over `floor` of the largest norm at least; with the
+    parameter's name, and its norm as a share of the largest."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    worst = 0.0
-    least = max(floor * max(float(want.norm()) for want in expected.values()), 1e-300)
+    norms = {name: float(want.norm()) for name, want in expected.items()}
+    largest = max(max(norms.values()), 1e-300)
     for name, want in expected.items():
-        assert want.norm() > 0 or found[name].norm() == 0, name
-        worst = max(worst, float((found[name] - want).norm() / want.norm().clamp(min=least)))
-    return worst
+        assert norms[name] > 0 or found[name].norm() == 0, name
+        off = float((found[name] - want).norm()) / max(norms[name], floor * largest, 1e-300)
+        yield off, name, norms[name] / largest
+
+
+def apart(found, expected):
+    """Norm of the difference over the norm, the largest over parameters."""
+    return max(off for off, _, _ in distances(found, expected))
 
 
 def compare(ranks, cases):
@@ -160,7 +166,7 @@ def campaign(ranks, cases, seeds):
             continue
         alone = trainer_of(Path(case["model"]), None, optim=optim, **by_one(settings))
         expected = noted_gradients(alone)
-        figures = {"gradient": 0.0, "metrics": 0.0, "steps": 0}
+        figures = {"gradient": (0.0, "", 0.0), "metrics": 0.0, "steps": 0}
         for seed in seeds:
             for kind in case["batches"]:
                 batch = batch_of(kind, seed)
@@ -169,8 +175,10 @@ def campaign(ranks, cases, seeds):
                     apart_by = abs(metrics[name] - alone_metrics[name]) / max(abs(alone_metrics[name]), 1e-9)
                     figures["metrics"] = max(figures["metrics"], apart_by)
             # A batch of two-token samples has no gradient of queries and keys but rounding errors of 0.
-            floors = [FLOOR] * len(found)
-            figures["gradient"] = max([figures["gradient"], *map(apart, found, expected, floors)])
+            figures["gradient"] = max(
+                figures["gradient"],
+                *(parameter for pair in zip(found, expected, strict=True) for parameter in distances(*pair, FLOOR)),
+            )
             figures["steps"] += len(found)
             assert len(found) == len(expected)
             found.clear()
