@@ -14,6 +14,7 @@ from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
 from verbatim.models.own_attention import largest_difference, mask_settings, probe_ids, tiny_pair
 from verbatim.models.tiny import VOCAB, tiny_config, tiny_copy
+from verbatim.trainer.recompute import checkpoint_layers
 
 
 def architecture(name):
@@ -98,6 +99,14 @@ def test_a_tiny_copy_keeps_flags_and_kinds_of_layers_and_cuts_sizes():
     assert cut.norm_topk_prob == config.norm_topk_prob and cut.routed_scaling_factor == config.routed_scaling_factor
     assert sum(p.numel() for p in tiny.parameters()) < 500_000
     assert all(p.device.type == "cpu" for p in tiny.parameters())
+
+
+def test_a_tiny_copy_can_be_made_of_a_model_whose_layers_are_recomputed():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=2))
+    checkpoint_layers(model)
+    tiny = tiny_copy(model)
+    assert len(tiny.model.layers) == 2 and not any(layer.gradient_checkpointing for layer in tiny.model.layers)
 
 
 def test_a_tiny_copy_is_as_deep_as_its_kinds_of_layers_need():

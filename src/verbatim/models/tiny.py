@@ -219,7 +219,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 def _settings(name: str, module: nn.Module) -> tuple[object, ...]:
     def of() -> Iterator[tuple[str, object]]:
         for key, value in vars(module).items():
-            if key.startswith("_") or key == "training":
+            if key.startswith("_") or key in ("training", "gradient_checkpointing"):  # how it is run, not what it is
                 continue
             if isinstance(value, bool | str):
                 yield key, value
