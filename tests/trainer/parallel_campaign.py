@@ -4,8 +4,8 @@
     python tests/trainer/parallel_campaign.py --processes 4 --sequence 2
 
 Prints one JSON line: the settings, and the largest difference of a gradient (norm of the difference over the norm, per
-parameter; over a millionth of the largest norm at least) and of a metric; and that parameter's norm as a share of the
-largest one in its step. A difference of 1e-10 where that share is 1e-18 is a rounding error of 0.
+parameter) and of a metric; and that parameter's norm as a share of the largest one in its step. Where that share is
+below 1e-12, the gradient is a rounding error of 0, and the difference is taken over the largest norm.
 """
 
 import argparse

@@ -21,8 +21,8 @@ from verbatim.trainer.optimizer_state import local
 from verbatim.trainer.parallel import publish
 from verbatim.trainer.trainer import Trainer
 
-FLOOR = 1e-6
-"""Gradients below this share of the largest one are compared relative to that share."""
+ZERO = 1e-12
+"""Gradients below this share of the largest one are rounding errors of 0."""
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 
 
@@ -87,16 +87,17 @@ def whole(tensor):
     return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
-def distances(found, expected, floor=0.0):
-    """The norm of the difference over the norm for each parameter, over `floor` of the largest norm at least; with the
-    parameter's name, and its norm as a share of the largest."""
+def distances(found, expected, zero=0.0):
+    """The norm of the difference over the norm for each parameter, with the parameter's name, and its norm as a share
+    of the largest. A share below `zero` is a rounding error of 0: such a difference is taken over the largest norm."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     norms = {name: float(want.norm()) for name, want in expected.items()}
     largest = max(max(norms.values()), 1e-300)
     for name, want in expected.items():
         assert norms[name] > 0 or found[name].norm() == 0, name
-        off = float((found[name] - want).norm()) / max(norms[name], floor * largest, 1e-300)
-        yield off, name, norms[name] / largest
+        share = norms[name] / largest
+        off = float((found[name] - want).norm()) / max(largest if share < zero else norms[name], 1e-300)
+        yield off, name, share
 
 
 def apart(found, expected):
@@ -177,7 +178,7 @@ def campaign(ranks, cases, seeds):
             # A batch of two-token samples has no gradient of queries and keys but rounding errors of 0.
             figures["gradient"] = max(
                 figures["gradient"],
-                *(parameter for pair in zip(found, expected, strict=True) for parameter in distances(*pair, FLOOR)),
+                *(parameter for pair in zip(found, expected, strict=True) for parameter in distances(*pair, ZERO)),
             )
             figures["steps"] += len(found)
             assert len(found) == len(expected)
