@@ -239,7 +239,7 @@ async def test_the_client_of_the_renderers_package_gets_exact_ids_and_logprobs()
         async with client:
             result = await renderers.client.generate(
                 client=client, renderer=PackageRenderer(), messages=[], model="policy", prompt_ids=[1, 2],
-                sampling_params={"temperature": 0.7, "max_tokens": 9, "routed_experts_prompt_start": 3},
+                sampling_params={"temperature": 0.7, "max_tokens": 9, "routed_experts_prompt_start": 1},
             )  # fmt: skip
             with pytest.raises(renderers.client.OverlongPromptError):  # it read the context's length from /v1/models
                 await renderers.client.generate(client=client, renderer=PackageRenderer(), messages=[],

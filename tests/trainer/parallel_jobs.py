@@ -1,5 +1,6 @@
 """What the processes of tests do together: every function is called on all ranks, with the same arguments."""
 
+import gc
 import os
 import time
 import weakref
@@ -293,6 +294,7 @@ class GlooReceivers:
     def send(self, name, tensor):
         self.group.broadcast([tensor]).wait()
         self.names.append(name)
+        gc.collect()  # a group's futures hold their tensors in cycles
         self.alive = [ref for ref in self.alive if ref() is not None] + [weakref.ref(tensor)]
         self.most = max(self.most, sum(ref().nbytes for ref in self.alive))
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from verbatim.records.experts import RoutedExperts
 from verbatim.types import TrainingSample
 
 NAN_WITH_A_MESSAGE = np.array([0x7FC0BEEF], dtype=np.uint32).view(np.float32)[0]
@@ -29,15 +30,26 @@ def make_sample(length, *, name="t", teacher=False, seed=0):
         group_id=f"group-{name}",
         env=f"env-{name}",
         part=length,
+        routed_experts=_experts(length, rng) if teacher else None,
     )
+
+
+def _experts(length, rng):
+    known = rng.random(length) < 0.5
+    experts = np.where(known[:, None, None], rng.integers(0, 200, (length, 2, 3)), 0).astype(np.uint8)
+    return RoutedExperts(experts=experts, known=known)
 
 
 def assert_same_sample(found, sent):
     """The same bits, dtypes and texts."""
     assert found.logprob_streams.keys() == sent.logprob_streams.keys()
+    assert (found.routed_experts is None) == (sent.routed_experts is None)
+    fields = [(name, getattr(found, name), value) for name, value in vars(sent).items()
+              if name not in ("logprob_streams", "routed_experts")]  # fmt: skip
     streams = [(name, found.logprob_streams[name], stream) for name, stream in sent.logprob_streams.items()]
-    fields = [(name, getattr(found, name), value) for name, value in vars(sent).items() if name != "logprob_streams"]
-    for name, value, expected in streams + fields:
+    experts = [] if sent.routed_experts is None else [
+        (name, getattr(found.routed_experts, name), value) for name, value in vars(sent.routed_experts).items()]
+    for name, value, expected in fields + streams + experts:
         if isinstance(expected, np.ndarray):
             assert (value.dtype, value.tobytes()) == (expected.dtype, expected.tobytes()), name
         else:
