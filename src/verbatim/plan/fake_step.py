@@ -139,7 +139,7 @@ def _model(source: str) -> Any:
     if other is not None:
         raise ModelError(f"{type(model).__name__} mixes tokens by {other}: each row is a pass of its own, whose memory "
                          "verbatim plan cannot measure")  # fmt: skip
-    tiny_pair(model, planned=True)  # kept for later checks: layers that are checkpointed are of no kind that it has
+    tiny_pair(model, planned=True)  # kept for later checks: no small copy can be made of fake tensors
     model.set_attn_implementation(ATTENTION)
     return model
 
