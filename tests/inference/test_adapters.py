@@ -213,6 +213,23 @@ def test_the_fingerprint_changes_with_names_shapes_and_values():
     assert fingerprint(reversed(tensors.items())) == fingerprint(tensors.items())
 
 
+def test_a_base_in_bfloat16_is_known_where_some_of_its_parameters_stay_in_float32(models, adapters, tmp_path):
+    """As the routers of Ernie 4.5 MoE do, by `_keep_in_fp32_modules_strict`."""
+    folder = shutil.copytree(adapters["tied"], tmp_path / "adapter")
+    own = load_model(models["tied"])
+    digests = {"fingerprint": fingerprint(own.named_parameters()),
+               "fingerprint_bfloat16": fingerprint(own.named_parameters(), dtype=torch.bfloat16)}  # fmt: skip
+    (folder / "base_model.json").write_text(json.dumps(digests))
+    model = load_model(models["tied"], dtype="bfloat16")
+    model.model.layers[0].mlp.up_proj.weight = own.model.layers[0].mlp.up_proj.weight
+    assert model.dtype == torch.bfloat16
+    BaseWeights(model).merged(read_adapter(folder))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 5] += 0.5
+    with pytest.raises(ModelError, match="belongs to other weights"):
+        BaseWeights(model).merged(read_adapter(folder))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_of_other_base_weights_is_refused(models, adapters, tmp_path, dtype):
     """One weight is another; names and shapes are the same. In bfloat16 the base is known by its rounded values."""

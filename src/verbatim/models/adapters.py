@@ -169,7 +169,8 @@ class BaseWeights:
             return  # another program wrote it, and says nothing of its base
         if self._fingerprint is None:
             named = ((name, self._kept.get(name, value)) for name, value in self._model.named_parameters())
-            self._fingerprint = fingerprint(named)
+            # Some classes keep a few parameters in float32 beside the bfloat16 ones.
+            self._fingerprint = fingerprint(named, dtype=torch.bfloat16 if dtype == torch.bfloat16 else None)
         if self._fingerprint != expected:
             raise ModelError(f"the adapter in {adapter.folder} belongs to other weights than those it would change: it "
                              f"was trained on {adapter.base}; put back that model's weights")  # fmt: skip
