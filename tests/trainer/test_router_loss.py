@@ -24,7 +24,7 @@ from verbatim.config.schema import LoraConfig, OptimConfig, TrainerConfig
 from verbatim.errors import ModelError
 from verbatim.losses import LOSSES
 from verbatim.models.float64 import keep_float64
-from verbatim.trainer.router_loss import check_router_loss
+from verbatim.trainer.router_loss import RouterLoss, check_router_loss
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.trainer import Trainer
 
@@ -110,6 +110,18 @@ def test_the_balance_of_single_micro_batches_would_be_another(experts):
         balance(part) * part.shape[1] for part in logits.split(sizes, dim=1)) / sum(sizes))
     assert abs(other_value / value - 1) > 1e-2
     assert largest_difference(other, expected) > 1e-2
+
+
+def test_its_gradient_is_not_rounded_where_the_model_computes_in_bfloat16():
+    """The loads of two experts differ by less than bfloat16 can tell apart. Both have the probability 1/2, so the
+    gradient of the first logit is 1/2 (s_0 - (s_0 + s_1) / 2), where s is the gradient of a probability."""
+    loss = object.__new__(RouterLoss)
+    loss._slope_LE = torch.tensor([[0.25, 0.25 + 2.0**-12]], dtype=torch.float64)
+    logits = torch.zeros(1, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        weights = loss._attach(torch.ones(1).double(), 0, slice(None), logits, torch.ones(1, 1), torch.zeros(1, 1))
+    weights.sum().backward()
+    assert logits.grad.tolist() == [[-(2.0**-14), 2.0**-14]]
 
 
 def test_without_the_option_nothing_is_added(experts):

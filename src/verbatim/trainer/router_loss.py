@@ -106,7 +106,8 @@ class RouterLoss:
             return weights_TK
         probabilities_TE = _log_probabilities(logits_TE).exp()
         slope_E = self._slope_LE[router].to(probabilities_TE.dtype)
-        term = weights_T[tokens].to(probabilities_TE.dtype) @ (probabilities_TE @ slope_E)
+        weights_T1 = weights_T[tokens].to(probabilities_TE.dtype)[:, None]
+        term = (weights_T1 * probabilities_TE * slope_E).sum()  # no matrix product: autocast would round it to bfloat16
         attached: Tensor = _Attach.apply(weights_TK, term)  # type: ignore[no-untyped-call]
         return attached
 
