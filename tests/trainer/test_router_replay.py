@@ -19,7 +19,7 @@ from trainer_helpers import (
     write_llama,
     write_qwen_moe,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV2Config
 
 from verbatim import Trajectory, Turn, build_samples
 from verbatim.config.schema import OptimConfig, TrainerConfig
@@ -28,9 +28,11 @@ from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.losses import LOSSES
+from verbatim.models.experts import find_routers
 from verbatim.models.float64 import keep_float64
 from verbatim.packing import pack_rows, pack_tree
 from verbatim.rollouts.recorder import Recorder
+from verbatim.trainer.router_replay import check_experts
 from verbatim.trainer.trainer import Trainer
 from verbatim.trajectory_json import plain, trajectory_from_json, trajectory_to_json
 from verbatim.transport.trainer_messages import TrainerMessage, message_to_bytes, read_message
@@ -290,6 +292,22 @@ def test_experts_of_another_model_are_refused(model, tmp_path):
     small = write_qwen_moe(tmp_path / "small", experts=4)
     with pytest.raises(UsageError, match="layers with at least 5 experts, but Qwen3MoeForCausalLM has 3 layers with 4"):
         make_trainer(small).train_batch(samples)
+
+
+def test_routers_that_give_other_groups_no_weight_are_refused():
+    samples = routed_samples()
+
+    def routers(**settings):
+        config = DeepseekV2Config(
+            num_hidden_layers=LAYERS, first_k_dense_replace=1, n_routed_experts=6, num_experts_per_tok=EACH,
+            topk_method="group_limited_greedy", hidden_size=32, moe_intermediate_size=16, vocab_size=VOCAB, **settings,
+        )  # fmt: skip
+        with torch.device("meta"):
+            return find_routers(AutoModelForCausalLM.from_config(config))
+
+    with pytest.raises(UsageError, match='in DeepSeek with topk_method = "group_limited_greedy": experts outside of'):
+        check_experts(samples, routers(n_group=3, topk_group=2), "DeepSeek")
+    check_experts(samples, routers(n_group=3, topk_group=3), "DeepSeek")
 
 
 # ---- the mismatch that it is for

@@ -71,6 +71,8 @@ class Routers:
         own = [tuple(p.shape) for name, p in modules[0].named_parameters() if p.ndim == 2 and "lora_" not in name]
         self.num_experts = max(own, key=_size)[0]
         """E."""
+        self.limits_groups = _limits_groups(model.config.get_text_config())
+        """Whether experts outside of the groups that a router chooses weigh 0, so that none can be replayed."""
         self._now: RouterPass | None = None
         for number, module in enumerate(modules):
             module.forward = partial(self._forward, number, module.forward)
@@ -112,6 +114,13 @@ class Routers:
 def _layers(model: Any, modules: Sequence[nn.Module]) -> tuple[int, ...]:
     place = {part: at for at, layer in enumerate(decoder_layers(model)) for part in layer.modules()}
     return tuple(place.get(module, -1) for module in modules)
+
+
+def _limits_groups(config: Any) -> bool:
+    """As in DeepSeek-V2, whose weights are made from scores that are 0 outside of the chosen groups. Its successors
+    choose by such scores too, but make weights from those without the mask."""
+    limited = getattr(config, "topk_method", None) == "group_limited_greedy"
+    return bool(limited and (config.topk_group or 0) < (config.n_group or 0))
 
 
 def _size(shape: tuple[int, ...]) -> int:

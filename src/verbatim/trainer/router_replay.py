@@ -31,6 +31,10 @@ def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, na
     if routers is None:
         raise UsageError(f"the samples have recorded experts, but {name} has no routers that can be told what to "
                          "choose; set inference.return_routed_experts = false")  # fmt: skip
+    if routers.limits_groups:
+        raise UsageError(f'recorded experts cannot be replayed in {name} with topk_method = "group_limited_greedy": '
+                         "experts outside of the groups that its routers choose themselves have the weight 0; set "
+                         "inference.return_routed_experts = false")  # fmt: skip
     for experts in routed:
         if experts.shape[1] != routers.num_layers or (experts.size and experts.max() >= routers.num_experts):
             raise UsageError(

@@ -27,7 +27,7 @@ class ExpertRecord:
         context_length: Most tokens of a slot.
 
     Raises:
-        ModelError: the model has no routers.
+        ModelError: the model has no routers, or such that recorded experts cannot be replayed in the trainer.
     """
 
     def __init__(self, model: CausalLM, num_slots: int, context_length: int) -> None:
@@ -36,6 +36,12 @@ class ExpertRecord:
             raise ModelError(
                 f"inference.return_routed_experts = true, but {type(model.model).__name__} has no experts that are "
                 "chosen by routers of its decoder layers; leave it out"
+            )
+        if routers.limits_groups:
+            raise ModelError(
+                f"inference.return_routed_experts = true, but {type(model.model).__name__} has topk_method = "
+                '"group_limited_greedy": experts outside of the groups that its routers choose themselves have the '
+                "weight 0, so recorded ones cannot be replayed; leave it out"
             )
         self._layers, self._num_layers = routers.layers, routers.num_layers
         self._num_each, self._device = 0, model.device
