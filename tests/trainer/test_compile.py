@@ -5,7 +5,7 @@ import pytest
 import torch
 from parallel_ranks import crew
 from test_trainer_steps import make_trainer
-from trainer_helpers import make_batch, shared_prefixes
+from trainer_helpers import make_batch, routed_samples, shared_prefixes, write_qwen_moe
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verbatim.errors import ModelError
@@ -42,6 +42,23 @@ def test_the_gradient_is_that_of_layers_that_are_not_compiled(sliding_qwen, sett
         gradients.append(found)
     compiled, plain = gradients
     assert max(map(jobs.apart, compiled, plain)) < 1e-10
+
+
+@pytest.mark.parametrize("settings", [{}, {"router_aux_loss_coef": 0.5, "gradient_checkpointing": True}])
+def test_a_mixture_of_experts_is_watched_and_told_what_to_choose_in_compiled_layers(tmp_path, settings):
+    experts = write_qwen_moe(tmp_path, norm_topk_prob=True)
+    gradients, metrics = [], []
+    for compiled in (True, False):
+        trainer = make_trainer(experts, dtype="float64", packing="rows", compile=compiled, **settings)
+        found = jobs.noted_gradients(trainer)
+        metrics.append([trainer.train_batch(batch) for batch in (routed_samples(), make_batch(1))])
+        gradients.append(found)
+    compiled, plain = gradients
+    assert max(map(jobs.apart, compiled, plain)) < 1e-10
+    assert metrics[0][0]["router/replayed"] == 1
+    for one, other in zip(*metrics, strict=True):
+        for name in ("router/aux_loss", "router/load_max", "router/entropy"):
+            assert one.get(name) == pytest.approx(other.get(name), rel=1e-10)
 
 
 def test_layers_are_compiled_once_whatever_the_number_of_tokens(sliding_qwen):

@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verbatim.errors import ModelError
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.attention import ATTENTION
+from verbatim.models.experts import router_modules
 from verbatim.models.refusal import describe
 from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.linear import use_onednn
@@ -25,10 +26,13 @@ def compile_layers(model: Any) -> None:
 
     Only `forward` is compiled: what recomputes activations, and what gathers and releases a sharded layer's parameters,
     stands around it. Attention follows a plan, which is another one for each micro-batch and, for trees on a CPU, numpy
-    and loops: it is called between two compiled pieces. FlexAttention, on CUDA, is compiled by itself as always.
+    and loops: it is called between two compiled pieces. FlexAttention, on CUDA, is compiled by itself as always. The
+    routers of a mixture of experts are called in the same way: passes watch them, or choose for them (`Routers`).
     """
     attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+    for router in router_modules(model):
+        router.forward = torch.compiler.disable(router.forward)  # type: ignore[no-untyped-call]
     compiled: Any = torch.compile  # its overloads know no recompile_limit
     for layer in decoder_layers(model):
         layer.forward = compiled(layer.forward, dynamic=True, recompile_limit=_MOST_VARIANTS)
