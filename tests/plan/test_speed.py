@@ -36,6 +36,7 @@ def test_the_backward_pass_takes_twice_the_forward_pass():
 
 def test_what_is_repeated_and_what_is_left_out_is_counted():
     assert trainer(1, gradient_checkpointing=True).compute_seconds == pytest.approx(4 / 3 * 0.006)
+    assert trainer(1, router_aux_loss_coef=0.01).compute_seconds == pytest.approx(4 / 3 * 0.006)
     assert trainer(1, lora=LoraConfig()).compute_seconds == pytest.approx(2 / 3 * 0.006)
     assert trainer(1, dtype="bfloat16").compute_seconds == pytest.approx(0.0006)
 

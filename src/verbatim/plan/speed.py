@@ -87,6 +87,7 @@ def trainer_speed(
     """
     passes = FORWARD_AND_BACKWARD if config.lora is None else 1 + BACKWARD_OF_ADAPTERS
     passes += (1.0 if config.gradient_checkpointing else 0.0) + num_forward_models
+    passes += 1.0 if config.router_aux_loss_coef else 0.0  # the one that finds the load of the experts
     costs = [[cost.micro_batch(m) for m in mine] for mine in dealt]
     rate = device.flops[config.dtype] * utilisation
     steps, share = config.optimizer_steps_per_batch, config.parallel.sequence
