@@ -44,7 +44,7 @@ def test_the_gradient_is_that_of_layers_that_are_not_compiled(sliding_qwen, sett
     assert max(map(jobs.apart, compiled, plain)) < 1e-10
 
 
-@pytest.mark.parametrize("settings", [{}, {"router_aux_loss_coef": 0.5, "gradient_checkpointing": True}])
+@pytest.mark.parametrize("settings", [{}, {"router_aux_loss_coef": 0.5}])
 def test_a_mixture_of_experts_is_watched_and_told_what_to_choose_in_compiled_layers(tmp_path, settings):
     experts = write_qwen_moe(tmp_path, norm_topk_prob=True)
     gradients, metrics = [], []
@@ -59,6 +59,12 @@ def test_a_mixture_of_experts_is_watched_and_told_what_to_choose_in_compiled_lay
     for one, other in zip(*metrics, strict=True):
         expected = {name: value for name, value in other.items() if name.startswith("router/")}
         assert {name: one[name] for name in expected} == pytest.approx(expected, rel=1e-10)
+
+
+def test_experts_whose_layers_are_recomputed_too_are_refused(tmp_path):
+    experts = write_qwen_moe(tmp_path)
+    with pytest.raises(ModelError, match=r"cannot be compiled here .*context_fn.*; set trainer\.compile = false"):
+        make_trainer(experts, compile=True, gradient_checkpointing=True)
 
 
 def test_layers_are_compiled_once_whatever_the_number_of_tokens(sliding_qwen):
