@@ -21,8 +21,10 @@ from verbatim import Trajectory, build_samples
 from verbatim.environments.resolve import create_environment
 from verbatim.errors import ComponentError, EnvironmentFault, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
+from verbatim.inference.base import Completion
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
+from verbatim.rollouts.verifiers.serving import Switchboard
 from verbatim.types import StopReason, Turn
 
 pytestmark = pytest.mark.extras
@@ -345,3 +347,20 @@ def test_tasks_are_selected_as_verifiers_selects_them(model):
 def test_what_verifiers_refuses_is_refused_when_the_environment_is_made(model, args, said):
     with pytest.raises(ComponentError, match=said):
         make(model, **args)
+
+
+async def test_recorded_experts_are_not_sent_to_verifiers_which_reads_another_format():
+    drawn = Completion(ids=np.array([5]), logprobs=np.array([-0.5]), policy_versions=None,
+                       stop_reason=StopReason.STOP, routed_experts=np.zeros((2, 1, 1), dtype=np.uint8))  # fmt: skip
+
+    class Loop:
+        async def complete(self, *given: Any, **more: Any) -> Completion:
+            return drawn
+
+    switchboard = Switchboard(ScriptedSampler(script=[], vocab_size=8, context_length=8))
+    trace: Any = SimpleNamespace(id="a", agent=SimpleNamespace(name="agent", trainable=True))
+    switchboard.connect(trace, Loop())  # type: ignore[arg-type]
+    request = SampleRequest(prompt_ids=np.array([1, 2]), params=SamplingParams(), seed=0, session="a")
+    served = await switchboard.generate(request)
+    assert served.routed_experts is None
+    assert served.ids is drawn.ids

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verbatim.errors import RecordError
@@ -43,19 +43,20 @@ class Switchboard(SamplerProxy):
 
     async def generate(self, request: SampleRequest) -> Completion:
         """A turn of its episode. Where no turn or token is left, verifiers is told to stop and score, by a
-        RecordError."""
+        RecordError. The experts of a mixture stay in the episode's record: verifiers reads another format of them."""
         if request.session not in self._speaking:
             raise RecordError(f"session {request.session!r} is no episode under way")
         loop, trace = self._speaking[request.session]
         agent = trace.agent
         try:
-            return await loop.complete(
+            completion = await loop.complete(
                 request.prompt_ids, request.params, "main" if agent.name == "agent" else agent.name,
                 trained=agent.trainable,
             )  # fmt: skip
         except EpisodeOver as over:
             trace.stop(str(over.stop_reason) if over.stop_reason == "max_turns" else "context_length")
             raise RecordError(f"the episode is over: {over.stop_reason}") from None
+        return replace(completion, routed_experts=None)
 
 
 @dataclass(eq=False)
