@@ -44,3 +44,10 @@ def test_zero_advantage_looks_at_every_token():
 
 def test_a_turn_without_tokens_has_no_advantage_to_learn_from():
     assert ZeroAdvantage()(Trajectory(example_id="x", advantage=0.0, turns=(turn(1.0, completion=()), turn())))
+
+
+def test_the_advantage_of_a_turn_that_is_not_trained_counts_for_nothing():
+    untrained = turn(1.0).replace(trained=False)
+    assert ZeroAdvantage()(Trajectory(example_id="x", turns=(untrained, turn(0.0))))
+    assert not ZeroAdvantage()(Trajectory(example_id="x", turns=(untrained, turn(0.5))))
+    assert not ZeroAdvantage()(Trajectory(example_id="x", advantage=0.5, turns=(turn().replace(trained=False),)))

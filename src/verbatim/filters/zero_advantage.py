@@ -11,7 +11,10 @@ from verbatim.types import Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroAdvantage:
-    """Flags a trajectory when the advantage of every one of its sampled tokens is 0."""
+    """Flags a trajectory when the advantage of every one of its sampled tokens is 0.
+
+    Turns that are not trained are left out, unless no other turn sampled anything.
+    """
 
     reads: ClassVar[Reads] = "advantages"
 
@@ -21,8 +24,8 @@ class ZeroAdvantage:
     def __call__(self, trajectory: Trajectory) -> bool:
         """Whether all advantages are 0."""
         of_trajectory = trajectory.advantage or 0.0
+        sampled = [turn for turn in trajectory.turns if len(turn.completion_ids)]
+        trained = [turn for turn in sampled if turn.trained]
         return all(
-            (of_trajectory if turn.advantage is None else turn.advantage) == 0.0
-            for turn in trajectory.turns
-            if len(turn.completion_ids)
-        )
+            (of_trajectory if turn.advantage is None else turn.advantage) == 0.0 for turn in trained or sampled
+        )  # fmt: skip
