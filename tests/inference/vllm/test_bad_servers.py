@@ -81,7 +81,7 @@ async def test_https_needs_the_authority_of_its_certificate_and_nothing_else(tra
             await open_run(trainer, url.replace("127.0.0.1", "localhost"))
 
 
-@pytest.mark.parametrize("option", ["--port=5", "--host", "--ssl-keyfile", "--api-key"])
+@pytest.mark.parametrize("option", ["--port=5", "--host", "--ssl-keyfile", "--api-key", "--api_key=x"])
 def test_options_that_hide_a_server_from_its_run_are_refused(option):
     with pytest.raises(ValueError, match=f"could not reach a server with {option.partition('=')[0]} of its own"):
         VllmSettings(args=("--enforce-eager", option, "x"))

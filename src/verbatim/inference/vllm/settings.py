@@ -69,9 +69,11 @@ class VllmSettings(ServerSettings):
         if self.colocate and self.weight_transfer == "nccl":
             raise ValueError("colocate: NCCL does not connect two processes on one device; leave out weight_transfer, "
                              'or type weight_transfer = "files"')  # fmt: skip
-        ours = [arg for arg in self.args if arg.partition("=")[0] in _SET_BY_US or arg.startswith("--ssl-")]
+        options = [arg.partition("=")[0] for arg in self.args]
+        plain = [option.replace("_", "-") for option in options]  # vLLM reads --api_key as --api-key
+        ours = [o for o, name in zip(options, plain, strict=True) if name in _SET_BY_US or name.startswith("--ssl-")]
         if ours:
-            raise ValueError(f"args: the run could not reach a server with {ours[0].partition('=')[0]} of its own; "
+            raise ValueError(f"args: the run could not reach a server with {ours[0]} of its own; "
                              "leave it out. A server that is started otherwise belongs in urls")  # fmt: skip
         if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
             raise ValueError(f"gpu_memory_utilization: found {self.gpu_memory_utilization}, expected at most 1")
