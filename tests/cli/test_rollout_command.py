@@ -226,6 +226,19 @@ def test_results_of_other_settings_are_not_mixed(place: Path, capsys, more: list
     assert Path("out.jsonl").read_text() == before
 
 
+def test_a_setting_that_is_left_out_is_named(place: Path, graded: None, capsys):
+    write_tasks(task("1 2", answer=3))
+    with chat_server() as server:
+        assert main(arguments(server, "--score", "graded.right")) == 0
+        assert main(arguments(server)) == 2
+        Path("out.jsonl").unlink()
+        assert main(arguments(server)) == 0
+        assert main(arguments(server, "--score", "graded.right")) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "holds results of other settings (--score graded.right)" in said
+    assert "holds results of other settings (without --score)" in said
+
+
 def test_a_result_of_another_task_is_not_taken_for_this_ones(place: Path, capsys):
     write_tasks(task("5", id="a"))
     with chat_server() as server:
@@ -308,6 +321,28 @@ nothing = 3
 '''
 
 
+WINNING = '''
+from verbatim import Example
+from verbatim.environments import Episode
+
+class Greeting(Episode):
+    messages = [{"role": "user", "content": "Hi."}]
+
+    async def score(self, trajectory):
+        return 0.5
+
+class Winning:
+    def examples(self, split):
+        return [Example(id="one")]
+
+    async def start(self, example, seed):
+        return Greeting()
+
+    def is_success(self, trajectory):
+        return trajectory.reward == 0.5
+'''
+
+
 @pytest.fixture
 def graded(place: Path) -> Iterator[None]:
     (place / "graded.py").write_text(GRADED)
@@ -340,6 +375,16 @@ def test_an_environment_is_played_and_scored_over_a_server(place: Path, capsys):
     assert rewards == {(f"secret-{n}", k): float(n < 3) for n in (1, 2, 3) for k in (0, 1)}
     assert {r["trajectory"]["env"] for r in results()} == {"guess-number"}
     assert "holds results of other settings (--split eval)" in capsys.readouterr().err
+
+
+def test_what_is_stored_of_an_environment_is_its_result(place: Path, monkeypatch: pytest.MonkeyPatch):
+    (place / "winning.py").write_text(WINNING)
+    with chat_server(lambda body: {"content": "hello"}) as server:
+        assert main(ask(server, "--env", "winning.Winning", "--trace-dir", "traces")) == 0
+    sys.modules.pop("winning", None)
+    (stored,) = [json.loads(path.read_text()) for path in Path("traces").glob("*.json")]
+    assert results()[0]["trajectory"]["info"]["is_success"] is True
+    assert stored["trajectory"]["info"]["is_success"] is True
 
 
 def test_a_score_is_given_the_trajectory_and_the_task(graded: None, capsys):
@@ -383,6 +428,22 @@ def test_a_model_plays_the_user_from_the_other_side(place: Path):
     ]  # fmt: skip
     assert trajectory["info"]["user_usage"]["completion_tokens"] > 0
     assert trajectory["stop_reason"] == "stop"
+
+
+def test_the_server_of_the_user_is_not_given_the_key_of_the_other(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MINE", "key-of-the-model")
+    monkeypatch.setenv("OTHER", "key-of-the-user")
+    write_tasks("hello")
+    more = ["tasks.jsonl", "--api-key-env", "MINE", "--user-model", "person", "--max-turns", "1"]
+    with (
+        chat_server(lambda body: {"content": "hello"}) as server,
+        chat_server(lambda body: {"content": "###STOP###"}) as users,
+    ):  # fmt: skip
+        assert main([*ask(server, *more), "--user-base-url", users.url, "--user-api-key-env", "OTHER"]) == 0
+        Path("out.jsonl").unlink()
+        assert main([*ask(server, *more), "--user-base-url", users.url]) == 0
+    assert [headers["authorization"] for headers in users.headers] == ["Bearer key-of-the-user", f"Bearer {KEY}"]
+    assert {headers["authorization"] for headers in server.headers} == {"Bearer key-of-the-model"}
 
 
 def test_a_user_that_never_ends_is_cut_off_by_the_turns(place: Path):

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--score", metavar="MODULE.NAME", help="score(trajectory, task) -> number or {part: number}")
     add("--user-model", metavar="NAME", help="a model that plays the user whenever the assistant calls no tool")
     add("--user-base-url", metavar="URL", help="its server (that of --base-url)")
+    add("--user-api-key-env", metavar="NAME", help="the variable with its key (OPENAI_API_KEY, or the same server's)")
     add("--user-prompt", metavar="FILE", help="its system message; a task's field `user` is added")
     add("--env", metavar="NAME", help="play this environment instead of TASKS: a bundled id, or an import path")
     add("--env-args", type=_json_object, metavar="JSON", help="the environment's arguments")

@@ -169,10 +169,22 @@ class ResultFile:
         except (KeyError, TypeError, ValueError, RecursionError):
             raise self._no_result(number) from None
         if settings != self._settings:
-            differ = ", ".join(f"--{name.replace('_', '-')} {settings.get(name)}" for name in self._settings
-                               if settings.get(name) != self._settings[name])  # fmt: skip
+            differ = ", ".join(_typed(name, settings.get(name)) for name in dict.fromkeys([*self._settings, *settings])
+                               if settings.get(name) != self._settings.get(name))  # fmt: skip
             raise UsageError(f"{self._path} holds results of other settings ({differ}); type them again, or name "
                              "another --out file")  # fmt: skip
         if error is None:
             self._done[task, sample] = digest
         return error is not None
+
+
+def _typed(name: str, value: Any) -> str:
+    """A setting as it is typed.
+
+    >>> _typed("max_turns", 3), _typed("score", None), _typed("env_args", {"high": 20})
+    ('--max-turns 3', 'without --score', '--env-args {"high": 20}')
+    """
+    option = f"--{name.replace('_', '-')}"
+    if value is None:
+        return f"without {option}"
+    return f"{option} {json.dumps(value) if isinstance(value, dict) else value}"

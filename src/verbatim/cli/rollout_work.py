@@ -24,7 +24,8 @@ from verbatim.types import Trajectory
 
 Take: TypeAlias = Callable[[int, Trajectory], object]
 
-_OF_TASKS: tuple[str, ...] = ("tools", "score", "user_model", "user_base_url", "user_prompt")
+_OF_USER: tuple[str, ...] = ("user_base_url", "user_api_key_env", "user_prompt")
+_OF_TASKS: tuple[str, ...] = ("tools", "score", "user_model", *_OF_USER)
 """Options for tasks: an environment has its own tools, user and score."""
 _OF_ENVIRONMENTS: tuple[str, ...] = ("env_args", "split")
 
@@ -101,14 +102,16 @@ def _environment(args: argparse.Namespace) -> Plan:
 
 def _user(args: argparse.Namespace) -> UserSimulator | None:
     if args.user_model is None:
-        if args.user_base_url is not None or args.user_prompt is not None:
+        if any(getattr(args, name) is not None for name in _OF_USER):
             raise UsageError("a simulated user needs a model: --user-model NAME")
         return None
     url = args.user_base_url or args.base_url
     if url is None:
         raise UsageError("--user-model needs a server: --user-base-url URL")
-    key = {} if args.api_key_env is None else {"api_key_env": args.api_key_env}
-    api = OpenAI(model=args.user_model, base_url=url, **key)
+    key = args.user_api_key_env
+    if key is None and url == args.base_url:  # no other server gets this one's key
+        key = args.api_key_env
+    api = OpenAI(model=args.user_model, base_url=url, **({} if key is None else {"api_key_env": key}))
     if args.user_prompt is None:
         return UserSimulator(api=api)
     path = Path(args.user_prompt)

@@ -44,8 +44,14 @@ Scorer: TypeAlias = Callable[[Trajectory, Mapping[str, Any]], Any]
 """A reward from a finished trajectory and the fields of its task beside `messages`."""
 Begin: TypeAlias = Callable[[], Awaitable[Episode]]
 """Starts an episode."""
+Settle: TypeAlias = Callable[[Trajectory], Trajectory]
+"""Adds what follows from a finished trajectory: its reward, its success."""
 Start: TypeAlias = Callable[[int, Opening], tuple[EpisodeLoop, int | None]]
 """Makes the loop of the episode at this place in the list; and the seed that its trajectory names."""
+
+
+def _as_it_is(trajectory: Trajectory) -> Trajectory:
+    return trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,17 +194,18 @@ class ConversationRollout(abc.ABC):
             for example, sample in examples
         ]
 
-        def ended(index: int, trajectory: Trajectory) -> None:
-            finished(index, judged(environment, rewarded_by_its_turns(trajectory)))
+        def settle(trajectory: Trajectory) -> Trajectory:
+            return judged(environment, rewarded_by_its_turns(trajectory))
 
-        await self._run_all(openings, begins, ended)
+        await self._run_all(openings, begins, finished, settle)
 
     def _user(self) -> contextlib.AbstractAsyncContextManager[ConnectedUser | None]:
         return contextlib.nullcontext() if self.user is None else self.user.connect()
 
     async def _run_all(
-        self, openings: Sequence[Opening], begins: Sequence[Begin], finished: Callable[[int, Trajectory], object]
-    ) -> None:
+        self, openings: Sequence[Opening], begins: Sequence[Begin], finished: Callable[[int, Trajectory], object],
+        settle: Settle = _as_it_is,
+    ) -> None:  # fmt: skip
         """Run every episode, `concurrency` of them at a time."""
         waiting = iter(zip(range(len(openings)), openings, begins, strict=True))
         traces: TraceFolder | None = None
@@ -215,7 +222,8 @@ class ConversationRollout(abc.ABC):
 
                 async def work() -> None:
                     for index, opening, begin in waiting:
-                        await _run(start(index, opening), opening, begin, traces, functools.partial(ended, index))
+                        await _run(start(index, opening), opening, begin, settle, traces,
+                                   functools.partial(ended, index))  # fmt: skip
 
                 num_workers = math.ceil(min(self.concurrency, len(openings)))
                 await run_together(work() for _ in range(num_workers))
@@ -245,8 +253,8 @@ class ConversationRollout(abc.ABC):
 
 
 async def _run(
-    started: tuple[EpisodeLoop, int | None], opening: Opening, begin: Begin, traces: TraceFolder | None,
-    ended: Callable[[Trajectory], None],
+    started: tuple[EpisodeLoop, int | None], opening: Opening, begin: Begin, settle: Settle,
+    traces: TraceFolder | None, ended: Callable[[Trajectory], None],
 ) -> None:  # fmt: skip
     """Take one conversation to its end, and hand it over, also where it is cancelled."""
     loop, seed = started
@@ -256,14 +264,15 @@ async def _run(
     def result() -> Trajectory:
         found = episode.trajectory()
         info = {"task": dict(opening.task), **found.info} if opening.task else found.info
-        return found.replace(info=info, tools=opening.tools)
+        return settle(found.replace(info=info, tools=opening.tools))
 
     try:
         await episode.run()
     except asyncio.CancelledError:
+        trajectory = result()
         if traces is not None:
-            traces.store(result())
-        ended(result())
+            traces.store(trajectory)
+        ended(trajectory)
         raise
     trajectory = result()
     try:
