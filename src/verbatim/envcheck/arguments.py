@@ -41,7 +41,8 @@ class _Draw:
         for either in ("anyOf", "oneOf"):
             if schema.get(either):
                 options = list(schema[either])
-                plain = [option for option in options if option.get("type") not in ("object", "array", None)]
+                plain = [option for option in options
+                         if isinstance(option, Mapping) and option.get("type") not in ("object", "array", None)]
                 return self.value(self._rng.choice(plain if plain and depth >= _DEEPEST else options), depth + 1)
         kind = schema.get("type")
         if isinstance(kind, list):
@@ -54,7 +55,8 @@ class _Draw:
             case "integer":
                 low, high = self._bounds(schema, 1)
                 step = int(schema.get("multipleOf", 1)) or 1
-                return rng.randint(-(-int(low) // step), max(-(-int(low) // step), int(high) // step)) * step
+                first, last = int(-(-low // step)), int(high // step)
+                return rng.randint(first, max(first, last)) * step
             case "number":
                 low, high = self._bounds(schema, 1e-6)
                 return round(rng.uniform(low, high), 3) if high - low > 0.01 else rng.uniform(low, high)
