@@ -293,3 +293,14 @@ def test_tools_that_are_no_schemas_in_a_file_of_conversations_are_refused(tmp_pa
     file.write_text('{"messages": [{"role": "assistant", "content": "a"}], "tools": ' + tools + "}\n")
     with pytest.raises(UsageError, match=r"talk.jsonl:1: expected .*tools is a list of tool schemas"):
         read_conversations(file)
+
+
+def test_recorded_routing_of_a_dense_model_is_refused_before_its_warm_start(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(
+        "[model.build]\nhidden_size = 32\nnum_layers = 1\n[inference]\nreturn_routed_experts = true\n"
+        '[[orchestrator.train.env]]\nid = "guess_number"\n'
+    )
+    assert main(["config", "run.toml"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "return_routed_experts = true, but Qwen3ForCausalLM has no experts" in said

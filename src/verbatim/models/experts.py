@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verbatim.errors import ModelError
+from verbatim.models.refusal import refusing
 from verbatim.models.tiny import decoder_layers
 
 Observer = Callable[[int, slice, Tensor, Tensor, Tensor], Tensor]
@@ -153,6 +154,24 @@ def find_routers(model: Any) -> Routers | None:
     modules = router_modules(model)
     layers = _layers(model, modules)
     return Routers(model, modules) if layers and -1 not in layers and len(set(layers)) == len(layers) else None
+
+
+def check_routers(model_config: Any) -> None:
+    """Refuse, before a warm start, a model whose experts no sampler could record: no weights are needed.
+
+    Args:
+        model_config: The model's configuration, of `transformers`.
+
+    Raises:
+        ModelError: it has no routers of the usual kind, or cannot be made.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with refusing(f"a model of {type(model_config).__name__} cannot be made"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    if find_routers(model) is None:
+        raise ModelError(f"inference.return_routed_experts = true, but {type(model).__name__} has no experts that are "
+                         "chosen by routers of its decoder layers; leave it out")  # fmt: skip
 
 
 def router_modules(model: Any) -> list[nn.Module]:

@@ -186,6 +186,11 @@ def _check_trainer(config: RunConfig) -> None:
         from verbatim.trainer.router_loss import check_router_loss
 
         check_router_loss(model_config)
+    if config.inference.return_routed_experts:
+        model_config = _model_config(config)
+        from verbatim.models.experts import check_routers
+
+        check_routers(model_config)
 
 
 def _model_config(config: RunConfig) -> Any:
