@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -28,6 +29,7 @@ from verbatim.errors import SamplerFault
 from verbatim.inference.http import server
 from verbatim.inference.vllm import install
 from verbatim.inference.vllm.install import install_vllm
+from verbatim.inference.vllm.process import is_taken
 from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.plain_console import PlainConsole
 from verbatim.run.tables import component_tables
@@ -78,8 +80,12 @@ def test_what_cannot_be_served_is_refused(file, tmp_path, capsys, arguments, rea
 
 def test_a_port_that_is_taken_is_refused_before_a_vllm_is_started(file, monkeypatch, capsys):
     monkeypatch.setattr(VllmSettings, "check", lambda settings: None)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        while True:
+            taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = taken.getsockname()[1]
+            if not is_taken("127.0.0.1", port - 1):
+                break
         arguments = ["--inference.backend", "vllm", "--inference.vllm.replicas", "2", "--port", str(port - 1)]
         assert main(["inference", str(file), *arguments]) == 2
     said = " ".join(capsys.readouterr().err.split())
