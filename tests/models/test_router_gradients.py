@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from models.architectures import Architecture, architectures, tiny_model
-from models.verdict import _eager_experts, branching_samples, packed_gradient, plain, plain_gradient, quiet
+from models.verdict import _eager_experts, branching_samples, packed_gradient, plain, plain_gradient
 from verbatim.models.experts import router_modules
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
@@ -59,7 +59,6 @@ def router_names(model):
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TREES + ROWS
 ])  # fmt: skip
 def test_a_router_has_the_gradient_of_transformers(name, tmp_path):
-    quiet()
     tiny_model(named(name)).save_pretrained(tmp_path)
     samples = branching_samples(np.random.default_rng(0))
     own = plain(tmp_path, torch.float64)
