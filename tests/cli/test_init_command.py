@@ -43,7 +43,7 @@ def test_a_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(("kind", "told"), [
-    ("program", "needs the gateway, which is not built yet; there are tools, chat, subagents"),
+    ("program", "needs the gateway, which Verbatim does not have; there are tools, chat, subagents"),
     ("toolz", "--kind toolz; there are tools, chat, subagents"),
 ])  # fmt: skip
 def test_a_kind_that_does_not_exist_is_refused(kind: str, told: str, tmp_path: Path, capsys):

@@ -16,7 +16,7 @@ KINDS = {
     "subagents": "the environment owns the control flow, and several agents take turns",
 }
 """Every kind of project, with what its environment shows."""
-_LATER = {"program": "an agent program that talks to a chat endpoint needs the gateway, which is not built yet"}
+_LATER = {"program": "an agent program that talks to a chat endpoint needs the gateway, which Verbatim does not have"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

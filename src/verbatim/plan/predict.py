@@ -163,7 +163,7 @@ def model_source(config: RunConfig) -> Iterator[str]:
     """A folder or hub id with the configuration of a run's model, while the block runs.
 
     Raises:
-        ModelError: there is none.
+        ModelError: no model has that name or folder.
     """
     if config.model.name is not None:
         yield find_source(config.model.name)

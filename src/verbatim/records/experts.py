@@ -89,7 +89,7 @@ def experts_from_text(text: str) -> Experts:
     """The inverse of `experts_to_text`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no such file.
     """
     try:
         found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
