@@ -225,7 +225,7 @@ def fingerprint(
         dtype: Of the tensors as if they were rounded to this.
     """
     named = sorted(tensors, key=lambda each: each[0])
-    zero = torch.zeros((), dtype=torch.int64)
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
     sums = [zero, *(_sum_of_bytes(local_rows(tensor)[0].detach().to(dtype or tensor.dtype)) for _, tensor in named)]
     found = hashlib.sha256()
     for (name, tensor), value in zip(named, total(torch.stack(sums)).tolist()[1:], strict=True):

@@ -96,10 +96,10 @@ def this_cpu() -> Device:
     which stands still while others have it."""
     import torch
 
-    a = torch.ones(1024, 1024)
+    a = torch.ones(1024, 1024, device="cpu")
     num_threads = torch.get_num_threads()
     product = _fastest(lambda: a @ a, num_threads)
-    block = torch.ones(1 << 24)
+    block = torch.ones(1 << 24, device="cpu")
     copy = _fastest(block.clone, num_threads)
     rate = 2 * 1024**3 / product
     return Device(

@@ -194,7 +194,7 @@ class _Offload(ActivationOffload):
     def hooks(self) -> saved_tensors_hooks:
         """A context: of what autograd saves in it shape and dtype alone are kept."""
         return saved_tensors_hooks(
-            lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1])
+            lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1], device="cpu")
         )
 
 

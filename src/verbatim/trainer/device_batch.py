@@ -98,7 +98,7 @@ class DeviceBatch(DeviceTargets):
             ends_U = np.append(micro_batch.ends, np.repeat(ends, paddings))
             self._make_plan = partial(forest_plan, position_ids, ends_U, device)
         self._sequence = sequence
-        self._own_M = torch.zeros(0, dtype=torch.int64)
+        self._own_M = torch.zeros(0, dtype=torch.int64, device=device)
         mine, own = slice(0, len(position_ids)), micro_batch
         if sequence is not None:
             mine = sequence.slice(len(position_ids))

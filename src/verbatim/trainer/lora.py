@@ -115,7 +115,7 @@ class Adapters:
         one process has."""
         generator = torch.Generator().manual_seed(self._seed)
         for name, parameter in self._parameters():
-            value = torch.zeros(parameter.shape)
+            value = torch.zeros(parameter.shape, device="cpu")
             if ".lora_A." in name:
                 value.uniform_(-(parameter.shape[1] ** -0.5), parameter.shape[1] ** -0.5, generator=generator)
             copy_rows(parameter, value)
@@ -285,11 +285,11 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
         if isinstance(module, LoraLayer):
             a_RI, b_OR = module.lora_A["default"].weight, module.lora_B["default"].weight
             with torch.no_grad():
-                b_OR.copy_(torch.randn(b_OR.shape, generator=generator) * b_OR.shape[0] ** -0.5)
+                b_OR.copy_(torch.randn(b_OR.shape, generator=generator, device="cpu") * b_OR.shape[0] ** -0.5)
                 own[f"{name}.weight"].copy_(merged_weight(
                     own[f"{name}.weight"], a_RI, b_OR, 1.0, transposed=module.fan_in_fan_out
                 ))  # fmt: skip
-    ids = torch.randint(merged.get_input_embeddings().weight.shape[0], (1, LENGTH), generator=generator)
+    ids = torch.randint(merged.get_input_embeddings().weight.shape[0], (1, LENGTH), generator=generator, device="cpu")
     found, expected = (_logprobs(m, ids) for m in (adapted, merged))
     difference = float((found - expected).abs().max())
     if not difference <= TOLERANCE:

@@ -48,7 +48,7 @@ class RouterLoss:
         self._num_layers, self._num_experts = len(lm.model.routers.layers), lm.model.routers.num_experts
         self._columns = [self._num_experts, self._num_experts, 1]
         """What is summed over tokens for each layer: tokens and probabilities of each expert, and the entropy."""
-        self._slope_LE = torch.zeros(0)
+        self._slope_LE = torch.zeros(0, device=lm.model.device)
 
     @torch.no_grad()
     def measure(
@@ -77,7 +77,7 @@ class RouterLoss:
         self._lm.model.calls.release()
         counts_LE, probabilities_LE, entropy_L = sums.split_with_sizes(self._columns, dim=1)
         num_targets = sum(len(batch) for batch in batches)
-        total = num_targets if ranks is None else int(ranks.total(torch.tensor([num_targets]))[0])
+        total = num_targets if ranks is None else int(ranks.total(torch.tensor([num_targets], device="cpu"))[0])
         share_LE = counts_LE / total
         self._slope_LE = self._coefficient * self._num_experts / (self._num_layers * total) * share_LE
         for batch, weights_T in zip(batches, weights, strict=True):

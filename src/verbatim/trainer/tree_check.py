@@ -92,13 +92,14 @@ def _differences_of_shards(
 ) -> tuple[bool, dict[str, float]]:  # fmt: skip
     """Whether the expected gradient is finite, and `differences`, over all ranks."""
     names = sorted(expected.keys() | found.keys())
-    none = torch.zeros(1)
 
     def squares(name: str) -> list[float]:
-        a, b = (local(grads[name]) if name in grads else none for grads in (found, expected))
+        here = local(found[name] if name in found else expected[name])
+        a, b = (local(grads[name]) if name in grads else torch.zeros_like(here) for grads in (found, expected))
         return [float(x.double().square().sum()) for x in (a - b, b)]
 
-    pairs = sharding.total(torch.tensor([squares(name) for name in names], dtype=torch.float64)).sqrt()
+    squared = torch.tensor([squares(name) for name in names], dtype=torch.float64, device="cpu")
+    pairs = sharding.total(squared).sqrt()
     if not pairs[:, 1].isfinite().all():
         return False, {}
     norms = pairs[:, 1].clamp(min=max(SMALL * float(pairs[:, 1].max()), 1e-30))

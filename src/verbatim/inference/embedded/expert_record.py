@@ -50,7 +50,7 @@ class ExpertRecord:
         shape = (num_slots, context_length, self._num_layers, self._num_each)
         few = routers.num_experts <= 256
         self._experts: Experts = np.zeros(shape, dtype=np.uint8) if few else np.zeros(shape, dtype=np.uint16)
-        self._pass_TDK = torch.zeros(0)
+        self._pass_TDK = torch.zeros(0, device=self._device)
 
     def _count(self, router: int, tokens: slice, logits: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         self._num_each = experts_TK.shape[1]

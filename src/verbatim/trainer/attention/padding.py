@@ -24,7 +24,7 @@ class Padding:
         place_of_token[token_of_place[places]] = places
         self._token_of_place_P = token_of_place.to(device)
         self._place_of_token_U = place_of_token.to(device)
-        self._as_is = torch.equal(token_of_place, torch.arange(len(place_of_token)))
+        self._as_is = torch.equal(token_of_place, torch.arange(len(place_of_token), device=places.device))
 
     def __len__(self) -> int:
         return len(self._place_of_token_U)

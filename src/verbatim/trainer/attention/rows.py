@@ -35,8 +35,8 @@ class RowsPlan:
         tokens, real, self.shapes = [], [], []
         for rows in _buckets(row_lengths):
             longest = rows[0][1]
-            starts, lengths = torch.tensor(rows).T[:, :, None]
-            within = torch.arange(longest)
+            starts, lengths = torch.tensor(rows, device="cpu").T[:, :, None]
+            within = torch.arange(longest, device="cpu")
             tokens.append((starts + torch.minimum(within, lengths - 1)).flatten())
             real.append((within < lengths).flatten())
             self.shapes.append((len(rows), longest))

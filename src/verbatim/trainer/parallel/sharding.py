@@ -66,7 +66,7 @@ class Sharding:
         self._trained = trained
         self._added = added
         self._root: Any = None
-        self._used: Tensor = torch.zeros(0)
+        self._used: Tensor = torch.zeros(0, device="cpu")
         self._model: Any = None
 
     def apply(self, model: Any, fill: Callable[[], None]) -> None:
@@ -132,7 +132,7 @@ class Sharding:
     def _notice_use(self) -> None:
         """Have each gathered parameter note that a backward pass reached it: one that none reaches has no gradient."""
         numbers = {name: i for i, (name, _) in enumerate(self._model.named_parameters())}
-        self._used = torch.zeros(len(numbers), dtype=torch.uint8)
+        self._used = torch.zeros(len(numbers), dtype=torch.uint8, device="cpu")
 
         def noting(number: int) -> Callable[[Tensor], None]:
             def note(_: Tensor) -> None:
