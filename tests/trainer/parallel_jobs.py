@@ -16,7 +16,7 @@ from trainer_helpers import make_batch, make_sample, routed_samples, shared_pref
 from transformers import AutoModelForCausalLM
 
 from verbatim.config.schema import OptimConfig, TrainerConfig
-from verbatim.errors import RunStopped, UsageError
+from verbatim.errors import RunStopped, SamplerFault, UsageError
 from verbatim.losses import LOSSES, Loss
 from verbatim.trainer.optimizer_state import local
 from verbatim.trainer.parallel import publish
@@ -312,6 +312,38 @@ def send(ranks, model, store, out):
     trainer.send_weights(receivers)
     ranks.end()
     return [receivers.names, receivers.most]
+
+
+class FailingReceivers:
+    """Take some tensors, and then fail."""
+
+    def __init__(self, error, after):
+        self.error, self.after, self.names = error, after, []
+
+    def send(self, name, tensor):
+        if len(self.names) == self.after:
+            raise self.error
+        self.names.append(name)
+
+
+def send_in_vain(ranks, model, out):
+    """What failing receivers raise, and how many tensors they took; then a batch is trained, and the weights saved."""
+    trainer = trainer_of(Path(model), ranks, dtype="float32")
+    if not ranks.leads:
+        ranks.follow(trainer.obey)
+        return None
+    found = []
+    for error, after in ((SamplerFault("replica 1 is gone"), 3), (RuntimeError("NCCL error: remote process exited"), 0),
+                         (MemoryError("1 GiB"), 5)):  # fmt: skip
+        receivers = FailingReceivers(error, after)
+        try:
+            trainer.send_weights(receivers)
+        except SamplerFault as fault:
+            found.append([str(fault), len(receivers.names)])
+    trainer.train_batch(make_batch())
+    trainer.save_weights(Path(out))
+    ranks.end()
+    return found
 
 
 def resume(ranks, folder, out):

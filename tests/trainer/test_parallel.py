@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from datetime import timedelta
 
 import parallel_jobs as jobs
@@ -328,6 +329,18 @@ def test_every_tensor_is_sent_as_it_is_published_bit_for_bit_and_one_at_a_time(
     assert all(torch.equal(received[name], tensor) for name, tensor in saved.items())
     assert not any(torch.equal(received[name], tensor) for name, tensor in before.items())
     assert most <= max(tensor.nbytes for tensor in saved.values())
+
+
+def test_receivers_that_fail_are_agreed_on_by_all_ranks_which_train_on(two, qwen, tmp_path):
+    """Long before the deadline of 120 s: the other rank gathers to the end, and hears of it."""
+    began = time.monotonic()
+    gone, nccl, memory = two.run(jobs.send_in_vain, str(qwen), str(tmp_path / "out"), deadline=120)
+    assert time.monotonic() - began < 60
+    first, *_ = published_layout(load_model(qwen))
+    assert gone == ["replica 1 is gone", 3]
+    assert nccl == [f"{first} could not be sent: NCCL error: remote process exited", 0]
+    assert "could not be sent: out of memory: 1 GiB" in memory[0] and memory[1] == 5
+    assert jobs.same_weights(tmp_path / "out", qwen) > 0
 
 
 @pytest.mark.parametrize("sequence", [1, 2])

@@ -355,8 +355,13 @@ class Trainer:
             save_model(self.model, self.tokenizer, folder)
 
     def send_weights(self, receivers: Receivers) -> None:
-        """Send the master weights to processes that hold other copies of the model, as `published_layout` says."""
-        assert self.ranks is not None and self.adapters is None, "one process, or adapters, write a folder"
+        """Send the master weights to processes that hold other copies of the model, as `published_layout` says.
+
+        Raises:
+            SamplerFault: the receivers failed; the trainer can go on.
+            RunStopped: another rank failed.
+        """
+        assert self.adapters is None, "adapters are written into a folder"
         with self._together("send_weights"):
             send_sharded(self.model, receivers, self.ranks)
 

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from verbatim.machine_faults import rust_errors_as_oserror
+from verbatim.errors import SamplerFault
+from verbatim.machine_faults import describe, rust_errors_as_oserror
 from verbatim.models.shards import whole
 from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.parallel.ranks import Ranks
@@ -64,18 +65,50 @@ class Receivers(Protocol):
     """Who receives tensors from this process, all of them each tensor."""
 
     def send(self, name: str, tensor: Tensor) -> None:
-        """Send a whole tensor, in the order of `published_layout`; it may be overwritten when this returns."""
+        """Send a whole tensor, in the order of `published_layout`; it may be overwritten when this returns.
+
+        Raises:
+            SamplerFault: they do not receive it.
+        """
 
 
-def send_sharded(model: Any, receivers: Receivers | None, ranks: Ranks) -> None:
+def send_sharded(model: Any, receivers: Receivers | None, ranks: Ranks | None) -> None:
     """Send the weights, as `save_sharded` would write them, to processes that hold other copies of the model: vLLM's
     workers. All ranks call it and take part in gathering; rank 0 alone has receivers, and holds one layer at a time.
+
+    Once the receivers have failed, nothing more is sent, and the ranks gather the rest without it: they stay in step.
+
+    Raises:
+        SamplerFault: the receivers failed, or rank 0 had no memory for a tensor; on all ranks.
     """
+    error: SamplerFault | None = None
     for gathered in _gathered(model, _units(model), ranks):
         while gathered:
-            assert receivers is not None
             name = next(iter(gathered))
-            receivers.send(name, gathered.pop(name).contiguous())
+            tensor = gathered.pop(name)
+            if error is None:
+                error = _send(receivers, name, tensor)
+
+    def finish() -> None:
+        if error is not None:
+            raise error
+
+    if ranks is None:
+        finish()
+    else:
+        ranks.agree(finish)
+
+
+def _send(receivers: Receivers | None, name: str, tensor: Tensor) -> SamplerFault | None:
+    """Why it cannot be sent; an error that only rank 0 raised would leave the others waiting."""
+    assert receivers is not None
+    try:
+        receivers.send(name, tensor.contiguous())
+    except SamplerFault as fault:
+        return fault
+    except (OSError, RuntimeError, MemoryError) as error:
+        return SamplerFault(f"{name} could not be sent: {describe(error) or type(error).__name__}")
+    return None
 
 
 def published_layout(model: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -93,13 +126,13 @@ def _as_published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gathered(
-    model: Any, parts: Sequence[Mapping[str, Tensor]], ranks: Ranks
+    model: Any, parts: Sequence[Mapping[str, Tensor]], ranks: Ranks | None
 ) -> Iterator[dict[str, Tensor] | None]:
     """The whole tensors of each part, by their published names, on rank 0; None on the others, which take part."""
 
     def gather(part: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         gathered = {name: whole(tensor.detach()) for name, tensor in part.items()}
-        return _as_published(model, gathered) if ranks.leads else None
+        return _as_published(model, gathered) if ranks is None or ranks.leads else None
 
     return map(gather, parts)  # nothing here holds one part while the next is gathered
 

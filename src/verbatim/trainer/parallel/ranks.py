@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verbatim.errors import ComponentError, RunStopped, UsageError, VerbatimError
+from verbatim.errors import ComponentError, RunStopped, SamplerFault, UsageError, VerbatimError
 from verbatim.machine_faults import describe, is_out_of_memory
 
 NO_DEADLINE = timedelta(days=365)
@@ -261,12 +261,14 @@ def together(ranks: Ranks | None, do: str, **what: Any) -> contextlib.AbstractCo
     return contextlib.nullcontext() if ranks is None else ranks.lead(do, **what)
 
 
-_KINDS: Mapping[str, type[VerbatimError]] = {"run": RunStopped, "usage": UsageError, "component": ComponentError}
+_KINDS: Mapping[str, type[VerbatimError]] = {
+    "run": RunStopped, "usage": UsageError, "component": ComponentError, "sampler": SamplerFault,
+}  # fmt: skip
 
 
 def _kind(error: Exception) -> str:
-    if isinstance(error, ComponentError):
-        return "component"
+    if isinstance(error, ComponentError | SamplerFault):
+        return "component" if isinstance(error, ComponentError) else "sampler"
     return "usage" if isinstance(error, UsageError) else "run"
 
 
