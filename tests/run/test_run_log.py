@@ -12,9 +12,12 @@ import pytest
 from verbatim import Trajectory
 from verbatim.checkpoints import CheckpointStore, RunFolder, read_json
 from verbatim.config import load_config
+from verbatim.environments.guess_number import GuessNumber
 from verbatim.monitors.jsonl import measure, read_jsonl
-from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
-from verbatim.run.run_log import NOT_WRITTEN, RunLog, summary_of
+from verbatim.monitors.trajectory_log import NOT_WRITTEN, TrajectoryLog, read_trajectories
+from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.run.run_log import RunLog
+from verbatim.run.summary import summary_of
 from verbatim.types import Group
 
 
@@ -60,11 +63,19 @@ def folder(tmp_path: Path):
         yield folder
 
 
-def log_of(folder: RunFolder, first_step: int) -> RunLog:
+def log_of(folder: RunFolder, first_step: int, *, evaluates: bool = False, saves: bool = True) -> RunLog:
     return RunLog(
-        folder, title="x", max_steps=9, first_step=first_step, save_trajectories=True,
-        store=CheckpointStore(folder.checkpoints), environments={}, earlier_seconds=0.0, started=time.monotonic(),
+        folder, title="x", max_steps=9, first_step=first_step, save_trajectories=saves,
+        store=CheckpointStore(folder.checkpoints), environments={"game": GuessNumber()} if evaluates else {},
+        earlier_seconds=0.0, started=time.monotonic(),
     )  # fmt: skip
+
+
+def evaluate(log: RunLog, step: int) -> None:
+    trajectories = tuple(Trajectory(example_id=f"{step}-{n}", env="game", reward=1.0) for n in range(2))
+    log.on_eval(step, Evaluation(
+        env="game", num_episodes=2, num_failed=0, metrics={"success": 1.0}, trajectories=trajectories
+    ))  # fmt: skip
 
 
 def train(log: RunLog, step: int) -> None:
@@ -172,3 +183,51 @@ def test_a_log_that_cannot_be_synced_costs_no_checkpoint(four_steps: RunFolder, 
     save(log, 4)
     assert sorted(CheckpointStore(four_steps.checkpoints, read_only=True).logs(4)) == ["trajectories.jsonl"]
     assert "metrics.jsonl could not be written to the disk: Input/output error" in caplog.text
+
+
+def test_episodes_of_evaluations_have_a_log_that_goes_back_with_the_checkpoints(folder: RunFolder):
+    log = log_of(folder, 0, evaluates=True)
+    evaluate(log, 0)
+    for step in (1, 2):
+        train(log, step)
+        evaluate(log, step)
+        save(log, step)
+    evaluate(log, 3)
+    log.close()
+    log = log_of(folder, 2, evaluates=True)
+    evaluate(log, 4)
+    log.close()
+    logged = [(step, t.example_id) for step, t in read_trajectories(folder.eval_trajectories)]
+    assert logged == [(0, "0-0"), (0, "0-1"), (1, "1-0"), (1, "1-1"), (2, "2-0"), (2, "2-1"), (4, "4-0"), (4, "4-1")]
+    assert steps_of(folder)[1] == [1, 1, 2, 2]
+
+
+def test_damage_of_the_evaluated_episodes_names_no_steps_because_few_have_any(folder: RunFolder, caplog):
+    log = log_of(folder, 0, evaluates=True)
+    evaluate(log, 0)
+    train(log, 1)
+    evaluate(log, 1)
+    save(log, 1)
+    log.close()
+    folder.eval_trajectories.unlink()
+    log_of(folder, 1, evaluates=True).close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder.eval_trajectories} is missing; 0 of 4 records up to step 1 are left"
+    ]
+
+
+def test_without_evaluations_or_kept_trajectories_there_is_no_such_log(folder: RunFolder):
+    log_of(folder, 0).close()
+    assert folder.trajectories.exists() and not folder.eval_trajectories.exists()
+    log = log_of(folder, 0, evaluates=True, saves=False)
+    evaluate(log, 0)
+    log.close()
+    assert not folder.eval_trajectories.exists()
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_the_episodes_that_it_did_not_keep(four_steps: RunFolder, caplog):
+    log = log_of(four_steps, 3, evaluates=True)
+    evaluate(log, 4)
+    log.close()
+    assert caplog.records == []
+    assert [step for step, _ in read_trajectories(four_steps.eval_trajectories)] == [4, 4]

@@ -3,7 +3,8 @@
 ```
 runs/guess_number/latest -> 20260131-142501
 runs/guess_number/20260131-142501/
-    config.toml  metrics.jsonl  trajectories.jsonl  learning_curve.png  checkpoints/  weights/  exchange/  logs/
+    config.toml  metrics.jsonl  trajectories.jsonl  eval_trajectories.jsonl  learning_curve.png
+    checkpoints/  weights/  exchange/  logs/    and at the end: summary.json  summary.txt  final/
 ```
 """
 
@@ -45,7 +46,7 @@ ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 _LEFT = {
     ORCHESTRATOR: (
         ".trainer_state", "states", ".final.partial", ".summary.json.tmp", ".learning_curve.png.tmp",
-        ".metrics.jsonl.tmp", ".trajectories.jsonl.tmp",
+        ".metrics.jsonl.tmp", ".trajectories.jsonl.tmp", ".eval_trajectories.jsonl.tmp",
     ),
     TRAINER: (".model.partial", ".warm_start.partial"),
 }  # fmt: skip
@@ -68,9 +69,13 @@ class RunFolder:
         """Folder of a `CheckpointStore`."""
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories.jsonl"
+        self.eval_trajectories = path / "eval_trajectories.jsonl"
+        """The episodes of evaluations, by the step that they came after."""
         self.learning_curve = path / "learning_curve.png"
         self.summary = path / "summary.json"
         """What the run came to."""
+        self.summary_text = path / "summary.txt"
+        """The same as it was printed, with the learning curve and an episode before and after training."""
         self.final = path / "final"
         """The trained model, a Hugging Face folder."""
         self._lock = FolderLock(path, f"{role}.lock", patience=_LEAVING if role == TRAINER else 0.0)

@@ -1,14 +1,16 @@
-"""Prints one aligned line per step, and a progress bar below where there is a terminal."""
+"""Prints aligned lines of steps, and a progress bar below where there is a terminal."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Sequence
 
 import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
+from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.plain_console import PlainConsole
 
 COLUMNS = (
@@ -28,59 +30,83 @@ COLUMNS = (
 HEADER_EVERY = 20
 """Lines of steps between two headings."""
 
+SECONDS_BETWEEN = 5.0
+"""On a terminal, a step that ends sooner after the last line is shown in the bar alone."""
+
 
 class Console:
-    """Prints each step and evaluation. Lines are the same with and without a terminal; the bar needs one.
+    """Prints steps and evaluations. On a terminal there is a bar with the time left, lines have as many columns as fit,
+    and of quick steps not every one has a line. Elsewhere every step has a whole line.
 
     Args:
         max_steps: The length of the bar.
         console: Where to print; standard output by default.
         first_step: Steps done before this process started (a resumed run).
+        now: A clock, in seconds.
     """
 
-    def __init__(self, max_steps: int, *, console: rich.console.Console | None = None, first_step: int = 0) -> None:
+    def __init__(
+        self, max_steps: int, *, console: rich.console.Console | None = None, first_step: int = 0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.console = console or PlainConsole()
         self.max_steps = max_steps
         self._num_lines = 0
-        self._progress = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-            TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
-        self._task = self._progress.add_task("training", total=max_steps, completed=first_step)
-        self._progress.start()
+        self._now = now
+        self._last_line = -math.inf
+        self._bar = ProgressBar("training", max_steps, console=self.console, done=first_step)
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """One line, under a heading every so often."""
+        self._bar.update(step, note=f"reward {format_number(metrics.get('reward/mean', math.nan))}")
+        width = None
+        if self.console.is_terminal:
+            if self._now() - self._last_line < SECONDS_BETWEEN and step < self.max_steps:
+                return
+            width = self.console.width
         if self._num_lines % HEADER_EVERY == 0:
-            self._print(header(self.max_steps), style="dim")
+            self._print(header(self.max_steps, width), style="dim")
         self._num_lines += 1
-        self._print(step_line(step, self.max_steps, metrics))
-        self._progress.update(self._task, completed=step)
+        self._print(step_line(step, self.max_steps, metrics, width))
+        self._last_line = self._now()
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
         """One line with every metric of the evaluation."""
-        self._print(eval_line(step, env, metrics), style="bold")
+        line = Text(eval_line(step, env, metrics), style="bold")
+        self.console.print(line, soft_wrap=not self.console.is_terminal)  # a terminal would break it within a word
 
     def close(self) -> None:
-        self._progress.stop()
+        self._bar.close()
 
     def _print(self, line: str, style: str = "") -> None:
         self.console.print(Text(line, style=style), soft_wrap=True)
 
 
-def header(max_steps: int) -> str:
-    """The columns' names over their values."""
-    return "  ".join([f"{'step':>{_step_width(max_steps)}}", *(f"{name:>{_width(name)}}" for name, _ in COLUMNS)])
+def header(max_steps: int, width: int | None = None) -> str:
+    """The columns' names over their values, as many as fit into the width."""
+    return _fit([f"{'step':>{_step_width(max_steps)}}", *(f"{name:>{_width(name)}}" for name, _ in COLUMNS)], width)
 
 
-def step_line(step: int, max_steps: int, metrics: Metrics) -> str:
-    """One step: `3/100`, then the columns.
+def step_line(step: int, max_steps: int, metrics: Metrics, width: int | None = None) -> str:
+    """One step: `3/100`, then the columns that fit into the width.
 
     >>> step_line(3, 100, {"reward/mean": 0.5})
     '   3/100    0.500        -        -        -            -        -              -        -              -        -'
+    >>> step_line(3, 100, {"reward/mean": 0.5}, 26)
+    '   3/100    0.500        -'
     """
     cells = [f"{format_number(metrics.get(key, math.nan)):>{_width(name)}}" for name, key in COLUMNS]
-    return "  ".join([f"{f'{step}/{max_steps}':>{_step_width(max_steps)}}", *cells])
+    return _fit([f"{f'{step}/{max_steps}':>{_step_width(max_steps)}}", *cells], width)
+
+
+def _fit(cells: Sequence[str], width: int | None) -> str:
+    """The first cells that fit, two spaces between them; all of them where no width is given."""
+    line = cells[0]
+    for cell in cells[1:]:
+        if width is not None and len(line) + 2 + len(cell) > width:
+            break
+        line += f"  {cell}"
+    return line
 
 
 def eval_line(step: int, env: str, metrics: Metrics) -> str:

@@ -46,7 +46,7 @@ class _Kept:
 
 def restore(
     path: Path, *, step: int, mark: LogMark | None, is_record: Callable[[Any], bool],
-    checkpoints: Iterable[int] = (), every_step: bool = False,
+    checkpoints: Iterable[int] = (), every_step: bool = False, some_steps: bool = False,
 ) -> Restored:  # fmt: skip
     """Cut a log back to a checkpoint: what stands after it is of steps that are done again.
 
@@ -61,6 +61,7 @@ def restore(
         is_record: Whether a JSON value is a line of this log; such a value has an int `step`.
         checkpoints: Steps of all checkpoints, whose marks are corrected after a fault.
         every_step: Without a mark: whether steps that have no line are missing.
+        some_steps: Whether only some steps have lines; then a message does not say which have none.
 
     Raises:
         OSError: the log can be neither cut nor renamed.
@@ -79,7 +80,7 @@ def restore(
             kept = _copy(path, new, step, is_record, sorted(n for n in checkpoints if n <= step))
             new.flush()
             sync_descriptor(new.fileno())
-        why = _what_is_wrong(path, kept, step, mark, every_step=every_step)
+        why = _what_is_wrong(path, kept, step, mark, every_step=every_step, some_steps=some_steps)
     except (IsADirectoryError, PermissionError) as error:
         temporary = None
         kept = _Kept(earlier=dict.fromkeys((n for n in checkpoints if n <= step), LogMark()))
@@ -129,9 +130,11 @@ def _parse(line: bytes) -> Any:
         return None
 
 
-def _what_is_wrong(path: Path, kept: _Kept, step: int, mark: LogMark | None, *, every_step: bool) -> str | None:
+def _what_is_wrong(
+    path: Path, kept: _Kept, step: int, mark: LogMark | None, *, every_step: bool, some_steps: bool
+) -> str | None:
     left = kept.mark.records
-    absent = [number for number in range(1, step + 1) if number not in kept.steps]
+    absent = [] if some_steps else [number for number in range(1, step + 1) if number not in kept.steps]
     if mark is None and not (every_step and absent):
         unreadable = [number for number in kept.unreadable if number < kept.last_line]
         if not unreadable:

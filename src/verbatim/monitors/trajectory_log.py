@@ -11,6 +11,9 @@ from verbatim.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
 from verbatim.trajectory_json import trajectory_from_json, trajectory_to_json
 from verbatim.types import Trajectory
 
+NOT_WRITTEN = "not_written"
+"""The key of a logged trajectory's `info` that says what is missing in its record."""
+
 
 class TrajectoryLog:
     """Appends trajectories with the step that they were trained in. `mark` is as for `JsonlWriter`."""

@@ -25,7 +25,7 @@ from verbatim.monitors.base import Monitor
 from verbatim.run.check import check_run
 from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
-from verbatim.run.summary import print_summary
+from verbatim.run.report import report
 from verbatim.run.training_run import RunLoop, TrainingRun
 from verbatim.transport.mirror.server import Listen
 
@@ -82,7 +82,8 @@ def execute(
             if not training.finished and not folder.is_withdrawn:
                 console.print(to_go_on, soft_wrap=True, style="bold")
         if training.finished:
-            print_summary(training.summary, str(config.name), folder, console)
+            evaluated = {label: environment for label, (_, environment) in made.eval.items()}
+            report(training.summary, str(config.name), folder, evaluated, console)
         if training.nothing_trained is not None:
             raise NothingTrained(training.nothing_trained)
     return training

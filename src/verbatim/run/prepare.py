@@ -16,6 +16,7 @@ from verbatim.environments.resolve import corpus
 from verbatim.errors import UsageError
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
+from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts import derive_seed, trajectory_from_messages
 from verbatim.run.environments import Environments, demonstrations, read_conversations
@@ -71,17 +72,17 @@ def _warm_start(
     samples = _warm_start_samples(config, settings, environments, renderer, console)
     trainer = make_trainer(config, "warm_start", source, ranks=ranks, tokenizer=tokenizer)
     started = time.monotonic()
-    last: dict[str, float] = {}
 
     def show(step: int, metrics: Mapping[str, float]) -> None:
-        last.update(metrics)
+        bar.update(step, note=f"loss {metrics['loss']:.3f}")
         if step == 1 or step % max(1, settings.steps // 5) == 0:
             console.print(f"warm start  optimizer step {step}/{settings.steps}  loss per token {metrics['loss']:.3f}")
 
-    warm_start(
-        trainer, samples, steps=settings.steps, batch_size=settings.batch_size,
-        seed=derive_seed(config.seed, "warm_start") % 2**32, on_step=show,
-    )  # fmt: skip
+    with ProgressBar("warm start", settings.steps, console=console) as bar:
+        warm_start(
+            trainer, samples, steps=settings.steps, batch_size=settings.batch_size,
+            seed=derive_seed(config.seed, "warm_start") % 2**32, on_step=show,
+        )  # fmt: skip
     with making(target) as partial:
         trainer.save_weights(partial)
         seal(partial)

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,15 @@ from verbatim.monitors.jsonl import JsonlWriter, LogMark
 from verbatim.monitors.learning_curve import LearningCurve
 from verbatim.monitors.metrics_log import MetricsLog, is_metrics
 from verbatim.monitors.restore import restore
-from verbatim.monitors.trajectory_log import TrajectoryLog, is_trajectory
+from verbatim.monitors.trajectory_log import NOT_WRITTEN, TrajectoryLog, is_trajectory
 from verbatim.orchestrator.assemble import rollout_distributions
 from verbatim.orchestrator.evaluate import Evaluation
-from verbatim.run.summary import summary_of
+from verbatim.run.summary import best_constants, summary_of
 from verbatim.texts import error_text
 from verbatim.transport import TrainerLink
 from verbatim.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
-
-NOT_WRITTEN = "not_written"
-"""The key of a logged trajectory's `info` that says what is missing in its record."""
 
 
 class RunLog:
@@ -46,9 +43,9 @@ class RunLog:
         max_steps: Steps in all.
         first_step: Steps that an earlier process did; what that process logged beyond them is dropped. What is
             missing or damaged in its logs is told, and the run goes on without it.
-        save_trajectories: Whether every training trajectory is written.
+        save_trajectories: Whether every trajectory is written, those of evaluations in a log of their own.
         monitors: Those that listen beside the console, the metrics log and the learning curve.
-        environments: Those that are evaluated, by label.
+        environments: Those that are evaluated, by label; with none there is no log of evaluated trajectories.
         earlier_seconds: What earlier processes of this run took.
         started: `time.monotonic()` when this process began.
     """
@@ -72,18 +69,14 @@ class RunLog:
         self._store = store
         self._earlier_seconds = earlier_seconds
         self._started = started
-        self._best_constant = {
-            label: float(environment.best_constant_policy_success())
-            for label, environment in environments.items()
-            if hasattr(environment, "best_constant_policy_success")
-        }
+        self._best_constant = best_constants(environments)
         metrics = MetricsLog(folder.metrics, mark=self._go_back(folder.metrics, first_step, is_metrics))
         self._writers: dict[str, JsonlWriter] = {folder.metrics.name: metrics.writer}
-        self._trajectories: TrajectoryLog | None = None
+        self._trajectory_logs: dict[Path, TrajectoryLog] = {}
         if save_trajectories:
-            path = folder.trajectories
-            self._trajectories = TrajectoryLog(path, self._go_back(path, first_step, is_trajectory))
-            self._writers[path.name] = self._trajectories.writer
+            for path in [folder.trajectories, *([folder.eval_trajectories] if environments else [])]:
+                log = TrajectoryLog(path, self._go_back(path, first_step, is_trajectory))
+                self._trajectory_logs[path], self._writers[path.name] = log, log.writer
         curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
         self._num_incomplete = 0
         shown = Console(max_steps, console=console, first_step=first_step)
@@ -94,7 +87,8 @@ class RunLog:
         logs = self._store.logs(step) if step else {}
         checkpoints = [number for number in self._store.steps() if number <= step]
         found = restore(path, step=step, mark=_mark(logs.get(path.name)), is_record=is_record,
-                        checkpoints=checkpoints, every_step=path == self._folder.metrics)  # fmt: skip
+                        checkpoints=checkpoints, every_step=path == self._folder.metrics,
+                        some_steps=path == self._folder.eval_trajectories)  # fmt: skip
         if found.fault is not None:
             logger.warning("%s", found.fault)
             for number, mark in found.earlier.items():
@@ -110,15 +104,19 @@ class RunLog:
     def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """The batch of this step was trained."""
         self._monitors.on_step(step, metrics, rollout_distributions(groups, step - 1))
-        if self._trajectories is not None:
-            try:
-                for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-                    self._write(self._trajectories, step, trajectory)
-            except OSError as error:
-                self._close(self._trajectories)
-                self._trajectories = None
-                logger.error("trajectories are no longer written to %s: %s; the run goes on without them",
-                             self._folder.trajectories, error)  # fmt: skip
+        self._write_all(self._folder.trajectories, step, (t for group in groups for t in group.trajectories))
+
+    def _write_all(self, path: Path, step: int, trajectories: Iterable[Trajectory]) -> None:
+        """Into this log; where that fails, it ends here."""
+        log = self._trajectory_logs.get(path)
+        if log is None:
+            return
+        try:
+            for trajectory in trajectories:
+                self._write(log, step, trajectory)
+        except OSError as error:
+            self._close(self._trajectory_logs.pop(path))
+            logger.error("trajectories are no longer written to %s: %s; the run goes on without them", path, error)
 
     def _write(self, log: TrajectoryLog, step: int, trajectory: Trajectory) -> None:
         """One record; where its messages or its info are not JSON, the rest of it."""
@@ -136,6 +134,7 @@ class RunLog:
         """The policy after this step was evaluated; 0 is before the first."""
         metrics = {**evaluation.metrics, "episodes": evaluation.num_episodes, "failed": evaluation.num_failed}
         self._monitors.on_eval(step, evaluation.env, metrics)
+        self._write_all(self._folder.eval_trajectories, step, evaluation.trajectories)
 
     async def save(
         self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None = None
@@ -182,8 +181,8 @@ class RunLog:
     def close(self) -> None:
         """Close files, draw the curve."""
         self._monitors.close()
-        if self._trajectories is not None:
-            self._close(self._trajectories)
+        for log in self._trajectory_logs.values():
+            self._close(log)
         if self._num_incomplete:
             logger.error("%d trajectories were logged without their messages and info, which are not JSON",
                          self._num_incomplete)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Summarises a run in a few figures, computed from the metrics log and printed as a table."""
+"""Summarises a run in a few figures, computed from the metrics log."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from verbatim.checkpoints import RunFolder
+from verbatim.environments.base import Environment
 from verbatim.monitors.jsonl import read_jsonl
 
 _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
 """Left out where they mean nothing: no environment offers tools, or says what a policy reaches that ignores replies."""
+
+
+def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
+    """Success of the best policy that ignores what it observes, by label, where an environment knows it."""
+    return {
+        label: float(environment.best_constant_policy_success())
+        for label, environment in environments.items()
+        if hasattr(environment, "best_constant_policy_success")
+    }
 
 
 def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[str, Any]:
@@ -70,19 +76,3 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [float(value) for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def print_summary(summary: Mapping[str, Any], title: str, folder: RunFolder, console: Console) -> None:
-    """The figures as a table, and where the model and the rest of them are."""
-    table = Table(show_header=False, title=f"{title}: results", title_justify="left")
-    for key, value in summary.items():
-        if not isinstance(value, dict):
-            table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
-    console.print(table)
-    for what, path in (
-        ("trained model", folder.final),
-        ("summary", folder.summary),
-        ("learning curve", folder.learning_curve),
-    ):
-        if path.exists():
-            console.print(f"{what:<15} {path}", soft_wrap=True)

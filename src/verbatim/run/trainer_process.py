@@ -117,6 +117,7 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
         raise
     finally:
         _end(process, patience)
+        console.show_cursor()  # a bar of that process may have hidden it
         exchange.remove_temporary()
 
 

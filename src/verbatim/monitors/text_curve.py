@@ -1,0 +1,186 @@
+"""Draws the learning curve of a run as text, for terminals: no colour, 79 columns unless told otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from verbatim.monitors.learning_curve import Curve
+
+Point = tuple[int, float]
+"""Step and value."""
+
+_BRAILLE = 0x2800
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The bit of each dot in a braille character, by its row and column."""
+_TICKS = 3
+"""Rows between two labelled values of the y axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """The characters of a plot."""
+
+    evals: str
+    """One for each environment's evaluations, in turn."""
+    constant: str
+    """The line of what a constant policy reaches."""
+    axes: tuple[str, str, str, str]
+    """Labelled row, row, corner, bottom."""
+    line: str | None
+    """What the curve of rewards is drawn with; None = the dots of braille characters, two columns and four rows in
+    each."""
+
+
+UNICODE = Marks(evals="●▲■◆", constant="┄", axes=("┤", "│", "└", "─"), line=None)
+ASCII = Marks(evals="OX#@", constant="-", axes=("+", "|", "+", "-"), line=".")
+
+
+def text_curve(
+    curve: Curve, *, best_constant: Mapping[str, float] | None = None, marks: Marks = UNICODE, width: int = 79,
+    height: int = 13,
+) -> str:  # fmt: skip
+    """Training rewards as a curve, evaluations as marks on it, and what a constant policy reaches as a dashed line.
+
+    Where rewards leave the range of 0 to 1, success has a plot of its own below them. Values that are not finite are
+    left out; without any other the text is empty.
+
+    Args:
+        curve: The points.
+        best_constant: As for `learning_curve.draw_curve`.
+        marks: `ASCII` for terminals that show nothing else.
+        width: Columns, labels included; at least 40 are used.
+        height: Rows of a plot, without the axis below it.
+
+    Returns:
+        Lines of at most `width` columns, and the legend.
+    """
+    rewards = [(step, value) for step, value in curve.rewards if math.isfinite(value)]
+    evals = {env: found for env, points in sorted(curve.evals.items())
+             if (found := [(step, value) for step, value in points if math.isfinite(value)])}  # fmt: skip
+    constants = {env: value for env, value in (best_constant or {}).items() if env in evals}
+    steps = [step for points in (rewards, *evals.values()) for step, _ in points]
+    if not steps:
+        return ""
+    frame = _Frame(marks=marks, width=max(40, width), height=height, steps=(min(steps), max(steps)))
+    if all(0 <= value <= 1 for _, value in rewards):
+        return frame.drawn(rewards, evals, constants)
+    low, high = min(value for _, value in rewards), max(value for _, value in rewards)
+    plots = [frame.drawn(rewards, {}, {}, low=low, high=high if high > low else low + 1)]
+    return "\n\n".join([*plots, *([frame.drawn([], evals, constants)] if evals else [])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """Where a plot goes."""
+
+    marks: Marks
+    width: int
+    height: int
+    steps: Point
+
+    def drawn(
+        self, rewards: Sequence[Point], evals: Mapping[str, Sequence[Point]], constants: Mapping[str, float],
+        *, low: float = 0.0, high: float = 1.0,
+    ) -> str:  # fmt: skip
+        """The plot, its axes and its legend."""
+        labels = [_label(high - (high - low) * row / (self.height - 1)) for row in range(self.height)]
+        margin = max(map(len, labels)) + 1
+        columns = self.width - margin - 2
+
+        def row_of(value: float) -> int:
+            return round((high - min(max(value, low), high)) / (high - low) * (self.height - 1))
+
+        def column_of(step: int) -> int:
+            first, last = self.steps
+            return round((step - first) / max(1, last - first) * (columns - 1))
+
+        cells = [[" "] * columns for _ in range(self.height)]
+        for value in constants.values():
+            cells[row_of(value)] = [self.marks.constant] * columns
+        self._draw_line(cells, rewards, low, high)
+        for mark, points in zip(self._eval_marks(evals), evals.values(), strict=True):
+            for step, value in points:
+                cells[row_of(value)][column_of(step)] = mark
+        labelled, plain, corner, bottom = self.marks.axes
+        lines = [
+            f"{labels[row] if row % _TICKS == 0 else '':>{margin}} {labelled if row % _TICKS == 0 else plain}"
+            + "".join(cells[row]).rstrip()
+            for row in range(self.height)
+        ]
+        lines.append(" " * (margin + 1) + corner + bottom * columns)
+        lines.append(" " * (margin + 2) + self._step_labels(columns))
+        return "\n".join([*lines, *self._legend(rewards, evals, constants, margin)])
+
+    def _draw_line(self, cells: list[list[str]], points: Sequence[Point], low: float, high: float) -> None:
+        """The mean of the points of each column of dots; a line from one to the next."""
+        across, down = (2, 4) if self.marks.line is None else (1, 1)
+        columns, rows = across * len(cells[0]), down * self.height
+        first, last = self.steps
+        at: dict[int, list[float]] = {}
+        for step, value in points:
+            at.setdefault(round((step - first) / max(1, last - first) * (columns - 1)), []).append(value)
+        means = {x: sum(values) / len(values) for x, values in at.items()}
+        # The centre of the first row of cells is `high`, that of the last one `low`, as for marks.
+        dots = {x: (high - mean) / (high - low) * (rows - down) + (down - 1) // 2 for x, mean in means.items()}
+        for x, y in _joined(sorted(dots.items())):
+            row, column = y // down, x // across
+            if self.marks.line is not None:
+                cells[row][column] = self.marks.line
+            else:
+                before = ord(cells[row][column])
+                drawn = before if before >= _BRAILLE and before < _BRAILLE + 256 else _BRAILLE
+                cells[row][column] = chr(drawn | _DOTS[y % down][x % across])
+
+    def _eval_marks(self, evals: Mapping[str, object]) -> list[str]:
+        return [self.marks.evals[number % len(self.marks.evals)] for number in range(len(evals))]
+
+    def _step_labels(self, columns: int) -> str:
+        first, last = self.steps
+        if first == last:
+            return f"step {first}"
+        left, middle, right = f"step {first}", str(round((first + last) / 2)), str(last)
+        start = (columns - len(middle)) // 2
+        return f"{left:<{start}}{middle}".ljust(columns - len(right)) + right
+
+    def _legend(
+        self, rewards: Sequence[Point], evals: Mapping[str, Sequence[Point]], constants: Mapping[str, float],
+        margin: int,
+    ) -> list[str]:  # fmt: skip
+        indent = " " * (margin + 2)
+        found = []
+        if rewards:
+            line = self.marks.line * 2 if self.marks.line is not None else "⠤⠒"
+            found.append(f"{indent}{line} training reward of the steps: first {rewards[0][1]:.3g}, "
+                         f"last {rewards[-1][1]:.3g}")  # fmt: skip
+        for mark, (env, points) in zip(self._eval_marks(evals), evals.items(), strict=True):
+            last = f", {points[-1][1]:.3f} after step {points[-1][0]}" if len(points) > 1 else ""
+            found.append(f"{indent}{mark}  {env}: success {points[0][1]:.3f} after step {points[0][0]}{last}")
+        found += [f"{indent}{self.marks.constant * 2} {env}: best constant policy, {value:.3f}"
+                  for env, value in constants.items()]  # fmt: skip
+        return found
+
+
+def _joined(points: Sequence[tuple[int, float]]) -> Iterable[tuple[int, int]]:
+    """Dots of the straight lines between neighbours: one for each column and row that a line passes.
+
+    >>> list(_joined([(0, 0.0), (1, 2.0)]))
+    [(0, 0), (0, 1), (1, 1), (1, 2)]
+    """
+    if len(points) == 1:
+        yield points[0][0], round(points[0][1])
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        for x in range(x0, x1 + 1):
+            at = [y0 + (y1 - y0) * min(max((edge - x0) / (x1 - x0), 0), 1) for edge in (x - 0.5, x + 0.5)]
+            first, last = sorted(map(round, at))
+            yield from ((x, y) for y in range(first, last + 1))
+
+
+def _label(value: float) -> str:
+    """
+    >>> [_label(x) for x in (0.75, -3, 1234.5)]
+    ['0.75', '-3.00', '1.23e+03']
+    """
+    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.3g}"

@@ -1,0 +1,194 @@
+"""Shows one episode of the evaluation before training beside the same episode of the last evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from verbatim.environments.base import Environment, succeeded
+from verbatim.monitors.trajectory_log import NOT_WRITTEN, read_trajectories
+from verbatim.texts import printable
+from verbatim.types import Message, Trajectory
+
+_LONGEST = 400
+"""Characters of a message that are shown."""
+_MOST = 24
+"""Messages that are shown of an episode, without those that both begin with."""
+_ROLES = {"assistant": "agent"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The same episode, with the same seed, before and after."""
+
+    before: Trajectory
+    after: Trajectory
+    succeeded_before: bool
+    succeeded_after: bool
+
+    @property
+    def gain(self) -> float:
+        """How much more reward it earned; NaN where one of the two has none."""
+        before, after = self.before.reward, self.after.reward
+        return math.nan if before is None or after is None else after - before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The evaluations of one environment before training and after it."""
+
+    env: str
+    steps: tuple[int, int]
+    """After how many steps each was."""
+    pairs: Sequence[Pair]
+
+    @property
+    def shown(self) -> tuple[Pair, str]:
+        """The episode to show, and why this one: the first that failed and then succeeded, or else the one with the
+        largest gain in reward, or else the first."""
+        gained = [pair for pair in self.pairs if pair.succeeded_after and not pair.succeeded_before]
+        lost = [pair for pair in self.pairs if pair.succeeded_before and not pair.succeeded_after]
+        if gained:
+            return gained[0], (f"of {len(self.pairs)} episodes {len(gained)} failed before and succeeded after, this "
+                               f"is the first of them; {len(lost)} went the other way")  # fmt: skip
+        best = max(self.pairs, key=lambda pair: -math.inf if math.isnan(pair.gain) else pair.gain)
+        if best.gain > 0:
+            return best, f"of {len(self.pairs)} episodes none went from failure to success; this one gained most reward"
+        return self.pairs[0], f"of {len(self.pairs)} episodes none earned more after than before; this is the first"
+
+
+def compare(log: Path, environments: Mapping[str, Environment]) -> list[Comparison]:
+    """The first evaluation of each environment in a log of evaluated episodes, beside the last.
+
+    Episodes whose messages could not be written are left out. Two are the same where example, number within the
+    example, and seed are. An environment that was evaluated once, or whose episodes have nothing in common, is left
+    out.
+
+    Args:
+        log: A `TrajectoryLog`.
+        environments: By label; they say what a success is.
+
+    Raises:
+        UsageError: as `read_trajectories`.
+    """
+    found: dict[str, dict[int, dict[tuple[object, ...], Trajectory]]] = {}
+    for step, trajectory in read_trajectories(log):
+        if NOT_WRITTEN in trajectory.info:
+            continue
+        of_env = found.setdefault(trajectory.env, {})
+        for middle in sorted(of_env)[1:]:  # only the first and the last are held
+            if middle < step:
+                del of_env[middle]
+        key = (trajectory.example_id, trajectory.sample_index, trajectory.seed)
+        of_env.setdefault(step, {})[key] = trajectory
+    comparisons = []
+    for env, by_step in found.items():
+        first, last = min(by_step), max(by_step)
+        pairs = [
+            Pair(
+                before=before, after=by_step[last][key],
+                succeeded_before=succeeded(environments[env], before),
+                succeeded_after=succeeded(environments[env], by_step[last][key]),
+            )
+            for key, before in by_step[first].items() if env in environments and key in by_step[last]
+        ]  # fmt: skip
+        if first < last and pairs:
+            comparisons.append(Comparison(env=env, steps=(first, last), pairs=pairs))
+    return comparisons
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """The opening messages, then what followed them before and after, side by side."""
+    pair, why = comparison.shown
+    opening = _common(pair.before.messages, pair.after.messages)
+    width = min(console.width, 100)
+    title = f"one episode before and after: {comparison.env}, example {pair.before.example_id}, same seed"
+    console.print(Text(_safe(title, console), style="bold"), width=width)
+    console.print(Text(f"({why})", style="dim"), width=width)
+    console.print()
+    lines = Table.grid(padding=(0, 2), expand=False)
+    for message in _few(pair.before.messages[:opening]):
+        lines.add_row(*_cells(message, console))
+    console.print(lines, width=width)
+    console.print()
+    console.print(_side_by_side(comparison.steps, pair, opening, console), width=width)
+
+
+def _side_by_side(steps: tuple[int, int], pair: Pair, opening: int, console: Console) -> Table:
+    """What followed the opening messages, and what came of it."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, show_edge=False, expand=True)
+    sides = []
+    for when, step, side, success in (
+        ("before", steps[0], pair.before, pair.succeeded_before),
+        ("after", steps[1], pair.after, pair.succeeded_after),
+    ):
+        table.add_column("", no_wrap=True, min_width=6)
+        table.add_column(Text(f"{when} (step {step})", style="bold"), ratio=1, overflow="fold")
+        said = [_cells(message, console) for message in _few(side.messages[opening:])]
+        sides.append([*said, (Text("end", style="dim"), Text(_outcome(side, success), style="bold"))])
+    for row in range(max(map(len, sides))):
+        table.add_row(*(cell for side in sides for cell in (side[row] if row < len(side) else ("", ""))))
+    return table
+
+
+def _common(before: Sequence[Message], after: Sequence[Message]) -> int:
+    """How many messages both begin with, up to the agent's first."""
+    count = 0
+    for one, other in zip(before, after, strict=False):
+        if one != other or one["role"] == "assistant":
+            break
+        count += 1
+    return count
+
+
+def _few(messages: Sequence[Message]) -> list[Message]:
+    """All, or the first and the last of many."""
+    if len(messages) <= _MOST:
+        return list(messages)
+    half = _MOST // 2
+    left_out: Message = {"role": "...", "content": f"{len(messages) - 2 * half} more messages"}
+    return [*messages[:half], left_out, *messages[-half:]]
+
+
+def _outcome(trajectory: Trajectory, success: bool) -> str:
+    if trajectory.error is not None:
+        return "ended with an error"
+    earned = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:.3g}"
+    return f"{'success' if success else 'failure'}, {earned}"
+
+
+def _cells(message: Message, console: Console) -> tuple[Text, Text]:
+    """Who speaks, and what is said."""
+    role = str(message.get("role", ""))
+    return (Text(_safe(_ROLES.get(role, role), console), style="dim"), Text(_safe(message_text(message), console)))
+
+
+def message_text(message: Message) -> str:
+    """A message as one text: its content, then its tool calls as Python calls.
+
+    >>> message_text({"role": "assistant", "content": "", "tool_calls": [
+    ...     {"id": "1", "type": "function", "function": {"name": "guess", "arguments": {"number": 8}}}]})
+    'guess(number=8)'
+    """
+    content = message.get("content") or ""
+    parts = [content.strip() if isinstance(content, str) else str(content)]
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, Mapping):
+            arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        parts.append(f"{function['name']}({arguments})")
+    text = "\n".join(part for part in parts if part) or "(nothing)"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text) - _LONGEST:,} more characters)"
+
+
+def _safe(text: str, console: Console) -> str:
+    """The text without control characters, and with `?` for what the console's encoding cannot write."""
+    return printable(text).encode(console.encoding, "replace").decode(console.encoding)
+

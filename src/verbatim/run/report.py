@@ -1,0 +1,95 @@
+"""Reports a finished run on the console: learning curve, an episode before and after, figures, and where things are."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from verbatim.checkpoints import RunFolder
+from verbatim.disk import write_file
+from verbatim.environments.base import Environment
+from verbatim.errors import UsageError
+from verbatim.monitors.learning_curve import Curve, read_curve
+from verbatim.monitors.text_curve import ASCII, UNICODE, text_curve
+from verbatim.plain_console import PlainConsole
+from verbatim.run.before_after import Comparison, compare, print_comparison
+from verbatim.run.summary import best_constants
+
+logger = logging.getLogger(__name__)
+
+WIDTH = 79
+"""Columns of `summary.txt`, and the most of a learning curve on a terminal."""
+
+
+def report(
+    summary: Mapping[str, Any], title: str, folder: RunFolder, environments: Mapping[str, Environment], console: Console
+) -> None:
+    """Print what the run came to, and keep it as `summary.txt`: without colour, `WIDTH` columns wide.
+
+    A log that cannot be read any more costs what would have been shown of it.
+
+    Args:
+        summary: The figures, as in `summary.json`.
+        title: The run's name.
+        folder: Has the logs.
+        environments: Those that were evaluated, by label.
+        console: Where to print.
+    """
+    curve, comparisons = Curve(), list[Comparison]()
+    try:
+        curve = read_curve(folder.metrics)
+        if folder.eval_trajectories.exists():
+            comparisons = compare(folder.eval_trajectories, environments)
+    except (UsageError, OSError) as error:
+        logger.error("the report leaves out what it cannot read: %s", error)
+    text = PlainConsole(file=io.StringIO(), width=WIDTH)
+    for out in (console, text):
+        _print_curve(curve, title, best_constants(environments), out)
+        for comparison in comparisons:
+            print_comparison(comparison, out)
+            out.print()
+        _print_figures(summary, title, out)
+    assert isinstance(text.file, io.StringIO)
+    try:
+        write_file(folder.summary_text, text.file.getvalue().encode())
+    except OSError as error:
+        logger.error("%s could not be written: %s", folder.summary_text, error.strerror or error)
+    _print_paths(folder, console)
+
+
+def _print_curve(curve: Curve, title: str, best_constant: Mapping[str, float], console: Console) -> None:
+    drawn = text_curve(
+        curve, best_constant=best_constant, marks=ASCII if console.options.ascii_only else UNICODE,
+        width=min(console.width, WIDTH),
+    )  # fmt: skip
+    if drawn:
+        console.print(Text(f"\n{title}: learning curve", style="bold"), soft_wrap=True)
+        console.print(Text(drawn))
+        console.print()
+
+
+def _print_figures(summary: Mapping[str, Any], title: str, console: Console) -> None:
+    table = Table(show_header=False, title=f"{title}: results", title_justify="left")
+    for key, value in summary.items():
+        if not isinstance(value, dict):
+            table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
+    console.print(table)
+
+
+def _print_paths(folder: RunFolder, console: Console) -> None:
+    kept: Sequence[tuple[str, Path]] = (
+        ("trained model", folder.final),
+        ("summary", folder.summary),
+        ("this report", folder.summary_text),
+        ("learning curve", folder.learning_curve),
+    )
+    for what, path in kept:
+        if path.exists():
+            console.print(f"{what:<15} {path}", soft_wrap=True)
