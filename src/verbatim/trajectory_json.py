@@ -22,10 +22,11 @@ import numpy as np
 
 from verbatim.records.experts import experts_from_text, experts_to_text
 from verbatim.texts import cut
+from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.types import ToolCall, Trajectory, Turn, TurnTiming
 
 
-def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+def trajectory_to_json(trajectory: TrajectoryRecord) -> dict[str, Any]:
     """Every field of the record; `plain` makes lists of its arrays."""
     record = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
     turns = trajectory.turns

@@ -121,7 +121,7 @@ def test_a_reward_that_is_no_number_is_dropped_and_counted():
     good = [rollout(float(i), turn(3), trajectory_id=f"{i}", index=i) for i in range(2)]
     group = assembled(*good, rollout(math.nan, turn(5), trajectory_id="bad", index=2))
     assert group.dropped == {"error": 5} and group.num_trained_tokens == 6
-    assert group.reasons == (None, None, "error")
+    assert [fate.reason for fate in group.fates] == [None, None, "error"]
     assert rollout_metrics([group], 0, {"0": False, "1": True})["errors/reward"] == 1
 
 
@@ -137,4 +137,4 @@ def test_where_a_teacher_is_followed_rollouts_without_a_reward_are_trained_and_i
     group = assemble_group(group_of(*rollouts), rules, step=0)
     found = {s.trajectory_id: set(s.advantages[s.loss_mask].tolist()) for s in group.samples}
     assert found == {"a": {0.5}, "b": {0.0}, "c": {-0.5}}
-    assert (group.dropped, group.reasons) == ({}, (None, None, None))
+    assert (group.dropped, [fate.reason for fate in group.fates]) == ({}, [None, None, None])

@@ -24,7 +24,7 @@ from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
 from verbatim.trajectories import Ledger
 from verbatim.transport import StepReport
-from verbatim.types import StopReason
+from verbatim.types import Group, StopReason
 
 GROUP, GROUPS = 2, 3
 
@@ -156,12 +156,32 @@ class HeldInTheMiddle(ScriptedSampler):
                           stop_reason=StopReason.STOP)  # fmt: skip
 
 
+class Groups(list):
+    """The groups whose trajectories have these fates, in their order."""
+
+    def __init__(self, fates):
+        self.fates, members = fates, {}
+        for fate in fates:
+            members.setdefault(fate.trajectory.group_id, []).append(fate.trajectory)
+        super().__init__(Group(group_id=name, example_id=found[0].example_id, env=found[0].env, trajectories=found)
+                         for name, found in members.items())  # fmt: skip
+
+
+def tokens_by_fate(notes):
+    """What the observer was told, summed over the steps: to be compared with the ledger."""
+    found = Counter()
+    for _, _, groups in notes.steps:
+        for fate in groups.fates:
+            found.update(fate.num_tokens)
+    return found
+
+
 class Notes:
     def __init__(self):
         self.steps, self.evals, self.saved = [], [], {}
 
-    def on_step(self, step, metrics, groups):
-        self.steps.append((step, dict(metrics), list(groups)))
+    def on_step(self, step, metrics, fates):
+        self.steps.append((step, dict(metrics), Groups(list(fates))))
 
     def on_eval(self, step, evaluation):
         self.evals.append((step, evaluation))
@@ -256,6 +276,7 @@ async def go_on_and_check(notes, tmp_path, *, step=None, level=0, steps=6):
     ledger.check(pending=0)
     in_steps = sum(t.num_sampled_tokens for _, _, groups in notes.steps for g in groups for t in g.trajectories)
     assert ledger.trained == in_steps
+    assert tokens_by_fate(notes) == {"trained": in_steps}
     gone = {"cancelled", "lost_worker"}  # the latter of actors that were killed in the middle
     assert {reason for reason, count in ledger.dropped.items() if count} <= gone, ledger.dropped
     assert ledger.sampled == in_steps + sum(ledger.dropped.values())

@@ -24,7 +24,7 @@ def test_every_completed_rollout_is_in_every_distribution():
         rollout(None, 9, error="raised"),
     ))  # fmt: skip
     filtered = dataclasses.replace(trained, group_id="b", trajectories=(rollout(1.0, 2, version=3),))
-    assert rollout_distributions([trained, filtered], 3) == {
+    assert rollout_distributions([*trained.trajectories, *filtered.trajectories], 3) == {
         "distribution/reward": [1.0, 0.0, 1.0],
         "distribution/advantage": [0.5, -0.5, 0.25],  # none was computed for the group that was filtered out online
         "distribution/completion_tokens": [3, 5, 2],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from byte_renderer import VOCAB_SIZE, say
-from orchestrator.loop_runs import GROUP, GROUPS, Coin, Coins, GatedTrainer, make, until
+from orchestrator.loop_runs import GROUP, GROUPS, Coin, Coins, GatedTrainer, make, tokens_by_fate, until
 from verbatim.errors import RecordError, RunStopped
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.trajectories.ledger import REASONS
@@ -65,6 +65,9 @@ def check(orchestrator, notes):
     ledger = orchestrator.ledger_for_tests
     ledger.check(pending=0)
     assert ledger.sampled == tokens_of(notes) + ledger.dropped["cancelled"] + ledger.dropped["unused_at_end"]
+    of_no_trajectory = {"cancelled", "unused_at_end"}
+    booked = {"trained": ledger.trained, **ledger.dropped}
+    assert tokens_by_fate(notes) == {name: n for name, n in booked.items() if n and name not in of_no_trajectory}
     for _, metrics, _ in notes.steps:
         dropped = sum(v for k, v in metrics.items() if k.startswith("ledger/dropped/"))
         assert metrics["ledger/sampled"] == metrics["ledger/trained"] + dropped + metrics["ledger/pending"]

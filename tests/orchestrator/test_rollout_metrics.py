@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verbatim.orchestrator.assemble import AssembledGroup, episode_metrics, rollout_metrics
+from verbatim.trajectories import Fate
 from verbatim.types import Group, Trajectory, Turn
 
 
@@ -19,8 +20,9 @@ def metrics_of(*trajectories: Trajectory) -> dict[str, float]:
     groups = []
     for env in dict.fromkeys(t.env for t in numbered):
         group = Group(group_id=env, example_id="x", env=env, trajectories=tuple(t for t in numbered if t.env == env))
-        reasons = tuple("error" if t.error else None for t in group.trajectories)
-        groups.append(AssembledGroup(group=group, samples=(), dropped={}, verdicts=(), reasons=reasons))
+        fates = tuple(Fate.of_dropped(t, "error") if t.error else Fate(trajectory=t, turns=("trained",) * len(t.turns))
+                      for t in group.trajectories)  # fmt: skip
+        groups.append(AssembledGroup(group=group, samples=(), fates=fates))
     return rollout_metrics(groups, 0, {t.trajectory_id: (t.reward or 0) >= 1 for t in numbered})
 
 

@@ -18,7 +18,7 @@ from verbatim.monitors.trajectory_log import NOT_WRITTEN, TrajectoryLog, read_tr
 from verbatim.orchestrator.evaluate import Evaluation
 from verbatim.run.run_log import RunLog
 from verbatim.run.summary import summary_of
-from verbatim.types import Group
+from verbatim.trajectories import Fate
 
 
 def test_a_trajectory_that_is_not_json_is_logged_without_what_is_not_and_the_log_goes_on(tmp_path, caplog):
@@ -80,8 +80,8 @@ def evaluate(log: RunLog, step: int) -> None:
 
 def train(log: RunLog, step: int) -> None:
     trajectories = tuple(Trajectory(example_id="x", trajectory_id=f"{step}-{n}", reward=0.5) for n in range(2))
-    group = Group(example_id="x", env="", group_id="g", trajectories=trajectories)
-    log.on_step(step, {"loss": 0.5, "rollouts": 2}, [group])
+    fates = [Fate(trajectory=t, turns=("trained",) * len(t.turns)) for t in trajectories]
+    log.on_step(step, {"loss": 0.5, "rollouts": 2}, fates)
 
 
 def save(log: RunLog, step: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from verbatim.errors import UsageError
 from verbatim.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
+from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.trajectory_json import trajectory_from_json, trajectory_to_json
 from verbatim.types import Trajectory
 
@@ -21,7 +22,7 @@ class TrajectoryLog:
     def __init__(self, path: Path, mark: LogMark | None = None) -> None:
         self.writer = JsonlWriter(path, mark)
 
-    def write(self, step: int, trajectory: Trajectory) -> None:
+    def write(self, step: int, trajectory: TrajectoryRecord) -> None:
         self.writer.write({"step": step, "trajectory": trajectory_to_json(trajectory)})
 
     def close(self) -> None:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import AdvantageFunction, assign_advantages
-from verbatim.filters import Filter, FilterVerdict, apply_filters
+from verbatim.filters import Filter, apply_filters
 from verbatim.orchestrator.staleness import age_metrics
 from verbatim.rollouts.loop import TOOLS_OFFERED
-from verbatim.trajectories import OnBreak, age, build
+from verbatim.trajectories import Fate, OnBreak, age, build
+from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.types import Group, StopReason, TrainingSample, Trajectory
 
 
@@ -54,17 +55,21 @@ class AssembledGroup:
     group: Group
     samples: tuple[TrainingSample, ...]
     """What is trained of it."""
-    dropped: Mapping[str, int]
-    """Sampled tokens that are not, by reason."""
-    verdicts: tuple[FilterVerdict, ...]
-    """The filters' verdict on each completed trajectory, in order."""
-    reasons: tuple[str | None, ...]
-    """Why each trajectory of the group is not trained, in order; None = it is."""
+    fates: tuple[Fate, ...]
+    """What becomes of each trajectory, in order, with its advantages."""
 
     @property
     def num_trained_tokens(self) -> int:
         """Tokens under the samples' masks."""
         return sum(sample.num_trained_tokens for sample in self.samples)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Sampled tokens that are not trained, by reason."""
+        dropped: Counter[str] = Counter()
+        for fate in self.fates:
+            dropped.update(fate.dropped)
+        return dict(dropped)
 
 
 def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup:
@@ -74,36 +79,33 @@ def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup
     tokens of the fourth are dropped as `error`.
     """
     credited = _credited(group, rules)
-    dropped: Counter[str] = Counter()
     samples: list[TrainingSample] = []
-    verdicts: list[FilterVerdict] = []
-    reasons: list[str | None] = []
+    fates: list[Fate] = []
     for trajectory in credited.trajectories:
-        reason = None
+        reason: str | None = None
+        flags: tuple[str, ...] = ()
         if trajectory.error is not None:
             reason = "error"
         else:
             verdict = apply_filters(trajectory, rules.filters)
-            verdicts.append(verdict)
+            flags = verdict.flagged
             if age(trajectory, step) > rules.max_off_policy_steps:
                 reason = "stale"
             elif verdict.dropped_by is not None:
                 reason = f"filter:{verdict.dropped_by}"
-        reasons.append(reason)
         if reason is not None:
-            dropped[reason] += trajectory.num_sampled_tokens
+            fates.append(Fate.of_dropped(trajectory, reason, flags))
             continue
         built = build(
             trajectory, strategy=rules.strategy, on_break=rules.on_break, max_length=rules.max_length,
             needs_logprobs=rules.needs_logprobs,
         )
         samples.extend(built.samples)
-        dropped.update(built.dropped)
-    assembled = AssembledGroup(
-        group=credited, samples=tuple(samples), dropped=dict(dropped), verdicts=tuple(verdicts), reasons=tuple(reasons)
-    )  # fmt: skip
+        fates.append(dataclasses.replace(built.fate, flags=flags))
+    assembled = AssembledGroup(group=credited, samples=tuple(samples), fates=tuple(fates))
     sampled = sum(t.num_sampled_tokens for t in credited.trajectories)
-    assert assembled.num_trained_tokens + sum(dropped.values()) == sampled, f"group {group.group_id} lost tokens"
+    settled = assembled.num_trained_tokens + sum(assembled.dropped.values())
+    assert settled == sampled, f"group {group.group_id}: {sampled} tokens sampled, {settled} settled"
     return assembled
 
 
@@ -143,16 +145,13 @@ def rollout_metrics(
         metrics |= {f"reward/{env}/mean": _mean(rewards), f"reward/{env}/std": _std(rewards)}
         metrics |= {f"reward_part/{env}/{name}": value for name, value in reward_part_metrics(own).items()}
         metrics[f"success/{env}"] = _mean(float(succeeded[t.trajectory_id]) for t in own)
-    let_through = [
-        age(t, step) for g in groups for t, reason in zip(g.group.trajectories, g.reasons, strict=True)
-        if reason not in ("error", "stale")
-    ]  # fmt: skip
+    fates = [fate for g in groups for fate in g.fates]
+    let_through = [age(fate.trajectory, step) for fate in fates if fate.reason not in ("error", "stale")]
     metrics |= age_metrics(let_through, max_off_policy_steps)
-    reasons = Counter(reason for g in groups for reason in g.reasons)
+    reasons = Counter(fate.reason for fate in fates)
     metrics["staleness/dropped"] = reasons["stale"]
-    verdicts = [v for g in groups for v in g.verdicts]
-    for name in dict.fromkeys(name for v in verdicts for name in v.flagged):
-        metrics[f"filters/{name}/flagged"] = sum(name in v.flagged for v in verdicts)
+    for name in dict.fromkeys(name for fate in fates for name in fate.flags):
+        metrics[f"filters/{name}/flagged"] = sum(name in fate.flags for fate in fates)
         metrics[f"filters/{name}/dropped"] = reasons[f"filter:{name}"]
     metrics["samples"] = sum(len(g.samples) for g in groups)
     metrics["breaks"] = sum(t.num_breaks for t in completed)
@@ -201,15 +200,16 @@ def truncation_metrics(groups: Sequence[AssembledGroup], rules: Mapping[str, Gro
     return {"truncation_mismatch": cut / trained if trained else float("nan")}
 
 
-def rollout_distributions(groups: Sequence[Group], batch: int) -> dict[str, list[float]]:
+def rollout_distributions(trajectories: Iterable[TrajectoryRecord], batch: int) -> dict[str, list[float]]:
     """Rewards, advantages, lengths and ages of the completed rollouts.
 
     A group that online difficulty filtering dropped has no advantages; everything else of it is counted. Where an
     advantage function gives one to each turn, each of them is a value.
 
-    The groups are those of the batch, credited, and those that were filtered out meanwhile; batches count from 0.
+    The trajectories are those of the batch, with advantages, and those that were filtered out meanwhile; batches count
+    from 0.
     """
-    completed = [t for group in groups for t in group.completed]
+    completed = [t for t in trajectories if t.error is None]
     advantages = [t.advantage for t in completed]
     advantages += [turn.advantage for t in completed if t.advantage is None for turn in t.turns]
     return {

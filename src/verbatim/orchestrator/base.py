@@ -9,15 +9,21 @@ from typing import Any, Protocol
 
 from verbatim.orchestrator.evaluate import Evaluation
 from verbatim.rollouts import RolloutSetup
+from verbatim.trajectories import Fate
 from verbatim.transport import TrainerLink
-from verbatim.types import Group
 
 
 class Observer(Protocol):
     """Is told of each step and evaluation. Called on a thread, one call at a time."""
 
-    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """The batch of this step was trained."""
+    def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> None:
+        """The batch of this step was trained.
+
+        Args:
+            step: Steps done.
+            metrics: The step's.
+            fates: Of the batch's trajectories, and of those that were dropped before they came into one.
+        """
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
         """The policy after this step was evaluated; 0 is before the first."""

@@ -16,7 +16,7 @@ from verbatim.orchestrator.base import Observer
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.loop_lag import LoopLag
 from verbatim.orchestrator.producer import Submitted
-from verbatim.trajectories import Ledger
+from verbatim.trajectories import Fate, Ledger
 from verbatim.transport import StepReport
 from verbatim.types import Group
 
@@ -103,8 +103,10 @@ class StepMetrics:
             else:
                 counts[group.env, kind] += len(group.completed)
         everything |= {f"filtered_rollouts/{env}/{kind}": count for (env, kind), count in counts.items()}
-        groups = [*(g.group for g in batch), *(group for _, group in dropped)]
-        self.observer.on_step(number + 1, everything, groups)
+        fates = [fate for group in batch for fate in group.fates]
+        for kind, group in dropped:
+            fates += _dropped_fates(kind, group)
+        self.observer.on_step(number + 1, everything, fates)
 
     def _sampler_metrics(self, seconds: float) -> dict[str, float]:
         """The sampler's metrics since the last step. An engine that reports no busy time counts as always busy."""
@@ -118,3 +120,10 @@ class StepMetrics:
             "sampler/tokens_per_second": (stats.sampled_tokens - before[0]) / busy if busy > 0 else 0.0,
             "time/sampler_idle": max(0.0, seconds - busy),
         }
+
+
+def _dropped_fates(kind: Flatness | None, group: Group) -> list[Fate]:
+    """Of a group that the dispatcher dropped: by online difficulty filtering, or because it was too old."""
+    if kind is not None:
+        return [Fate.of_dropped(trajectory, "difficulty") for trajectory in group.trajectories]
+    return [Fate.of_dropped(t, "stale" if t.error is None else "error") for t in group.trajectories]

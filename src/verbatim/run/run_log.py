@@ -29,8 +29,9 @@ from verbatim.orchestrator.assemble import rollout_distributions
 from verbatim.orchestrator.evaluate import Evaluation
 from verbatim.run.summary import best_constants, summary_of
 from verbatim.texts import error_text
+from verbatim.trajectories import Fate
+from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.transport import TrainerLink
-from verbatim.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +102,13 @@ class RunLog:
         """Wall-clock time of the run so far, over all its processes."""
         return self._earlier_seconds + time.monotonic() - self._started
 
-    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> None:
         """The batch of this step was trained."""
-        self._monitors.on_step(step, metrics, rollout_distributions(groups, step - 1))
-        self._write_all(self._folder.trajectories, step, (t for group in groups for t in group.trajectories))
+        trajectories = [fate.trajectory for fate in fates]
+        self._monitors.on_step(step, metrics, rollout_distributions(trajectories, step - 1))
+        self._write_all(self._folder.trajectories, step, trajectories)
 
-    def _write_all(self, path: Path, step: int, trajectories: Iterable[Trajectory]) -> None:
+    def _write_all(self, path: Path, step: int, trajectories: Iterable[TrajectoryRecord]) -> None:
         """Into this log; where that fails, it ends here."""
         log = self._trajectory_logs.get(path)
         if log is None:
@@ -118,7 +120,7 @@ class RunLog:
             self._close(self._trajectory_logs.pop(path))
             logger.error("trajectories are no longer written to %s: %s; the run goes on without them", path, error)
 
-    def _write(self, log: TrajectoryLog, step: int, trajectory: Trajectory) -> None:
+    def _write(self, log: TrajectoryLog, step: int, trajectory: TrajectoryRecord) -> None:
         """One record; where its messages or its info are not JSON, the rest of it."""
         try:
             log.write(step, trajectory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from verbatim.records.turn import Turn
 from verbatim.texts import shown
 from verbatim.trajectories.branching import branching
 from verbatim.trajectories.breaks import refuse_breaks
+from verbatim.trajectories.fate import TRAINED, Fate
 from verbatim.trajectories.interleaved import interleaved
 from verbatim.trajectories.record import TrajectoryRecord
 
@@ -32,13 +33,18 @@ OnBreak = Literal["split", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltSamples:
-    """The samples of one trajectory; every sampled token of it is in exactly one of the two."""
+    """The samples of one trajectory, and the fate of every token that was sampled of it."""
 
     samples: list[TrainingSample]
     """Each with at least one trained token."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Sampled tokens that are not trained, by reason: `error`, `cancelled`, `untrained`, `over_length`,
+    fate: Fate
+    """What is trained, and what is dropped as `error`, `cancelled`, `untrained`, `over_length` or
     `missing_logprobs`."""
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Sampled tokens that are not trained, by reason."""
+        return self.fate.dropped
 
 
 def build_samples(
@@ -101,35 +107,30 @@ def build(
     """
     group = find_strategy(strategy)
     failed = trajectory.error is not None
-    dropped: dict[str, int] = {}
     if failed and not include_failed:
-        _add(dropped, "error", trajectory.num_sampled_tokens)
-        return BuiltSamples(samples=[], dropped=dropped)
-    _add(dropped, "error" if failed else "cancelled", trajectory.num_unrecorded_tokens)
-    kept: list[tuple[int, Turn]] = []
-    for index, turn in enumerate(trajectory.turns):
-        too_long = max_length is not None and turn.path.length > max_length
-        if not turn.trained:
-            _add(dropped, "untrained", len(turn.completion_ids))
-        elif too_long or not _is_trainable(turn, needs_logprobs):
-            _add(dropped, "over_length" if too_long else "missing_logprobs", len(turn.completion_ids))
-        if not too_long and len(turn.completion_ids):
-            kept.append((index, turn))
+        return BuiltSamples(samples=[], fate=Fate.of_dropped(trajectory, "error"))
+    fates = [_fate(turn, max_length, needs_logprobs) for turn in trajectory.turns]
+    kept = [
+        (index, turn) for index, turn in enumerate(trajectory.turns)
+        if len(turn.completion_ids) and not _is_too_long(turn, max_length)
+    ]  # fmt: skip
     runs = group([turn for _, turn in kept])
     _check_runs(strategy, runs, kept)
     if on_break == "error" and strategy != "branching":
         refuse_breaks(trajectory, kept, runs)
     samples: list[TrainingSample] = []
     for run in runs:
-        trained = [kept[place] for place in run if _is_trainable(kept[place][1], needs_logprobs)]
+        trained = [kept[place] for place in run if fates[kept[place][0]] == TRAINED]
         if trained:
             samples.append(_sample(trajectory, trained, part=len(samples)))
+    cut_off = "error" if failed else "cancelled"
+    fate = Fate(trajectory=trajectory, turns=tuple(fates),
+                unrecorded=cut_off if trajectory.num_unrecorded_tokens else None)  # fmt: skip
     num_trained = sum(sample.num_trained_tokens for sample in samples)
-    sampled = trajectory.num_sampled_tokens
-    assert num_trained + sum(dropped.values()) == sampled, (
-        f"trajectory {trajectory.trajectory_id}: {sampled} sampled, {num_trained} trained, dropped {dropped}"
+    assert num_trained == fate.num_trained_tokens, (
+        f"trajectory {trajectory.trajectory_id}: {num_trained} tokens in samples, {fate.num_tokens}"
     )
-    return BuiltSamples(samples=samples, dropped=dropped)
+    return BuiltSamples(samples=samples, fate=fate)
 
 
 def find_strategy(name: str) -> Strategy:
@@ -170,13 +171,16 @@ def _is_lists(runs: object) -> bool:
     )
 
 
-def _is_trainable(turn: Turn, needs_logprobs: bool) -> bool:
-    return turn.trained and (turn.logprobs is not None or not needs_logprobs)
+def _fate(turn: Turn, max_length: int | None, needs_logprobs: bool) -> str:
+    if not turn.trained:
+        return "untrained"
+    if _is_too_long(turn, max_length):
+        return "over_length"
+    return TRAINED if turn.logprobs is not None or not needs_logprobs else "missing_logprobs"
 
 
-def _add(dropped: dict[str, int], reason: str, count: int) -> None:
-    if count:
-        dropped[reason] = dropped.get(reason, 0) + count
+def _is_too_long(turn: Turn, max_length: int | None) -> bool:
+    return max_length is not None and turn.path.length > max_length
 
 
 def _sample(trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], *, part: int) -> TrainingSample:

@@ -1,0 +1,69 @@
+"""Says what becomes of a trajectory's sampled tokens: those of each turn are trained, or dropped for one reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from verbatim.trajectories.record import TrajectoryRecord
+
+TRAINED = "trained"
+"""The fate of tokens that an optimizer step is taken on; any other fate is a reason of the `Ledger`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fate:
+    """The fate of every sampled token of one trajectory.
+
+    Example: of two turns of 3 and 2 tokens, the second one longer than a sample may be.
+
+        >>> from verbatim import Turn
+        >>> turns = [Turn(prompt_ids=[1], completion_ids=[2] * count) for count in (3, 2)]
+        >>> fate = Fate(trajectory=Trajectory(example_id="x", turns=turns), turns=("trained", "over_length"))
+        >>> fate.num_trained_tokens, fate.dropped
+        (3, {'over_length': 2})
+    """
+
+    trajectory: TrajectoryRecord
+    """With its advantages."""
+    turns: tuple[str, ...]
+    """The fate of each turn's completion, in order."""
+    unrecorded: str | None = None
+    """The fate of the tokens that are in no turn; None = there are none."""
+    reason: str | None = None
+    """Why nothing of it is trained; None where single turns decide."""
+    flags: tuple[str, ...] = ()
+    """The filters that flagged it, those that only count included."""
+
+    def __post_init__(self) -> None:
+        assert len(self.turns) == len(self.trajectory.turns), "each turn has a fate"
+        assert bool(self.trajectory.num_unrecorded_tokens) <= (self.unrecorded is not None), "so has what is in none"
+
+    @classmethod
+    def of_dropped(cls, trajectory: TrajectoryRecord, reason: str, flags: Sequence[str] = ()) -> Self:
+        """Every token is dropped for this reason."""
+        unrecorded = reason if trajectory.num_unrecorded_tokens else None
+        return cls(trajectory=trajectory, turns=(reason,) * len(trajectory.turns), unrecorded=unrecorded, reason=reason,
+                   flags=tuple(flags))  # fmt: skip
+
+    @property
+    def num_tokens(self) -> dict[str, int]:
+        """Sampled tokens by fate; fates without a token are left out."""
+        found: Counter[str] = Counter()
+        for fate, turn in zip(self.turns, self.trajectory.turns, strict=True):
+            found[fate] += len(turn.completion_ids)
+        if self.unrecorded is not None:
+            found[self.unrecorded] += self.trajectory.num_unrecorded_tokens
+        return {fate: count for fate, count in found.items() if count}
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens that are trained."""
+        return self.num_tokens.get(TRAINED, 0)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Tokens that are not, by reason."""
+        return {fate: count for fate, count in self.num_tokens.items() if fate != TRAINED}
