@@ -15,7 +15,7 @@ help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
 	@echo "make demo      train an agent to play guess-the-number, on a CPU"
 	@echo "make test      lint, types, and the tests that take seconds and need no extras"
-	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, W&B) installed, and all tests but those of vLLM"
+	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, reasoning-gym, textarena, W&B) installed, and all tests but those of vLLM"
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
 	@echo "make faults    the fault campaigns as a whole: kills, damaged files, hostile environments, requests, templates"
 	@echo "make faults-vllm  runs whose vLLM servers are killed and frozen: 20 kills, 10 freezes"
@@ -44,7 +44,7 @@ test: lint types
 	$(PYTEST) -m "not slow and not extras and not vllm"
 
 test-all: install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,mcp,data,ray,verifiers,wandb,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,mcp,data,ray,verifiers,environments,wandb,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) -m "not vllm"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ from rich.text import Text
 from verbatim.cli import exit_status
 from verbatim.envcheck import KINDS, CheckSettings, Report, check_environment
 from verbatim.envcheck.targets import Target, find_targets
-from verbatim.environments import ENVIRONMENTS
+from verbatim.environments import ENVIRONMENTS, EXTRAS
 from verbatim.errors import UsageError
 from verbatim.imports import import_object
 from verbatim.plain_console import PlainConsole
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "environment", nargs="?", metavar="ENVIRONMENT",
         help="a bundled id (guess_number), an import path (my_env:MyEnv), a file (my_env.py, my_env.py:MyEnv), or a "
-             "run's TOML file, for all its environments",
+             "run's TOML file, for all its environments; list takes the id of one with tasks of its own",
     )  # fmt: skip
     parser.add_argument("--args", metavar="JSON", help="""the environment's arguments: --args '{"high": 20}'""")
     parser.add_argument("--examples", type=int, default=8, metavar="N", help="training examples that are played (8)")
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"verbatim env has no option {args.overrides[0]}; there are --args, --examples, --max-turns, "
                          "--seq-len, --timeout and --json")  # fmt: skip
     if args.what == "list":
-        return _list(as_json=args.json)
+        return _list(args.environment, as_json=args.json)
     if args.environment is None:
         raise UsageError("verbatim env check: which environment? Type for example: verbatim env check guess_number, "
                          "or my_env:MyEnv for the class MyEnv in my_env.py")  # fmt: skip
@@ -113,12 +114,35 @@ def _show(report: Report) -> None:
         console.print(f"  note: {note}", soft_wrap=True)
 
 
-def _list(*, as_json: bool) -> int:
-    about = {name: (import_object(path).__doc__ or "").strip().split("\n\n")[0] for name, path in ENVIRONMENTS.items()}
+def _list(name: str | None, *, as_json: bool) -> int:
+    if name is not None:
+        return _list_inside(name.replace("-", "_"), as_json=as_json)
+    about = {id: (import_object(path).__doc__ or "").strip().split("\n\n")[0] for id, path in ENVIRONMENTS.items()}
+    missing = {id: f"not installed: pip install 'verbatim-rl[{extra}]'" for id, (module, extra) in EXTRAS.items()
+               if importlib.util.find_spec(module) is None}  # fmt: skip
     if as_json:
         print(json.dumps(about))
         return exit_status.FINISHED
     console = PlainConsole()
-    for name, text in about.items():
-        console.print(Text.assemble((name, "bold"), f": {' '.join(text.split())}"), soft_wrap=True)
+    for known, text in about.items():
+        note = (f" ({missing[known]})", "yellow") if known in missing else ""
+        console.print(Text.assemble((known, "bold"), f": {' '.join(text.split())}", note), soft_wrap=True)
+    return exit_status.FINISHED
+
+
+def _list_inside(name: str, *, as_json: bool) -> int:
+    """The tasks or games of a bundled environment that has many."""
+    listing = getattr(import_object(ENVIRONMENTS[name]), "listing", None) if name in ENVIRONMENTS else None
+    if listing is None:
+        many = [known for known, path in ENVIRONMENTS.items() if hasattr(import_object(path), "listing")]
+        raise UsageError(f"verbatim env list {name}: expected one with tasks of its own: {', '.join(many)}")
+    entries = listing()
+    if not entries:
+        raise UsageError(f"{name} is not installed: pip install 'verbatim-rl[{EXTRAS[name][1]}]'")
+    if as_json:
+        print(json.dumps(dict(entries)))
+        return exit_status.FINISHED
+    console = PlainConsole()
+    for entry, text in entries:
+        console.print(Text.assemble((entry, "bold"), f": {text}"), soft_wrap=True)
     return exit_status.FINISHED

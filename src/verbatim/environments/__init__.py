@@ -17,10 +17,17 @@ ENVIRONMENTS = {
     "calculator": "verbatim.environments.calculator:Calculator",
     "delegate": "verbatim.environments.delegate:Delegate",
     "guess_number": "verbatim.environments.guess_number:GuessNumber",
+    "reasoning_gym": "verbatim.environments.reasoning_gym:ReasoningGym",
     "terminal": "verbatim.environments.terminal:Terminal",
     "verifiers": "verbatim.rollouts.verifiers.environment:VerifiersEnvironment",
 }
 """Import path of each bundled environment."""
 
-__all__ = ["ENVIRONMENTS", "Agent", "Demonstrates", "Demonstration", "Environment", "Episode", "Reply", "Score",
-           "tool_call", "tool_exchange"]
+EXTRAS = {
+    "reasoning_gym": ("reasoning_gym", "environments"),
+    "verifiers": ("verifiers", "verifiers"),
+}
+"""The module that an environment needs, and the extra of the distribution that installs it."""
+
+__all__ = ["ENVIRONMENTS", "EXTRAS", "Agent", "Demonstrates", "Demonstration", "Environment", "Episode", "Reply",
+           "Score", "tool_call", "tool_exchange"]

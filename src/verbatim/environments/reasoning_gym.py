@@ -1,0 +1,195 @@
+"""The tasks of the package `reasoning-gym`: generated questions, scored by the package."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from verbatim.environments.base import Demonstration, Episode, Reply
+from verbatim.errors import ComponentError, UsageError
+from verbatim.texts import error_text
+from verbatim.types import Example, Message, Trajectory
+
+INSTALL = "pip install 'verbatim-rl[environments]'"
+HASHED = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"})
+"""Tasks whose questions follow the order of Python's sets, which is another one in each process."""
+_GENERATING = threading.Lock()
+"""Some generators draw from Python's global random numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGym:
+    """A task of reasoning-gym (0.1): a question, and an answer in <answer> tags, scored by the package from 0 to 1.
+
+    Example i is the package's `create_dataset(task, seed=seed, size=num_train + num_eval, **params)[i]`; the last
+    `num_eval` are held out. (The package draws item i with `seed + i`: another seed would not hold anything out.)
+
+    Raises:
+        UsageError: the package is not installed, there is no such task, or Python's hashes are not fixed where a task
+            depends on them.
+        ComponentError: the package refuses the parameters.
+    """
+
+    task: str
+    """The name of the task in the package: "chain_sum"; `verbatim env list reasoning_gym` shows them."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the task: `{ min_terms = 2 }`."""
+    seed: int = 0
+    """The package's seed."""
+    num_train: int = 500
+    """Number of training tasks."""
+    num_eval: int = 100
+    """Number of evaluation tasks."""
+    system_prompt: str = "default"
+    """The name of one of the package's system prompts ("default", "simple", "direct", ...), a text, or "" for none."""
+    tag: str = "answer"
+    """The answer is the text in the last pair of these tags; without any it is scored as missing."""
+    _dataset: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_task(self.task)
+        if self.num_train < 1 or self.num_eval < 1:
+            raise UsageError(f"reasoning_gym: num_train = {self.num_train}, num_eval = {self.num_eval}; expected at "
+                             "least 1 of each")  # fmt: skip
+        if self.task in HASHED and not os.environ.get("PYTHONHASHSEED", "").isdigit():
+            raise UsageError(
+                f"reasoning_gym: the questions of {self.task!r} follow the order of Python's sets, so each process "
+                "would make others; start with PYTHONHASHSEED=0 in the environment"
+            )
+        given = {"seed", "size"} & self.params.keys()
+        if given:
+            raise UsageError(f"reasoning_gym: params has {', '.join(sorted(given))}; expected the arguments seed, "
+                             "num_train and num_eval of the environment")  # fmt: skip
+        object.__setattr__(self, "_dataset", self._make())
+
+    def _make(self) -> Any:
+        import reasoning_gym
+
+        size = self.num_train + self.num_eval
+        try:
+            return reasoning_gym.create_dataset(self.task, seed=self.seed, size=size, **self.params)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ComponentError(f"reasoning_gym: the package refuses {dict(self.params)} for {self.task!r}: "
+                                 f"{error_text(error)}") from error  # fmt: skip
+
+    @staticmethod
+    def listing() -> list[tuple[str, str]]:
+        """Every task by name, with its kind; nothing where the package is missing."""
+        if _missing():
+            return []
+        from reasoning_gym.factory import DATASETS
+
+        return [
+            (name, cls.__module__.split(".")[1] + (", needs PYTHONHASHSEED" if name in HASHED else ""))
+            for name, (cls, _) in sorted(DATASETS.items()) if name != "composite"
+        ]  # fmt: skip
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The tasks of a split; no task is in both."""
+        if split not in ("train", "eval"):
+            raise UsageError(f'reasoning_gym has no split {split!r}; there are "train" and "eval"')
+        size = self.num_train + self.num_eval
+        indices = range(self.num_train) if split == "train" else range(self.num_train, size)
+        return [Example(id=f"{self.task}-{index}", payload={"index": index}) for index in indices]
+
+    def entry(self, index: int) -> dict[str, Any]:
+        """The package's own entry: "question", "answer", "metadata"."""
+        with _GENERATING:
+            before = random.getstate()
+            random.seed(f"{self.seed}/{index}")
+            try:
+                entry: dict[str, Any] = self._dataset[index]
+            finally:
+                random.setstate(before)
+        return entry
+
+    def score(self, answer: str | None, entry: Mapping[str, Any]) -> float:
+        """The package's own score of an answer."""
+        return float(self._dataset.score_answer(answer, entry))
+
+    async def start(self, example: Example, seed: int) -> Question:
+        """The example's question; nothing in it depends on the episode's seed."""
+        entry = await asyncio.to_thread(self.entry, int(example.payload["index"]))
+        return Question(self, entry) if entry["answer"] is None else AnsweredQuestion(self, entry)
+
+    def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
+        """The package's own answers to training questions, drawn with the seed; a UsageError where a task comes
+        without answers."""
+        if self.entry(0)["answer"] is None:
+            raise UsageError(f"reasoning_gym: the questions of {self.task!r} come without answers, so there is nothing "
+                             "to demonstrate; for a warm start give warm_start.data")  # fmt: skip
+        rng = random.Random(seed)
+        questions = [AnsweredQuestion(self, self.entry(rng.randrange(self.num_train))) for _ in range(count)]
+        return [Demonstration(messages=[*question.messages, *question.solution()]) for question in questions]
+
+    def system_messages(self) -> list[Message]:
+        """The system prompt as a message; none where it is empty."""
+        from reasoning_gym.utils import SYSTEM_PROMPTS
+
+        text = SYSTEM_PROMPTS.get(self.system_prompt, self.system_prompt)
+        return [{"role": "system", "content": text}] if text else []
+
+
+class Question(Episode):
+    """One question and its answer."""
+
+    def __init__(self, environment: ReasoningGym, entry: Mapping[str, Any]) -> None:
+        self._environment, self._entry = environment, entry
+        self._score: float | None = None
+        self.info = {"task": environment.task}
+        self.messages = [*environment.system_messages(), {"role": "user", "content": str(entry["question"])}]
+
+    async def reply(self, message: Message) -> Reply:
+        """Read and score the answer, which ends the episode. Where the package's scorer raises on an answer, the score
+        is 0 and `info["score_error"]` says why."""
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(message["content"], tag_name=self._environment.tag)
+        try:
+            self._score = await self._scored(answer)
+        except Exception as error:  # noqa: BLE001  each of a hundred scorers reads in its own way what a model wrote
+            self._score = 0.0
+            self.info = {**self.info, "score_error": error_text(error)}
+        return Reply(done=True)
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """The package's score; of an episode that was cut off, that of a missing answer."""
+        return await self._scored(None) if self._score is None else self._score
+
+    async def _scored(self, answer: str | None) -> float:
+        # Some scorers compute for long; the event loop turns meanwhile.
+        return await asyncio.to_thread(self._environment.score, answer, self._entry)
+
+
+class AnsweredQuestion(Question):
+    """A question that comes with an answer."""
+
+    def solution(self) -> list[Message]:
+        """The package's own answer."""
+        tag = self._environment.tag
+        return [{"role": "assistant", "content": f"<{tag}>{self._entry['answer']}</{tag}>"}]
+
+
+def _missing() -> bool:
+    try:
+        import reasoning_gym  # noqa: F401
+    except ImportError:
+        return True
+    return False
+
+
+def _check_task(task: str) -> None:
+    if _missing():
+        raise UsageError(f"reasoning_gym needs the package reasoning-gym: {INSTALL}")
+    names: Iterable[str] = [name for name, _ in ReasoningGym.listing()]
+    if task not in names:
+        near = get_close_matches(task, names, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise UsageError(f"reasoning_gym: the package has no task {task!r}{hint} "
+                         "`verbatim env list reasoning_gym` shows them")  # fmt: skip
