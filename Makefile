@@ -9,11 +9,15 @@ INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 
-.PHONY: help install demo test test-all test-vllm faults faults-vllm lint types clean
+DOCS_INSTALLED := $(VENV)/.docs-installed
+
+.PHONY: help install demo docs docs-links reference test test-all test-vllm faults faults-vllm lint types clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
 	@echo "make demo      train an agent to play guess-the-number, on a CPU"
+	@echo "make docs      the documentation site in build/docs (warnings are errors); docs-links asks for every link outside"
+	@echo "make reference the generated pages and figures of docs/, anew"
 	@echo "make test      lint, types, and the tests that take seconds and need no extras"
 	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, reasoning-gym, textarena, W&B) installed, and all tests but those of vLLM"
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
@@ -40,13 +44,30 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/verbatim rl recipes/guess_number.toml
 
+$(DOCS_INSTALLED): pyproject.toml constraints.txt | install
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+SPHINX := $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs/docs_site docs
+
+docs: install $(DOCS_INSTALLED)
+	$(SPHINX) -b html build/docs
+	@echo "build/docs/index.html"
+
+docs-links: install $(DOCS_INSTALLED)
+	$(SPHINX) -b linkcheck build/docs-links
+
+reference: install
+	PYTHONPATH=docs $(BIN)/python -m docs_site
+
 test: lint types
 	$(PYTEST) -m "not slow and not extras and not vllm"
 
 test-all: install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,mcp,data,ray,verifiers,environments,wandb,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,mcp,data,ray,verifiers,environments,wandb,docs,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(SPHINX) -b html build/docs
 	$(PYTEST) -m "not vllm"
 
 # One after the other: each test has servers of its own, which take all cores.

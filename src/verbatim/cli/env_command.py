@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "so its tools are run with random arguments; exit status: 0 nothing is wrong, 1 something is, 2 there is no "
         "such environment"
     )
-    parser.add_argument("what", choices=("check", "list"))
+    parser.add_argument("what", choices=("check", "list"), help="play ENVIRONMENT, or list the bundled ones")
     parser.add_argument(
         "environment", nargs="?", metavar="ENVIRONMENT",
         help="a bundled id (guess_number), an import path (my_env:MyEnv), a file (my_env.py, my_env.py:MyEnv), or a "

@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Container, Sequence
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.text import Text
 
@@ -41,6 +41,7 @@ COMMANDS = {
     "doctor": ("verbatim.cli.doctor_command", "say why prompts do not extend what was sampled"),
     "plan": ("verbatim.cli.plan_command", "say whether a run fits into memory, and how long a step takes"),
     "config": ("verbatim.cli.config_command", "print the resolved configuration, and check it"),
+    "completion": ("verbatim.cli.completion_command", "print what makes bash, zsh or fish complete this command"),
 }
 """Name: the module, and what `--help` says of it."""
 
@@ -59,6 +60,8 @@ def program() -> NoReturn:
     sys.unraisablehook = _show_unraisable
     status = exit_status.STOPPED
     try:
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+            importlib.import_module("verbatim.cli.completion").answer()
         status = main()
     except SystemExit as end:  # argparse
         status = end.code if isinstance(end.code, int) else exit_status.USAGE
@@ -115,23 +118,31 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: `--help`, `--version`, or no such command (argparse answers by itself).
     """
-    parser = _Parser(prog="verbatim", description="Train LLM agents by reinforcement learning.")
+    typed = next((a for a in arguments if not a.startswith("-")), None)
+    parser = make_parser(typed)
+    rest, overrides = list(arguments), list[str]()
+    if typed in COMMANDS:
+        rest, overrides = split_overrides(arguments, known=parser.commands[typed]._option_string_actions)
+    args = parser.parse_args(rest)
+    args.overrides = overrides
+    return args
+
+
+def make_parser(typed: str | None) -> CommandParser:
+    """The parser of all commands. The module of the one that was typed is imported, for its arguments; no other is."""
+    parser = CommandParser(prog="verbatim", description="Train LLM agents by reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"verbatim {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    typed = next((a for a in arguments if not a.startswith("-")), None)
-    rest, overrides = list(arguments), list[str]()
     for name, (module_name, about) in COMMANDS.items():
         command = commands.add_parser(
             name, help=about, description=about, epilog=OVERRIDES_HELP, allow_abbrev=False
         )
+        parser.commands[name] = command
         if name == typed:
             module = importlib.import_module(module_name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-            rest, overrides = split_overrides(arguments, known=command._option_string_actions)
-    args = parser.parse_args(rest)
-    args.overrides = overrides
-    return args
+    return parser
 
 
 def split_overrides(arguments: Sequence[str], known: Container[str]) -> tuple[list[str], list[str]]:
@@ -183,8 +194,13 @@ def _show(where: str, args: threading.ExceptHookArgs | sys.UnraisableHookArgs) -
     _show_traceback(args.exc_type, error, args.exc_traceback)
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Quotes what was typed so that a terminal shows it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands: dict[str, argparse.ArgumentParser] = {}
+        """The parsers of the commands, by name."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))

@@ -16,7 +16,7 @@ from verbatim.run.recipes import about, copy_recipe, recipes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to do, NAME and FOLDER."""
     parser.epilog = "a recipe's name stands for its file: verbatim rl guess_number, verbatim config guess_number"
-    parser.add_argument("what", nargs="?", choices=("list", "copy"), default="list")
+    parser.add_argument("what", nargs="?", choices=("list", "copy"), default="list", help="what to do")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to copy")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="FOLDER",
                         help="where to (the current one)")  # fmt: skip

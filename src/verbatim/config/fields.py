@@ -37,6 +37,28 @@ def sections_with(model: type[BaseModel], key: str) -> list[str]:
     return [name for name in names if name.count(".") == min(other.count(".") for other in names)]
 
 
+def keys(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key that is no table, by its full name; the tables of a list are called 0.
+
+    Example:
+        >>> from verbatim.config.orchestrator import TrainEnvsConfig
+        >>> [name for name, _ in keys(TrainEnvsConfig, "train")][:3]
+        ['train.env.0.id', 'train.env.0.import_path', 'train.env.0.name']
+    """
+    for name, field in model.model_fields.items():
+        key = f"{path}.{name}".lstrip(".")
+        section = _record_in(field.annotation)
+        if section is None:
+            yield key, field
+        else:
+            yield from keys(section, f"{key}.0" if _is_list(field.annotation) else key)
+
+
+def _is_list(annotation: Any) -> bool:
+    parts = typing.get_args(annotation)
+    return typing.get_origin(annotation) in (tuple, list) or any(map(_is_list, parts))
+
+
 def backend_tables_with(section: type[BaseModel], key: str) -> list[str]:
     """The backends' tables below a section in which `key` is valid: ["torch"] for "deterministic" in [inference]."""
     return [name for name, record in _records(section) if issubclass(record, BackendSettings)

@@ -1,0 +1,114 @@
+"""Answers a shell that asks for completions: commands, options, keys of the configuration, recipes, environments.
+
+The shell calls the command itself, with `_ARGCOMPLETE` set and the line in `COMP_LINE`; argcomplete does the rest.
+`verbatim completion SHELL` prints what makes a shell ask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import argcomplete
+from argcomplete.completers import DirectoriesCompleter, FilesCompleter, SuppressCompleter
+
+from verbatim.cli.main import make_parser
+
+SHELLS = ("bash", "zsh", "fish")
+
+COMMANDS_OF_A_RUN = ("rl", "orchestrator", "trainer", "sft", "eval", "inference", "plan", "config")
+"""Those whose FILE is a run's, so that its keys are options."""
+
+
+def answer(**kwargs: Any) -> None:
+    """Print the completions of `COMP_LINE`, and end the process.
+
+    Args:
+        kwargs: For `argcomplete.autocomplete`: tests give `output_stream` and `exit_method`.
+    """
+    argcomplete.autocomplete(parser_for(os.environ.get("COMP_LINE", "")), always_complete_options=False, **kwargs)
+
+
+def parser_for(line: str) -> argparse.ArgumentParser:
+    """The parser of the command that stands in the line, with completers and the configuration's keys as options."""
+    typed = next((word for word in _words(line)[1:] if not word.startswith("-")), None)
+    parser = make_parser(typed)
+    command = parser.commands.get(typed or "")
+    if command is not None:
+        _add_completers(command)
+        if typed in COMMANDS_OF_A_RUN:
+            _add_keys(command)
+    return parser
+
+
+class _OneOf:
+    """Completes to one of these words."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+
+    def __call__(self, **_: Any) -> Sequence[str]:
+        return self._words
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError:  # a quote that is still open
+        return line.split()
+
+
+def _add_completers(command: argparse.ArgumentParser) -> None:
+    """What fits each argument, by the name that its help has for it."""
+    from verbatim.environments import ENVIRONMENTS
+    from verbatim.run.recipes import recipes
+
+    def runs(prefix: str, **_: Any) -> Iterable[str]:
+        return [*recipes(), *FilesCompleter(allowednames=["toml"])(prefix)]
+
+    def environments(prefix: str, **_: Any) -> Iterable[str]:
+        return [*ENVIRONMENTS, *FilesCompleter(allowednames=["py", "toml"])(prefix)]
+
+    by_name: Mapping[tuple[str, bool], Callable[..., Iterable[str]]] = {
+        ("FILE", True): runs, ("ENVIRONMENT", True): environments, ("NAME", True): _OneOf(list(recipes())),
+        ("NAME", False): SuppressCompleter(), ("FOLDER", False): DirectoriesCompleter(),
+        ("DIR", True): DirectoriesCompleter(), ("DIR", False): DirectoriesCompleter(),
+    }  # fmt: skip
+    for action in command._actions:
+        completer = by_name.get((str(action.metavar), not action.option_strings))
+        if action.dest == "env":
+            completer = _OneOf(list(ENVIRONMENTS))
+        if completer is not None:
+            action.completer = completer  # type: ignore[attr-defined]
+
+
+def _add_keys(command: argparse.ArgumentParser) -> None:
+    """Every key of the configuration as an option, `--trainer.optim.lr`, with its values where they are few."""
+    from verbatim.config.backends import schema_with_backends
+    from verbatim.config.fields import keys
+    from verbatim.run.tables import component_tables
+
+    schema, _ = schema_with_backends({}, component_tables())
+    for key, field in keys(schema):
+        option = f"--{key.replace('_', '-')}"
+        if option not in command._option_string_actions:
+            action = command.add_argument(option, help=(field.description or "").replace("%", "%%"))
+            action.completer = _OneOf(values(field.annotation))  # type: ignore[attr-defined]
+
+
+def values(annotation: Any) -> list[str]:
+    """The values of a key where they are few.
+
+    >>> values(Literal["rows", "tree"] | None), values(bool), values(int)
+    (['rows', 'tree'], ['true', 'false'], [])
+    """
+    if annotation is bool:
+        return ["true", "false"]
+    if typing.get_origin(annotation) is Literal:
+        return [str(value) for value in typing.get_args(annotation)]
+    return [value for inner in typing.get_args(annotation) if isinstance(inner, type) or typing.get_args(inner)
+            for value in values(inner)]  # fmt: skip
