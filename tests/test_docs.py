@@ -73,9 +73,13 @@ def snippets(language: str, *pages: Path) -> list[Snippet]:
     return found
 
 
-PYTHON = snippets(
-    "python", ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("extending", "monitors", "tutorial"))
-)
+LISTINGS = ("extending", "monitors", "tutorial", "environments")
+"""Pages whose Python blocks are whole files; what needs the extra `verifiers` is played in its own tests."""
+PYTHON = [
+    snippet
+    for snippet in snippets("python", ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in LISTINGS))
+    if "import verifiers" not in snippet.text
+]
 MODULES = {snippet.module: snippet.text for snippet in PYTHON if snippet.module}
 (RUN_FILE,) = [s.text for s in snippets("toml", ROOT / "README.md") if "parcel_desk.ParcelDesk" in s.text]
 
@@ -186,6 +190,27 @@ def test_nothing_is_wrong_with_the_tutorials_environments(name: str, place: Path
     report = check_environment(name, {}, CheckSettings(num_examples=2))
     assert report.findings == ()
     assert report.players["solution"].success == 1.0
+
+
+# ---- what people bring
+
+
+def test_the_class_with_tools_plays_with_the_table_beside_it(place: Path, monkeypatch):
+    monkeypatch.syspath_prepend(place)
+    (env,) = tomllib.loads(toml_about("my_vault.Vault"))["orchestrator"]["train"]["env"]
+    report = check_environment(env["import_path"], env["args"], CheckSettings(num_examples=2))
+    assert report.findings == ()
+    assert report.num_examples == {"train": 100, "eval": 50}
+    assert report.players["solution"].success == 1.0
+
+
+def test_both_reward_functions_of_the_page_score(place: Path, monkeypatch):
+    monkeypatch.syspath_prepend(place)
+    rewards = ["my_rewards.exact", "my_rewards.brief"]
+    environment = create_environment("single_turn", {"data": [{"prompt": "2 + 2?", "answer": "4"}], "reward": rewards})
+    episode = asyncio.run(environment.start(environment.examples("train")[0], 0))
+    told = Trajectory(example_id="0", messages=({"role": "assistant", "content": "4"},))
+    assert asyncio.run(episode.score(told)) == {"exact": 1.0, "brief": pytest.approx(0.99)}
 
 
 # ---- the plug-ins

@@ -20,6 +20,8 @@ MODULE_FOLDERS = "module_folders.json"
 """The file of a run's folder that names the folders of its modules, where these are not the current one."""
 _BESIDE: list[str] = []
 """Folders of files that `search_beside` was given, for errors."""
+_FILES_IN: set[str] = set()
+"""Those in which `find_file` found something."""
 
 
 def is_installed(package: str) -> bool:
@@ -100,10 +102,23 @@ def search_beside(file: Path) -> None:
 
 
 def folders_beside() -> tuple[str, ...]:
-    """The folders among those of `search_beside` from which a module was imported, the current one left out."""
+    """The folders among those of `search_beside` from which a module was imported or a file named by `find_file` was
+    read, the current one left out."""
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    used = {os.path.dirname(file) for file in files if isinstance(file, str)}
+    used = {os.path.dirname(file) for file in files if isinstance(file, str)} | _FILES_IN
     return tuple(folder for folder in _BESIDE if folder in used)
+
+
+def find_file(path: str | Path) -> Path | None:
+    """A file or folder that a configuration names: in the current directory, or else beside a file that `search_beside`
+    was given; None where there is none. A run remembers the folder that it was found in, as it does for modules."""
+    given = Path(path)
+    for folder in ("", *([] if given.is_absolute() else _BESIDE)):
+        if (found := Path(folder) / given).exists():
+            if folder:
+                _FILES_IN.add(folder)
+            return found
+    return None
 
 
 def _here() -> str:

@@ -101,6 +101,13 @@ def text_of(tokenizer: Any, *parts: Any) -> str:
 
 
 @in_one_loop
+async def test_the_class_of_a_taskset_is_an_environment_with_the_runs_own_tokenizer(tokenizer):
+    environment = create_environment("adds_taskset.Adds")
+    (trajectory,) = await play(environment, scripted(tokenizer, adds), tokenizer, example=2, size=1)
+    assert (trajectory.error, trajectory.reward) == (None, 2.5)
+
+
+@in_one_loop
 async def test_a_task_is_played_scored_and_recorded_as_it_was_sampled(model, tokenizer):
     sampler = scripted(tokenizer, adds, policy_version=7)
     trajectories = await play(make(model), sampler, tokenizer, example=2, size=3, temperature=0.7)

@@ -42,6 +42,8 @@ class ComponentTables:
     """For orchestrator.trajectory_strategy."""
     environments: Table
     """For the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
+    environment_arguments: Callable[[Any, Mapping[str, Any]], tuple[dict[str, Any], dict[str, str]]] | None = None
+    """Checks the args of an environment's class or function, as `check_knobs` does, which is taken without it."""
     monitors: Table
     """For the tables below [monitor]."""
     packers: Table
@@ -87,7 +89,7 @@ def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem
     """Everything that is wrong with the components a run names. Nothing is called; custom modules are imported."""
     found: list[Problem] = []
     for use, table in _uses(config, tables):
-        target, knobs, problems = _bind(use, table)
+        target, knobs, problems = _bind(use, table, tables.environment_arguments)
         found += problems
         if not problems and use.what == "loss":
             found += _unfit_loss(config, target, knobs)
@@ -210,7 +212,7 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
             yield _use_of_name(name, "trajectory strategy", (*path, "trajectory_strategy")), tables.strategies
 
 
-def _bind(use: _Use, table: Table) -> tuple[Any, dict[str, Any], list[Problem]]:
+def _bind(use: _Use, table: Table, arguments: Any = None) -> tuple[Any, dict[str, Any], list[Problem]]:
     """The component, its knobs, and what is wrong with either."""
     entry = use.name if use.is_own else table.get(use.name)
     if entry is None:
@@ -225,7 +227,10 @@ def _bind(use: _Use, table: Table) -> tuple[Any, dict[str, Any], list[Problem]]:
     misshapen = _misshapen(function, use) if use.is_own else None
     if misshapen is not None:
         return None, {}, [(use.name_key, misshapen)]
-    knobs, wrong = check_knobs(function, use.knobs, num_inputs=use.num_inputs, label=use.what)
+    if use.what == "environment" and arguments is not None:
+        knobs, wrong = arguments(function, use.knobs)
+    else:
+        knobs, wrong = check_knobs(function, use.knobs, num_inputs=use.num_inputs, label=use.what)
     return target, knobs, [((*use.knobs_key, name), message) for name, message in wrong.items()]
 
 

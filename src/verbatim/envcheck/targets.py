@@ -12,6 +12,7 @@ from typing import Any
 
 from verbatim.config import load_config
 from verbatim.config.schema import EnvConfig
+from verbatim.environments.shapes import adapter_of
 from verbatim.errors import ComponentError, UsageError
 from verbatim.imports import told
 from verbatim.user_code import is_ctrl_c
@@ -85,6 +86,9 @@ def _in_module(path: Path, attribute: str) -> str:
         name for name, value in vars(module).items()
         if inspect.isclass(value) and value.__module__ == path.stem
         and callable(getattr(value, "examples", None)) and callable(getattr(value, "start", None))
+    ] or [
+        name for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == path.stem and adapter_of(value) is not None
     ]  # fmt: skip
     if len(names) != 1:
         found = f"the classes {', '.join(names)}" if names else "no class with the methods examples and start"

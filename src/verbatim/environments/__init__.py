@@ -11,6 +11,9 @@ from verbatim.environments.base import (
     tool_call,
     tool_exchange,
 )
+from verbatim.environments.gymnasium_style import GymnasiumStyle
+from verbatim.environments.single_turn import SingleTurn
+from verbatim.environments.tool_class import ToolClass
 
 ENVIRONMENTS = {
     "alphabet_sort": "verbatim.environments.alphabet_sort:AlphabetSort",
@@ -18,6 +21,7 @@ ENVIRONMENTS = {
     "delegate": "verbatim.environments.delegate:Delegate",
     "guess_number": "verbatim.environments.guess_number:GuessNumber",
     "reasoning_gym": "verbatim.environments.reasoning_gym:ReasoningGym",
+    "single_turn": "verbatim.environments.single_turn:SingleTurn",
     "terminal": "verbatim.environments.terminal:Terminal",
     "verifiers": "verbatim.rollouts.verifiers.environment:VerifiersEnvironment",
 }
@@ -29,5 +33,19 @@ EXTRAS = {
 }
 """The module that an environment needs, and the extra of the distribution that installs it."""
 
-__all__ = ["ENVIRONMENTS", "EXTRAS", "Agent", "Demonstrates", "Demonstration", "Environment", "Episode", "Reply",
-           "Score", "tool_call", "tool_exchange"]
+__all__ = [
+    "ENVIRONMENTS",
+    "EXTRAS",
+    "Agent",
+    "Demonstrates",
+    "Demonstration",
+    "Environment",
+    "Episode",
+    "GymnasiumStyle",
+    "Reply",
+    "Score",
+    "SingleTurn",
+    "ToolClass",
+    "tool_call",
+    "tool_exchange",
+]

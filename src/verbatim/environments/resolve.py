@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from verbatim.config.knobs import check_knobs
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
+from verbatim.environments.shapes import EXPECTED, adapted, adapter_of, check_arguments, taskset_of
 from verbatim.errors import ComponentError, UsageError
 from verbatim.imports import import_object, is_import_path, told
 from verbatim.texts import shown
@@ -27,8 +28,9 @@ def create_environment(
 
     Args:
         name: A bundled id ("guess_number", also "guess-number"), or an import path ("my_module.MyEnvironment") of a
-            class or function that creates one; the current directory is importable.
-        args: Its keyword arguments.
+            class or function that creates one; the current directory is importable. Also a class with `reset` and tool
+            methods, a Gymnasium-style one, or a reward function.
+        args: Its keyword arguments, and for the last three those of `ToolClass`, `GymnasiumStyle` or `SingleTurn`.
         table: Import path, class or function of each id.
 
     Raises:
@@ -47,18 +49,36 @@ def create_environment(
     if not callable(make):
         raise ComponentError(f"environment {name!r} is a {type(make).__name__}; expected a class, or a function that "
                              "makes an environment")  # fmt: skip
-    arguments, wrong = check_knobs(make, dict(args or {}), num_inputs=0, label="environment")
+    if (taskset := taskset_of(make)) is not None:
+        make, args = import_object(ENVIRONMENTS["verifiers"]), {"taskset": taskset, **dict(args or {})}
+    arguments, wrong = check_arguments(make, dict(args or {}))
     if wrong:
         raise ComponentError(f"environment {name!r}: " + "; ".join(f"{key}: {why}" for key, why in wrong.items()))
+    adapter = adapter_of(make) if inspect.isclass(make) or inspect.isroutine(make) else None
+    if adapter is not None:
+        environment = _made(name, functools.partial(adapted, make, adapter, arguments), arguments)
+    else:
+        environment = _made(name, functools.partial(make, **arguments), arguments)
+        if not inspect.isclass(make) and (adapter := adapter_of(environment)) is not None:
+            again = functools.partial(make, **arguments)  # the object of each episode
+            environment = _made(name, functools.partial(adapted, again, adapter, {}), arguments)
+    return _check_environment(name, environment)
+
+
+def _made(name: str, make: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
+    """What a user's class or function makes.
+
+    Raises:
+        ComponentError: it raised; says what and where.
+    """
     try:
-        environment = make(**arguments)
+        return make()
     except UsageError:
         raise
     except BaseException as error:  # `sys.exit` must not end the run
         if is_ctrl_c(error):
             raise
         raise ComponentError(f"environment {name!r}, made with {shown(arguments)}, raised {told(error)}") from error
-    return _check_environment(name, environment)
 
 
 def demonstrations_of(environment: Environment, name: str, count: int, seed: int) -> Sequence[Demonstration]:
@@ -128,7 +148,7 @@ def _check_environment(name: str, environment: object) -> Environment:
     if missing:
         raise ComponentError(
             f"environment {name!r} made a {type(environment).__name__}, which has no {' and no '.join(missing)}; "
-            "expected `examples(split) -> Sequence[Example]` and `async start(example, seed) -> Episode`"
+            f"{EXPECTED}"
         )
     assert isinstance(environment, Environment)
     for method, given in _METHODS.items():

@@ -89,6 +89,10 @@ class _Source(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._ids)
 
+    def row(self, index: int) -> Mapping[str, Any]:
+        """One row as it was read."""
+        return self._rows[index]
+
     @overload
     def __getitem__(self, index: int) -> Example: ...
     @overload
@@ -98,6 +102,31 @@ class _Source(Sequence[Example]):
             return [self[i] for i in range(len(self))[index]]
         place = range(len(self))[index]
         return self._columns.example(self._rows[place], self._ids[place], self._where(place))
+
+
+class ListExamples(_Source):
+    """Rows in memory, checked at once.
+
+    Args:
+        rows: Mappings.
+        what: What the rows are called, for errors: "data" makes "data[3]".
+        id_field: As in `Columns`; so are the others.
+
+    Raises:
+        UsageError: an invalid row; names its place.
+    """
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], *, what: str = "data", id_field: str = "id",
+        messages_field: str = "messages", tools_field: str = "tools", prompt_field: str | None = None,
+    ) -> None:  # fmt: skip
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise UsageError(f"{what}[{number}]: found {row!r:.80}, expected a row as the first one is, a mapping")
+        columns = Columns(id=id_field, messages=messages_field, tools=tools_field, prompt=prompt_field)
+        super().__init__(rows, partial("{}[{}]".format, what), [row.get(id_field) for row in rows], columns)
+        for _ in self:  # errors come now, not in the middle of a run
+            pass
 
 
 class JsonlExamples(_Source):

@@ -14,6 +14,7 @@ from typing import Any
 
 from verbatim.config.schema import RunConfig
 from verbatim.environments import ENVIRONMENTS
+from verbatim.environments.shapes import adapter_of
 from verbatim.errors import ConfigError
 from verbatim.imports import is_import_path
 from verbatim.run.rollouts import plays_elsewhere
@@ -21,7 +22,8 @@ from verbatim.texts import numbered, shown
 
 _EXPECTED = (
     'a bundled id ("guess_number"), an import path ("my_module.MyEnvironment"), a class or function that makes an '
-    'environment, an environment, or a table with one of these as its id: {"id": ..., "max_turns": 4}; or a list'
+    'environment, an environment, a reward function with its data ({"id": exact, "args": {"data": "tasks.jsonl"}}), '
+    'or a table with one of these as its id: {"id": ..., "max_turns": 4}; or a list'
 )
 
 
@@ -53,7 +55,11 @@ def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
         return {"import_path" if is_import_path(given) else "id": given}
     makes = inspect.isclass(given) or inspect.isroutine(given)
     if not makes and not (hasattr(given, "examples") and hasattr(given, "start")):
-        found = f"{shown(given, 80)} ({type(given).__name__})"
+        found, cls = f"{shown(given, 80)} ({type(given).__name__})", type(given).__name__
+        if adapter_of(given) is not None:
+            raise ConfigError(f"{where}: environment: found {found}, an object, and every episode makes one of its "
+                              f"own: give the class, environment={cls}, or a function, "
+                              f"environment=lambda: {cls}(...)")  # fmt: skip
         raise ConfigError(f"{where}: environment: found {found}, expected {_EXPECTED}")
     if makes and (path := _import_path(given)) is not None:
         return {"import_path": path}

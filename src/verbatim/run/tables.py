@@ -15,6 +15,7 @@ def component_tables(environments: Mapping[str, Any] | None = None) -> Component
     """
     from verbatim.credit import ADVANTAGES
     from verbatim.environments import ENVIRONMENTS
+    from verbatim.environments.shapes import check_arguments
     from verbatim.filters import FILTERS
     from verbatim.inference import SAMPLERS
     from verbatim.losses import LOSSES
@@ -26,6 +27,6 @@ def component_tables(environments: Mapping[str, Any] | None = None) -> Component
 
     return ComponentTables(
         losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES,
-        environments=environments or ENVIRONMENTS, monitors=MONITORS, packers=PACKERS, samplers=SAMPLERS,
-        runners=RUNNERS, renderers=("auto", *RENDERERS, *ALIASES),
+        environments=environments or ENVIRONMENTS, environment_arguments=check_arguments, monitors=MONITORS,
+        packers=PACKERS, samplers=SAMPLERS, runners=RUNNERS, renderers=("auto", *RENDERERS, *ALIASES),
     )  # fmt: skip

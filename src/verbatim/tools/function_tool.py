@@ -115,11 +115,12 @@ class FunctionTool:
         by_name = self._arguments.validate(arguments)
         in_order = self._arguments.by_position if isinstance(self._arguments, Signature) else ()
         call = functools.partial(self._function, *(by_name.pop(name) for name in in_order), **by_name)
-        value = call() if self._is_async or self._inline else await _in_thread(call)
+        value = call() if self._is_async or self._inline else await in_thread(call)
         return as_result(await value if inspect.isawaitable(value) else value)
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
+async def in_thread(call: Callable[[], Any]) -> Any:
+    """What a function returns that may block: it runs in a thread of its own, with the caller's context variables."""
     # Not the loop's pool: a hung tool would block one of its few threads for ever, and keep the process from ending.
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()  # from here on it holds what the call gives, whether or not that is awaited

@@ -9,6 +9,7 @@ from typing import Any
 
 from verbatim.environments.base import Episode, Score
 from verbatim.errors import ComponentError, EnvironmentFault, UsageError
+from verbatim.renderers.renderer_spec import renderer_spec
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.loop import EpisodeOver
 from verbatim.rollouts.verifiers import trace as verifiers_trace
@@ -29,7 +30,8 @@ class VerifiersEnvironment:
 
     Args:
         taskset: Its id: the module that exports it.
-        tokenizer: The model's folder or hub id: verifiers loads the tokenizer by it.
+        tokenizer: The model's folder or hub id: verifiers loads the tokenizer by it. None takes the one of the model
+            that the run samples from.
         renderer: A family of the package `renderers`; None takes the run's.
         harness: The program that plays, where `config` says nothing else.
         env: verifiers' environment around the taskset; "" takes the taskset's own.
@@ -42,8 +44,8 @@ class VerifiersEnvironment:
     """
 
     def __init__(
-        self, taskset: str, tokenizer: str, renderer: str | None = None, harness: str = HARNESS, env: str = "",
-        train: Mapping[str, Any] | None = None, eval: Mapping[str, Any] | None = None,
+        self, taskset: str, tokenizer: str | None = None, renderer: str | None = None, harness: str = HARNESS,
+        env: str = "", train: Mapping[str, Any] | None = None, eval: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
@@ -86,7 +88,7 @@ class VerifiersEnvironment:
         return ModelContext(
             model=MODEL,
             client=TrainClientConfig(base_url=f"{url}/v1", api_key_var=_NO_KEY, renderer=config_from_name(name),
-                                     renderer_model_name=self._tokenizer),
+                                     renderer_model_name=self._tokenizer or _name_of_tokenizer(loop)),
             sampling=SamplingConfig.model_validate({
                 "temperature": params.temperature, "max_tokens": params.max_tokens, "top_p": params.top_p,
                 "top_k": params.top_k, "min_p": params.min_p,
@@ -130,6 +132,15 @@ class VerifiersEpisode(Episode):
     async def score(self, trajectory: Trajectory) -> Score:
         """verifiers' rewards, weighted, by name; its metrics are in `info`."""
         return self._rewards or None
+
+
+def _name_of_tokenizer(loop: AgentLoop) -> str:
+    """Where the run's tokenizer was loaded from."""
+    name = getattr(getattr(renderer_spec(loop.renderer), "tokenizer", None), "name_or_path", "")
+    if not name:
+        raise EnvironmentFault("verifiers loads the tokenizer by a folder or hub id, and that of this run has none; "
+                               "give args.tokenizer, the model's folder")  # fmt: skip
+    return str(name)
 
 
 def _read_config(taskset: str, env: str, harness: str, config: dict[str, Any]) -> Any:

@@ -1,0 +1,112 @@
+"""A Gymnasium-style text environment: `reset(seed=) -> obs, info` and `step(text)`, both with texts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verbatim.environments.base import Episode, Reply, Score
+from verbatim.environments.single_turn import opened_with
+from verbatim.environments.tool_class import called, made, maker, name_of
+from verbatim.errors import ComponentError, EnvironmentFault, UsageError
+from verbatim.texts import shown
+from verbatim.tools.function_tool import in_thread
+from verbatim.types import Example, Message, Trajectory
+
+
+class GymnasiumStyle:
+    """A text environment of Gymnasium's interface, version 0.26 or later.
+
+    Each example is a seed: all episodes of a group begin alike. The observation is the user's message, what the model
+    says is the action. `terminated` or `truncated` ends the episode; the rewards of the steps are those of the turns,
+    and their sum is the score. `reset` and `step` run in threads.
+
+    Args:
+        environment: A class, a function that makes an environment, or its import path.
+        system_prompt: How to act, as a system message.
+        num_train: Training examples: seeds 0, 1, 2, ...
+        num_eval: Evaluation examples: the seeds after these.
+        args: Keyword arguments of the class.
+
+    Raises:
+        ComponentError: no such environment, or one without `reset` and `step`.
+        UsageError: fewer than one example.
+    """
+
+    def __init__(
+        self, environment: Any, *, system_prompt: str | None = None, num_train: int = 1000, num_eval: int = 100,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        for name, count in (("num_train", num_train), ("num_eval", num_eval)):
+            if count < 1:
+                raise UsageError(f"{name}: found {count}, expected at least 1")
+        self._make, self._name = maker(environment, args), name_of(environment)
+        self._system_prompt = system_prompt
+        self._seeds = {"train": range(num_train), "eval": range(num_train, num_train + num_eval)}
+        one = made(self._make, self._name)
+        if missing := [method for method in ("reset", "step") if not callable(getattr(one, method, None))]:
+            raise ComponentError(f"{self._name} has no {' and no '.join(missing)}; expected `reset(seed=None)`, which "
+                                 "gives (text, info), and `step(text)`, which gives (text, reward, terminated, "
+                                 "truncated, info)")  # fmt: skip
+        if callable(getattr(one, "close", None)):
+            one.close()
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """An example for each seed of "train" or "eval"."""
+        return [Example(id=str(seed), payload={"seed": seed}) for seed in self._seeds[split]]
+
+    async def start(self, example: Example, seed: int) -> Episode:
+        """Make an environment and reset it to the example's seed."""
+        one = await in_thread(self._make)
+        given = await called(functools.partial(one.reset, seed=example.payload["seed"]))
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise EnvironmentFault(f"{self._name}.reset returned {shown(given)}; expected (observation, info)")
+        opening: Message = {"role": "user", "content": _text(given[0], f"{self._name}.reset")}
+        return _Game(self._name, one, [*opened_with(self._system_prompt), opening])
+
+
+class _Game(Episode):
+    turn_rewards_sum_to_reward = True
+
+    def __init__(self, name: str, one: Any, messages: Sequence[Message]) -> None:
+        self._name, self._one, self._total = name, one, 0.0
+        self.messages = messages
+
+    async def reply(self, message: Message) -> Reply:
+        given = await called(functools.partial(self._one.step, message.get("content") or ""))
+        where = f"{self._name}.step"
+        if not isinstance(given, tuple) or len(given) != 5:
+            older = "; four values are the interface before Gymnasium 0.26" if isinstance(given, tuple) else ""
+            raise EnvironmentFault(f"{where} returned {shown(given)}; expected (observation, reward, terminated, "
+                                   f"truncated, info){older}")  # fmt: skip
+        observation, reward, terminated, truncated, _ = given
+        try:
+            earned = float(reward)
+        except (TypeError, ValueError):
+            raise EnvironmentFault(f"{where} gave the reward {shown(reward, 80)}; expected a number") from None
+        self._total += earned
+        if terminated or truncated:
+            return Reply(done=True, reward=earned)
+        return Reply(messages=[{"role": "user", "content": _text(observation, where)}], reward=earned)
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        return self._total
+
+    async def close(self) -> None:
+        if callable(getattr(self._one, "close", None)):
+            await called(self._one.close)
+
+
+def _text(observation: Any, where: str) -> str:
+    if not isinstance(observation, str):
+        found = f"{shown(observation, 80)} ({type(observation).__name__})"
+        raise EnvironmentFault(f"{where} gave the observation {found}; expected a text: wrap the environment so that "
+                               "it describes what is to be seen")  # fmt: skip
+    return observation
+
+
+def is_gymnasium_style(given: object) -> bool:
+    """Whether a class or an object has `reset` and `step`."""
+    return all(callable(getattr(given, name, None)) for name in ("reset", "step")) and not inspect.ismodule(given)

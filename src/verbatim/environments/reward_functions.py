@@ -1,0 +1,191 @@
+"""Calls reward functions as people have them: one that takes a completion, or TRL's, which takes lists."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verbatim.errors import ComponentError, EnvironmentFault
+from verbatim.imports import import_object
+from verbatim.texts import numbered, shown
+from verbatim.tools.function_tool import in_thread
+from verbatim.types import Example, Trajectory
+
+LISTS = ("completions", "prompts", "completion_ids", "environments")
+"""What TRL's functions are called with, beside the columns of the data: one list item for each rollout."""
+OURS = ("completion", "prompt", "messages", "trajectory")
+"""What a function that takes one `completion` may name, beside the columns."""
+_EXPECTED = (
+    "expected `def {name}(completion, answer, **columns) -> float`, with the sampled text and fields of the row by "
+    "name, or TRL's `def {name}(completions, answer, **columns) -> list[float]`"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunction:
+    """One function, and how it is called."""
+
+    name: str
+    """Its name in metrics."""
+    call: Callable[..., Any]
+    takes_lists: bool
+    """Whether it is of TRL's kind."""
+    names: frozenset[str]
+    """The parameters that it has by name."""
+    required: frozenset[str]
+    """Those without a default."""
+    takes_any: bool
+    """Whether it has `**kwargs`."""
+    weight: float = 1.0
+
+    async def __call__(self, given: Mapping[str, Any]) -> Any:
+        """What it returns for one rollout. A plain function runs in a thread of its own, several at one time.
+
+        Raises:
+            EnvironmentFault: a function of TRL's kind that did not return a list of one.
+        """
+        known = {name: value for name, value in given.items() if self.takes_any or name in self.names}
+        result = await _result(functools.partial(self.call, **known), self.call)
+        if not self.takes_lists:
+            return result
+        try:
+            if isinstance(result, str | Mapping):
+                raise TypeError
+            (value,) = list(result)
+        except (TypeError, ValueError):
+            raise EnvironmentFault(f"reward function {self.name} returned {shown(result)}; expected a list with one "
+                                   "number for each completion: it was given one") from None  # fmt: skip
+        return value
+
+
+def read_reward_function(given: Any, weight: float = 1.0) -> RewardFunction:
+    """A reward function from a callable or its import path.
+
+    Raises:
+        ComponentError: it cannot be imported or called, or takes nothing that it could be given.
+    """
+    function = import_object(given) if isinstance(given, str) else given
+    if not callable(function) or inspect.isclass(function):
+        what = f"{given} is {shown(function, 80)}" if isinstance(given, str) else f"found {shown(function, 80)}"
+        raise ComponentError(f"reward: {what} ({type(function).__name__}), expected a function or its import path, "
+                             '"my_rewards.exact"')  # fmt: skip
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError as error:
+        raise ComponentError(f"reward function {name}: its signature cannot be read; "
+                             f"{_EXPECTED.format(name=name)}") from error  # fmt: skip
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = frozenset(p.name for p in named)
+    takes_lists = not names.isdisjoint(LISTS) and "completion" not in names
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not takes_lists and names.isdisjoint(("completion", "trajectory", "messages")):
+        raise ComponentError(f"reward function {name}{inspect.signature(function)} does not take what was sampled; "
+                             f"{_EXPECTED.format(name=name)}")  # fmt: skip
+    return RewardFunction(
+        name=name, call=function, takes_lists=takes_lists, names=names, takes_any=takes_any, weight=weight,
+        required=frozenset(p.name for p in named if p.default is p.empty),
+    )  # fmt: skip
+
+
+def is_reward_function(given: object) -> bool:
+    """Whether something that an environment's name stands for is a reward function instead."""
+    if not inspect.isroutine(given):
+        return False
+    try:
+        names = set(inspect.signature(given).parameters)
+    except ValueError:
+        return False
+    return not names.isdisjoint(("completion", *LISTS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """The reward functions of an environment. Several are summed, and each is a part of the reward by its name."""
+
+    functions: Sequence[RewardFunction] = field(default=())
+
+    @classmethod
+    def of(cls, given: Any, weights: Sequence[float] | None = None) -> Rewards:
+        """One function or import path, or a list of them; None = none.
+
+        Raises:
+            ComponentError: one that is no reward function, or not one weight for each.
+        """
+        if given is None and weights is None:
+            return cls()
+        items = list(given) if isinstance(given, list | tuple) else [given]
+        if weights is not None and len(weights) != len(items):
+            raise ComponentError(f"weights: found {shown(weights, 80)}, expected one number for each of the "
+                                 f"{len(items)} reward functions")  # fmt: skip
+        functions: list[RewardFunction] = []
+        for item, weight in zip(items, weights or [1.0] * len(items), strict=True):
+            made = read_reward_function(item, weight)
+            name = numbered(made.name, [other.name for other in functions])
+            functions.append(RewardFunction(**{**vars(made), "name": name}))
+        return cls(functions=functions)
+
+    def check(self, columns: Collection[str], *, has_environments: bool = False) -> None:
+        """Refuse functions that name what no row has; a ComponentError says which fields there are."""
+        for function in self.functions:
+            given = {*columns, *(LISTS if function.takes_lists else OURS)}
+            given -= set() if has_environments else {"environments"}
+            if missing := sorted(function.required - given):
+                fields = ", ".join(sorted(columns)) or "none"
+                raise ComponentError(f"reward function {function.name} needs {', '.join(missing)}; fields of the data: "
+                                     f"{fields}; rename the parameter or the field, or give it a default")  # fmt: skip
+
+    async def score(
+        self, trajectory: Trajectory, example: Example, prompt: Any, environment: object = None
+    ) -> float | Mapping[str, float] | None:
+        """The reward of one rollout; functions that return None do not apply to it.
+
+        Raises:
+            EnvironmentFault: a function returned something impossible.
+        """
+        found: dict[str, Any] = {}
+        for function in self.functions:
+            value = await function(_given(function, trajectory, example, prompt, environment))
+            if value is None:
+                continue
+            parts = value if isinstance(value, Mapping) else {"": value}
+            for part, number in parts.items():
+                name = f"{function.name}/{part}" if part and len(self.functions) > 1 else str(part) or function.name
+                found[name] = number if function.weight == 1.0 else function.weight * number
+        if not found:
+            return None
+        alone = len(self.functions) == 1 and list(found) == [self.functions[0].name]
+        return next(iter(found.values())) if alone else found
+
+
+def _given(
+    function: RewardFunction, trajectory: Trajectory, example: Example, prompt: Any, environment: object
+) -> dict[str, Any]:
+    said = [message for message in trajectory.messages if message["role"] == "assistant"]
+    text = str(said[-1].get("content") or "") if said else ""
+    if not function.takes_lists:
+        return {**example.payload, "completion": text, "prompt": prompt, "messages": list(trajectory.messages),
+                "trajectory": trajectory}  # fmt: skip
+    after = list(trajectory.messages)[_opening_length(trajectory) :]
+    ids = [int(token) for turn in trajectory.turns[-1:] for token in turn.completion_ids]
+    return {
+        **{name: [value] for name, value in example.payload.items()},
+        "completions": [text if isinstance(prompt, str) and environment is None else after],
+        "prompts": [prompt], "completion_ids": [ids],
+        **({} if environment is None else {"environments": [environment]}),
+    }  # fmt: skip
+
+
+def _opening_length(trajectory: Trajectory) -> int:
+    """Messages before the first that the model said."""
+    roles = [message["role"] for message in trajectory.messages]
+    return roles.index("assistant") if "assistant" in roles else len(roles)
+
+
+async def _result(call: Callable[[], Any], function: Callable[..., Any]) -> Any:
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    value = call() if is_async else await in_thread(call)
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,108 @@
+"""Reads data that a person brings (rows in memory, a JSONL file, a Hugging Face data set) as training and held-out
+examples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verbatim.environments.sources import HuggingFaceExamples, JsonlExamples, ListExamples, read_json_lines
+from verbatim.errors import UsageError
+from verbatim.imports import find_file
+from verbatim.texts import shown
+from verbatim.types import Example
+
+EXPECTED = (
+    'a list of rows [{"prompt": ..., ...}], a JSONL file "tasks.jsonl", a data set of the hub or a folder of '
+    'save_to_disk "openai/gsm8k", a table { path = "openai/gsm8k", name = "main", split = "train" }, or a '
+    "datasets.Dataset"
+)
+FEWEST = 20
+"""Rows below which none are held out."""
+_TABLE = ("path", "name", "split", "revision")
+
+
+def read_splits(
+    data: Any, eval_data: Any = None, *, prompt: str = "prompt", eval_share: float = 0.1
+) -> dict[str, Sequence[Example]]:
+    """The examples of "train" and "eval".
+
+    With `eval_share = 0.1` every tenth row from the first on is held out; below 20 rows, or with 0, none is, and the
+    evaluation is on the training rows.
+
+    Args:
+        data: What `read_rows` takes.
+        eval_data: The same, for the held-out rows; by default a share of `data`.
+        prompt: The field with the prompt.
+        eval_share: From 0 to 0.5: the share of the rows that is held out.
+
+    Raises:
+        UsageError: data that cannot be read, or a share that is none.
+    """
+    if isinstance(eval_share, bool) or not isinstance(eval_share, int | float) or not 0 <= eval_share <= 0.5:
+        raise UsageError(f"eval_share: found {shown(eval_share, 80)}, expected a share from 0 to 0.5")
+    rows = read_rows(data, prompt=prompt, split="train")
+    if eval_data is not None:
+        return {"train": rows, "eval": read_rows(eval_data, prompt=prompt, split="test", what="eval_data")}
+    if eval_share == 0 or len(rows) < FEWEST:
+        return {"train": rows, "eval": rows}
+    every = round(1 / eval_share)
+    return {"train": [row for i, row in enumerate(rows) if i % every], "eval": list(rows)[::every]}
+
+
+def read_rows(data: Any, *, prompt: str, split: str, what: str = "data") -> Sequence[Example]:
+    """The examples of rows: the field `prompt` (a text, or messages) is the opening, the other fields the payload.
+
+    Args:
+        data: Rows, a JSONL file (in the current directory, or beside the run's TOML file), or a data set.
+        prompt: The field with the prompt; where rows have none, their `messages`.
+        split: The split of a data set, where the data does not say.
+        what: What the argument is called, for errors.
+
+    Raises:
+        UsageError: none of these, no rows, or a row that is wrong; names it.
+    """
+    if isinstance(data, Mapping):
+        unknown = [key for key in data if key not in _TABLE]
+        if unknown or not isinstance(data.get("path"), str):
+            found = f"the key {unknown[0]!r}" if unknown else "no path"
+            raise UsageError(f"{what}: found {found} in {shown(data, 80)}, expected the keys {', '.join(_TABLE)}")
+        return _data_set(data["path"], prompt, data.get("split", split), data.get("name"), data.get("revision"))
+    if isinstance(data, str | Path):
+        path = find_file(data)
+        if path is not None and path.is_file():
+            return _read_file(path, prompt)
+        if str(data).endswith((".jsonl", ".json")):
+            raise UsageError(f"{what}: there is no file {data}; looked in the current directory, {Path.cwd()}, and "
+                             "beside the run's TOML file; give its path")  # fmt: skip
+        return _data_set(str(path or data), prompt, split, None, None)
+    if "datasets" in sys.modules and isinstance(data, sys.modules["datasets"].Dataset):
+        if not len(data):
+            raise UsageError(f"{what}: the data set has no rows; expected at least one")
+        return HuggingFaceExamples(data, **_fields(data[0], prompt))
+    if not isinstance(data, Sequence) or not data or not isinstance(data[0], Mapping):
+        empty = isinstance(data, Sequence) and not data
+        found = "an empty list" if empty else f"{shown(data, 80)} ({type(data).__name__})"
+        raise UsageError(f"{what}: found {found}, expected {EXPECTED}")
+    return ListExamples(data, what=what, **_fields(data[0], prompt))
+
+
+def _fields(first: Any, prompt: str) -> dict[str, Any]:
+    """How `Columns` is to read the rows: the prompt is a text, or a list of messages."""
+    if prompt not in first:
+        return {}
+    return {"prompt_field": prompt} if isinstance(first[prompt], str) else {"messages_field": prompt}
+
+
+def _read_file(path: Path, prompt: str) -> Sequence[Example]:
+    rows = read_json_lines(path, "row")
+    return JsonlExamples(path, **_fields(next(iter(rows.values())), prompt))
+
+
+def _data_set(source: str, prompt: str, split: str, name: str | None, revision: str | None) -> Sequence[Example]:
+    rows = HuggingFaceExamples(source, split, name=name, revision=revision)
+    if not len(rows):
+        raise UsageError(f"the data set {source}, {split}, has no rows; expected at least one")
+    return HuggingFaceExamples(source, split, name=name, revision=revision, **_fields(rows.row(0), prompt))

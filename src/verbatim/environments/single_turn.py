@@ -1,0 +1,85 @@
+"""A reward function and a data set as an environment: a prompt, one answer, its reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verbatim.environments.base import Episode, Score
+from verbatim.environments.reward_functions import Rewards
+from verbatim.environments.rows import read_splits
+from verbatim.errors import EnvironmentFault, UsageError
+from verbatim.types import Example, Message, Trajectory
+
+
+class SingleTurn:
+    """Rows with a prompt, one answer to each, and a reward function.
+
+    Args:
+        data: Rows `[{"prompt": "2 + 2?", "answer": "4"}]`, a JSONL file, a Hugging Face data set (a name, a folder, a
+            `datasets.Dataset`), or a table `{path, name, split, revision}` for one.
+        reward: A function or its import path, or a list of them, which are summed. `def exact(completion, answer,
+            **columns) -> float` is called with the text and the fields of the row by name, TRL's `def exact(
+            completions, answer, **columns) -> list[float]` with lists of one. It may be async; a plain one runs in a
+            thread of its own. None where a judge gives the reward.
+        prompt: The field with the prompt, a text or messages; `messages` where rows have no such field.
+        system_prompt: A system message before it.
+        eval_data: Held-out rows; by default every tenth row of `data`, where there are at least 20.
+        eval_share: Another share than a tenth; 0 evaluates on the training rows.
+        weights: One number for each reward function.
+
+    Raises:
+        UsageError: data or functions that do not fit; says what was found and expected.
+
+    Example:
+        >>> def exact(completion, answer):
+        ...     return float(completion.strip() == answer)
+        >>> environment = SingleTurn([{"prompt": "2 + 2?", "answer": "4"}], exact)
+        >>> environment.examples("train")[0].messages
+        ({'role': 'user', 'content': '2 + 2?'},)
+    """
+
+    def __init__(
+        self, data: Any, reward: Any = None, *, prompt: str = "prompt", system_prompt: str | None = None,
+        eval_data: Any = None, eval_share: float = 0.1, weights: Sequence[float] | None = None,
+    ) -> None:  # fmt: skip
+        self._rewards = Rewards.of(reward, weights)
+        self._system_prompt, self._prompt = system_prompt, prompt
+        self._examples = read_splits(data, eval_data, prompt=prompt, eval_share=eval_share)
+        for what, rows in (("data", self._examples["train"]), ("eval_data", self._examples["eval"])):
+            if not rows[0].messages:
+                raise UsageError(f"{what}: rows have no field {prompt!r} and no messages; they have "
+                                 f"{', '.join(rows[0].payload) or 'no other field'}; name the one that holds the "
+                                 'prompt: prompt = "question"')  # fmt: skip
+        self._rewards.check(self._examples["train"][0].payload)
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The rows of "train" or "eval"."""
+        return self._examples[split]
+
+    async def start(self, example: Example, seed: int) -> Episode:
+        """An episode about one row."""
+        return _Answer(self._rewards, example, self._system_prompt, self._prompt)
+
+
+class _Answer(Episode):
+    def __init__(self, rewards: Rewards, example: Example, system_prompt: str | None, prompt: str) -> None:
+        self._rewards, self._example, self._prompt = rewards, example, prompt
+        self.messages = [*opened_with(system_prompt), *example.messages]
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        if not self._rewards.functions:
+            raise EnvironmentFault('SingleTurn has no reward; give it one, reward = "my_rewards.exact", or let a judge '
+                                   'score: id = "judged"')  # fmt: skip
+        return await self._rewards.score(trajectory, self._example, prompt_of(self._example, self._prompt))
+
+
+def prompt_of(example: Example, field: str) -> Any:
+    """The prompt as the row had it: a text, or messages."""
+    value = example.payload.get(field)
+    return value if isinstance(value, str) else list(example.messages)
+
+
+def opened_with(system_prompt: str | None) -> list[Message]:
+    """The system message, if there is one."""
+    return [] if system_prompt is None else [{"role": "system", "content": system_prompt}]

@@ -1,0 +1,248 @@
+"""A class with `reset` and tool methods as an environment, as TRL's `environment_factory` takes it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verbatim.environments.base import Episode, Score
+from verbatim.environments.reward_functions import Rewards
+from verbatim.environments.rows import read_splits
+from verbatim.environments.single_turn import opened_with, prompt_of
+from verbatim.errors import ComponentError, EnvironmentFault
+from verbatim.imports import import_object, told
+from verbatim.texts import shown
+from verbatim.tools import FunctionTool, ToolFailed, ToolResult
+from verbatim.tools.function_tool import as_result, in_thread
+from verbatim.types import Example, Message, Trajectory
+from verbatim.user_code import is_ctrl_c
+
+NO_TOOLS = ("reset", "get_reward", "reward", "close")
+"""Public methods that are no tools; nor is `solution`, where it takes no arguments."""
+SEEDS = {"train": range(100), "eval": range(100, 150)}
+"""Without data: an example for each of these seeds."""
+
+
+class ToolClass:
+    """A class whose `reset` begins an episode and whose other public methods are tools.
+
+    Each episode makes an object of its own and calls `reset` with those fields of its row that it takes (all, where it
+    takes `**kwargs`), and with `seed`, where it names that. The text that `reset` returns is appended to the user's
+    message. The episode ends when the model speaks without calling a tool, or when the object's attribute `done` is
+    True. A ValueError in a tool is told to the model. The reward is given by `reward` functions, the method
+    `get_reward`, or the method or attribute `reward`. A `close` is called at the end. Plain methods run in threads.
+
+    Args:
+        environment: The class, a function that makes an object of it, or its import path.
+        data: Rows, as of `SingleTurn`; without, 100 seeds for training and 50 for evaluation.
+        reward: Functions as of `SingleTurn`; TRL's may take `environments`.
+        prompt: The field with the prompt, where the data has one.
+        user_prompt: The user's message, where the data has no prompt.
+        system_prompt: A system message before it.
+        eval_data: As of `SingleTurn`; so are the others.
+        args: Keyword arguments of the class.
+
+    Raises:
+        ComponentError: no such class, no object of it, no tools, or no reward; says what was found and expected.
+        UsageError: data that cannot be read.
+    """
+
+    def __init__(
+        self, environment: Any, data: Any = None, reward: Any = None, *, prompt: str = "prompt",
+        user_prompt: str | None = None, system_prompt: str | None = None, eval_data: Any = None,
+        eval_share: float = 0.1, weights: Sequence[float] | None = None, args: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        make = maker(environment, args)
+        self._make, self._name = make, name_of(environment)
+        self._rewards = Rewards.of(reward, weights)
+        self._prompt, self._user_prompt, self._system_prompt = prompt, user_prompt, system_prompt
+        self._examples: Mapping[str, Sequence[Example]] = (
+            {split: [Example(id=str(seed), payload={"seed": seed}) for seed in seeds] for split, seeds in SEEDS.items()}
+            if data is None else read_splits(data, eval_data, prompt=prompt, eval_share=eval_share)
+        )  # fmt: skip
+        columns = self._examples["train"][0].payload
+        self._rewards.check(columns, has_environments=True)
+        self._check(made(make, self._name), columns)
+
+    def _check(self, one: Any, columns: Mapping[str, Any]) -> None:
+        """Refuse a class that cannot be played."""
+        reset = getattr(one, "reset", None)
+        if not callable(reset):
+            raise ComponentError(f"{self._name} has no reset; expected `def reset(self, **kwargs) -> str | None`")
+        parameters = inspect.signature(reset).parameters.values()
+        needed = {p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD,
+                                                                                   p.KEYWORD_ONLY)}  # fmt: skip
+        if missing := sorted(needed - {*columns, "seed", "prompt"}):
+            raise ComponentError(f"{self._name}.reset needs {', '.join(missing)}; fields of the data: "
+                                 f"{', '.join(columns) or 'none'}; give data with these fields: "
+                                 'data = "tasks.jsonl"')  # fmt: skip
+        if not _tools(one, self._name):
+            raise ComponentError(f"{self._name} has no tools; expected public methods besides {', '.join(NO_TOOLS)}, "
+                                 "typed and with a docstring")  # fmt: skip
+        if not self._rewards.functions and not (callable(getattr(one, "get_reward", None)) or hasattr(one, "reward")):
+            raise ComponentError(
+                f"{self._name} says nothing of a reward; expected a method get_reward() or an attribute reward (set in "
+                '__init__), or a function: reward = "my_rewards.solved"'
+            )
+        close = getattr(one, "close", None)
+        if callable(close) and not inspect.iscoroutinefunction(close):
+            close()
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The rows, or the seeds, of "train" or "eval"."""
+        return self._examples[split]
+
+    async def start(self, example: Example, seed: int) -> Episode:
+        """Make an object and reset it."""
+        one = await in_thread(self._make)
+        fields = {**example.payload, "prompt": prompt_of(example, self._prompt)}
+        fields.setdefault("seed", seed)
+        observation = await called(functools.partial(one.reset, **_taken(one.reset, fields, example)))
+        messages = [*opened_with(self._system_prompt), *example.messages]
+        if not example.messages and self._user_prompt is not None:
+            messages.append({"role": "user", "content": self._user_prompt})
+        return _Episode(self, one, example, _with_observation(messages, observation, self._name))
+
+    async def reward_of(self, one: Any, trajectory: Trajectory, example: Example) -> Score:
+        """What an episode earned."""
+        if self._rewards.functions:
+            prompt = prompt_of(example, self._prompt)
+            return await self._rewards.score(trajectory, example, prompt, environment=one)
+        given = getattr(one, "get_reward", None) or one.reward
+        earned: Score = await called(given) if callable(given) else given
+        return earned
+
+    def tools_of(self, one: Any) -> list[FunctionTool]:
+        """An object's tools; each also looks whether it is done."""
+        return _tools(one, self._name)
+
+
+class _Episode(Episode):
+    def __init__(self, environment: ToolClass, one: Any, example: Example, messages: Sequence[Message]) -> None:
+        self._environment, self._one, self._example = environment, one, example
+        self.messages, self.tools = messages, environment.tools_of(one)
+        if _has_solution(type(one)):
+            self.solution = one.solution
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        return await self._environment.reward_of(self._one, trajectory, self._example)
+
+    async def close(self) -> None:
+        close = getattr(self._one, "close", None)
+        if callable(close):
+            await called(close)
+
+
+def maker(environment: Any, args: Mapping[str, Any] | None) -> Callable[[], Any]:
+    """What makes the object of one episode, from a class, a function or an import path.
+
+    Raises:
+        ComponentError: it cannot be imported, or is an object already.
+    """
+    make = import_object(environment) if isinstance(environment, str) else environment
+    if not (inspect.isclass(make) or inspect.isroutine(make) or isinstance(make, functools.partial)):
+        cls = type(make).__name__
+        raise ComponentError(f"environment: found {shown(make, 80)}, an object of {cls}; expected the class {cls}: "
+                             "every episode makes an object of its own")  # fmt: skip
+    return functools.partial(make, **dict(args or {}))
+
+
+def name_of(environment: Any) -> str:
+    """What errors call it."""
+    inner = environment.func if isinstance(environment, functools.partial) else environment
+    return inner if isinstance(inner, str) else str(getattr(inner, "__name__", inner))
+
+
+def made(make: Callable[[], Any], name: str) -> Any:
+    """One object; a ComponentError says what was raised."""
+    try:
+        return make()
+    except BaseException as error:  # a user's class may raise anything
+        if is_ctrl_c(error):
+            raise
+        raise ComponentError(f"{name}() raised {told(error)}; expected a class that can be made without arguments, or "
+                             "with those of args") from error  # fmt: skip
+
+
+async def called(function: Callable[..., Any]) -> Any:
+    """The result of a plain function, in a thread of its own, or of an async one."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    value = function() if inspect.iscoroutinefunction(inner) else await in_thread(function)
+    return await value if inspect.isawaitable(value) else value
+
+
+def tool_methods(cls: type) -> list[str]:
+    """The names of a class's public methods that are tools, in the order of definition."""
+    names = {name: None for base in reversed(cls.__mro__) if base is not object
+             for name, value in vars(base).items()
+             if callable(value) or isinstance(value, staticmethod | classmethod)}  # fmt: skip
+    no_tools = (*NO_TOOLS, "solution") if _has_solution(cls) else NO_TOOLS
+    return [name for name in names
+            if not name.startswith("_") and name not in no_tools and callable(getattr(cls, name))]  # fmt: skip
+
+
+def _has_solution(cls: type) -> bool:
+    """Whether a class says how an episode is solved, for `verbatim env check`: a method without arguments."""
+    solution = getattr(cls, "solution", None)
+    return inspect.isfunction(solution) and len(inspect.signature(solution).parameters) == 1
+
+
+def _tools(one: Any, name: str) -> list[FunctionTool]:
+    try:
+        return [FunctionTool(_ending(one, getattr(one, method))) for method in tool_methods(type(one))]
+    except ComponentError as error:
+        raise ComponentError(f"{name}: {error}") from error
+
+
+def _ending(one: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; its ValueError is told to the model, and it ends the episode where the object is done."""
+
+    def after(value: Any) -> ToolResult:
+        result = as_result(value)
+        is_done = result.done or getattr(one, "done", False) is True
+        return ToolResult(content=result.content, done=is_done, reward=result.reward)
+
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def call(*args: Any, **kwargs: Any) -> ToolResult:
+            try:
+                return after(await method(*args, **kwargs))
+            except ValueError as error:
+                raise ToolFailed(str(error)) from error
+
+        return call
+
+    @functools.wraps(method)
+    def plain(*args: Any, **kwargs: Any) -> ToolResult:
+        try:
+            return after(method(*args, **kwargs))
+        except ValueError as error:
+            raise ToolFailed(str(error)) from error
+
+    return plain
+
+
+def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Example) -> dict[str, Any]:
+    parameters = inspect.signature(reset).parameters.values()
+    names = {p.name for p in parameters}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return {name: value for name, value in fields.items() if name in names or (takes_any and name in
+            {*example.payload, "prompt"})}  # fmt: skip
+
+
+def _with_observation(messages: list[Message], observation: Any, name: str) -> list[Message]:
+    """The opening with the text of `reset`, appended to the last user message."""
+    if observation is not None and not isinstance(observation, str):
+        raise EnvironmentFault(f"{name}.reset returned {shown(observation)}; expected a text for the model, or None")
+    if observation and messages and messages[-1]["role"] == "user":
+        last = messages.pop()
+        messages.append({"role": "user", "content": f"{last['content']}{observation}"})
+    elif observation:
+        messages.append({"role": "user", "content": observation})
+    if not any(message["role"] == "user" for message in messages):
+        raise EnvironmentFault(f"{name}.reset returned no text, and there is no prompt; return the task from reset, "
+                               'give data with a field prompt, or user_prompt = "..."')  # fmt: skip
+    return messages
