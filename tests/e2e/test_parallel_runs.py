@@ -134,7 +134,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes_on_one_process_and_on_two(pl
     status, said = verbatim("rl", "run.toml", "--run-dir", "killed")
     assert status == 1
     said = " ".join(said.split())
-    assert re.search(r"rank 1 of the trainer \(process \d+\) was ended by SIGKILL", said), said
+    assert re.search(r"rank 1 of the trainer \(process \d+ on \S+\) was ended by SIGKILL", said), said
     run = place / "killed"
     assert not ranks_that_live(run)
     kept = max(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*"))

@@ -419,7 +419,7 @@ def die(ranks, how):
     if not ranks.leads:
         ranks.next_order()
         if how == "reports":
-            ranks.report(MemoryError("1 GiB"))
+            ranks.failures.tell(MemoryError("1 GiB"))
         os._exit(1)
     try:
         with ranks.lead("meet"):

@@ -354,7 +354,7 @@ def test_a_loss_that_fails_on_one_rank_stops_all_of_them_in_step(two, qwen, sequ
 
 def test_a_rank_that_keeps_the_others_waiting_is_named(two, tmp_path):
     first, again, leader = two.run(jobs.hang, str(tmp_path), deadline=3)
-    assert re.fullmatch(r"rank 1 of the trainer \(process \d+\) kept the other processes waiting for 3 s "
+    assert re.fullmatch(r"rank 1 of the trainer \(process \d+ on \S+\) kept the other processes waiting for 3 s "
                         r"\(trainer\.parallel\.deadline\), or is gone", first)  # fmt: skip
     assert str(leader) not in first and again == f"the trainer's processes have ended: {first}"
 
@@ -362,4 +362,4 @@ def test_a_rank_that_keeps_the_others_waiting_is_named(two, tmp_path):
 def test_what_ends_a_rank_is_told_by_rank_0():
     with crew(2) as found:
         said = found.run(jobs.die, "reports")
-    assert re.fullmatch(r"rank 1 of the trainer \(process \d+\) failed: out of memory: 1 GiB.*", said)
+    assert re.fullmatch(r"rank 1 of the trainer \(process \d+ on \S+\) failed: out of memory: 1 GiB.*", said)

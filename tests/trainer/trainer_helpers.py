@@ -163,7 +163,8 @@ def gradients(folder, samples, *, loss=LOSSES["default"], micro_batch_tokens=10_
     keep_whole = loss.level != "token"
     batches = [[s] for s in samples] if singly else [samples]
     packed = [m for b in batches for m in pack(b, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole)]
-    total = step.run(packed)
+    step.run(packed)
+    total = step.loss_sum()
     assert step.num_trained == num_trained(samples)
     found = {name: p.grad for name, p in model.model.named_parameters()}
     model.model.zero_grad(set_to_none=True)

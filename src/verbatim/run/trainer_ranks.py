@@ -7,6 +7,7 @@ them with itself. They run `python -m verbatim.run.trainer_rank`, which ends in 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -26,12 +27,17 @@ from verbatim.run.logs import last_lines
 from verbatim.run.rollouts import inference_settings
 
 if TYPE_CHECKING:
+    from verbatim.trainer.parallel.failures import Failure, Failures
     from verbatim.trainer.parallel.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 STORE = "VERBATIM_TRAINER_STORE"
 """Tells a process that was started here the address where rank 0 serves the store."""
 PARENT = "VERBATIM_TRAINER_LEADER"
 """The process id of rank 0."""
+_STATUS = {"run": 1, "usage": 2, "component": 2, "sampler": 1, "interrupted": 130}
+"""What a process ends with (`verbatim.cli.exit_status`), by the kind of the failure."""
 _POLL = 0.02
 _PATIENCE = 20.0
 """Seconds that the other processes have to end by themselves."""
@@ -93,17 +99,44 @@ def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) 
         yield None
         return
     if may_be_launched and is_launched():
-        with _connected(config, *_rendezvous()) as ranks:
+        with _leading(config, *_rendezvous()) as ranks:
             yield ranks
         return
     others = _Others(size, logs)
     try:
         store = others.start(config)
-        with _connected(config, store, 0, size, others=others) as ranks:
+        with _leading(config, store, 0, size, others=others) as ranks:
             yield ranks
         others.wait()
     finally:
         others.kill()
+
+
+@contextlib.contextmanager
+def _leading(
+    config: RunConfig, store: Any, rank: int, size: int, *, others: _Others | None = None
+) -> Iterator[Ranks]:
+    """Rank 0, while the block runs. Where the block fails, the other ranks hear of it, and end."""
+    from verbatim.trainer.parallel.failures import Failures
+
+    assert rank == 0
+    failures = Failures(store, rank, size, ended=others.ended if others is not None else dict)
+    store.set("config", dump_config(config))
+
+    def end(failure: Failure | None, seen: Failures) -> None:
+        if not ranks.are_broken:  # the main thread is in a collective that does not come to an end
+            _end_for(failure, seen)
+
+    try:
+        with _connected(config, store, 0, size, others=others) as ranks:
+            with failures.watched(end, patience=_PATIENCE):
+                yield ranks
+            ranks.end()
+    except BaseException as error:
+        failures.tell(error)
+        if others is None:  # those that were started here are ended here
+            failures.wait_until_left()
+        raise
 
 
 @contextlib.contextmanager
@@ -115,8 +148,6 @@ def _connected(
     from verbatim.run.make_trainer import set_trainer_threads
     from verbatim.trainer.parallel.ranks import Ranks
 
-    if rank == 0:
-        store.set("config", dump_config(config))
     set_trainer_threads(config, _processes_here(size))
     ranks = Ranks(
         store, rank=rank, size=size, local_rank=int(os.environ.get("LOCAL_RANK", "0")) if others is None else 0,
@@ -125,8 +156,6 @@ def _connected(
     )  # fmt: skip
     try:
         yield ranks
-        if rank == 0:
-            ranks.end()
     finally:
         with contextlib.suppress(Exception):  # where the others are gone, there is nothing to take leave of
             dist.destroy_process_group()
@@ -138,20 +167,35 @@ def follow_leader() -> None:
     Never raises: where this process cannot go on, it tells rank 0 and ends, because the others wait for it in the
     middle of something that they do together.
     """
-    import logging
+    from verbatim.trainer.parallel.failures import Failures, is_lost, kind_of
+
+    _ignore_interrupts()
+    store, rank, size = _rendezvous()
+    failures = Failures(store, rank, size)
+
+    try:
+        with failures.watched(_end_for):
+            _follow(store, rank, size)
+    except BaseException as error:
+        logger.exception("rank %d ends", rank)
+        failures.tell(error)
+        if is_lost(error):  # the status is that of the rank which was lost
+            _end_for(failures.wait_for_first(), failures)
+        failures.leave()
+        _exit(_STATUS[kind_of(error)])  # at once: as long as this process lives, the others wait for it
+
+
+def _follow(store: Any, rank: int, size: int) -> None:
     import tomllib
 
     from verbatim.config import make_config
     from verbatim.run.make_trainer import make_trainer
     from verbatim.run.tables import component_tables
 
-    _ignore_interrupts()
-    store, rank, size = _rendezvous()
     store.set(f"ready/{rank}", "")
     store.wait(["config"], timedelta(days=1))
     config = make_config(tomllib.loads(store.get("config").decode()), tables=component_tables())
     trainer: Any = None
-    ranks: Any = None
 
     def obey(order: dict[str, Any]) -> None:
         nonlocal trainer
@@ -161,15 +205,24 @@ def follow_leader() -> None:
         else:
             trainer.obey(order)
 
-    try:
-        with _connected(config, store, rank, size) as ranks:
-            ranks.follow(obey)
-    except BaseException as error:
-        logging.getLogger(__name__).exception("rank %d ends", rank)
-        if ranks is not None:
-            ranks.report(error)
-        sys.stderr.flush()
-        os._exit(1)  # at once: as long as this process lives, the others wait for it
+    with _connected(config, store, rank, size) as ranks:
+        ranks.follow(obey)
+
+
+def _end_for(failure: Failure | None, failures: Failures) -> None:
+    """End this process for the failure of another rank, where that is known."""
+    if failure is None:
+        logger.error("the trainer's processes end: the others do not answer any more")
+        _exit(1)
+    else:
+        logger.error("the trainer's processes end: %s failed: %s", failures.name(failure.rank), failure.said)
+        failures.leave()
+        _exit(_STATUS[failure.kind])
+
+
+def _exit(status: int) -> None:
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _rendezvous() -> tuple[Any, int, int]:

@@ -60,15 +60,15 @@ class GradientPass:
     _error: Exception | None = None
     """What a loss raised, of several processes: they all come to the end of their passes first."""
 
-    def run(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Forward and backward over all micro-batches; returns the sum of the loss, before division.
+    def run(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Forward and backward over all micro-batches.
 
-        Of several processes each makes as many passes as the one with the most micro-batches; gradients are summed over
-        them, the returned loss is this process's own.
+        Of several processes each makes as many passes as the one with the most micro-batches, and gradients are summed
+        over them. A loss that fails does not keep a process from these passes: `loss_sum` raises its error. Any other
+        error leaves the others in a pass, and has to end them (`Failures`).
 
         Raises:
-            RunStopped: the loss is not finite; names the trajectories.
-            ComponentError: the loss returned something that cannot be minimised.
+            ComponentError: of one process: the loss returned something that cannot be minimised.
         """
         batches = [self.lm.batch(micro_batch) for micro_batch in micro_batches]
         cut = _cut(batches) if self.loss.level != "token" else []
@@ -85,6 +85,14 @@ class GradientPass:
             self._run_whole(batches, cut, num_idle=most_cut - len(cut))
         for _ in range(most - len(batches)):
             self.lm.idle_pass()
+
+    def loss_sum(self) -> float:
+        """The sum of the loss over this process's micro-batches, before division, after `run`.
+
+        Raises:
+            RunStopped: the loss is not finite; names the trajectories.
+            ComponentError: the loss of one of several processes failed.
+        """
         if self._error is not None:
             raise self._told(self._error) from self._error
         return self._finite_loss()

@@ -226,8 +226,9 @@ class Trainer:
             ranks=self.ranks, router_loss=self._router_loss,
         )  # fmt: skip
         try:
-            found = [(gradients.run(own), gradients.num_trained)] if self.ranks is None else self.ranks.agree(
-                lambda: (gradients.run(own), gradients.num_trained, mine.partial())
+            gradients.run(own)
+            found = [(gradients.loss_sum(), gradients.num_trained)] if self.ranks is None else self.ranks.agree(
+                lambda: (gradients.loss_sum(), gradients.num_trained, mine.partial())
             )
             for _, _, *partials in found:
                 for partial in partials:

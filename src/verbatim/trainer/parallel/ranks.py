@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -17,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verbatim.errors import ComponentError, RunStopped, SamplerFault, UsageError, VerbatimError
-from verbatim.machine_faults import describe, is_out_of_memory
+from verbatim.errors import RunStopped, VerbatimError
+from verbatim.machine_faults import describe
+from verbatim.trainer.parallel.failures import KINDS, Failures, kind_of
 
 NO_DEADLINE = timedelta(days=365)
 """For an order: rollouts take as long as they take, and a rank ends with rank 0."""
-GRACE = 10.0
-"""Seconds that the other ranks have to say what went wrong with them, once one has failed."""
 
 
 class Ranks:
@@ -51,9 +48,10 @@ class Ranks:
         self._orders = 0
         self._in_step = False
         self._broken: str | None = None
-        store.set(f"process/{rank}", str(os.getpid()))
+        self.failures = Failures(store, rank, size, deadline=deadline, ended=ended)
         if use_cuda:
             torch.cuda.set_device(local_rank)
+        self.failures.introduce()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo", store=store, rank=rank,
             world_size=size, timeout=timedelta(seconds=deadline),
@@ -64,6 +62,11 @@ class Ranks:
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    @property
+    def are_broken(self) -> bool:
+        """Whether rank 0 knows that nothing can be done together any more."""
+        return self._broken is not None
 
     # ---- orders
 
@@ -89,8 +92,9 @@ class Ranks:
             if self._in_step:
                 self._in_step = False
                 raise
-            found = self._cause(error)
+            found = self.failures.cause(error)
             self._broken = str(found)
+            self.failures.tell(found)
             if found is error:
                 raise
             raise found from error
@@ -114,14 +118,17 @@ class Ranks:
                     raise
 
     def look(self) -> None:
-        """Rank 0, between two orders: notice that another rank has ended.
+        """Rank 0, between two orders: notice that another rank has ended, or failed.
 
         Raises:
-            RunStopped: names it.
+            VerbatimError: names it.
         """
         if ended := self._ended():
-            self._broken = "; ".join(f"{self._name(rank)} {how}" for rank, how in ended.items())
+            self._broken = self.failures.named(ended)
             raise RunStopped(self._broken)
+        if (first := self.failures.first()) is not None:
+            self._broken = first.said
+            raise first.error(self.failures.name(first.rank))
 
     def end(self) -> None:
         """Rank 0: let the others end."""
@@ -148,8 +155,12 @@ class Ranks:
     def agree(self, do: Callable[[], Any]) -> list[Any]:
         """Do something on each rank; the results of all, plain JSON values, on all ranks.
 
+        Args:
+            do: Takes no part in a collective itself: where it fails on one rank alone, the others would be left in it.
+
         Raises:
-            VerbatimError: one rank raised an error of ours, or of the system: then all raise it, in step.
+            VerbatimError: one rank raised an error of ours, or of the system: then all raise it, in step. It names the
+                rank and its host, unless all failed alike.
         """
         error: Exception | None = None
         value = None
@@ -161,13 +172,15 @@ class Ranks:
 
     def share(self, value: Any, error: Exception | None = None) -> list[Any]:
         """`agree`, where it is known what came of it."""
-        answer = {"value": value} if error is None else {"error": [_kind(error), describe(error)]}
+        answer = {"value": value} if error is None else {"error": [kind_of(error), describe(error)]}
         answers = self.gather(answer)
         failed = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
         if failed:
             self._in_step = True
-            _, (kind, said) = failed[0]
-            raise _KINDS[kind](said) from error
+            rank, (kind, said) = failed[0]
+            if kind != "sampler" and any(answer != answers[0] for answer in answers):  # that names a replica
+                said = f"{self.failures.name(rank)}: {said}"
+            raise KINDS[kind](said) from error
         return [answer["value"] for answer in answers]
 
     def most(self, *numbers: int) -> list[int]:
@@ -213,78 +226,10 @@ class Ranks:
             arrays.append(array)
         return about["head"], arrays
 
-    # ---- faults
-
-    def report(self, error: BaseException) -> None:
-        """Another rank: tell rank 0 why this process ends."""
-        about = {"lost": True} if _is_lost(error) else {"said": _one_line(error)}
-        with contextlib.suppress(dist.DistError):
-            self._store.set(f"fault/{self.rank}", json.dumps(about))
-
-    def _cause(self, error: BaseException) -> BaseException:
-        """What is behind an error of rank 0: itself, or what happened to another rank."""
-        if not _is_lost(error):
-            return error
-        others = range(1, self.size)
-        until = time.monotonic() + GRACE
-        while True:
-            ended = dict(self._ended())
-            said = {rank: self._fault(rank) for rank in others}
-            faults = {rank: about["said"] for rank, about in said.items() if about and "said" in about}
-            silent = [rank for rank in others if rank not in ended and said[rank] is None]
-            killed = {rank: how for rank, how in ended.items() if said[rank] is None}
-            if faults or killed or not silent or time.monotonic() > until:
-                break
-            time.sleep(0.05)
-        if faults:
-            return RunStopped("; ".join(f"{self._name(rank)} failed: {text}" for rank, text in faults.items()))
-        if killed:
-            return RunStopped("; ".join(f"{self._name(rank)} {how}" for rank, how in killed.items()))
-        if silent:
-            names = ", ".join(map(self._name, silent))
-            return RunStopped(f"{names} kept the other processes waiting for {self.deadline:g} s "
-                              "(trainer.parallel.deadline), or is gone")  # fmt: skip
-        return RunStopped(f"the trainer's processes lost each other: {_one_line(error)}")
-
-    def _fault(self, rank: int) -> dict[str, Any] | None:
-        key = f"fault/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def _name(self, rank: int) -> str:
-        key = f"process/{rank}"
-        process = f" (process {self._store.get(key).decode()})" if self._store.check([key]) else ""
-        return f"rank {rank} of the trainer{process}"
-
 
 def together(ranks: Ranks | None, do: str, **what: Any) -> contextlib.AbstractContextManager[None]:
     """All ranks do this, rank 0 here in the block: `Ranks.lead`, where there are several processes."""
     return contextlib.nullcontext() if ranks is None else ranks.lead(do, **what)
-
-
-_KINDS: Mapping[str, type[VerbatimError]] = {
-    "run": RunStopped, "usage": UsageError, "component": ComponentError, "sampler": SamplerFault,
-}  # fmt: skip
-
-
-def _kind(error: Exception) -> str:
-    if isinstance(error, ComponentError | SamplerFault):
-        return "component" if isinstance(error, ComponentError) else "sampler"
-    return "usage" if isinstance(error, UsageError) else "run"
-
-
-def _is_lost(error: BaseException) -> bool:
-    """Whether an error says that other ranks did not answer, and so is a consequence of something else."""
-    if isinstance(error, dist.DistError):
-        return True
-    said = str(error).lower()
-    signs = ("gloo", "nccl", "closed by peer", "connection reset")
-    return isinstance(error, RuntimeError) and not is_out_of_memory(error) and any(sign in said for sign in signs)
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, VerbatimError | OSError) or is_out_of_memory(error):
-        return describe(error)
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _as_tensor(array: np.ndarray) -> Tensor:

@@ -1,0 +1,93 @@
+"""A thread of each rank looks for failures of the others, because the rank itself may wait for them."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from verbatim.errors import ComponentError, RunStopped, UsageError
+from verbatim.trainer.parallel import failures
+from verbatim.trainer.parallel.failures import Failure, Failures, kind_of
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(failures, "_LOOK_SECONDS", 0.02)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return dist.FileStore(str(tmp_path / "store"), 3)
+
+
+def heard(mine, act, seconds=0.3, **how):
+    """What the watch of a rank ended it for, while that waited for so many seconds at most."""
+    ends, called = [], threading.Event()
+
+    def end(failure, _):
+        ends.append(failure)
+        called.set()
+
+    with mine.watched(end, **how):
+        act()
+        called.wait(seconds)
+    return ends
+
+
+def test_a_rank_ends_for_the_first_failure_of_another(store):
+    def fail():
+        Failures(store, 2, 3).tell(RuntimeError("Connection closed by peer [127.0.0.1]"))
+        Failures(store, 1, 3).tell(UsageError("a bad record"))
+        Failures(store, 2, 3).tell(RunStopped("too late"))
+
+    (found,) = heard(Failures(store, 0, 3), fail, seconds=20)
+    assert found == Failure(rank=1, said="a bad record", kind="usage")
+
+
+def test_a_rank_does_not_end_for_a_failure_of_its_own_nor_for_those_who_only_lost_the_others(store):
+    mine = Failures(store, 0, 3)
+    assert heard(mine, lambda: Failures(store, 1, 3).tell(RuntimeError("gloo: timed out"))) == []
+    assert heard(mine, lambda: mine.tell(RunStopped("no memory"))) == []
+
+
+def test_a_rank_that_hears_of_it_by_itself_is_not_ended(store):
+    """Rank 0 has a while to come out of what it does, and to say it where people read it."""
+    assert heard(Failures(store, 0, 3), lambda: Failures(store, 1, 3).tell(RunStopped("x")), patience=5) == []
+
+
+def test_a_process_that_has_ended_is_a_failure(store):
+    ended = {}
+    mine = Failures(store, 0, 3, ended=lambda: ended)
+    (found,) = heard(mine, lambda: ended.update({2: "was ended by SIGKILL"}), seconds=20)
+    assert found == Failure(rank=2, said="it was ended by SIGKILL", kind="run")
+
+
+def test_a_store_that_is_gone_ends_a_rank():
+    def make(is_master, port):
+        return dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)
+
+    served = [make(True, 0)]
+    mine = Failures(make(False, served[0].port), 1, 2)
+    assert heard(mine, served.clear, seconds=20) == [None]
+
+
+def test_ranks_that_do_not_come_are_named_when_the_deadline_has_passed(store):
+    began = time.monotonic()
+    with pytest.raises(RunStopped, match=r"^rank 0 of the trainer, rank 2 of the trainer did not start within 0\.2 s"):
+        Failures(store, 1, 3, deadline=0.2).introduce()
+    assert 0.2 <= time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("error, kind", [
+    (UsageError("x"), "usage"), (ComponentError("x"), "component"), (RunStopped("x"), "run"), (KeyError("x"), "run"),
+    (OSError(28, "No space left on device"), "run"), (KeyboardInterrupt(), "interrupted"),
+])  # fmt: skip
+def test_a_failure_keeps_its_kind(error, kind):
+    assert kind_of(error) == kind
+
+
+def test_a_refusal_because_of_a_failing_disk_is_no_mistake_of_the_user():
+    error = UsageError("cannot be read")
+    error.__cause__ = OSError(5, "Input/output error")
+    assert kind_of(error) == "run"
