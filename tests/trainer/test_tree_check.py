@@ -69,6 +69,20 @@ def test_bfloat16_is_given_room_for_its_rounding(qwen, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_in_bfloat16_trees_are_held_against_rows_by_their_distance_from_float32(
+    qwen, make_trees_wrong, caplog, monkeypatch, right
+):
+    """As in a deep model, whose rounding is beyond the fixed tolerance: here that is 0, so that any rounding is."""
+    monkeypatch.setattr("verbatim.trainer.packer.StepPacker._rounding", lambda self: 0.0)
+    config = TrainerConfig(packing="tree", dtype="bfloat16", device="cpu")
+    trainer = Trainer(qwen, config, loss=LOSSES["default"], total_optimizer_steps=1)
+    if not right:
+        make_trees_wrong()
+    assert trainer.train_batch(shared_prefixes())["packing/tree"] == float(right)
+    assert len(caplog.records) == (not right)
+
+
 def test_trees_are_tried_once_and_only_where_there_are_any(qwen, monkeypatch):
     tried = []
     monkeypatch.setattr("verbatim.trainer.packer.trees_are_right", lambda *args, **kwargs: tried.append(args) or True)

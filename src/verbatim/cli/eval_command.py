@@ -11,6 +11,7 @@ from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
 from verbatim.config import load_config
 from verbatim.errors import ConfigError, RunStopped
+from verbatim.models.catalog import folder_of
 from verbatim.monitors.console import eval_line
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         raise ConfigError(f"{args.file} builds its model when it is trained; name a trained one: --model "
                           f"runs/{args.file.stem}/latest/final")  # fmt: skip
+    model = folder_of(model)
     if args.out is not None and args.out.exists():
         raise ConfigError(f"--out {args.out} exists; name another file, or remove it")
     results = run_main(evaluate_model(config, model, args.out), two_presses(), ends_without_memory=True)

@@ -20,6 +20,7 @@ from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.http.server import LAST_PORT, as_others_reach
 from verbatim.inference.pool.settings import ServerSettings
 from verbatim.machine_faults import describe
+from verbatim.models.catalog import folder_of
 from verbatim.plain_console import PlainConsole
 from verbatim.run.logs import log_to_console
 from verbatim.run.recipes import run_file
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or config.model.name
     if model is None:
         raise UsageError(f"{args.file} builds its model when it is trained; name one: --model FOLDER")
+    model = folder_of(str(model))
     config = _without_urls(config)
     is_vllm = config.inference.backend == "vllm"
     if args.weights_folder is not None and (is_vllm or not args.weights_folder.is_dir()):

@@ -35,6 +35,7 @@ COMMANDS = {
     "eval": ("verbatim.cli.eval_command", "measure a model on environments"),
     "env": ("verbatim.cli.env_command", "check an environment without a model, or list the bundled ones"),
     "recipes": ("verbatim.cli.recipes_command", "list the runs that come with the package, or copy one"),
+    "models": ("verbatim.cli.models_command", "list pretrained models that need no hub, or get one"),
     "rollout": ("verbatim.cli.rollout_command", "play conversations or an environment, one result for each"),
     "serve": ("verbatim.cli.serve_command", "a model behind HTTP: token ids or chat completions"),
     "inference": ("verbatim.cli.inference_command", "only the inference backend of a run, for a run on another host"),

@@ -12,6 +12,7 @@ from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import OpenAI
 from verbatim.inference.scripted import ScriptedSampler
+from verbatim.models.catalog import folder_of
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout
 from verbatim.rollouts.conversation_rollout import ConversationRollout
 from verbatim.rollouts.seeds import derive_seed
@@ -79,6 +80,7 @@ def _over_inference(args: argparse.Namespace) -> Engine:
     if model is None:
         raise UsageError(f"{args.inference} builds its model when it is trained; name a trained one: --model "
                          f"runs/{args.inference.stem}/latest/final")  # fmt: skip
+    model = folder_of(model)
     check_backend(config)
     renderer = make_renderer(config.orchestrator.renderer, load_tokenizer(model))
     settings = _settings(args)

@@ -19,6 +19,7 @@ from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler, watch_engine
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.server import LAST_PORT
+from verbatim.models.catalog import folder_of
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.logs import log_to_console
@@ -164,7 +165,7 @@ def _make_sampler(args: argparse.Namespace) -> Any:
 
     config = TorchSettings(max_batch_size=args.max_batch_size, dtype=args.dtype, device=args.device,
                            deterministic=args.deterministic, num_threads=args.threads)  # fmt: skip
-    context = args.context_length or min(_CONTEXT, _positions(args.model))
+    context = args.context_length or min(_CONTEXT, _positions(folder_of(args.model)))
     return TorchSampler(args.model, config=config, context_length=context, num_threads=args.threads,
                         return_routed_experts=args.return_routed_experts)  # fmt: skip
 

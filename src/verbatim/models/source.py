@@ -1,4 +1,4 @@
-"""Finds a model's files: a local folder, the hub's cache, or the hub."""
+"""Finds a model's files: a local folder, a model that `verbatim models get` made, the hub's cache, or the hub."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from verbatim.errors import ModelError
+from verbatim.models.catalog import folder_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def _adapter_setting(folder: str | Path, key: str) -> Any:
 
 
 def find_source(name: str | Path) -> str:
-    """The argument for `from_pretrained`: an existing folder, or the id of a model on the hub.
+    """The argument for `from_pretrained`: an existing folder, also by its name in the catalog, or the id of a model on
+    the hub.
 
     A cached model is used if the hub cannot be reached, or with HF_HUB_OFFLINE.
     The hub is asked once per process and model, for about 16 seconds at most.
@@ -73,7 +75,7 @@ def find_source(name: str | Path) -> str:
     Raises:
         ModelError: no such folder, or no access to such a model on the hub or in the cache.
     """
-    name = str(name)
+    name = folder_of(str(name))
     folder = Path(name).expanduser()
     if folder.is_dir():
         if is_adapter(folder):

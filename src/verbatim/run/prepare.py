@@ -15,6 +15,7 @@ from verbatim.disk import keep_aside, making
 from verbatim.environments.resolve import corpus
 from verbatim.errors import UsageError
 from verbatim.models.build import build_model
+from verbatim.models.catalog import folder_of
 from verbatim.models.loading import load_tokenizer
 from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.renderers.base import Renderer
@@ -39,7 +40,8 @@ def prepare_model(
         UsageError: no demonstrations, or a data file that cannot be read.
         ModelError: no such model.
     """
-    source = Path(config.model.name) if config.model.name is not None else _build(config, environments, folder, console)
+    name = config.model.name
+    source = Path(folder_of(name)) if name is not None else _build(config, environments, folder, console)
     if config.warm_start is None:
         return source
     return _warm_start(config, config.warm_start, environments, source, folder, console, ranks)

@@ -6,6 +6,8 @@ Before the first trees of a run are trained on, a few of their samples are compu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -122,7 +124,11 @@ class StepPacker:
 
     def try_trees(self, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch]) -> bool:
         """Whether trees have the gradient of rows. All ranks call it, with what `deal_checked` hands them."""
-        return trees_are_right(self._targets, rows, trees, tolerance=self._rounding(), sharding=self._sharding)
+        rounds = self._config.dtype == "bfloat16" and self._sharding is None
+        exact = replace(self._targets, autocast=nullcontext) if rounds else None
+        return trees_are_right(
+            self._targets, rows, trees, tolerance=self._rounding(), exact=exact, sharding=self._sharding
+        )
 
     def _to_first(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """Hand micro-batches to the first rank, or group of ranks, and none to the others."""

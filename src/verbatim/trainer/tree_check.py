@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 2048
 """Most tokens of the samples that are compared; one pair may be longer."""
+ROOM = 1.5
+"""In bfloat16: how much farther from the gradient in float32 trees may be than rows."""
 
 
 def pack_both_ways(samples: Sequence[TrainingSample]) -> tuple[list[MicroBatch], list[MicroBatch]]:
@@ -35,7 +37,7 @@ def pack_both_ways(samples: Sequence[TrainingSample]) -> tuple[list[MicroBatch],
 
 def trees_are_right(
     lm: TargetLogprobs, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch], *, tolerance: float,
-    sharding: Sharding | None = None,
+    exact: TargetLogprobs | None = None, sharding: Sharding | None = None,
 ) -> bool:  # fmt: skip
     """Whether the gradient of samples packed as trees is that of the same samples as rows; a warning where it is not.
 
@@ -43,11 +45,15 @@ def trees_are_right(
     or refuse these samples, and what packing can get wrong lies before it. Where the gradient of the rows is not finite
     itself there is nothing to compare.
 
+    In bfloat16 rounding grows with the depth of a model, beyond any fixed tolerance. There trees may be as far from the
+    gradient in float32 as rows are, and half as far again.
+
     Args:
         lm: Its model's gradients are empty, before and after.
         rows: As `pack_both_ways` has made them.
         trees: The same samples.
-        tolerance: The largest relative difference that rounding explains.
+        tolerance: The largest relative difference that rounding explains in any case.
+        exact: The same model without rounding to bfloat16; None = `lm` does not round, or the model is sharded.
         sharding: Of a sharded model, all of whose ranks call this; all but one with no micro-batch.
     """
     expected, found = (
@@ -56,6 +62,8 @@ def trees_are_right(
     if sharding is None:
         finite = all(bool(grad.isfinite().all()) for grad in expected.values())
         by_name = differences(found, expected)
+        if exact is not None and max(by_name.values(), default=0.0) > tolerance:
+            tolerance, by_name = _beside_float32(exact, rows, found, expected, tolerance)
     else:
         finite, by_name = _differences_of_shards(found, expected, sharding)
     if not finite:
@@ -67,6 +75,15 @@ def trees_are_right(
             'falls back to rows for this run; set trainer.packing = "rows" to silence', name, difference, tolerance,
         )  # fmt: skip
     return difference <= tolerance
+
+
+def _beside_float32(
+    exact: TargetLogprobs, rows: Sequence[MicroBatch], found: Gradient, expected: Gradient, tolerance: float
+) -> tuple[float, dict[str, float]]:
+    """How far trees (`found`) may be from the gradient in float32, given how far rows (`expected`) are; and how far."""
+    in_float32 = gradient(exact.model.model, partial(_backward, exact, rows, None))
+    of_rows = max(differences(expected, in_float32).values(), default=0.0)
+    return max(tolerance, ROOM * of_rows), differences(found, in_float32)
 
 
 def sharing_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:

