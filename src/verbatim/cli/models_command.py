@@ -19,8 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'a run names the model by the same word: model.name = "smollm2-135m". Any folder in Hugging Face format and '
         "any hub id works there too, without this command"
     )
-    parser.add_argument("what", nargs="?", choices=("list", "get"), default="list")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the model to get")
+    parser.add_argument("what", nargs="?", choices=("list", "get"), default="list",
+                        help="name the models (the default), or make the folder of one")  # fmt: skip
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="the model to get")
     parser.add_argument("--to", type=Path, metavar="FOLDER",
                         help="the folder to make (where runs look for it: $VERBATIM_MODELS/NAME, or "
                         "~/.cache/verbatim/models/NAME)")  # fmt: skip
