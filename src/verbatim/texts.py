@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 LONGEST_ERROR = 2000
@@ -86,3 +86,18 @@ def printable(text: str) -> str:
     '\\x1b[31mred'
     """
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers for people.
+
+    >>> ranges([2, 4, 5, 6])
+    '2, 4-6'
+    """
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)

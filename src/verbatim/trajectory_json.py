@@ -25,6 +25,9 @@ from verbatim.texts import cut
 from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.types import ToolCall, Trajectory, Turn, TurnTiming
 
+NOT_WRITTEN = "not_written"
+"""The key of a stored trajectory's `info` that says what is missing in its record."""
+
 
 def trajectory_to_json(trajectory: TrajectoryRecord) -> dict[str, Any]:
     """Every field of the record; `plain` makes lists of its arrays."""
@@ -59,6 +62,22 @@ def plain(value: Any) -> Any:
     return value
 
 
+def prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
+    """A turn's prompt as what it shares with the context of an earlier turn, `of_turn` and `shared`, and `new_ids`."""
+    prompt = turn.num_prompt_tokens
+    best, shared = None, 0
+    for index in range(len(earlier) - 1, -1, -1):
+        context = earlier[index].path
+        if len(context) <= shared:
+            continue
+        length = min(prompt, turn.path.shared_with(context))
+        if length > shared:
+            best, shared = index, length
+        if length == len(context):
+            break  # an exact extension: nothing shares more with less
+    return {"of_turn": best, "shared": shared, "new_ids": turn.prompt_ids[shared:]}
+
+
 def why_not_json(value: Any) -> str | None:
     """What keeps a value from being written as JSON; None where nothing does.
 
@@ -78,7 +97,7 @@ def _turn_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
         del record["routed_experts"]
     else:
         record["routed_experts"] = experts_to_text(turn.routed_experts)
-    record["prompt"] = _prompt_to_json(turn, earlier)
+    record["prompt"] = prompt_to_json(turn, earlier)
     record["tool_calls"] = [dataclasses.asdict(call) for call in turn.tool_calls]
     record["timing"] = dataclasses.asdict(turn.timing) if turn.timing else None
     return record
@@ -98,21 +117,6 @@ def _turn_from_json(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
     if "routed_experts" in record:
         fields["routed_experts"] = experts_from_text(record["routed_experts"])
     return Turn(**fields)
-
-
-def _prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
-    prompt = turn.num_prompt_tokens
-    best, shared = None, 0
-    for index in range(len(earlier) - 1, -1, -1):
-        context = earlier[index].path
-        if len(context) <= shared:
-            continue
-        length = min(prompt, turn.path.shared_with(context))
-        if length > shared:
-            best, shared = index, length
-        if length == len(context):
-            break  # an exact extension: nothing shares more with less
-    return {"of_turn": best, "shared": shared, "new_ids": turn.prompt_ids[shared:]}
 
 
 def _number(value: float | str | None) -> float | None:

@@ -120,7 +120,7 @@ def test_a_run_with_hermes_learns_the_calls_and_trains_on_them(
     calls = [call for turn in turns for call in turn["tool_calls"] if call["status"] == "ok"]
     assert len(calls) > len(turns) // 2  # the warm start has taught them
     assert {call["name"] for call in calls} == {"guess"}
-    played = [trajectory for _, trajectory in read_trajectories(run / "trajectories.jsonl")]
+    played = [trajectory for _, trajectory in read_trajectories(run)]
     pairs = [pair for trajectory in played for pair in pairwise(trajectory.turns)]
     assert len(pairs) > len(played)
     for earlier, later in pairs:  # bridged, each of them

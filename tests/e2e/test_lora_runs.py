@@ -71,7 +71,7 @@ def test_what_was_sampled_last_has_the_logprobs_of_the_adapter_in_plain_peft(uns
         unstopped.resolve() / "warm_start"
     )
     deltas = []
-    for _, trajectory in read_trajectories(unstopped / "trajectories.jsonl"):
+    for _, trajectory in read_trajectories(unstopped):
         (turn,) = trajectory.turns
         if set(turn.policy_versions) == {STEPS - 1}:
             found = logprobs(plain, np.concatenate([turn.prompt_ids, turn.completion_ids]))[len(turn.prompt_ids) - 1 :]

@@ -94,7 +94,7 @@ def test_the_run_folder_is_stamped_below_the_current_directory_and_latest_names_
 def test_the_run_folder_holds_what_the_documentation_lists(finished: Finished):
     section = CONFIGURATION.read_text().partition("## The run folder")[2]
     listed = re.findall(r"^([\w.]+/?)(?: |$)", section.split("```")[1], re.MULTILINE)
-    assert {"config.toml", "metrics.jsonl", "trajectories.jsonl", "final/"} <= set(listed)
+    assert {"config.toml", "metrics.jsonl", "trajectories/", "final/"} <= set(listed)
     assert [name for name in listed if not (finished.folder / name).exists()] == []
     undocumented = {p.name for p in finished.folder.iterdir()} - {name.rstrip("/") for name in listed}
     assert undocumented <= {"orchestrator.lock", "trainer.lock", "warm_start"}
@@ -133,7 +133,7 @@ def test_every_evaluation_has_the_same_number_of_episodes_for_every_secret(finis
 
 
 def test_every_trajectory_reads_back_with_ids_logprobs_and_the_version_that_sampled_it(finished: Finished):
-    read = list(read_trajectories(finished.folder / "trajectories.jsonl"))
+    read = list(read_trajectories(finished.folder))
     assert [step for step, _ in read] == [step for step in (1, 2, 3) for _ in range(BATCH)]
     assert len({t.trajectory_id for _, t in read}) == STEPS * BATCH
     for step, trajectory in read:
@@ -150,7 +150,7 @@ def test_every_trajectory_reads_back_with_ids_logprobs_and_the_version_that_samp
 
 def test_a_turns_prompt_is_the_turn_before_it_verbatim_and_what_was_answered(finished: Finished):
     followed = 0
-    for _, trajectory in read_trajectories(finished.folder / "trajectories.jsonl"):
+    for _, trajectory in read_trajectories(finished.folder):
         for before, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
             context = [*before.prompt_ids.tolist(), *before.completion_ids.tolist()]
             assert after.prompt_ids.tolist()[: len(context)] == context
@@ -446,7 +446,7 @@ def test_an_environment_that_exits_and_one_that_writes_to_the_terminal_fail_epis
     run = place / "m[/red]"
     summary = read_json(run / "summary.json")
     assert summary["steps"] == 2
-    logged = [t for _, t in read_trajectories(run / "trajectories.jsonl")]
+    logged = [t for _, t in read_trajectories(run)]
     assert len(logged) == summary["rollouts"]
     failed = [t for t in logged if t.error]
     assert len(failed) == summary["failed_rollouts"] < summary["rollouts"]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from e2e.tiny_runs import TOML, assert_ledger_adds_up, build_tiny_model, lines, train_lines, workplace
+from e2e.tiny_runs import TOML, assert_ledger_adds_up, build_tiny_model, train_lines, workplace
 from verbatim.checkpoints import read_json
 from verbatim.cli import exit_status
 from verbatim.cli.exit_status import FINISHED, NOTHING_TRAINED, STOPPED
 from verbatim.cli.main import main
+from verbatim.monitors.trajectory_log import read_trajectories
 
 SILENT = '''
 from verbatim import Example
@@ -190,8 +191,8 @@ def test_a_score_that_is_a_text_is_refused_with_what_to_write(run):
 def test_parts_of_the_reward_and_what_was_not_filtered_are_metrics_and_lines_have_a_time(run):
     _, _, folder = run("Parts")
     rewards = {}
-    for line in lines(folder / "trajectories.jsonl"):
-        rewards.setdefault(line["step"], []).append(float(line["trajectory"]["seed"] % 2))
+    for step, trajectory in read_trajectories(folder):
+        rewards.setdefault(step, []).append(float(trajectory.seed % 2))
     for line in train_lines(folder):
         metrics, right = line["metrics"], rewards[line["step"]]
         share = sum(right) / 8

@@ -18,6 +18,7 @@ import torch
 
 from e2e.tiny_runs import LOTS, workplace
 from verbatim.config.schema import BuildConfig
+from verbatim.monitors.trajectory_log import read_trajectories
 
 pytestmark = pytest.mark.vllm
 
@@ -128,11 +129,9 @@ def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
     assert servers(place) == []
     assert "the check for old prefixes is off" not in (place / "mine" / "logs" / "orchestrator.log").read_text()
     versions = {
-        version
-        for line in (place / "mine" / "trajectories.jsonl").read_text().splitlines()
-        for turn in json.loads(line)["trajectory"]["turns"]
-        for version in turn["policy_versions"]
-    }
+        version for _, trajectory in read_trajectories(place / "mine") for turn in trajectory.turns
+        for version in turn.policy_versions.tolist()
+    }  # fmt: skip
     assert {0, 10, 18} <= versions and max(versions) <= 19
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config.schema import BuildConfig
+from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.trajectory_json import plain, trajectory_to_json
 
 LOTS = '''
 import asyncio
@@ -159,8 +161,8 @@ def train_lines(run: Path) -> list[dict[str, Any]]:
 
 
 def trajectory_lines(run: Path) -> list[dict[str, Any]]:
-    """The training trajectories of a run, as they stand in the file."""
-    return [line["trajectory"] for line in lines(run / "trajectories.jsonl")]
+    """The training trajectories of a run, as JSON."""
+    return [json.loads(json.dumps(plain(trajectory_to_json(t)))) for _, t in read_trajectories(run)]
 
 
 def num_sampled(trajectory: Mapping[str, Any]) -> int:

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from e2e.tiny_runs import LOTS, TOML, build_tiny_model, lines, train_lines, workplace
+from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
 from faults import recorder
 from faults.lost_power import after_loss
 from faults.recorder import Op
 from verbatim.cli.main import main
 from verbatim.monitors import learning_curve
+from verbatim.monitors.trajectory_log import read_trajectories
 
 STEPS = 3
 MODULES = {
@@ -80,9 +81,8 @@ class Recorded:
 def sampled(run: Path) -> list[tuple[int, str, list[int]]]:
     """Step, id and sampled ids of every trajectory in a run's log."""
     return sorted(
-        (line["step"], line["trajectory"]["trajectory_id"],
-         [token for turn in line["trajectory"]["turns"] for token in turn["completion_ids"]])
-        for line in lines(run / "trajectories.jsonl")
+        (step, trajectory.trajectory_id, [token for turn in trajectory.turns for token in turn.completion_ids.tolist()])
+        for step, trajectory in read_trajectories(run)
     )  # fmt: skip
 
 

@@ -88,12 +88,13 @@ IN_CHECKPOINT = (
     "trainer/optimizer.safetensors", "weights/model.safetensors", "weights/config.json", "weights/tokenizer.json",
     "weights/tokenizer_config.json",
 )  # fmt: skip
-LOGS = ("metrics.jsonl", "trajectories.jsonl")
+TRAJECTORIES = "trajectories/step-000001.parquet"
+LOGS = ("metrics.jsonl", TRAJECTORIES)
 FILES = ("config.toml", *LOGS, *(f"{NEWEST}/{name}" for name in IN_CHECKPOINT), "weights/v000002/model.safetensors",
          "orchestrator.lock")  # fmt: skip
 NOT_READ = ("weights/v000002/model.safetensors", "orchestrator.lock")
 SHORT: list[tuple[str, Callable[[Path], None]]] = [
-    ("config.toml", binary), ("config.toml", remove), ("metrics.jsonl", zeros), ("trajectories.jsonl", cut),
+    ("config.toml", binary), ("config.toml", remove), ("metrics.jsonl", zeros), (TRAJECTORIES, cut),
     (f"{NEWEST}/manifest.json", deep), (f"{NEWEST}/weights/model.safetensors", flip), ("orchestrator.lock", binary),
 ]  # fmt: skip
 
@@ -125,7 +126,7 @@ def what_went_wrong(name: str, damage: Callable[[Path], None], run: Recorded) ->
         return f"steps {steps}"
     if name != "metrics.jsonl" and steps != list(range(1, STEPS + 1)):
         return f"steps {steps}"
-    if name != "trajectories.jsonl" and sampled(folder) != run.trajectories:
+    if name != TRAJECTORIES and sampled(folder) != run.trajectories:
         return "the trajectories are others"
     return None if set_of(sampled(folder)) <= set_of([*before, *run.trajectories]) else "trajectories that never were"
 
@@ -170,13 +171,12 @@ def test_a_checkpoint_that_was_damaged_is_kept_aside_and_written_again(plain: Re
 def test_a_run_folder_that_was_copied_without_its_logs_goes_on_and_says_so_once(plain: Recorded, tmp_path: Path):
     with killed_after_step_2(plain, tmp_path / "place"):
         folder = run_of(Path())
-        for name in LOGS:
-            (folder / name).unlink()
+        (folder / "metrics.jsonl").unlink()
+        shutil.rmtree(folder / "trajectories")
         status, said = type_("--resume")
         assert status == 0
-        for name, records in (("metrics.jsonl", 2), ("trajectories.jsonl", 16)):
-            told = f"{name} is missing; 0 of {records} records up to step 2 are left, none of steps 1-2"
-            assert said.count(told) == 1
+        assert said.count("metrics.jsonl is missing; 0 of 2 records up to step 2 are left, none of steps 1-2") == 1
+        assert said.count("trajectories: the files of steps 1-2 are missing") == 1
         assert [line["step"] for line in train_lines(folder)] == [3]
         assert {step for step, *_ in sampled(folder)} == {3}
         assert read_json(folder / "summary.json")["steps_missing_in_log"] == 2

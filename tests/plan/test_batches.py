@@ -5,8 +5,9 @@ import pytest
 
 from verbatim.config import make_config
 from verbatim.errors import UsageError
-from verbatim.monitors.trajectory_log import TrajectoryLog
+from verbatim.fates.files import FateFolder
 from verbatim.plan.batches import assumed_batch, batch_of_run
+from verbatim.trajectories import Fate
 from verbatim.types import Trajectory, Turn
 
 
@@ -45,10 +46,9 @@ def trajectory(prompt, sampled, name, error=None):
 
 
 def test_the_last_trajectories_of_a_run_are_taken_without_those_that_failed(tmp_path):
-    log = TrajectoryLog(tmp_path / "trajectories.jsonl")
+    files = FateFolder(tmp_path / "trajectories")
     for step, (prompt, sampled, error) in enumerate([(9, 9, None), (10, 5, None), (20, 6, "x: y"), (30, 7, None)]):
-        log.write(step, trajectory(prompt, sampled, str(step), error))
-    log.close()
+        files.write(step, [Fate(trajectory=trajectory(prompt, sampled, str(step), error), turns=("trained",))])
     batch = batch_of_run(config(batch_size=2), tmp_path)
     assert sorted(map(len, batch.samples)) == [15, 37]
     assert (batch.num_rollouts, batch.sampled_tokens, batch.prompt_tokens) == (2, 12, 40)
@@ -58,9 +58,8 @@ def test_the_last_trajectories_of_a_run_are_taken_without_those_that_failed(tmp_
 
 
 def test_a_run_without_trajectories_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"there is no trajectories\.jsonl"):
+    with pytest.raises(UsageError, match=r"there is no folder trajectories"):
         batch_of_run(config(), tmp_path)
-    TrajectoryLog(tmp_path / "trajectories.jsonl").close()
-    (tmp_path / "trajectories.jsonl").touch()
+    FateFolder(tmp_path / "trajectories").write(1, [])
     with pytest.raises(UsageError, match="no trajectory that could be trained"):
         batch_of_run(config(), tmp_path)

@@ -10,9 +10,10 @@ import pytest
 from verbatim import Trajectory
 from verbatim.environments import tool_exchange
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.monitors.trajectory_log import NOT_WRITTEN, TrajectoryLog
+from verbatim.monitors.trajectory_log import TrajectoryLog
 from verbatim.plain_console import PlainConsole
 from verbatim.run.before_after import Comparison, compare, message_text, print_comparison
+from verbatim.trajectory_json import NOT_WRITTEN
 
 OPENING = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Find it."}]
 

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+import shutil
 import time
+import zlib
 from datetime import datetime
 from pathlib import Path
 
@@ -13,12 +15,15 @@ from verbatim import Trajectory
 from verbatim.checkpoints import CheckpointStore, RunFolder, read_json
 from verbatim.config import load_config
 from verbatim.environments.guess_number import GuessNumber
+from verbatim.fates.files import files_in
+from verbatim.fates.retention import Retention
 from verbatim.monitors.jsonl import measure, read_jsonl
-from verbatim.monitors.trajectory_log import NOT_WRITTEN, TrajectoryLog, read_trajectories
+from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
 from verbatim.orchestrator.evaluate import Evaluation
 from verbatim.run.run_log import RunLog
 from verbatim.run.summary import summary_of
 from verbatim.trajectories import Fate
+from verbatim.trajectory_json import NOT_WRITTEN
 
 
 def test_a_trajectory_that_is_not_json_is_logged_without_what_is_not_and_the_log_goes_on(tmp_path, caplog):
@@ -65,7 +70,7 @@ def folder(tmp_path: Path):
 
 def log_of(folder: RunFolder, first_step: int, *, evaluates: bool = False, saves: bool = True) -> RunLog:
     return RunLog(
-        folder, title="x", max_steps=9, first_step=first_step, save_trajectories=saves,
+        folder, title="x", max_steps=9, first_step=first_step, trajectories=Retention() if saves else None,
         store=CheckpointStore(folder.checkpoints), environments={"game": GuessNumber()} if evaluates else {},
         earlier_seconds=0.0, started=time.monotonic(),
     )  # fmt: skip
@@ -91,7 +96,8 @@ def save(log: RunLog, step: int) -> None:
 def steps_of(folder: RunFolder) -> tuple[list[int], list[int]]:
     """In the metrics, and in the trajectories."""
     records = [record["step"] for record in read_jsonl(folder.metrics)]
-    return records, [step for step, _ in read_trajectories(folder.trajectories)]
+    kept = read_trajectories(folder.path) if files_in(folder.trajectories) else ()
+    return records, [step for step, _ in kept]
 
 
 @pytest.fixture
@@ -108,9 +114,12 @@ def four_steps(folder: RunFolder) -> RunFolder:
 
 def test_a_checkpoint_knows_how_long_the_logs_are_and_they_are_synced_before_it_is_there(four_steps, monkeypatch):
     manifest = read_json(four_steps.checkpoints / "step_000003" / "manifest.json")
-    for name, records in (("metrics.jsonl", 3), ("trajectories.jsonl", 6)):
-        mark = measure(four_steps.path / name, manifest["logs"][name]["size"])
-        assert manifest["logs"][name] == {"size": mark.size, "records": records, "crc32": mark.crc32}
+    mark = measure(four_steps.metrics, manifest["logs"]["metrics.jsonl"]["size"])
+    assert manifest["logs"]["metrics.jsonl"] == {"size": mark.size, "records": 3, "crc32": mark.crc32}
+    assert manifest["logs"]["trajectories"] == {
+        str(step): {"size": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
+        for step, path in files_in(four_steps.trajectories).items() if step <= 3
+    }  # fmt: skip
     synced: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -123,13 +132,13 @@ def test_a_checkpoint_knows_how_long_the_logs_are_and_they_are_synced_before_it_
         rename(source, target)
 
     log = log_of(four_steps, 3)
-    train(log, 4)
     monkeypatch.setattr(os, "fsync", traced)
     monkeypatch.setattr(os, "rename", placed)
+    train(log, 4)
     save(log, 4)
     log.close()
-    order = [name for name in synced if name in ("metrics.jsonl", "trajectories.jsonl", "-> step_000004")]
-    assert order[:3] == ["metrics.jsonl", "trajectories.jsonl", "-> step_000004"]
+    order = [name for name in synced if name in ("metrics.jsonl", ".step-000004.parquet.tmp", "-> step_000004")]
+    assert order[:3] == [".step-000004.parquet.tmp", "metrics.jsonl", "-> step_000004"]
 
 
 def test_a_resumed_run_cuts_its_logs_to_the_checkpoint(four_steps: RunFolder, caplog):
@@ -145,13 +154,13 @@ def test_a_resumed_run_cuts_its_logs_to_the_checkpoint(four_steps: RunFolder, ca
 def test_damage_is_told_once_and_not_at_the_next_resume(four_steps: RunFolder, caplog):
     lines = four_steps.metrics.read_bytes().splitlines(keepends=True)
     four_steps.metrics.write_bytes(lines[0] + b"nonsense\n" + lines[2])
-    four_steps.trajectories.unlink()
+    shutil.rmtree(four_steps.trajectories)
     with caplog.at_level(logging.WARNING):
         log_of(four_steps, 3).close()
     assert [record.getMessage() for record in caplog.records] == [
         f"{four_steps.metrics} is damaged: line 2 is no record; 2 of 3 records up to step 3 are left, none of step 2. "
         f"What was found is kept as {four_steps.metrics}.damaged-1",
-        f"{four_steps.trajectories} is missing; 0 of 6 records up to step 3 are left, none of steps 1-3",
+        f"{four_steps.trajectories}: the files of steps 1-3 are missing",
     ]
     caplog.clear()
     log = log_of(four_steps, 3)
@@ -181,7 +190,7 @@ def test_a_log_that_cannot_be_synced_costs_no_checkpoint(four_steps: RunFolder, 
     monkeypatch.setattr(log._writers["metrics.jsonl"], "sync", refuse)
     train(log, 4)
     save(log, 4)
-    assert sorted(CheckpointStore(four_steps.checkpoints, read_only=True).logs(4)) == ["trajectories.jsonl"]
+    assert sorted(CheckpointStore(four_steps.checkpoints, read_only=True).logs(4)) == ["trajectories"]
     assert "metrics.jsonl could not be written to the disk: Input/output error" in caplog.text
 
 

@@ -3,8 +3,8 @@
 ```
 runs/guess_number/latest -> 20260131-142501
 runs/guess_number/20260131-142501/
-    config.toml  metrics.jsonl  trajectories.jsonl  eval_trajectories.jsonl  learning_curve.png
-    checkpoints/  weights/  exchange/  logs/    and at the end: summary.json  summary.txt  final/
+    config.toml  metrics.jsonl  eval_trajectories.jsonl  learning_curve.png
+    trajectories/  checkpoints/  weights/  exchange/  logs/    and at the end: summary.json  summary.txt  final/
 ```
 """
 
@@ -68,7 +68,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         """Folder of a `CheckpointStore`."""
         self.metrics = path / "metrics.jsonl"
-        self.trajectories = path / "trajectories.jsonl"
+        self.trajectories = path / "trajectories"
+        """What was sampled and what became of it: a Parquet file for each step."""
         self.eval_trajectories = path / "eval_trajectories.jsonl"
         """The episodes of evaluations, by the step that they came after."""
         self.learning_curve = path / "learning_curve.png"

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from verbatim.cli import exit_status
-from verbatim.doctor import BreakClass, Doctor, LogFile, known_formats, recognise
+from verbatim.doctor import BreakClass, Doctor, FateFormat, LogFile, is_fate_path, known_formats, recognise
 from verbatim.doctor.as_json import JsonReport
 from verbatim.doctor.diagnosis import Choice, TemplateLine
 from verbatim.doctor.logs import Format
@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _recognised(file: LogFile) -> Format:
+    if is_fate_path(file.path):
+        return FateFormat()
     try:
         return recognise(file, known_formats())
     except UsageError:
@@ -127,15 +129,23 @@ def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
     nothing is looked up in a hub that was not asked for."""
     if asked is not None:
         return asked, asked
-    for folder in (log.parent / "model", log.parent / "final"):
+    run = _run_of(log)
+    for folder in (run / "model", run / "final"):
         if (folder / "config.json").is_file():
             return str(folder), f"{folder}, found beside the log"
-    config = log.parent / "config.toml"
+    config = run / "config.toml"
     name = _configured_model(config) if config.is_file() else None
     if name is not None and (Path(name) / "config.json").is_file():
         return name, f"{name}, named in {config}"
     hint = name or "FOLDER_OR_ID"
     return None, f"none: ids only, and no telling why most breaks happen; add --model {hint}"
+
+
+def _run_of(log: Path) -> Path:
+    """The folder of the run that a log, a fate file or their folder stands in."""
+    if log.is_dir() and (log / "config.toml").is_file():
+        return log
+    return log.parent.parent if log.suffix == ".parquet" else log.parent
 
 
 def _configured_model(config: Path) -> str | None:

@@ -269,7 +269,13 @@ class MonitorConfig(Section):
     __pydantic_extra__: dict[str, ComponentConfig] = Field(init=False)
 
     save_trajectories: bool = True
-    """Every training trajectory as JSONL, with ids, logprobs, versions."""
+    """Every trajectory with ids, logprobs, versions and the fate of its tokens, as a Parquet file for each step."""
+    trajectory_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the groups whose trajectories are saved, whole groups."""
+    keep_trajectory_steps: PositiveInt | None = None
+    """Newest steps whose trajectories are kept; all if it is not given."""
+    max_trajectory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Gigabytes that they may have together: those of the oldest steps are removed; no limit if it is not given."""
 
     @model_validator(mode="before")
     @classmethod

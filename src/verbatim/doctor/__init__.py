@@ -2,6 +2,9 @@
 
 from verbatim.doctor.classes import BreakClass
 from verbatim.doctor.diagnosis import Diagnosis, Doctor, Summary
-from verbatim.doctor.logs import LogFile, LoggedTrajectory, known_formats, recognise
+from verbatim.doctor.logs import FateFormat, LogFile, LoggedTrajectory, is_fate_path, known_formats, recognise
 
-__all__ = ["BreakClass", "Diagnosis", "Doctor", "LogFile", "LoggedTrajectory", "Summary", "known_formats", "recognise"]
+__all__ = [
+    "BreakClass", "Diagnosis", "Doctor", "FateFormat", "LogFile", "LoggedTrajectory", "Summary", "is_fate_path",
+    "known_formats", "recognise",
+]  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from verbatim.disk import keep_aside, rename, sync_descriptor
 from verbatim.monitors.jsonl import LogMark, measure
+from verbatim.texts import ranges
 
 _SHOWN = 5
 """Line numbers that a message names."""
@@ -152,7 +153,7 @@ def _what_is_wrong(
         why = f"{path} is damaged: its content is not what was written"
     of = f" of {mark.records}" if mark is not None else ""
     why += f"; {left}{of} records up to step {step} are left"
-    return why + (f", none of {'step' if len(absent) == 1 else 'steps'} {_ranges(absent)}" if absent else "")
+    return why + (f", none of {'step' if len(absent) == 1 else 'steps'} {ranges(absent)}" if absent else "")
 
 
 def _lines(numbers: Sequence[int]) -> str:
@@ -160,18 +161,3 @@ def _lines(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"line {shown} is no record"
     return f"lines {shown}{', ...' if len(numbers) > _SHOWN else ''} are no records ({len(numbers)} lines)"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers for people.
-
-    >>> _ranges([2, 4, 5, 6])
-    '2, 4-6'
-    """
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)

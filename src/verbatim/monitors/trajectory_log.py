@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.errors import UsageError
+from verbatim.imports import refuse_without
 from verbatim.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
 from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.trajectory_json import trajectory_from_json, trajectory_to_json
 from verbatim.types import Trajectory
 
-NOT_WRITTEN = "not_written"
-"""The key of a logged trajectory's `info` that says what is missing in its record."""
+TRAJECTORIES = "trajectories"
+"""The folder of a run's fate files."""
 
 
 class TrajectoryLog:
@@ -30,11 +31,30 @@ class TrajectoryLog:
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
-    """Step and trajectory of each line.
+    """Step and trajectory of each: of a run's folder, of its folder `trajectories`, or of JSON lines.
+
+    A run that an earlier version began has its first steps as JSON lines.
 
     Raises:
-        UsageError: no such file, or a line that `TrajectoryLog` did not write.
+        UsageError: nothing of the kind, or a damaged file; reading Parquet files without pyarrow.
     """
+    if path.is_dir() or path.suffix == ".parquet":
+        lines, files = path / f"{TRAJECTORIES}.jsonl", path / TRAJECTORIES
+        if lines.is_file():
+            yield from _read_lines(lines)
+            if not files.is_dir():
+                return
+        refuse_without("pyarrow", extra="train", what=f"reading {path}")
+        from verbatim.fates.files import read_fates
+
+        for step, fate in read_fates(files if files.is_dir() else path):
+            assert isinstance(fate.trajectory, Trajectory)
+            yield step, fate.trajectory
+        return
+    yield from _read_lines(path)
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, Trajectory]]:
     for number, record in enumerate(read_jsonl(path), start=1):
         try:
             yield record["step"], trajectory_from_json(record["trajectory"])

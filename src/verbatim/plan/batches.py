@@ -11,13 +11,12 @@ import numpy as np
 
 from verbatim.config.schema import RunConfig
 from verbatim.errors import UsageError
-from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.monitors.trajectory_log import TRAJECTORIES, read_trajectories
 from verbatim.trajectories import build
 from verbatim.types import TrainingSample, Trajectory, Turn
 
 PROMPT_SHARE = 0.25
 """Share of a trajectory's tokens that its prompt has, where the turns could fill all of them."""
-_TRAJECTORIES = "trajectories.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,12 +83,12 @@ def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
     Raises:
         UsageError: no run folder, or one without trajectories that can be trained.
     """
-    path = run / _TRAJECTORIES if run.is_dir() else run
-    if not path.is_file():
-        raise UsageError(f"--from-run {run}: there is no {_TRAJECTORIES}; expected the folder of a run with "
+    path = run / TRAJECTORIES if run.is_dir() else run
+    if not path.exists() and not path.with_suffix(".jsonl").is_file():
+        raise UsageError(f"--from-run {run}: there is no folder {TRAJECTORIES}; expected the folder of a run with "
                          "monitor.save_trajectories = true, for example runs/NAME/latest")  # fmt: skip
     kept: deque[Trajectory] = deque(maxlen=config.orchestrator.batch_size)
-    kept.extend(trajectory for _, trajectory in read_trajectories(path) if trajectory.error is None)
+    kept.extend(trajectory for _, trajectory in read_trajectories(run) if trajectory.error is None)
     if not any(trajectory.num_sampled_tokens for trajectory in kept):
         raise UsageError(f"--from-run {run}: {path} has no trajectory that could be trained")
     few = f", which are fewer than the {config.orchestrator.batch_size:,} of a batch" if (

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from verbatim.environments.base import Environment, succeeded
-from verbatim.monitors.trajectory_log import NOT_WRITTEN, read_trajectories
+from verbatim.monitors.trajectory_log import read_trajectories
 from verbatim.texts import printable
+from verbatim.trajectory_json import NOT_WRITTEN
 from verbatim.types import Message, Trajectory
 
 _LONGEST = 400

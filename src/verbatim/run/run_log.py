@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,22 @@ import rich.console
 from verbatim.checkpoints import CONFIG, CheckpointStore, RunFolder, write_json, write_loop_state
 from verbatim.environments.base import Environment
 from verbatim.errors import CheckpointError, RunStopped
+from verbatim.fates.retention import Retention
 from verbatim.monitors.base import Monitor, Monitors
 from verbatim.monitors.console import Console
 from verbatim.monitors.jsonl import JsonlWriter, LogMark
 from verbatim.monitors.learning_curve import LearningCurve
 from verbatim.monitors.metrics_log import MetricsLog, is_metrics
 from verbatim.monitors.restore import restore
-from verbatim.monitors.trajectory_log import NOT_WRITTEN, TrajectoryLog, is_trajectory
+from verbatim.monitors.trajectory_log import TRAJECTORIES, TrajectoryLog, is_trajectory
 from verbatim.orchestrator.assemble import rollout_distributions
 from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.run.fate_log import FateLog
 from verbatim.run.summary import best_constants, summary_of
 from verbatim.texts import error_text
 from verbatim.trajectories import Fate
 from verbatim.trajectories.record import TrajectoryRecord
+from verbatim.trajectory_json import NOT_WRITTEN
 from verbatim.transport import TrainerLink
 
 logger = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ class RunLog:
         max_steps: Steps in all.
         first_step: Steps that an earlier process did; what that process logged beyond them is dropped. What is
             missing or damaged in its logs is told, and the run goes on without it.
-        save_trajectories: Whether every trajectory is written, those of evaluations in a log of their own.
+        trajectories: How many trajectories are kept, those of evaluations in a log of their own; None = none.
         monitors: Those that listen beside the console, the metrics log and the learning curve.
         environments: Those that are evaluated, by label; with none there is no log of evaluated trajectories.
         earlier_seconds: What earlier processes of this run took.
@@ -58,7 +61,7 @@ class RunLog:
         title: str,
         max_steps: int,
         first_step: int,
-        save_trajectories: bool,
+        trajectories: Retention | None,
         console: rich.console.Console | None = None,
         monitors: Sequence[Monitor] = (),
         store: CheckpointStore,
@@ -73,11 +76,15 @@ class RunLog:
         self._best_constant = best_constants(environments)
         metrics = MetricsLog(folder.metrics, mark=self._go_back(folder.metrics, first_step, is_metrics))
         self._writers: dict[str, JsonlWriter] = {folder.metrics.name: metrics.writer}
-        self._trajectory_logs: dict[Path, TrajectoryLog] = {}
-        if save_trajectories:
-            for path in [folder.trajectories, *([folder.eval_trajectories] if environments else [])]:
-                log = TrajectoryLog(path, self._go_back(path, first_step, is_trajectory))
-                self._trajectory_logs[path], self._writers[path.name] = log, log.writer
+        self._fates = FateLog(folder.trajectories, store=store, first_step=first_step, retention=trajectories)
+        earlier = folder.trajectories.with_suffix(".jsonl")
+        if earlier.is_file():  # of a run that an earlier version began
+            self._go_back(earlier, first_step, is_trajectory)
+        self._eval_log: TrajectoryLog | None = None
+        if trajectories is not None and environments:
+            path = folder.eval_trajectories
+            self._eval_log = TrajectoryLog(path, self._go_back(path, first_step, is_trajectory))
+            self._writers[path.name] = self._eval_log.writer
         curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
         self._num_incomplete = 0
         shown = Console(max_steps, console=console, first_step=first_step)
@@ -106,19 +113,7 @@ class RunLog:
         """The batch of this step was trained."""
         trajectories = [fate.trajectory for fate in fates]
         self._monitors.on_step(step, metrics, rollout_distributions(trajectories, step - 1))
-        self._write_all(self._folder.trajectories, step, trajectories)
-
-    def _write_all(self, path: Path, step: int, trajectories: Iterable[TrajectoryRecord]) -> None:
-        """Into this log; where that fails, it ends here."""
-        log = self._trajectory_logs.get(path)
-        if log is None:
-            return
-        try:
-            for trajectory in trajectories:
-                self._write(log, step, trajectory)
-        except OSError as error:
-            self._close(self._trajectory_logs.pop(path))
-            logger.error("trajectories are no longer written to %s: %s; the run goes on without them", path, error)
+        self._fates.write(step, fates)
 
     def _write(self, log: TrajectoryLog, step: int, trajectory: TrajectoryRecord) -> None:
         """One record; where its messages or its info are not JSON, the rest of it."""
@@ -136,7 +131,16 @@ class RunLog:
         """The policy after this step was evaluated; 0 is before the first."""
         metrics = {**evaluation.metrics, "episodes": evaluation.num_episodes, "failed": evaluation.num_failed}
         self._monitors.on_eval(step, evaluation.env, metrics)
-        self._write_all(self._folder.eval_trajectories, step, evaluation.trajectories)
+        if self._eval_log is None:
+            return
+        try:
+            for trajectory in evaluation.trajectories:
+                self._write(self._eval_log, step, trajectory)
+        except OSError as error:
+            self._close(self._eval_log)
+            self._eval_log = None
+            logger.error("evaluated trajectories are no longer written to %s: %s; the run goes on without them",
+                         self._folder.eval_trajectories, error)  # fmt: skip
 
     async def save(
         self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None = None
@@ -174,7 +178,7 @@ class RunLog:
         for name, writer in self._writers.items():
             with _told(writer):
                 marks[name] = dataclasses.asdict(writer.sync())
-        return marks
+        return {**marks, TRAJECTORIES: self._fates.marks()}
 
     def _close(self, log: TrajectoryLog) -> None:
         with _told(self._writers.pop(log.writer.path.name)):
@@ -183,11 +187,10 @@ class RunLog:
     def close(self) -> None:
         """Close files, draw the curve."""
         self._monitors.close()
-        for log in self._trajectory_logs.values():
-            self._close(log)
-        if self._num_incomplete:
-            logger.error("%d trajectories were logged without their messages and info, which are not JSON",
-                         self._num_incomplete)  # fmt: skip
+        if self._eval_log is not None:
+            self._close(self._eval_log)
+        if incomplete := self._num_incomplete + self._fates.num_incomplete:
+            logger.error("%d trajectories were logged without their messages and info, which are not JSON", incomplete)
 
     def summarize(self) -> dict[str, Any]:
         """The run's figures, also written to `summary.json`."""

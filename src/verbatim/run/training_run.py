@@ -15,9 +15,10 @@ from rich.console import Console
 
 from verbatim.checkpoints import CheckpointStore, RunFolder, read_loop_state
 from verbatim.config import dump_config
-from verbatim.config.schema import RunConfig
+from verbatim.config.schema import MonitorConfig, RunConfig
 from verbatim.config.secrets import redacted
 from verbatim.disk import making
+from verbatim.fates.retention import Retention
 from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
 from verbatim.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
@@ -118,7 +119,7 @@ class TrainingRun:
             title=str(config.name),
             max_steps=config.max_steps,
             first_step=ready.version,
-            save_trajectories=config.monitor.save_trajectories,
+            trajectories=_retention(config.monitor),
             console=self.console,
             monitors=[*open_monitors(self.services, about), *self.monitors],
             store=self._store,
@@ -219,3 +220,11 @@ class TrainingRun:
 
                 (partial / "merged").mkdir()
                 save_merged(weights, partial / "merged")
+
+
+def _retention(monitor: MonitorConfig) -> Retention | None:
+    if not monitor.save_trajectories:
+        return None
+    gigabytes = monitor.max_trajectory_gb
+    return Retention(share=monitor.trajectory_share, steps=monitor.keep_trajectory_steps,
+                     size=None if gigabytes is None else int(gigabytes * 1e9))  # fmt: skip

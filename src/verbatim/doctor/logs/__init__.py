@@ -1,6 +1,7 @@
 """Reads logs of trajectories of Verbatim and other frameworks."""
 
 from verbatim.doctor.logs.base import Format, LogFile, LoggedTrajectory, Problems, recognise
+from verbatim.doctor.logs.fates import FateFormat, is_fate_path
 from verbatim.doctor.logs.lines import VERBATIM, VERIFIERS
 from verbatim.doctor.logs.vllm import VllmFormat
 
@@ -10,4 +11,6 @@ def known_formats() -> tuple[Format, ...]:
     return VERBATIM, VERIFIERS, VllmFormat()
 
 
-__all__ = ["Format", "LogFile", "LoggedTrajectory", "Problems", "known_formats", "recognise"]
+__all__ = [
+    "FateFormat", "Format", "LogFile", "LoggedTrajectory", "Problems", "is_fate_path", "known_formats", "recognise",
+]  # fmt: skip

@@ -1,0 +1,215 @@
+"""Writes fates into a folder, one immutable Parquet file for each step, and reads them back.
+
+```
+trajectories/
+    step-000001.parquet     the trajectories of the batch that step 1 trained, and of those dropped before it
+    step-000002.parquet
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verbatim.disk import keep_aside, make_folder, write_file
+from verbatim.errors import UsageError
+from verbatim.fates.retention import EVERYTHING, Retention
+from verbatim.fates.schema import FIGURES, SCHEMA, VERSION, VERSION_KEY
+from verbatim.fates.table import from_table, to_table
+from verbatim.texts import ranges
+from verbatim.trajectories import Fate
+from verbatim.trajectory_json import NOT_WRITTEN
+
+logger = logging.getLogger(__name__)
+
+_ROWS = 64
+"""Rows of a row group: what is read at once to see one trajectory."""
+_NAME = re.compile(r"step-(\d{6,})\.parquet")
+_FLOATS = ["turns.list.element.logprobs.list.element"]
+"""Columns of numbers that hardly repeat: their bytes are grouped by place instead of looked up in a dictionary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileMark:
+    """What a file was when it was written."""
+
+    size: int
+    """Bytes."""
+    crc32: int
+    """CRC-32 of them."""
+
+
+@dataclass(eq=False)
+class FateFolder:
+    """The files of a run. One process writes them."""
+
+    path: Path
+    retention: Retention = EVERYTHING
+    files: dict[int, FileMark] = field(default_factory=dict)
+    """What was written and is still kept, by step."""
+    num_incomplete: int = 0
+    """Trajectories written without their messages and info, which are not JSON."""
+
+    def write(self, step: int, fates: Sequence[Fate]) -> None:
+        """The file of this step; then what is not to be kept any longer is removed.
+
+        Raises:
+            OSError: the system refused to write; there is no file of this step.
+        """
+        kept = [fate for fate in fates if self.retention.keeps(fate.trajectory.group_id)]
+        table = to_table(step, kept)
+        self.num_incomplete += sum(f'"{NOT_WRITTEN}"' in text for text in table.column("info").to_pylist())
+        data = _to_bytes(table)
+        make_folder(self.path)
+        write_file(self.path / f"step-{step:06d}.parquet", data)
+        self.files[step] = FileMark(size=len(data), crc32=zlib.crc32(data))
+        self._retire()
+
+    def marks(self) -> dict[str, dict[str, int]]:
+        """What a checkpoint remembers of the files, by step: plain JSON values."""
+        return {str(step): dataclasses.asdict(mark) for step, mark in self.files.items()}
+
+    def restore(self, step: int, marks: Mapping[str, Mapping[str, int]] | None) -> list[str]:
+        """Go back to a checkpoint: the files of later steps are removed, for these steps are done again.
+
+        A file that is not what it was is kept aside under another name.
+
+        Args:
+            step: The checkpoint's; 0 removes all files.
+            marks: What `marks` said at the checkpoint; None = it says nothing of them.
+
+        Returns:
+            What is missing or damaged, a sentence each.
+        """
+        found = files_in(self.path)
+        for later in [number for number in found if number > step]:
+            _remove(found.pop(later))
+        if marks is None:
+            self.files = {number: mark for number, path in found.items() if (mark := _mark(path)) is not None}
+            return []
+        faults: list[str] = []
+        missing: list[int] = []
+        oldest = min(found, default=step + 1)
+        self.files = {}
+        for number, mark in sorted((int(name), FileMark(**mark)) for name, mark in marks.items()):
+            path = found.get(number)
+            if path is None:
+                if number > oldest or self.retention == EVERYTHING:
+                    missing.append(number)
+            elif _mark(path) == mark:
+                self.files[number] = mark
+            else:
+                faults.append(f"{path} is damaged: its content is not what was written. It is kept as "
+                              f"{keep_aside(path)}")  # fmt: skip
+        if missing:
+            name = "file of step" if len(missing) == 1 else "files of steps"
+            faults.append(f"{self.path}: the {name} {ranges(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+        return faults
+
+    def _retire(self) -> None:
+        keep, total = self.retention, sum(mark.size for mark in self.files.values())
+        for step in sorted(self.files)[:-1]:
+            too_many = keep.steps is not None and len(self.files) > keep.steps
+            if not too_many and (keep.size is None or total <= keep.size):
+                return
+            total -= self.files.pop(step).size
+            _remove(self.path / f"step-{step:06d}.parquet")
+
+
+def files_in(folder: Path) -> dict[int, Path]:
+    """The files of a folder by step, ascending; empty where there is no such folder."""
+    if not folder.is_dir():
+        return {}
+    matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def read_fates(path: Path) -> Iterator[tuple[int, Fate]]:
+    """Step and fate of each trajectory in a file, or in the files of a folder, in the order of steps.
+
+    Raises:
+        UsageError: nothing to read, or a file that is damaged or was not written by a `FateFolder`.
+    """
+    files = list(files_in(path).values()) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise UsageError(f"{path} has no trajectories; expected a folder with files such as step-000001.parquet")
+    for file in files:
+        try:
+            with pq.ParquetFile(file) as opened:
+                _check(opened, file)
+                for batch in opened.iter_batches(_ROWS):
+                    yield from zip(batch.column("step").to_pylist(), from_table(batch), strict=True)
+        except (pa.ArrowInvalid, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+            if isinstance(error, UsageError):
+                raise
+            why = f"{type(error).__name__}: {error}"
+            raise UsageError(f"{file} cannot be read as trajectories of ours ({why})") from error
+
+
+def read_figures(path: Path) -> pa.Table:
+    """The columns `FIGURES` of all trajectories in a folder or a file; no tokens and no texts are read.
+
+    Raises:
+        UsageError: nothing to read, or a damaged file.
+    """
+    files = list(files_in(path).values()) if path.is_dir() else [path]
+    try:
+        tables = [pq.read_table(file, columns=FIGURES, partitioning=None) for file in files]
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UsageError(f"{path} cannot be read as trajectories of ours ({error})") from error
+    if not tables:
+        raise UsageError(f"{path} has no trajectories; expected a folder with files such as step-000001.parquet")
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _check(file: pq.ParquetFile, path: Path) -> None:
+    found = (file.schema_arrow.metadata or {}).get(VERSION_KEY)
+    if found is None:
+        raise UsageError(f"{path} holds no trajectories of ours: its columns are "
+                         f"{', '.join(file.schema_arrow.names[:8])}")  # fmt: skip
+    if found != VERSION:
+        raise UsageError(f"{path} was written in format {found.decode()}; this version of Verbatim reads "
+                         f"{VERSION.decode()}")  # fmt: skip
+
+
+def _to_bytes(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    others = [name for name in _leaves(SCHEMA) if name not in _FLOATS]
+    pq.write_table(table, sink, compression="zstd", row_group_size=_ROWS, use_dictionary=others,
+                   column_encoding=dict.fromkeys(_FLOATS, "BYTE_STREAM_SPLIT"))  # fmt: skip
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def _leaves(schema: pa.Schema) -> list[str]:
+    """The names that Parquet gives to the columns of a schema."""
+    empty = pa.BufferOutputStream()
+    pq.write_table(schema.empty_table(), empty)
+    columns = pq.ParquetFile(empty.getvalue()).schema
+    return [columns.column(index).path for index in range(len(columns))]
+
+
+def _mark(path: Path) -> FileMark | None:
+    """What a file is; None where it cannot be read."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    return FileMark(size=len(data), crc32=zlib.crc32(data))

@@ -1,0 +1,196 @@
+"""Turns fates into rows of a table, and rows back into fates, exact to the last bit."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from verbatim.fates.schema import SCHEMA, TURN
+from verbatim.texts import error_text
+from verbatim.trajectories import Fate
+from verbatim.trajectories.record import TrajectoryRecord
+from verbatim.trajectory_json import NOT_WRITTEN, plain, prompt_to_json, trajectory_from_json
+from verbatim.types import Experts, Turn
+
+_SAME = ("step", "messages", "tools", "info", "reward_parts", "reason", "flags", "unrecorded", "turns",
+         "num_turns", "num_trained_tokens", "num_sampled_tokens", "num_breaks")  # fmt: skip
+"""Columns that are no plain field of the trajectory."""
+
+
+def to_table(step: int, fates: Sequence[Fate]) -> pa.Table:
+    """One row for each fate, in order; columns as in `SCHEMA`.
+
+    Where messages, tools or info are not JSON, their columns are empty, and `info` says why under `NOT_WRITTEN`.
+    """
+    records = [fate.trajectory for fate in fates]
+    texts = [_texts(record) for record in records]
+    columns: dict[str, Any] = {
+        name: [_text(getattr(record, name)) for record in records] for name in SCHEMA.names if name not in _SAME
+    }
+    columns |= {
+        "step": [step] * len(fates),
+        "messages": [text[0] for text in texts],
+        "tools": [text[1] for text in texts],
+        "info": [text[2] for text in texts],
+        "reward_parts": [
+            [{"name": _text(name), "value": part} for name, part in record.reward_parts.items()] for record in records
+        ],
+        "reason": [fate.reason for fate in fates],
+        "flags": [list(fate.flags) for fate in fates],
+        "unrecorded": [fate.unrecorded for fate in fates],
+        "num_turns": [len(record.turns) for record in records],
+        "num_sampled_tokens": [record.num_sampled_tokens for record in records],
+        "num_trained_tokens": [fate.num_trained_tokens for fate in fates],
+        "num_breaks": [record.num_breaks for record in records],
+        "turns": _lists([len(record.turns) for record in records], _turns(fates)),
+    }
+    arrays = [
+        columns[field.name] if isinstance(columns[field.name], pa.Array) else _array(columns[field.name], field.type)
+        for field in SCHEMA
+    ]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _texts(record: TrajectoryRecord) -> tuple[str, str, str]:
+    """Messages, tools and info as JSON."""
+    try:
+        return _json(record.messages), _json(record.tools), _json(record.info)
+    except (TypeError, ValueError, RecursionError) as error:
+        return "[]", "[]", _json({NOT_WRITTEN: f"messages and info were not written: {error_text(error)}"})
+
+
+def _json(value: Any) -> str:
+    return json.dumps(plain(value), allow_nan=False)
+
+
+def _text(value: Any) -> Any:
+    """Texts without lone surrogates, which UTF-8 does not have: `\\udce9` is written as these six characters."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _turns(fates: Sequence[Fate]) -> pa.StructArray:
+    turns = [turn for fate in fates for turn in fate.trajectory.turns]
+    prompts = [
+        prompt_to_json(turn, record.turns[:index]) for fate in fates for record in (fate.trajectory,)
+        for index, turn in enumerate(record.turns)
+    ]  # fmt: skip
+    special: dict[str, Callable[[], Any]] = {
+        "fate": lambda: [name for fate in fates for name in fate.turns],
+        "prompt_of_turn": lambda: [prompt["of_turn"] for prompt in prompts],
+        "prompt_shared": lambda: [prompt["shared"] for prompt in prompts],
+        "prompt_new_ids": lambda: _token_lists([prompt["new_ids"] for prompt in prompts], np.int32),
+        "completion_ids": lambda: _token_lists([turn.completion_ids for turn in turns], np.int32),
+        "logprobs": lambda: _token_lists([turn.logprobs for turn in turns], np.float32),
+        "policy_versions": lambda: _token_lists([turn.policy_versions for turn in turns], np.int32),
+        "routed_experts": lambda: [_experts_to_bytes(turn.routed_experts) for turn in turns],
+        "tool_calls": lambda: [_json([vars(call) for call in turn.tool_calls]) for turn in turns],
+        **{f"seconds_{part}": _seconds(turns, part) for part in ("queued", "generated", "tools")},
+    }
+    arrays = []
+    for field in TURN:
+        make = special.get(field.name)
+        values = [_text(getattr(turn, field.name)) for turn in turns] if make is None else make()
+        arrays.append(values if isinstance(values, pa.Array) else _array(values, field.type))
+    return pa.StructArray.from_arrays(arrays, fields=list(TURN))
+
+
+def _seconds(turns: Sequence[Turn], part: str) -> Callable[[], list[float | None]]:
+    return lambda: [None if turn.timing is None else getattr(turn.timing, part) for turn in turns]
+
+
+def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_dictionary(kind):
+        return pa.array(values, kind.value_type).dictionary_encode().cast(kind)
+    return pa.array(values, kind)
+
+
+def _token_lists(arrays: Sequence[NDArray[Any] | None], dtype: type) -> pa.ListArray:
+    """A list for each array; null for None."""
+    present = [array for array in arrays if array is not None]
+    values = np.concatenate(present) if present else np.empty(0, dtype=dtype)
+    missing = pa.array([array is None for array in arrays], pa.bool_())
+    return _lists([0 if array is None else len(array) for array in arrays], pa.array(values.astype(dtype)), missing)
+
+
+def _lists(lengths: Sequence[int], values: pa.Array, missing: pa.Array | None = None) -> pa.ListArray:
+    ends = np.cumsum([0, *lengths], dtype=np.int64)
+    assert ends[-1] == len(values) < 2**31, "a list's offsets are int32"
+    return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), values, mask=missing)
+
+
+def _experts_to_bytes(experts: Experts | None) -> bytes | None:
+    if experts is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, experts, allow_pickle=False)
+    return file.getvalue()
+
+
+def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[Fate]:
+    """The fates in these rows, the inverse of `to_table`.
+
+    Raises:
+        ValueError, KeyError, TypeError: the rows are no fates.
+    """
+    plain_columns = [name for name in table.schema.names if name != "turns"]
+    rows = table.select(plain_columns).to_pylist()
+    turns = _read_turns(table.column("turns"))
+    for row in rows:
+        own = [next(turns) for _ in range(row["num_turns"])]
+        fields = {name: row[name] for name in plain_columns if name not in _SAME}
+        fields |= {name: json.loads(row[name]) for name in ("messages", "tools", "info")}
+        fields["reward_parts"] = {part["name"]: part["value"] for part in row["reward_parts"]}
+        fields["turns"] = [turn for _, turn in own]
+        yield Fate(
+            trajectory=trajectory_from_json(fields), turns=tuple(fate for fate, _ in own), reason=row["reason"],
+            unrecorded=row["unrecorded"], flags=tuple(row["flags"]),
+        )  # fmt: skip
+
+
+_TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions")
+
+
+def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Fate and record of each turn, one after the other."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    for chunk in chunks:
+        turns = chunk.flatten()
+        names = [field.name for field in TURN if field.name not in _TOKENS]
+        tokens = {name: _read_lists(turns.field(name)) for name in _TOKENS}
+        for index, row in enumerate(pa.Table.from_arrays([turns.field(name) for name in names], names).to_pylist()):
+            found = {name: lists[index] for name, lists in tokens.items()}
+            yield row["fate"], _turn_record(row, found)
+
+
+def _read_lists(column: pa.ListArray) -> list[NDArray[Any] | None]:
+    """Views of one array."""
+    ends, values = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=True)
+    present = column.is_valid().to_numpy(zero_copy_only=False)
+    return [values[ends[i] : ends[i + 1]] if present[i] else None for i in range(len(column))]
+
+
+def _turn_record(row: Mapping[str, Any], tokens: Mapping[str, NDArray[Any] | None]) -> dict[str, Any]:
+    """As `trajectory_from_json` takes it."""
+    queued = row["seconds_queued"]
+    timing = None if queued is None else {
+        "queued": queued, "generated": row["seconds_generated"], "tools": row["seconds_tools"]
+    }  # fmt: skip
+    record = {
+        "prompt": {"of_turn": row["prompt_of_turn"], "shared": row["prompt_shared"],
+                   "new_ids": tokens["prompt_new_ids"]},
+        "completion_ids": tokens["completion_ids"], "logprobs": tokens["logprobs"],
+        "policy_versions": tokens["policy_versions"], "timing": timing,
+        "tool_calls": json.loads(row["tool_calls"]),
+        **{name: row[name] for name in ("stop_reason", "temperature", "reward", "advantage", "state_key", "agent",
+                                        "parse_status", "trained")},
+    }  # fmt: skip
+    if row["routed_experts"] is not None:
+        record["routed_experts"] = base64.b64encode(row["routed_experts"]).decode()
+    return record

@@ -1,0 +1,221 @@
+"""Fate files: exact round trips, what a checkpoint remembers, what is kept, and what other libraries read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from verbatim.errors import UsageError
+from verbatim.fates.files import FateFolder, files_in, read_fates, read_figures
+from verbatim.fates.retention import Retention
+from verbatim.fates.schema import SCHEMA, TURN
+from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
+from verbatim.trajectories import Fate
+from verbatim.trajectory_json import NOT_WRITTEN, plain, trajectory_to_json
+from verbatim.types import ToolCall, Trajectory, Turn, TurnTiming
+
+
+def text_of(trajectory: Trajectory) -> str:
+    return json.dumps(plain(trajectory_to_json(trajectory)))
+
+
+FIRST = Turn(
+    prompt_ids=[1, 2, 3], completion_ids=[4, 5], logprobs=[-0.1, -2.0], policy_versions=[6, 7], temperature=0.7,
+    reward=-0.25, advantage=float("inf"), state_key="room \udce9", agent="sub/1", parse_status="invalid_json",
+    tool_calls=[ToolCall(name=None, arguments={"a": [1, None]}, status="invalid_json", raw="<x>", id="7")],
+    timing=TurnTiming(queued=0.1, generated=0.2, tools=0.3), stop_reason="length",
+    routed_experts=np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),
+)  # fmt: skip
+SECOND = Turn(prompt_ids=[1, 2, 3, 4, 5, 9], completion_ids=[8])
+PLAYED = Turn(prompt_ids=[1, 2, 99], completion_ids=[7, 7], logprobs=[-1.0, -1.0], trained=False)
+EMPTY = Turn(prompt_ids=[5], completion_ids=[])
+FULL = Trajectory(
+    example_id="x", turns=(FIRST, SECOND, PLAYED, EMPTY), messages=({"role": "user", "content": "é\u202e <b>"},),
+    tools=({"type": "function"},), reward=0.1 + 0.2, reward_parts={"right": 1.0, "short": float("nan")}, env="game",
+    trajectory_id="g-0", run_id="r", group_id="g", sample_index=3, seed=2**63 - 1, advantage=-1.5, stop_reason="stop",
+    truncated=True, info={"task": {"n": [1]}}, num_unrecorded_tokens=5, num_unrecorded_turns=2,
+)  # fmt: skip
+FATE = Fate(trajectory=FULL, turns=("trained", "missing_logprobs", "untrained", "trained"), unrecorded="cancelled",
+            flags=("gibberish", "repetition"))  # fmt: skip
+FAILED = Fate.of_dropped(Trajectory(example_id="y", group_id="h", env="game", error="raised: KeyError"), "error")
+
+
+def test_what_is_read_is_what_was_written_to_the_last_bit(tmp_path: Path):
+    FateFolder(tmp_path).write(12, [FATE, FAILED])
+    (step, fate), (_, failed) = read_fates(tmp_path)
+    same = FULL.replace(turns=[FIRST.replace(state_key="room \\udce9"), *FULL.turns[1:]])  # no text of UTF-8 has it
+    assert step == 12
+    assert text_of(fate.trajectory) == text_of(same)
+    assert (fate.turns, fate.unrecorded, fate.reason, fate.flags) == (
+        FATE.turns, "cancelled", None, ("gibberish", "repetition")
+    )
+    assert text_of(failed.trajectory) == text_of(FAILED.trajectory) and failed.reason == "error"
+    assert fate.trajectory.turns[1].extends(fate.trajectory.turns[0])
+
+
+def test_every_field_of_a_trajectory_and_of_a_turn_has_a_column():
+    derived = {"path": {"prompt_of_turn", "prompt_shared", "prompt_new_ids"}, "attachments": set(),
+               "timing": {"seconds_queued", "seconds_generated", "seconds_tools"}}  # fmt: skip
+    of_turn = set().union(*(derived.get(f.name, {f.name}) for f in dataclasses.fields(Turn)))
+    assert {field.name for field in TURN} == of_turn | {"fate"}
+    of_trajectory = {f.name for f in dataclasses.fields(Trajectory)}
+    figures = {"num_turns", "num_sampled_tokens", "num_trained_tokens", "num_breaks"}
+    assert set(SCHEMA.names) == of_trajectory | figures | {"step", "reason", "unrecorded", "flags"}
+    assert all(field.metadata[b"description"] for field in [*SCHEMA, *TURN])
+
+
+def test_a_trajectory_that_is_not_json_is_kept_without_its_messages_and_says_so(tmp_path: Path):
+    files = FateFolder(tmp_path)
+    nested: list = []
+    nested.append(nested)
+    bad = [FULL.replace(info={"seen": value}, trajectory_id=str(i)) for i, value in enumerate(({1}, nested, 2.5))]
+    files.write(1, [Fate.of_dropped(t, "stale") for t in bad])
+    read = [fate.trajectory for _, fate in read_fates(tmp_path)]
+    assert [(t.messages, t.tools) for t in read[:2]] == [((), ())] * 2
+    assert read[0].info == {
+        NOT_WRITTEN: "messages and info were not written: TypeError: Object of type set is not JSON serializable"
+    }
+    assert read[2].messages == FULL.messages and read[2].info == {"seen": 2.5}
+    assert files.num_incomplete == 2
+
+
+def test_the_figures_are_read_without_tokens(tmp_path: Path):
+    files = FateFolder(tmp_path)
+    files.write(1, [FATE])
+    files.write(2, [FAILED])
+    found = read_figures(tmp_path).to_pydict()
+    assert found["step"] == [1, 2]
+    assert found["num_sampled_tokens"] == [2 + 1 + 2 + 5, 0] and found["num_trained_tokens"] == [2, 0]
+    assert found["reason"] == [None, "error"] and found["num_breaks"] == [2, 0]
+    assert found["flags"] == [["gibberish", "repetition"], []]
+    assert "turns" not in found and "messages" not in found
+
+
+def test_pandas_and_datasets_open_the_files(tmp_path: Path):
+    files = FateFolder(tmp_path / "trajectories")
+    files.write(1, [FATE, FAILED])
+    frame = pd.read_parquet(tmp_path / "trajectories")
+    assert frame["reward"].tolist()[0] == 0.1 + 0.2
+    assert [turn["fate"] for turn in frame["turns"][0]] == list(FATE.turns)
+    assert frame["turns"][0][0]["completion_ids"].tolist() == [4, 5]
+    datasets = pytest.importorskip("datasets")
+    found = datasets.Dataset.from_parquet(str(tmp_path / "trajectories" / "*.parquet"), cache_dir=str(tmp_path / "c"))
+    assert found[0]["turns"][0]["logprobs"] == [pytest.approx(-0.1), -2.0]
+
+
+# ---- checkpoints
+
+
+def written(folder: Path, count: int, **keep) -> FateFolder:
+    files = FateFolder(folder, Retention(**keep))
+    for step in range(1, count + 1):
+        files.write(step, [Fate.of_dropped(FULL.replace(trajectory_id=f"t{step}"), "stale")])
+    return files
+
+
+def test_a_resumed_run_removes_the_files_of_steps_that_are_done_again(tmp_path: Path):
+    marks = json.loads(json.dumps(written(tmp_path, 2).marks()))
+    written(tmp_path, 4)
+    resumed = FateFolder(tmp_path)
+    assert resumed.restore(2, marks) == []
+    assert list(files_in(tmp_path)) == [1, 2] == list(resumed.files)
+    assert resumed.restore(0, {}) == []
+    assert files_in(tmp_path) == {}
+
+
+@pytest.mark.parametrize("folder_instead", [False, True])
+def test_a_damaged_file_is_kept_aside_and_named(tmp_path: Path, folder_instead: bool):
+    marks = written(tmp_path, 3).marks()
+    path = tmp_path / "step-000002.parquet"
+    if folder_instead:
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    resumed = FateFolder(tmp_path)
+    assert resumed.restore(3, marks) == [
+        f"{path} is damaged: its content is not what was written. It is kept as {path}.damaged-1"
+    ]
+    assert list(resumed.marks()) == ["1", "3"]
+    assert [step for step, _ in read_fates(tmp_path)] == [1, 3]
+
+
+def test_missing_files_are_named_in_one_sentence(tmp_path: Path):
+    marks = written(tmp_path, 6).marks()
+    for step in (2, 3, 5):
+        (tmp_path / f"step-00000{step}.parquet").unlink()
+    assert FateFolder(tmp_path).restore(6, marks) == [f"{tmp_path}: the files of steps 2-3, 5 are missing"]
+    shutil.rmtree(tmp_path)
+    assert FateFolder(tmp_path).restore(6, marks) == [f"{tmp_path}: the files of steps 1-6 are missing"]
+
+
+# ---- what is kept
+
+
+def test_the_newest_steps_are_kept(tmp_path: Path):
+    assert list(written(tmp_path, 5, steps=2).files) == [4, 5] == list(files_in(tmp_path))
+
+
+def test_the_oldest_files_are_removed_when_all_are_too_large_together(tmp_path: Path):
+    size = written(tmp_path / "one", 1).files[1].size
+    assert list(written(tmp_path / "few", 5, size=3 * size).files) == [3, 4, 5]
+    assert list(written(tmp_path / "last", 3, size=1).files) == [3]  # the newest one is always there
+
+
+def test_what_was_removed_for_its_age_is_not_missing_at_a_resume(tmp_path: Path):
+    marks = written(tmp_path, 3).marks()
+    written(tmp_path, 4, steps=2)
+    assert FateFolder(tmp_path, Retention(steps=2)).restore(3, marks) == []
+
+
+def test_a_share_takes_whole_groups_and_always_the_same(tmp_path: Path):
+    fates = [Fate.of_dropped(FULL.replace(group_id=f"g{n // 4}", trajectory_id=str(n)), "stale") for n in range(800)]
+    FateFolder(tmp_path / "a", Retention(share=0.25)).write(1, fates)
+    FateFolder(tmp_path / "b", Retention(share=0.25)).write(1, fates)
+    groups = read_figures(tmp_path / "a")["group_id"].to_pylist()
+    assert groups == read_figures(tmp_path / "b")["group_id"].to_pylist()
+    counts = {group: groups.count(group) for group in groups}
+    assert set(counts.values()) == {4}
+    assert 0.25 * 200 * 0.6 < len(counts) < 0.25 * 200 * 1.4
+
+
+# ---- reading
+
+
+@pytest.mark.parametrize("name", ["trajectories", ".", "trajectories/step-000001.parquet"])
+def test_trajectories_are_read_from_a_run_its_folder_or_a_file(tmp_path: Path, name: str):
+    FateFolder(tmp_path / "trajectories").write(1, [FATE])
+    ((step, trajectory),) = read_trajectories(tmp_path / name)
+    assert (step, trajectory.trajectory_id) == (1, "g-0")
+
+
+def test_a_run_that_an_earlier_version_began_has_its_first_steps_as_lines(tmp_path: Path):
+    log = TrajectoryLog(tmp_path / "trajectories.jsonl")
+    log.write(1, FULL)
+    log.close()
+    assert [step for step, _ in read_trajectories(tmp_path)] == [1]
+    FateFolder(tmp_path / "trajectories").write(2, [FATE])
+    assert [step for step, _ in read_trajectories(tmp_path)] == [1, 2]
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path):
+    with pytest.raises(UsageError, match="has no trajectories; expected a folder with files such as step-000001"):
+        list(read_fates(tmp_path))
+    path = tmp_path / "step-000001.parquet"
+    path.write_bytes(b"PAR1 and no more")
+    with pytest.raises(UsageError, match=r"step-000001\.parquet cannot be read as trajectories of ours \(Arrow"):
+        list(read_fates(tmp_path))
+    pd.DataFrame({"a": [1]}).to_parquet(path)
+    with pytest.raises(UsageError, match="holds no trajectories of ours: its columns are a"):
+        list(read_fates(path))
+    table = SCHEMA.with_metadata({b"verbatim_fates": b"9"}).empty_table()
+    pq.write_table(table, path)
+    with pytest.raises(UsageError, match="was written in format 9; this version of Verbatim reads 1"):
+        list(read_fates(path))
