@@ -41,7 +41,7 @@ def tokens_per_useful_group(run: Path) -> tuple[float, int, int]:
     rewards: dict[str, set[float]] = {}
     tokens = 0
     first_pass = SECRETS // GROUPS
-    for step, trajectory in read_trajectories(run / "trajectories.jsonl"):
+    for step, trajectory in read_trajectories(run):
         if step > first_pass:
             tokens += trajectory.num_sampled_tokens
             rewards.setdefault(trajectory.group_id, set()).add(trajectory.reward or 0.0)

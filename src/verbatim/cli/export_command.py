@@ -1,0 +1,54 @@
+"""`verbatim export RUN` writes the trajectories of a run as JSON lines, for tools that read no Parquet."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from verbatim.cli import exit_status
+from verbatim.errors import UsageError
+from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
+from verbatim.plain_console import PlainConsole
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare RUN, `--out` and `--steps`."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run, such as runs/NAME/latest")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new file for the lines")
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="only those of these steps: 7 or 3-9 (all of them)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write one line for each trajectory.
+
+    Raises:
+        UsageError: no trajectories, a file that is there already, or steps that are no range.
+    """
+    if args.overrides:
+        raise UsageError(f"verbatim export has no option {args.overrides[0]}; there are --out and --steps")
+    first, last = _steps(args.steps)
+    if args.out.exists():
+        raise UsageError(f"--out {args.out} is there already; name a new file")
+    trajectories = ((step, t) for step, t in read_trajectories(args.folder) if first <= step <= (last or step))
+    count, log = 0, None
+    for step, trajectory in trajectories:
+        log = log or TrajectoryLog(args.out)
+        log.write(step, trajectory)
+        count += 1
+    if log is None:
+        asked = f" of the steps {args.steps}" if args.steps else ""
+        raise UsageError(f"{args.folder} has no trajectories{asked}; {args.out} was not written")
+    log.close()
+    PlainConsole().print(f"wrote {count:,} trajectories to {args.out}", soft_wrap=True)
+    return exit_status.FINISHED
+
+
+def _steps(text: str | None) -> tuple[int, int | None]:
+    """First and last step; None = to the end."""
+    if text is None:
+        return 0, None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise UsageError(f"--steps {text}: expected a step or a range, such as 7 or 3-9")
+    return int(match[1]), int(match[2] or match[1])
