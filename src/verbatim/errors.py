@@ -11,6 +11,7 @@ VerbatimError
 │   ├── RecordError (ValueError) ids, logprobs or turns that cannot be what a sampler returned
 │   │   └── NoFlatList (KeyError)    one list of a trajectory's ids, where a break makes them two contexts
 │   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
+│   │   └── JudgeFailed          a judge gave no verdict
 │   ├── TemplateFault            a chat template did not come to an end within its budget
 │   └── SamplerFault             an inference engine failed for good on one request
 └── RunStopped                   the run cannot usefully go on (every rollout fails, a loss that is no number)
@@ -65,6 +66,10 @@ class NoFlatList(RecordError, KeyError):
 
 class EnvironmentFault(RolloutError):
     """An environment or a tool raised, hung, or returned something impossible."""
+
+
+class JudgeFailed(EnvironmentFault):
+    """A judge or a reward model gave no verdict: its episode has failed, and has no reward."""
 
 
 class TemplateFault(RolloutError):

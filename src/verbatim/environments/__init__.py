@@ -20,6 +20,7 @@ ENVIRONMENTS = {
     "calculator": "verbatim.environments.calculator:Calculator",
     "delegate": "verbatim.environments.delegate:Delegate",
     "guess_number": "verbatim.environments.guess_number:GuessNumber",
+    "judged": "verbatim.rollouts.judges:Judged",
     "reasoning_gym": "verbatim.environments.reasoning_gym:ReasoningGym",
     "single_turn": "verbatim.environments.single_turn:SingleTurn",
     "terminal": "verbatim.environments.terminal:Terminal",

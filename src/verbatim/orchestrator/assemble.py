@@ -13,7 +13,7 @@ from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import AdvantageFunction, assign_advantages
 from verbatim.filters import Filter, apply_filters
 from verbatim.orchestrator.staleness import age_metrics
-from verbatim.rollouts.loop import TOOLS_OFFERED
+from verbatim.rollouts.loop import JUDGE, TOOLS_OFFERED
 from verbatim.trajectories import Fate, OnBreak, age, build
 from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.types import Group, StopReason, TrainingSample, Trajectory
@@ -139,6 +139,7 @@ def rollout_metrics(
     for kind, count in Counter(t.error.partition(":")[0] for t in everything if t.error).items():
         metrics[f"errors/{kind}"] = count
     metrics.update(episode_metrics(completed, succeeded))
+    metrics.update(judge_metrics(everything))
     for env in dict.fromkeys(t.env for t in completed):
         own = [t for t in completed if t.env == env]
         rewards = [t.reward for t in own if t.reward is not None]
@@ -176,6 +177,14 @@ def episode_metrics(completed: Sequence[Trajectory], succeeded: Mapping[str, boo
         "malformed": _mean(float(t.stop_reason is StopReason.MALFORMED) for t in completed),
         "completion_tokens": _mean(t.num_sampled_tokens for t in completed),
     }
+
+
+def judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`judge/{what}`: what the judges of these episodes spent in all, those of failed episodes too; empty without."""
+    spent: Counter[str] = Counter()
+    for trajectory in trajectories:
+        spent.update(trajectory.info.get(JUDGE, {}))
+    return {f"judge/{name}": float(count) for name, count in spent.items()}
 
 
 def reward_part_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:

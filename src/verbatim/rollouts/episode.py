@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from verbatim.environments.base import Environment, Episode
-from verbatim.errors import EnvironmentFault, RecordError, RolloutError, SamplerFault, TemplateFault
+from verbatim.errors import EnvironmentFault, JudgeFailed, RecordError, RolloutError, SamplerFault, TemplateFault
 from verbatim.rollouts import supervised
 from verbatim.rollouts.dialogue import Dialogue
 from verbatim.rollouts.loop import TOOLS_OFFERED, EpisodeLoop, EpisodeOver
@@ -138,8 +138,15 @@ class EpisodeRun:
         if loop.offers_tools:
             dialogue.info[TOOLS_OFFERED] = True
         draft = self.trajectory()
-        with calls.guard("score"):
-            score = read_score(await episode.score(draft), "score")
+        try:
+            with calls.guard("score"):
+                score = read_score(await episode.score(draft), "score")
+        except RolloutError:
+            with contextlib.suppress(RolloutError), calls.guard("info"):  # what failed first is told
+                dialogue.info.update(_checked_info(getattr(episode, "info", {})))
+            raise
+        with calls.guard("info"):  # scoring may add to it: what a judge has spent
+            dialogue.info.update(_checked_info(getattr(episode, "info", {})))
         self._reward, self._parts = score
 
     def _fail(self, fault: RolloutError) -> None:
@@ -191,8 +198,8 @@ class EpisodeRun:
     def _note(self, fault: RolloutError) -> None:
         """Make the fault the trajectory's error: its kind, and what it says. Where the user's code raised is kept too:
         the log quotes it, here or on another host."""
-        kinds = {EnvironmentFault: "environment", SamplerFault: self._loop.engine, RecordError: "record",
-                 TemplateFault: "template"}  # fmt: skip
+        kinds = {EnvironmentFault: "environment", JudgeFailed: "judge", SamplerFault: self._loop.engine,
+                 RecordError: "record", TemplateFault: "template"}  # fmt: skip
         self._error = f"{kinds.get(type(fault), 'rollout')}: {cut(str(fault), 2 * LONGEST_ERROR)}"
         if fault.__cause__ is not None:
             self._dialogue.info[TRACEBACK] = traceback_tail(fault.__cause__)

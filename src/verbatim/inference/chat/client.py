@@ -59,16 +59,25 @@ class OpenAI:
         Raises:
             UsageError: the extra `api` is not installed, or the environment names a proxy that is no HTTP proxy.
         """
+        connection = self.open()
+        try:
+            yield connection
+        finally:
+            await connection.close()
+
+    def open(self) -> Connection:
+        """Connections that are made when they are needed, in every event loop that asks; the caller closes them.
+
+        Raises:
+            UsageError: as `connect`.
+        """
         key = self.api_key or os.environ.get(self.api_key_env) or None
         client = HttpClient(
             self.base_url, api_key=key, request_timeout=self.request_timeout, max_retries=self.max_retries,
             headers={header: os.environ[name] for name, header in _ACCOUNT.items() if os.environ.get(name)},
             remote_api=True,
         )  # fmt: skip
-        try:
-            yield Connection(self, client, has_key=key is not None)
-        finally:
-            await client.close()
+        return Connection(self, client, has_key=key is not None)
 
 
 class Connection:
@@ -78,6 +87,14 @@ class Connection:
         self.api = api
         self._client = client
         self._has_key = has_key
+
+    async def close(self) -> None:
+        """End the connections of this event loop; no more requests."""
+        await self._client.close()
+
+    async def hang_up(self) -> None:
+        """End the connections of this event loop; later requests connect anew."""
+        await self._client.hang_up()
 
     async def complete(self, body: Mapping[str, Any], failures: Counter[str]) -> ChatAnswer:
         """Send a request until it is answered.

@@ -1,0 +1,146 @@
+"""Asks an endpoint and keeps its answers: retries, a cache by the whole request, and counts of what was spent."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import JudgeFailed, SamplerFault, UsageError
+from verbatim.texts import shown
+
+Answer = tuple[Any, Mapping[str, int]]
+"""What an endpoint said (JSON), and its own counts of tokens."""
+_PRICES = ("prompt", "completion")
+
+
+class Endpoint:
+    """Requests to one judge, at most `max_concurrent` at one time. Equal requests are asked once and then answered from
+    the cache; also those that are made at the same time.
+
+    Args:
+        hang_up: Closes the connections of the running event loop; called when no request is under way any more.
+        cache: "memory", a folder, or None for no cache. A folder may be shared by processes and runs.
+        price: Of a million tokens, in any currency: `{"prompt": 0.25, "completion": 2.0}`.
+        max_concurrent: Requests at one time, in one event loop.
+
+    Raises:
+        UsageError: none of these.
+    """
+
+    def __init__(
+        self, hang_up: Callable[[], Awaitable[None]], cache: str | Path | None, price: Mapping[str, float] | None,
+        max_concurrent: int,
+    ) -> None:  # fmt: skip
+        if cache is not None and not isinstance(cache, str | Path):
+            raise UsageError(f'cache: found {shown(cache, 80)}, expected "memory", a folder, or none')
+        if price is not None and (not isinstance(price, Mapping) or set(price) - {*_PRICES}):
+            raise UsageError(f"price: found {shown(price, 80)}, expected the price of a million tokens, "
+                             "{ prompt = 0.25, completion = 2.0 }")  # fmt: skip
+        if isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1:
+            raise UsageError(f"max_concurrent: found {shown(max_concurrent, 80)}, expected at least 1")
+        self._folder = None if cache in (None, "memory") else Path(str(cache))
+        self._memory: dict[str, Any] | None = {} if cache == "memory" else None
+        self._price = dict(price or {})
+        self._most, self._hang_up = max_concurrent, hang_up
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._locks: weakref.WeakValueDictionary[tuple[int, str], asyncio.Lock] = weakref.WeakValueDictionary()
+        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._under_way: Counter[int] = Counter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_locks": None, "_places": None, "_under_way": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start_over()
+
+    async def ask(
+        self, request: Mapping[str, Any], send: Callable[[Counter[str]], Awaitable[Answer]], usage: Counter[str]
+    ) -> Any:
+        """What the endpoint said.
+
+        Args:
+            request: All that the answer depends on, as JSON: the cache's key.
+            send: Makes the request; failed attempts are added to its counter.
+            usage: `requests`, `cached`, `retries`, `prompt_tokens`, `completion_tokens` and `cost` are added.
+
+        Raises:
+            JudgeFailed: refused, or failed for good; says how.
+        """
+        text = json.dumps(request, sort_keys=True, ensure_ascii=False)
+        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        loop = asyncio.get_running_loop()
+        lock = self._locks.setdefault((id(loop), key), asyncio.Lock())
+        async with lock:
+            known, said = self._kept(key)
+            if known:
+                usage["cached"] += 1
+                return said
+            async with self._places.setdefault(loop, asyncio.Semaphore(self._most)):
+                usage["requests"] += 1
+                said, tokens = await self._send(send, usage)
+            self._spend(tokens, usage)
+            await asyncio.to_thread(self._keep, key, said)
+            return said
+
+    async def _send(self, send: Callable[[Counter[str]], Awaitable[Answer]], usage: Counter[str]) -> Answer:
+        failures: Counter[str] = Counter()
+        loop = id(asyncio.get_running_loop())
+        self._under_way[loop] += 1
+        try:
+            return await send(failures)
+        except SamplerFault as fault:
+            raise JudgeFailed(str(fault)) from fault
+        finally:
+            usage["retries"] += sum(failures.values())
+            self._under_way[loop] -= 1
+            if not self._under_way[loop]:
+                await self._hang_up()
+
+    def _spend(self, tokens: Mapping[str, int], usage: Counter[str]) -> None:
+        for kind in _PRICES:
+            count = tokens.get(f"{kind}_tokens", 0)
+            usage[f"{kind}_tokens"] += count
+            if self._price:
+                usage["cost"] += count * self._price.get(kind, 0.0) / 1e6  # type: ignore[assignment]
+
+    def _kept(self, key: str) -> tuple[bool, Any]:
+        if self._memory is not None:
+            return key in self._memory, self._memory.get(key)
+        if self._folder is None:
+            return False, None
+        try:
+            return True, json.loads(self._place(self._folder, key).read_text(encoding="utf-8"))["said"]
+        except (OSError, ValueError, KeyError, TypeError):  # not there, or half of a file: asked again
+            return False, None
+
+    def _keep(self, key: str, said: Any) -> None:
+        if self._memory is not None:
+            self._memory[key] = said
+        if self._folder is None:
+            return
+        place = self._place(self._folder, key)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=place.parent, delete=False) as file:
+                json.dump({"said": said}, file)
+            os.replace(file.name, place)
+        except OSError as error:
+            raise JudgeFailed(f"its answer cannot be kept in {self._folder}: {error.strerror}; free the disk, or "
+                              'set cache = "memory"') from error  # fmt: skip
+
+    @staticmethod
+    def _place(folder: Path, key: str) -> Path:
+        return folder / key[:2] / f"{key}.json"

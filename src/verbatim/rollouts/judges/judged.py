@@ -1,0 +1,116 @@
+"""Puts a judge around an environment: the episodes are the environment's, the reward is the judge's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from verbatim.config.knobs import check_knobs
+from verbatim.environments.base import Environment, Episode, Score
+from verbatim.environments.resolve import create_environment
+from verbatim.errors import JudgeFailed, UsageError
+from verbatim.rollouts.judges.judge import Judge
+from verbatim.rollouts.judges.reward_model import RewardModel
+from verbatim.rollouts.loop import JUDGE
+from verbatim.rollouts.rewards import read_score
+from verbatim.texts import shown
+from verbatim.types import Example, Message, Trajectory
+
+
+@runtime_checkable
+class Grades(Protocol):
+    """What `Judged` takes as a judge: `Judge`, `RewardModel`, or a class of one's own."""
+
+    async def grade(
+        self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None
+    ) -> Mapping[str, float]:
+        """The parts of the reward."""
+
+
+class Judged:
+    """An environment whose episodes a judge or a reward model scores.
+
+    Args:
+        environment: An environment, or the id or import path of one.
+        judge: A `Judge`, a `RewardModel`, or the settings of one as a mapping (with `url` of a `RewardModel`).
+        args: Arguments of the environment, where it is named.
+        own_reward: The weight of the environment's own reward, which is then a part called `own`; 0 leaves it out.
+
+    Raises:
+        UsageError: an environment or a judge that cannot be made; says what was found and expected.
+
+    Example: `Judged("single_turn", {"model": "gpt-5-mini"}, args={"data": "prompts.jsonl"})`.
+    """
+
+    def __init__(
+        self, environment: Any, judge: Any, *, args: Mapping[str, Any] | None = None, own_reward: float = 0.0
+    ) -> None:
+        self._inner: Environment = (
+            create_environment(environment, args) if isinstance(environment, str) else environment
+        )
+        self._judge = _read_judge(judge)
+        self._own_reward = own_reward
+
+    def __getattr__(self, name: str) -> Any:
+        """What the environment may have besides: demonstrations, `is_success`. Not `score_group`, which would replace
+        the judge's reward."""
+        if name.startswith("_") or name == "score_group":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The environment's."""
+        return self._inner.examples(split)
+
+    async def start(self, example: Example, seed: int) -> Episode:
+        """The environment's episode, with the judge's score."""
+        episode = await self._inner.start(example, seed)
+        return _JudgedEpisode(episode, self._judge, example, self._own_reward)  # type: ignore[return-value]
+
+
+class _JudgedEpisode:
+    def __init__(self, inner: Episode, judge: Grades, example: Example, own_reward: float) -> None:
+        self._inner, self._judge, self._example, self._own_reward = inner, judge, example, own_reward
+        self._usage = Counter(dict.fromkeys(("requests", "cached", "retries", "failed"), 0))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    @property
+    def turn_rewards_sum_to_reward(self) -> bool:
+        """The judge's part comes on top."""
+        return False
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """The episode's own, and what the judge spent."""
+        return {**getattr(self._inner, "info", {}), JUDGE: dict(self._usage)}
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """The judge's parts, and the episode's own reward where it has a weight."""
+        own: dict[str, float] = {}
+        if self._own_reward:
+            reward, _ = read_score(await self._inner.score(trajectory), "score")
+            own = {} if reward is None else {"own": self._own_reward * reward}
+        try:
+            graded = await self._judge.grade(trajectory.messages, self._usage, self._example.payload)
+        except JudgeFailed:
+            self._usage["failed"] += 1
+            raise
+        return {**own, **graded}
+
+
+def _read_judge(given: Any) -> Grades:
+    if isinstance(given, Mapping):
+        made: Any = RewardModel if "url" in given else Judge
+        settings, wrong = check_knobs(made, dict(given), num_inputs=0, label="judge")
+        if wrong:
+            raise UsageError("judge: " + "; ".join(f"{key}: {why}" for key, why in wrong.items()))
+        return made(**settings)  # type: ignore[no-any-return]
+    if isinstance(given, type) or not isinstance(given, Grades):
+        raise UsageError(f"judge: found {shown(given, 80)} ({type(given).__name__}), expected Judge(model=...), "
+                         'RewardModel(url=...), or their settings, { model = "gpt-5-mini" }')  # fmt: skip
+    return given

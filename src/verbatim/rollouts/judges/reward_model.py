@@ -1,0 +1,99 @@
+"""A reward model behind an endpoint that answers a conversation with a number."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import UsageError
+from verbatim.inference.http.client import Answer as HttpAnswer
+from verbatim.inference.http.client import AttemptFailed, HttpClient, status_failure
+from verbatim.rollouts.judges.endpoint import Answer, Endpoint
+from verbatim.texts import shown
+from verbatim.types import Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel:
+    """Posts `{"model": ..., "messages": [...]}` to a URL and takes a number out of the answer.
+
+    Example: vLLM serves a reward model with `RewardModel(url="http://localhost:8000/classify", model="my/reward-model",
+    path="data.0.probs.0")`.
+
+    Raises:
+        UsageError: settings that cannot be used, or the extra `api` is not installed.
+    """
+
+    url: str
+    """The whole address."""
+    model: str | None = None
+    """Sent as `model`; None leaves it out."""
+    path: str = "reward"
+    """Where the number stands in the answer: keys and places with dots between them."""
+    name: str = "reward_model"
+    """The part of the reward in metrics."""
+    weight: float = 1.0
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of the request."""
+    cache: str | Path | None = "memory"
+    """"memory", a folder, or None: answers are kept by the whole request."""
+    price: Mapping[str, float] | None = None
+    """Of a million tokens, where the answer has a `usage`."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """The environment variable that holds the key; a server without keys needs none."""
+    request_timeout: float = 120.0
+    """Seconds for one try."""
+    max_retries: int = 5
+    """Tries after the first."""
+    max_concurrent: int = 32
+    """Requests at one time."""
+    _client: HttpClient = field(init=False, repr=False, compare=False)
+    _endpoint: Endpoint = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise UsageError(f'reward model: path: found {shown(self.path, 80)}, expected "reward" or "data.0.score"')
+        client = HttpClient(
+            self.url, api_key=os.environ.get(self.api_key_env) or None, request_timeout=self.request_timeout,
+            max_retries=self.max_retries, remote_api=True,
+        )  # fmt: skip
+        object.__setattr__(self, "_client", client)
+        object.__setattr__(self, "_endpoint", Endpoint(client.hang_up, self.cache, self.price,
+                                                         self.max_concurrent))  # fmt: skip
+
+    async def grade(
+        self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
+        """The reward, under `name`; as `Judge.grade`, which see."""
+        body = {**({} if self.model is None else {"model": self.model}),
+                "messages": [dict(message) for message in messages], **self.extra_body}  # fmt: skip
+
+        async def send(failures: Counter[str]) -> Answer:
+            data = json.dumps(body, ensure_ascii=False, default=str).encode("utf-8", "replace")
+            return await self._client.ask("POST", "", data, self._read, failures)
+
+        request = {"url": self.url, "path": self.path, "body": body}
+        number: float = await self._endpoint.ask(request, send, usage)
+        return {self.name: self.weight * number}
+
+    def _read(self, answer: HttpAnswer) -> Answer:
+        if not 200 <= answer.status < 300:
+            raise status_failure(answer, "")
+        try:
+            said = found = json.loads(answer.text)
+            for key in self.path.split("."):
+                found = found[int(key)] if isinstance(found, list) else found[key]
+            if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+                raise TypeError
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            raise AttemptFailed("bad_answer", f"expected a number at {self.path!r}, found {answer.text[:200]!r}",
+                                final=True) from None  # fmt: skip
+        counts = said.get("usage") if isinstance(said, dict) else None
+        tokens = {key: n for key, n in (counts or {}).items() if isinstance(n, int)} if isinstance(counts, dict) else {}
+        return float(found), tokens
