@@ -8,9 +8,12 @@ from typing import Any
 
 from verbatim.environments.base import Environment
 from verbatim.monitors.jsonl import read_jsonl
+from verbatim.run.intervals import gain_interval
 
 _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
 """Left out where they mean nothing: no environment offers tools, or says what a policy reaches that ignores replies."""
+
+_GAIN = ("gain", "gain_interval_95")
 
 
 def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
@@ -50,6 +53,7 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
             "valid_format_before_rl": first.get(env, {}).get("valid_format"),
             "success_after_rl": last[env]["success"],
             "success_best_constant_policy": best_constant.get(env),
+            **_gain(first.get(env), last[env]),
         }
         for env in last
     }
@@ -59,6 +63,8 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
         for figures in (summary, *each.values()):
             if figures[name] is None:
                 del figures[name]
+    if len(each) == 1:
+        summary |= {name: value for figures in each.values() for name, value in figures.items() if name in _GAIN}
     summary |= {
         "steps": steps,
         "rollouts": rollouts,
@@ -71,6 +77,17 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
     if len(each) > 1:
         summary["environments"] = each
     return summary
+
+
+def _gain(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, Any]:
+    """What success gained, with its interval; empty where an evaluation is missing or did not count its episodes."""
+    if before is None or before is after:
+        return {}
+    shares = [(float(metrics["success"]), int(metrics.get("episodes", 0))) for metrics in (before, after)]
+    if not all(episodes for _, episodes in shares):
+        return {}
+    low, high = gain_interval(*shares)
+    return {"gain": round(shares[1][0] - shares[0][0], 4), "gain_interval_95": [round(low, 4), round(high, 4)]}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
