@@ -6,7 +6,7 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from verbatim import RolloutIdentity, build_samples
 from verbatim.environments import ENVIRONMENTS, Demonstrates, Environment
 from verbatim.environments.alphabet_sort import AlphabetSort
-from verbatim.environments.calculator import Calculator
+from verbatim.environments.calculator import Calculation, Calculator
 from verbatim.environments.delegate import Delegate
 from verbatim.environments.resolve import create_environment
 from verbatim.errors import UsageError
@@ -81,6 +81,18 @@ async def test_a_guess_and_a_wrong_answer_earn_less(said, reward):
     environment = Calculator()
     trajectory = await play(environment, example_of(environment, kind="sum", numbers=[3, 4, 5]), said)
     assert trajectory.reward == pytest.approx(reward)
+
+
+def test_held_out_tasks_are_not_demonstrated():
+    """`verbatim` evaluates on them before and after: a warm start must not show them either."""
+    environment = Calculator(largest=3, num_train=27, num_eval=27)
+    held_out = {
+        Calculation(example.payload["kind"], *example.payload["numbers"]).messages[0]["content"]
+        for example in environment.examples("eval")
+    }
+    shown = {demonstration.messages[0]["content"] for demonstration in environment.demonstrations(300, 0)}
+    assert len(shown) == 27
+    assert not shown & held_out
 
 
 # ---- delegate

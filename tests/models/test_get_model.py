@@ -66,8 +66,10 @@ def test_a_model_that_was_not_made_is_refused_with_what_to_type(kept: Path, tmp_
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=f"type: verbatim models get {NAME}"):
         find_source(NAME)
-    assert main(["config", "guess_number", "--model.build", "null", "--model.name", NAME]) == 2
-    assert f"type: verbatim models get {NAME}" in capsys.readouterr().err
+    for command in ("config", "rl"):
+        assert main([command, "smollm2_calculator"]) == 2
+        assert f"type: verbatim models get {NAME}" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_models_are_listed_with_where_they_are(kept: Path, capsys):

@@ -58,12 +58,13 @@ class Calculator:
         return Calculation(str(example.payload["kind"]), *example.payload["numbers"])
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Demonstrations in the right format that sometimes use a wrong tool or number."""
+        """Demonstrations in the right format that sometimes use a wrong tool or number; of training tasks only."""
         rng = random.Random(seed)
-        return [self._demonstration(rng) for _ in range(count)]
+        tasks = self.examples("train")
+        return [self._demonstration(rng, rng.choice(tasks)) for _ in range(count)]
 
-    def _demonstration(self, rng: random.Random) -> Demonstration:
-        task = Calculation(rng.choice(("sum", "product")), *(rng.randint(1, self.largest) for _ in range(3)))
+    def _demonstration(self, rng: random.Random, example: Example) -> Demonstration:
+        task = Calculation(str(example.payload["kind"]), *example.payload["numbers"])
         messages = list(task.messages)
         value = task.numbers[0]
         for step, (right, other) in enumerate(zip(task.steps, task.numbers[1:], strict=True)):
