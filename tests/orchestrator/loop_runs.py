@@ -195,7 +195,7 @@ class Notes:
 def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=None, filters=None, evaluate=False,
          token_seconds=0.0, interval=100, max_off_policy_steps=8, launch_bound=8, oversampling=1.0, sampler=None,
          probes=None, max_length=100, strategy="interleaved", on_break="split", online_filtering=False,
-         pool_rules=None, logprob_models=None, limits=None, params=None, shares_device=False,
+         pool_rules=None, logprob_models=None, limits=None, params=None, shares_device=False, routing=None,
          ):  # fmt: skip
     environment = environment or Coins()
     sampler = sampler or ScriptedSampler(
@@ -206,6 +206,7 @@ def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=No
     setup = RolloutSetup(
         env="coins", environment=environment, sampler=sampler, renderer=ByteRenderer(),
         params=params or SamplingParams(), limits=limits or EpisodeLimits(), slots=asyncio.Semaphore(64),
+        routing=routing,
     )  # fmt: skip
     dispatcher = Dispatcher(
         schedule=ExampleSchedule(
@@ -219,18 +220,18 @@ def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=No
         advantage=default_advantage, filters=filters or {}, strategy=strategy, on_break=on_break, max_length=max_length,
         max_off_policy_steps=max_off_policy_steps,
     )  # fmt: skip
-    notes = notes or Notes()
+    notes, trainer = notes or Notes(), trainer or FakeTrainer(tmp_path)
     schedule = RunSchedule(
         max_steps=steps, eval_setups=[setup] if evaluate else [], eval_interval=2, eval_episodes=10, eval_seed=1,
         checkpoint_interval=interval, shares_device=shares_device,
     )  # fmt: skip
     orchestrator = Orchestrator(
-        schedule=schedule, sampler=sampler, trainer=trainer or FakeTrainer(tmp_path), dispatcher=dispatcher,
+        schedule=schedule, sampler=sampler, trainer=trainer, dispatcher=dispatcher,
         ledger=ledger,
         rules={"coins": rules}, environments={"coins": environment}, observer=notes, checkpointer=notes,
         probes=probes, logprob_models=logprob_models or {},
     )  # fmt: skip
-    orchestrator.ledger_for_tests = ledger
+    orchestrator.ledger_for_tests, orchestrator.trainer_for_tests = ledger, trainer
     orchestrator.pools_for_tests = dispatcher.schedule.pools
     return orchestrator, notes, sampler
 

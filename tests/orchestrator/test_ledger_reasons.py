@@ -5,12 +5,14 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, say
 from orchestrator.loop_runs import GROUP, GROUPS, Coin, Coins, GatedTrainer, make, tokens_by_fate, until
 from verbatim.errors import RecordError, RunStopped
 from verbatim.inference.scripted import ScriptedSampler
+from verbatim.records.experts import Routing
 from verbatim.trajectories.ledger import REASONS
 
 BATCH = GROUP * GROUPS
@@ -292,3 +294,32 @@ def test_these_are_all_the_reasons():
         "difficulty", "stale", "error", "missing_logprobs", "over_length", "cancelled", "lost_worker", "lost_replica",
         "unused_at_end", "untrained",
     }  # fmt: skip
+
+
+class OfMixtures(ScriptedSampler):
+    """Returns the experts of a model with one layer; every fifth request meets a server with another model."""
+
+    async def generate(self, request):
+        completion = await super().generate(request)
+        each = 3 if request.seed % 5 == 0 else 2
+        shape = (len(request.prompt_ids) + len(completion.ids) - 1, 1, each)
+        return replace(completion, routed_experts=np.zeros(shape, dtype=np.uint8))
+
+
+async def test_experts_of_another_model_fail_their_episode_and_are_counted(tmp_path):
+    """No other rank and no later pass meets them: every sample that is trained has those of this model."""
+    sampler = OfMixtures(script=lambda request: say("abc"), vocab_size=VOCAB_SIZE, context_length=100)
+    routing = Routing(num_layers=1, num_experts=4, experts_per_token=2)
+    orchestrator, notes, _ = make(tmp_path, sampler=sampler, routing=routing, steps=3)
+    assert await orchestrator.run()
+    found = [t for _, _, groups in notes.steps for group in groups for t in group.trajectories]
+    wrong = [t for t in found if t.error is not None]
+    assert 0 < len(wrong) < len(found)
+    for trajectory in wrong:
+        assert trajectory.error.startswith("sampler: recorded experts are those of 1 layers, 3 for each token"), (
+            trajectory.error
+        )
+    trained = [sample for batch in orchestrator.trainer_for_tests.batches for sample in batch]
+    assert trained and all(sample.routed_experts.experts.shape[2] == 2 for sample in trained)
+    assert sum(trajectory.num_unrecorded_tokens for trajectory in wrong) == 4 * len(wrong)
+    assert tokens_by_fate(notes)["error"] >= 4 * len(wrong)

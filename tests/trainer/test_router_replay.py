@@ -19,7 +19,8 @@ from trainer_helpers import (
     write_llama,
     write_qwen_moe,
 )
-from transformers import AutoModelForCausalLM, DeepseekV2Config
+from transformers import AutoModelForCausalLM, DeepseekV2Config, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from verbatim import Trajectory, Turn, build_samples
 from verbatim.config.schema import OptimConfig, TrainerConfig
@@ -28,9 +29,10 @@ from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.losses import LOSSES
-from verbatim.models.experts import find_routers
+from verbatim.models.experts import check_replay, find_routers
 from verbatim.models.float64 import keep_float64
 from verbatim.packing import pack_rows, pack_tree
+from verbatim.records.experts import Routing
 from verbatim.rollouts.recorder import Recorder
 from verbatim.trainer.router_replay import check_experts
 from verbatim.trainer.trainer import Trainer
@@ -290,8 +292,11 @@ def test_experts_of_another_model_are_refused(model, tmp_path):
     with pytest.raises(UsageError, match="LlamaForCausalLM has no routers that can be told"):
         make_trainer(write_llama(tmp_path / "dense")).train_batch(samples)
     small = write_qwen_moe(tmp_path / "small", experts=4)
-    with pytest.raises(UsageError, match="layers with at least 5 experts, but Qwen3MoeForCausalLM has 3 layers with 4"):
+    with pytest.raises(UsageError, match=r"2 for each token of at least 5; the model has 3 layers, 2 of 4 \(Qwen3Moe"):
         make_trainer(small).train_batch(samples)
+    one = write_qwen_moe(tmp_path / "one", each=1)
+    with pytest.raises(UsageError, match="2 for each token of at least 5; the model has 3 layers, 1 of 5"):
+        make_trainer(one).train_batch(samples)
 
 
 def test_routers_that_give_other_groups_no_weight_are_refused():
@@ -305,9 +310,30 @@ def test_routers_that_give_other_groups_no_weight_are_refused():
         with torch.device("meta"):
             return find_routers(AutoModelForCausalLM.from_config(config))
 
-    with pytest.raises(UsageError, match='in DeepSeek with topk_method = "group_limited_greedy": experts outside of'):
+    with pytest.raises(UsageError, match='in DeepseekV2ForCausalLM with topk_method = "group_limited_greedy"'):
         check_experts(samples, routers(n_group=3, topk_group=2), "DeepSeek")
     check_experts(samples, routers(n_group=3, topk_group=3), "DeepSeek")
+
+
+def test_a_model_is_tried_before_a_run_that_would_replay_its_experts(monkeypatch):
+    usual = {"hidden_size": 32, "num_hidden_layers": LAYERS, "vocab_size": VOCAB, "moe_intermediate_size": 16}
+    moe = Qwen3MoeConfig(**usual, num_experts=6, num_experts_per_tok=3)
+    assert check_replay(moe) == Routing(num_layers=LAYERS, num_experts=6, experts_per_token=3)
+    limited = DeepseekV2Config(
+        **usual, n_routed_experts=6, num_experts_per_tok=EACH, topk_method="group_limited_greedy", n_group=3,
+        topk_group=2,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="group_limited_greedy"):
+        check_replay(limited)
+
+    def sorts(self, hidden_states):
+        logits = (hidden_states.reshape(-1, self.hidden_dim) @ self.weight.T).softmax(-1)
+        values, experts = logits.sort(dim=-1, descending=True)
+        return logits, values[..., : self.top_k], experts[..., : self.top_k]
+
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", sorts)
+    with pytest.raises(ModelError, match="does not choose 2 of 4 experts by topk"):  # those of the small copy
+        check_replay(moe)
 
 
 # ---- the mismatch that it is for

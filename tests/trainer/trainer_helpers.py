@@ -68,13 +68,13 @@ def write_experts(folder):
     return _save(MixtralForCausalLM(config), folder)
 
 
-def write_qwen_moe(folder, *, layers=3, dense=(1,), experts=5, vocab=VOCAB, scale=0.15, **settings):
+def write_qwen_moe(folder, *, layers=3, dense=(1,), experts=5, each=2, vocab=VOCAB, scale=0.15, **settings):
     """A random Qwen3-MoE, whose tokens go to two of five experts in each layer but the second, which is dense."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=vocab, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128, num_experts=experts,
-        num_experts_per_tok=2, mlp_only_layers=list(dense), initializer_range=scale, bos_token_id=None,
+        num_experts_per_tok=each, mlp_only_layers=list(dense), initializer_range=scale, bos_token_id=None,
         eos_token_id=None, **settings,
     )  # fmt: skip
     return _save(Qwen3MoeForCausalLM(config), folder)

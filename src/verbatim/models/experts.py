@@ -9,6 +9,7 @@ Legend: T tokens of a forward pass, L layers with a router, E experts, K experts
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from verbatim.errors import ModelError
 from verbatim.models.refusal import refusing
-from verbatim.models.tiny import decoder_layers
+from verbatim.models.tiny import NoTinyCopy, decoder_layers, tiny_copy
+from verbatim.records.experts import Routing
+
+logger = logging.getLogger(__name__)
 
 Observer = Callable[[int, slice, Tensor, Tensor, Tensor], Tensor]
 """`observe(router, tokens, logits_TE, weights_TK, experts_TK) -> weights_TK`: called with the results of a router for
@@ -55,6 +59,12 @@ class RouterPass:
         return replace(self, choices=choices, tokens=slice(start, stop))
 
 
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk", "top_k_experts",
+)  # fmt: skip
+"""Names of K in configurations."""
+
+
 class Routers:
     """The routers of a model. Its passes compute what they did before, but inside of `during`.
 
@@ -72,7 +82,11 @@ class Routers:
         own = [tuple(p.shape) for name, p in modules[0].named_parameters() if p.ndim == 2 and "lora_" not in name]
         self.num_experts = max(own, key=_size)[0]
         """E."""
-        self.limits_groups = _limits_groups(model.config.get_text_config())
+        text_config = model.config.get_text_config()
+        self.routing = Routing(num_layers=self.num_layers, num_experts=self.num_experts,
+                               experts_per_token=_experts_per_token(text_config))  # fmt: skip
+        """What a record of its experts has to fit."""
+        self.limits_groups = _limits_groups(text_config)
         """Whether experts outside of the groups that a router chooses weigh 0, so that none can be replayed."""
         self._now: RouterPass | None = None
         for number, module in enumerate(modules):
@@ -117,6 +131,11 @@ def _layers(model: Any, modules: Sequence[nn.Module]) -> tuple[int, ...]:
     return tuple(place.get(module, -1) for module in modules)
 
 
+def _experts_per_token(config: Any) -> int | None:
+    given = (getattr(config, name, None) for name in _EXPERTS_PER_TOKEN)
+    return next((number for number in given if isinstance(number, int) and number > 0), None)
+
+
 def _limits_groups(config: Any) -> bool:
     """As in DeepSeek-V2, whose weights are made from scores that are 0 outside of the chosen groups. Its successors
     choose by such scores too, but make weights from those without the mask."""
@@ -156,22 +175,64 @@ def find_routers(model: Any) -> Routers | None:
     return Routers(model, modules) if layers and -1 not in layers and len(set(layers)) == len(layers) else None
 
 
-def check_routers(model_config: Any) -> None:
-    """Refuse, before a warm start, a model whose experts no sampler could record: no weights are needed.
+def check_replay(model_config: Any) -> Routing:
+    """Refuse, before a warm start, a model whose experts no sampler could record, or no trainer replay. No weights are
+    needed: replay is tried on a small copy.
 
     Args:
         model_config: The model's configuration, of `transformers`.
 
+    Returns:
+        What the records have to fit.
+
     Raises:
-        ModelError: it has no routers of the usual kind, or cannot be made.
+        ModelError: it has no routers of the usual kind, replays no experts, or cannot be made.
     """
     from transformers import AutoModelForCausalLM
 
     with refusing(f"a model of {type(model_config).__name__} cannot be made"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
-    if find_routers(model) is None:
+    routers = find_routers(model)
+    if routers is None:
         raise ModelError(f"inference.return_routed_experts = true, but {type(model).__name__} has no experts that are "
                          "chosen by routers of its decoder layers; leave it out")  # fmt: skip
+    refuse_limited_groups(routers)
+    _try_replay(model)
+    return routers.routing
+
+
+def refuse_limited_groups(routers: Routers) -> None:
+    """Refuse a model in which no experts can be replayed but those of the groups that its routers choose.
+
+    Raises:
+        ModelError: such a model.
+    """
+    if routers.limits_groups:
+        raise ModelError(f'recorded experts cannot be replayed in {routers.name} with topk_method = '
+                         '"group_limited_greedy": experts outside of the groups that its routers choose themselves '
+                         "have the weight 0; set inference.return_routed_experts = false")  # fmt: skip
+
+
+@torch.no_grad()
+def _try_replay(model: Any) -> None:
+    """Let the routers of a small copy choose what they are told.
+
+    Raises:
+        ModelError: they cannot be told.
+    """
+    try:
+        tiny = tiny_copy(model)
+    except NoTinyCopy as error:
+        logger.warning("whether recorded experts can be replayed is seen in the first batch only: %s", error)
+        return
+    routers = find_routers(tiny)
+    assert routers is not None
+    each = routers.routing.experts_per_token
+    if each is None:
+        return
+    experts_1DK = torch.arange(each).expand(1, routers.num_layers, each)
+    with routers.during(RouterPass(choices=Choices(experts_1DK, torch.ones(1, dtype=torch.bool)))):
+        tiny(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
 
 
 def router_modules(model: Any) -> list[nn.Module]:

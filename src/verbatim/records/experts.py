@@ -56,6 +56,35 @@ class RoutedExperts:
         self.known[at[new]] = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The sizes of a mixture of experts that a record of it has to have."""
+
+    num_layers: int
+    """D: all decoder layers."""
+    num_experts: int
+    """E, in each layer with experts."""
+    experts_per_token: int | None
+    """K; None where the model's configuration does not say."""
+
+    def problem(self, experts: Experts) -> str | None:
+        """Why recorded experts are not those of this model; None where they can be.
+
+        >>> model = Routing(num_layers=2, num_experts=4, experts_per_token=1)
+        >>> model.problem(np.array([[[3], [0]]], dtype=np.uint8)) is None
+        True
+        >>> model.problem(np.array([[[5, 1], [0, 2]]], dtype=np.uint8))
+        'recorded experts are those of 2 layers, 2 for each token of at least 6; the model has 2 layers, 1 of 4'
+        """
+        num_layers, each = experts.shape[1:]
+        used = int(experts.max(initial=0)) + 1
+        if num_layers == self.num_layers and used <= self.num_experts and self.experts_per_token in (None, each):
+            return None
+        expected = f"{self.experts_per_token} of {self.num_experts}" if self.experts_per_token else self.num_experts
+        return (f"recorded experts are those of {num_layers} layers, {each} for each token of at least {used}; the "
+                f"model has {self.num_layers} layers, {expected}")  # fmt: skip
+
+
 def as_experts(values: Any, most: int) -> Experts:
     """Numbers of experts as a read-only array: the one that was given, where it is one already.
 

@@ -47,6 +47,7 @@ class Draws:
         self._recorder.count_lost(completion.num_lost_tokens)
         self.num_delivered += len(completion.ids)
         self._recorder.count(len(completion.ids))
+        self._recorder.refuse_other_experts(completion.routed_experts)
         return completion
 
     @property

@@ -38,9 +38,10 @@ class GroupRun:
         self._purpose = purpose
         self._seed = derive_seed(run_seed, purpose, setup.env, example.id, index)
         self._recorders = [
-            Recorder(setup.sampler.vocab_size, on_sampled, on_dropped, trajectory_id=f"{self.group_id}-{i}")
+            Recorder(setup.sampler.vocab_size, on_sampled, on_dropped, trajectory_id=f"{self.group_id}-{i}",
+                     routing=setup.routing)
             for i in range(size)
-        ]
+        ]  # fmt: skip
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import RecordError
+from verbatim.errors import RecordError, SamplerFault
+from verbatim.records.experts import Experts, Routing
 from verbatim.token_tree import Ids, Int32, TokenTree, as_ids
 from verbatim.types import Turn
 
@@ -24,13 +25,16 @@ class Recorder:
         on_dropped: Called with the tokens, by reason, that no trajectory will have: those that `lose` gives up, those
             of lost replicas, and those that came after the end (the ledger drops them).
         trajectory_id: For messages.
+        routing: Of the model in training: experts that a sampler returns have to be its. None = they are not looked at.
     """
 
     def __init__(
         self, vocab_size: int, on_sampled: Callable[[int], None] | None = None,
         on_dropped: Callable[[Mapping[str, int]], None] | None = None, *, trajectory_id: str = "",
+        routing: Routing | None = None,
     ) -> None:  # fmt: skip
         self._on_sampled, self._on_dropped, self._trajectory_id = on_sampled, on_dropped, trajectory_id
+        self._routing = routing
         self._tree = TokenTree(vocab_size)
         self._closed = False
         self.turns: list[Turn] = []
@@ -70,6 +74,16 @@ class Recorder:
         if last is None or last.routed_experts is None or last.path.length > len(prompt_ids):
             return 0
         return last.path.length - 1 if np.array_equal(last.path.ids(), prompt_ids[: last.path.length]) else 0
+
+    def refuse_other_experts(self, experts: Experts | None) -> None:
+        """Refuse recorded experts that are not those of the model in training.
+
+        Raises:
+            SamplerFault: they are of another model.
+        """
+        if self._routing is None or experts is None or (problem := self._routing.problem(experts)) is None:
+            return
+        raise SamplerFault(f"{problem}: the sampler has another model")
 
     def count(self, num_tokens: int) -> None:
         """A sampler returned this many tokens, whether or not they can be recorded. After the end they are counted all

@@ -11,6 +11,7 @@ from typing import Protocol
 from verbatim.environments.base import Environment
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection
+from verbatim.records.experts import Routing
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.chat_loop import TeacherLoop
@@ -103,3 +104,5 @@ class RolloutSetup:
     """Counts how they end, and says what fails."""
     run_id: str = ""
     """The run that the episodes belong to; empty outside of one."""
+    routing: Routing | None = None
+    """Of the model in training, whose experts the sampler returns; None = it returns none."""

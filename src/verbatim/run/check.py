@@ -15,6 +15,7 @@ from verbatim.errors import ComponentError, ModelError, UsageError
 from verbatim.imports import is_installed
 from verbatim.inference.chat.client import OpenAI
 from verbatim.models.source import find_source
+from verbatim.records.experts import Routing
 from verbatim.rollouts.workers.episodes import refuse_unpicklable
 from verbatim.run.environments import (
     Conversation,
@@ -186,11 +187,21 @@ def _check_trainer(config: RunConfig) -> None:
         from verbatim.trainer.router_loss import check_router_loss
 
         check_router_loss(model_config)
-    if config.inference.return_routed_experts:
-        model_config = _model_config(config)
-        from verbatim.models.experts import check_routers
+    find_routing(config)
 
-        check_routers(model_config)
+
+def find_routing(config: RunConfig) -> Routing | None:
+    """What recorded experts have to fit; None where none are asked for.
+
+    Raises:
+        ModelError: the model has none that can be recorded and replayed.
+    """
+    if not config.inference.return_routed_experts:
+        return None
+    model_config = _model_config(config)
+    from verbatim.models.experts import check_replay
+
+    return check_replay(model_config)
 
 
 def _model_config(config: RunConfig) -> Any:

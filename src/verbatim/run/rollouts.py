@@ -18,6 +18,7 @@ from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.models.source import is_adapter, rank_of
+from verbatim.records.experts import Routing
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts import EpisodeLimits, EpisodeRunner, EpisodeTally, LocalRunner, RolloutSetup
 from verbatim.rollouts.backends import RUNNERS, RunnerInputs
@@ -38,9 +39,10 @@ def make_setups(
     runner: EpisodeRunner | None = None,
     tally: EpisodeTally | None = None,
     run_id: str = "",
+    routing: Routing | None = None,
 ) -> dict[str, RolloutSetup]:
     """How each environment's episodes are run; a `teacher` speaks instead of the sampler, a `runner` runs them
-    elsewhere, and one `tally` counts the episodes of all environments."""
+    elsewhere, and one `tally` counts the episodes of all environments. Recorded experts have to fit `routing`."""
     tally = tally or EpisodeTally()
     return {
         label: RolloutSetup(
@@ -55,6 +57,7 @@ def make_setups(
             runner=runner or LocalRunner(),
             tally=tally,
             run_id=run_id,
+            routing=routing,
         )
         for label, (env, environment) in environments.items()
     }

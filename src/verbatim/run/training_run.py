@@ -24,6 +24,7 @@ from verbatim.inference.chat.client import OpenAI
 from verbatim.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
 from verbatim.rollouts import EpisodeTally, RolloutSetup
 from verbatim.rollouts.main_loop import Ask
+from verbatim.run.check import find_routing
 from verbatim.run.environments import Environments
 from verbatim.run.parts import make_dispatcher, make_logprob_models, make_rules, make_schedule
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
@@ -157,10 +158,11 @@ class TrainingRun:
         tallies = {purpose: EpisodeTally(purpose) for purpose in made}
         for tally in reversed(tallies.values()):
             stack.callback(tally.log_summary)
+        routing = find_routing(config)
         setups, eval_setups = (
             make_setups(
                 settings, made[purpose], sampler, renderer, slots, writer, runner, tallies[purpose],
-                run_id=self.folder.path.name,
+                run_id=self.folder.path.name, routing=routing,
             )
             for purpose, writer in (("train", chat_teacher), ("eval", None))
         )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verbatim.errors import UsageError
-from verbatim.models.experts import Routers
+from verbatim.models.experts import Routers, refuse_limited_groups
 from verbatim.types import MicroBatch, TrainingSample
 
 
@@ -31,17 +31,10 @@ def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, na
     if routers is None:
         raise UsageError(f"the samples have recorded experts, but {name} has no routers that can be told what to "
                          "choose; set inference.return_routed_experts = false")  # fmt: skip
-    if routers.limits_groups:
-        raise UsageError(f'recorded experts cannot be replayed in {name} with topk_method = "group_limited_greedy": '
-                         "experts outside of the groups that its routers choose themselves have the weight 0; set "
-                         "inference.return_routed_experts = false")  # fmt: skip
+    refuse_limited_groups(routers)
     for experts in routed:
-        if experts.shape[1] != routers.num_layers or (experts.size and experts.max() >= routers.num_experts):
-            raise UsageError(
-                f"recorded experts are of {experts.shape[1]} layers with at least {int(experts.max(initial=0)) + 1} "
-                f"experts, but {name} has {routers.num_layers} layers with {routers.num_experts} experts; they were "
-                "sampled from another model"
-            )
+        if (problem := routers.routing.problem(experts)) is not None:
+            raise UsageError(f"{problem} ({name}); they were sampled from another model")
 
 
 def replayed_share(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
