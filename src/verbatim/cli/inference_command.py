@@ -230,5 +230,7 @@ def _say_how(console: Console, config: RunConfig, urls: list[str], args: argpars
         listed = ", ".join(f'"{url}"' for url in urls)
         lines = [f"[inference.{table_of(config.inference.backend)}]", f"urls = [{listed}]"]
         lines += [f'api_key_env = "{args.api_key_env}"'] if args.api_key_env else []
-        lines += ['weight_transfer = "http"'] if args.uploads is not None else []
+        broadcast = inference_settings(config).broadcast
+        transfer = "http" if args.uploads is not None else broadcast.kind if broadcast is not None else None
+        lines += [f'weight_transfer = "{transfer}"'] if transfer is not None else []
         console.print("in the run's file:", *lines, sep="\n", soft_wrap=True, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -71,6 +72,23 @@ def table_of(backend: str) -> str:
     return backend.replace(":", ".").rpartition(".")[2]
 
 
+BroadcastKind = Literal["nccl", "gloo"]
+"""From device to device, or from host memory to host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BroadcastSettings:
+    """How a trainer sends its weights to a sampler's servers."""
+
+    kind: BroadcastKind
+    urls: tuple[str, ...]
+    """Of servers that the run finds; empty = it starts them, beside the orchestrator."""
+    address: str | None
+    """An address of the trainer's host that they reach; None = found by the route to them."""
+    seconds: float
+    """Limit for each phase of an update."""
+
+
 class BackendSettings(Section):
     """The table of one backend: a subclass has its keys as fields."""
 
@@ -89,6 +107,11 @@ class BackendSettings(Section):
         """The CUDA devices that processes of a sampler's own take where there is CUDA, as CUDA_VISIBLE_DEVICES names
         them. Empty = it has no such processes, or they take none."""
         return ()
+
+    @property
+    def broadcast(self) -> BroadcastSettings | None:
+        """How the trainer sends its weights to the sampler's servers; None = they read what it publishes."""
+        return None
 
     def check(self) -> None:
         """Refuse, before a run starts, what cannot work on this machine: a device or package that is not there.

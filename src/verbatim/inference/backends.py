@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config.inference import OnWeightUpdate
+from verbatim.inference.sending import WeightSender
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class BackendInputs:
     """Whether completions have the experts of a mixture that computed each token."""
     adapter_rank: int | None = None
     """Rank of the low-rank adapters that updates bring; None = they bring whole weights."""
+    sender: WeightSender | None = None
+    """The trainer, where it sends its weights to the backend's servers; None = they read what it publishes."""
     logs: Path | None = None
     """A folder for what the backend's processes print; None keeps nothing of it."""
 

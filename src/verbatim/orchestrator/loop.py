@@ -39,6 +39,7 @@ from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.evaluate import evaluate
 from verbatim.orchestrator.loop_lag import LoopLag
 from verbatim.orchestrator.producer import Producer, Submitted, cancel_all
+from verbatim.orchestrator.sending_trainer import SendingTrainer
 from verbatim.orchestrator.step_metrics import StepMetrics
 from verbatim.orchestrator.turns import Turns
 from verbatim.orchestrator.weight_sync import WeightSync
@@ -66,6 +67,8 @@ class Orchestrator:
     probes: Probes | None = None
     """Logprobs of the weights that the sampler begins with; None = nothing is compared then."""
     logprob_models: Mapping[str, Teacher] = field(default_factory=dict)
+    sending: SendingTrainer | None = None
+    """The trainer, where it sends its weights to the sampler's servers."""
     tally: EpisodeTally = field(default_factory=EpisodeTally)
 
     def __post_init__(self) -> None:
@@ -187,7 +190,8 @@ class Orchestrator:
         except (VerbatimError, OSError):
             await self._record(submitted, report, {})
             raise
-        await self._record(submitted, report, {**timings, "time/weight_sync": seconds})
+        sent = self.sending.metrics() if self.sending is not None else {}
+        await self._record(submitted, report, {**timings, "time/weight_sync": seconds, **sent})
         if self.step % self.schedule.eval_interval == 0 or self.step == self.schedule.max_steps:
             await self._evaluate()
         if state is not None:
@@ -203,6 +207,9 @@ class Orchestrator:
             except BaseException:
                 self._stopping.set()  # before anything else is handed over
                 raise
+            finally:
+                if self.sending is not None:
+                    self.sending.go_on(report.version)
         assert report.version == self.step
         return time.perf_counter() - began
 
@@ -229,6 +236,8 @@ class Orchestrator:
 
     async def _keep_what_was_trained(self) -> None:
         """Settle the batches that the trainer still finishes, and write a checkpoint if it can."""
+        if self.sending is not None:
+            self.sending.let_go()
         while self._producer.submitted:
             submitted = self._producer.submitted[0]
             try:

@@ -36,6 +36,7 @@ from verbatim.run.parts import (
 )
 from verbatim.run.placement import check_placement, check_turns
 from verbatim.run.rollouts import check_backend, inference_settings, make_renderer, plays_elsewhere, rollout_settings
+from verbatim.run.weight_transfer import check_broadcast
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def check_run(
 def _check_inference(config: RunConfig, starts_both: bool) -> None:
     check_turns(config, inference_settings(config))
     settings = check_backend(config)
+    check_broadcast(config, is_trainers_host=starts_both)
     if starts_both:
         check_placement(config, settings)
 

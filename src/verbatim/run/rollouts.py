@@ -17,6 +17,7 @@ from verbatim.errors import ComponentError, UsageError
 from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
+from verbatim.inference.sending import WeightSender
 from verbatim.models.source import is_adapter, rank_of
 from verbatim.records.experts import Routing
 from verbatim.renderers.base import Renderer
@@ -146,7 +147,7 @@ _SAMPLER_METHODS = ("generate", "update_weights", "prompt_logprobs", "close")
 
 async def make_sampler(
     config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None,
-    logs: Path | None = None,
+    logs: Path | None = None, sender: WeightSender | None = None,
 ) -> Sampler:  # fmt: skip
     """The configured rollout engine with the weights in `source`.
 
@@ -157,6 +158,7 @@ async def make_sampler(
         num_threads: Threads for an engine that computes in this process, where its settings do not say; None = torch's
             own setting.
         logs: The folder for what an engine in other processes prints.
+        sender: The trainer, where it sends its weights to the engine's servers.
 
     Raises:
         ComponentError: the backend gave something that is not a sampler.
@@ -171,6 +173,7 @@ async def make_sampler(
         on_weight_update=inference.on_weight_update,
         return_routed_experts=inference.return_routed_experts,
         adapter_rank=lora.r if lora is not None else rank_of(source) if is_adapter(source) else None,
+        sender=sender,
         logs=logs,
     )
     settings = settings_for(inference, inference.backend, backend)

@@ -22,6 +22,7 @@ from verbatim.run.make_trainer import make_trainer, threads_of
 from verbatim.run.parts import needs_first_model
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import open_ranks
+from verbatim.run.weight_transfer import own_address
 from verbatim.transport import TrainerReady, WeightFolders
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.files import publish_bytes
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 def open_trainer(
     config: RunConfig, environments: Callable[[], Environments], folder: RunFolder, console: Console, *, states: Path,
-    ranks: Ranks | None = None,
+    ranks: Ranks | None = None, sends_from: str | None = None,
 ) -> tuple[TrainerWorker, TrainerReady]:  # fmt: skip
     """A trainer that holds the newest checkpoint of the run, or the model the run begins with.
 
@@ -44,9 +45,11 @@ def open_trainer(
         environments: Asked only where a model has to be built or warm-started.
         states: Where the trainer leaves its parts of checkpoints.
         ranks: The processes that train together; None = this one alone.
+        sends_from: The address on which it meets the sampler's servers to send them weights; None = it sends none.
     """
     from verbatim.models.loading import load_tokenizer
     from verbatim.trainer.device_memory import DeviceMemory
+    from verbatim.trainer.weight_sender import WeightBroadcaster
     from verbatim.trainer.worker import TrainerWorker
 
     found = CheckpointStore(folder.checkpoints, read_only=True).latest()
@@ -68,6 +71,7 @@ def open_trainer(
         states=states.resolve(),
         context_length=config.orchestrator.seq_len,
         memory=DeviceMemory(trainer.models, trainer.optimizer, trainer.device) if shares_device else None,
+        broadcaster=WeightBroadcaster(trainer, sends_from) if sends_from is not None else None,
     )
     if found is not None and trainer.adapters is not None:  # published anew: the folder of a run may have been moved
         base = worker.weights.publish(worker.version, trainer.save_weights)
@@ -76,6 +80,7 @@ def open_trainer(
         weights=str(base.resolve() if base.exists() else base),  # the other process may stand elsewhere
         checkpoint=found.folder.resolve() if found is not None else None,
         probes=worker.probe(),
+        store=worker.broadcaster.store if worker.broadcaster is not None else None,
     )
     if worker.memory is not None:
         worker.memory.leave()  # the sampler starts now
@@ -124,6 +129,7 @@ def serve_trainer(
     from verbatim.trainer.local import set_num_threads
     from verbatim.trainer.serve import serve
 
+    sends_from = own_address(config, link.url if link is not None else None)
     checkpoint = fetch_run(link, config, folder, console) if link is not None else None
     exchange = Exchange.open(folder.exchange, session)
     publish_bytes(exchange.config, dump_config(config).encode())
@@ -136,8 +142,9 @@ def serve_trainer(
         if mirror is not None:
             mirror.wait_until_answered()  # a refusal comes before hours of a warm start
         worker, ready = open_trainer(
-            config, lambda: make_environments(config), folder, console, states=exchange.states, ranks=ranks
-        )
+            config, lambda: make_environments(config), folder, console, states=exchange.states, ranks=ranks,
+            sends_from=sends_from,
+        )  # fmt: skip
         if ranks is None:
             set_num_threads(threads_of(config, config.trainer.num_threads))
         exchange.ready(ready)

@@ -31,6 +31,7 @@ from verbatim.run.hosts import serve_run
 from verbatim.run.logs import last_lines
 from verbatim.run.make_trainer import threads_of
 from verbatim.run.trainer_main import open_trainer
+from verbatim.run.weight_transfer import own_address
 from verbatim.transport import TrainerLink, TrainerReady
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat, PeerWatch
@@ -76,7 +77,9 @@ def trainer_inside(
     if not is_locked(folder.path / f"{TRAINER}.lock"):  # what an earlier process and its trainer left
         folder.remove_left_overs(TRAINER)
         shutil.rmtree(folder.exchange, ignore_errors=True)
-    worker, ready = open_trainer(config, lambda: environments, folder, console, states=states)
+    worker, ready = open_trainer(
+        config, lambda: environments, folder, console, states=states, sends_from=own_address(config, None)
+    )
     link = LocalTrainer(worker, num_threads=threads_of(config, config.trainer.num_threads))
     yield TrainerSide(ready=ready, link=link, progress=lambda doing: None, wants_to_stop=lambda: False)
 

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import tomllib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from verbatim.fates.retention import Retention
 from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
 from verbatim.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
+from verbatim.orchestrator.sending_trainer import SendingTrainer
 from verbatim.rollouts import EpisodeTally, RolloutSetup
 from verbatim.rollouts.main_loop import Ask
 from verbatim.run.check import find_routing
@@ -29,6 +30,7 @@ from verbatim.run.environments import Environments
 from verbatim.run.parts import make_dispatcher, make_logprob_models, make_rules, make_schedule
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
 from verbatim.run.run_log import RunLog
+from verbatim.run.weight_transfer import refuse_unreachable
 from verbatim.trajectories import Ledger
 from verbatim.transport.mirror.server import Listen
 
@@ -137,6 +139,11 @@ class TrainingRun:
         from verbatim.run.make_trainer import threads_of
 
         config, ready, settings = self.config, side.ready, self.config.orchestrator
+        sending = None
+        if ready.store is not None:
+            refuse_unreachable(ready.store)
+            sending = SendingTrainer(side.link, ready.store)
+            side = replace(side, link=sending)
         teacher, chat_teacher = settings.teacher, None
         if settings.training_mode == "sft":
             assert teacher is not None and teacher.base_url is not None  # the configuration sees to it
@@ -145,7 +152,7 @@ class TrainingRun:
         renderer = make_renderer(settings.renderer, load_tokenizer(ready.weights))
         sampler = await make_sampler(
             config, ready.weights, policy_version=ready.version, num_threads=threads_of(config, None),
-            logs=self.folder.path / "logs" / "inference",
+            logs=self.folder.path / "logs" / "inference", sender=sending,
         )  # fmt: skip
         stack.push_async_callback(side.link.close)
         stack.push_async_callback(sampler.close)
@@ -184,6 +191,7 @@ class TrainingRun:
             schedule=make_schedule(config, eval_setups),
             sampler=sampler,
             trainer=side.link,
+            sending=side.link if isinstance(side.link, SendingTrainer) else None,
             dispatcher=make_dispatcher(config, self.environments, setups, ledger),
             ledger=ledger,
             rules=make_rules(config, self.environments),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from verbatim.inference.sending import SendOrder, SendReport
 from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport import StepReport
 from verbatim.types import TrainingSample
@@ -30,6 +31,9 @@ class LocalTrainer:
 
     async def save(self, folder: Path, version: int) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._worker.save, folder, version)
+
+    async def send(self, order: SendOrder) -> SendReport:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._worker.send, order)
 
     async def watch(self) -> None:
         """A thread of this process cannot be gone: returns never."""

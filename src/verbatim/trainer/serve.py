@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat
 from verbatim.transport.trainer_messages import TrainerMessage, path_to_json, to_json
+
+_DOING = {"train": "training on batch {}", "save": "writing its state", "send": "sending version {} of the weights"}
 
 
 def serve(
@@ -41,7 +44,7 @@ def serve(
         if message.kind == "stop":
             return
         idle = time.monotonic() - began
-        heartbeat.progress(f"training on batch {worker.version}" if message.kind == "train" else "writing its state")
+        heartbeat.progress(_DOING[message.kind].format(worker.version))
         exchange.answer(number, _execute(worker, message, exchange.run, idle, on_step))
 
 
@@ -53,6 +56,9 @@ def _execute(
     try:
         if message.kind == "save":
             return {"result": path_to_json(worker.leave_state(message.version), run)}
+        if message.kind == "send":
+            assert message.order is not None
+            return {"result": dataclasses.asdict(worker.send(message.order))}
         report = to_json(worker.train(message.samples, message.version, checkpoint=message.checkpoint), run)
     except (RunStopped, OSError) as error:
         return {"error": describe(error)}

@@ -9,10 +9,12 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from verbatim.errors import RunStopped, VerbatimError
+from verbatim.inference.sending import SendOrder, SendReport
 from verbatim.machine_faults import describe, is_out_of_memory
 from verbatim.trainer.device_memory import DeviceMemory
 from verbatim.trainer.logprobs import whole_sample
 from verbatim.trainer.trainer import Trainer
+from verbatim.trainer.weight_sender import WeightBroadcaster
 from verbatim.transport import StepReport, WeightFolders
 from verbatim.transport.canary import Probes, probe_sequences
 from verbatim.transport.weights import folder_bytes
@@ -35,6 +37,8 @@ class TrainerWorker:
     """Most tokens of a sequence that the sampler takes, and so of a probe."""
     memory: DeviceMemory | None = None
     """Set for a trainer that shares its device: it is there only while it trains."""
+    broadcaster: WeightBroadcaster | None = None
+    """Sends its weights to the sampler's servers; None = they read what it publishes."""
     _failure: str | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +91,16 @@ class TrainerWorker:
             probes=probes,
             state=state,
         )
+
+    def send(self, order: SendOrder) -> SendReport:
+        """Send the weights of the version that it holds to the sampler's servers.
+
+        Raises:
+            RunStopped: this is not the version it holds, or a rank of the trainer failed.
+        """
+        assert self.broadcaster is not None, "the trainer was started to publish folders"
+        self._check_held(order.version)
+        return self.broadcaster.send(order)
 
     def save(self, folder: Path, version: int) -> None:
         """Write weights, optimizer and schedule into an existing folder.

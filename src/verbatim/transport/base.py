@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from verbatim.inference.sending import SendOrder, SendReport, WeightStore
 from verbatim.transport.canary import Probes
 from verbatim.types import TrainingSample
 
@@ -23,6 +24,8 @@ class TrainerReady:
     """The checkpoint it goes on from; None at the start of a run."""
     probes: Probes | None = None
     """That version's logprobs of the fixed probes; None = this trainer has none."""
+    store: WeightStore | None = None
+    """Where it meets the servers that it sends weights to; None = it sends none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +70,13 @@ class TrainerLink(Protocol):
 
         Raises:
             RunStopped: the trainer does not hold exactly this version, or is gone.
+        """
+
+    async def send(self, order: SendOrder) -> SendReport:
+        """Send the weights of the version that it holds to the sampler's servers, before it begins another batch.
+
+        Raises:
+            RunStopped: the trainer is gone, or one of its processes failed.
         """
 
     async def watch(self) -> None:

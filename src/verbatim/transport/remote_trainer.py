@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.errors import RunStopped
+from verbatim.inference.sending import SendOrder, SendReport
 from verbatim.transport.base import StepReport
 from verbatim.transport.exchange import FIRST_WAIT, LONGEST_WAIT, Exchange
 from verbatim.transport.trainer_messages import TrainerMessage, path_from_json, report_from_json
@@ -47,6 +48,11 @@ class RemoteTrainer:
         assert left is not None
         self._refuse_others(left)
         await asyncio.to_thread(_move_content, left, folder)
+
+    async def send(self, order: SendOrder) -> SendReport:
+        """Have the trainer send its weights; it executes one message after the other."""
+        message = TrainerMessage(kind="send", version=order.version, order=order)
+        return SendReport(**await self._execute(message))
 
     async def watch(self) -> None:
         """Check the trainer regularly.

@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from verbatim.errors import RunStopped
+from verbatim.inference.sending import SendOrder, WeightStore
 from verbatim.records.samples import assert_same_streams
 from verbatim.transport.base import StepReport, TrainerReady
 from verbatim.transport.canary import Probes
@@ -53,14 +54,16 @@ _FOLDERS = {"weights", "state", "checkpoint"}
 class TrainerMessage:
     """A request to the trainer."""
 
-    kind: Literal["train", "save", "stop"]
-    """Train on a batch; write its state; end."""
+    kind: Literal["train", "save", "send", "stop"]
+    """Train on a batch; write its state; send its weights to the sampler's servers; end."""
     version: int = 0
     """The policy version after the batch, or of the state to be written."""
     samples: tuple[TrainingSample, ...] = ()
     """The batch."""
     checkpoint: bool = False
     """With a batch: also leave the trainer's part of a checkpoint."""
+    order: SendOrder | None = None
+    """With "send": to whom."""
 
 
 def message_to_bytes(message: TrainerMessage) -> bytes:
@@ -80,6 +83,7 @@ def message_to_bytes(message: TrainerMessage) -> bytes:
         "kind": message.kind,
         "version": message.version,
         "checkpoint": message.checkpoint,
+        "order": None if message.order is None else dataclasses.asdict(message.order),
         **{name: [getattr(sample, name) for sample in samples] for name in _NAMES},
     }
     data: bytes = save(tensors, metadata={"message": json.dumps(head)})
@@ -112,8 +116,9 @@ def read_message(path: Path) -> TrainerMessage:
         for i in range(len(head[_NAMES[0]]))
     )  # fmt: skip
     return TrainerMessage(
-        kind=head["kind"], version=head["version"], samples=samples, checkpoint=head["checkpoint"]
-    )
+        kind=head["kind"], version=head["version"], samples=samples, checkpoint=head["checkpoint"],
+        order=None if head["order"] is None else SendOrder(**head["order"]),
+    )  # fmt: skip
 
 
 def _read_experts(tensors: dict[str, Any], lengths: Any, routed: list[bool]) -> list[RoutedExperts | None]:
@@ -133,6 +138,8 @@ def to_json(record: StepReport | TrainerReady, run: Path) -> dict[str, Any]:
     if record.probes is not None:
         fields["probes"] = {"token_ids": [ids.tolist() for ids in record.probes.token_ids],
                             "logprobs": [logprobs.tolist() for logprobs in record.probes.logprobs]}  # fmt: skip
+    if isinstance(record, TrainerReady) and record.store is not None:
+        fields["store"] = dataclasses.asdict(record.store)
     return fields
 
 
@@ -155,8 +162,9 @@ def ready_from_json(value: Mapping[str, Any], run: Path) -> TrainerReady:
         RunStopped: a folder that is named below the run folder is not below it.
     """
     checkpoint, weights = (path_from_json(value[name], run) for name in ("checkpoint", "weights"))
-    probes = _probes(value["probes"])
-    return TrainerReady(**{**value, "checkpoint": checkpoint, "weights": str(weights), "probes": probes})
+    changes = {"checkpoint": checkpoint, "weights": str(weights), "probes": _probes(value["probes"]),
+               "store": None if value["store"] is None else WeightStore(**value["store"])}  # fmt: skip
+    return TrainerReady(**{**value, **changes})
 
 
 def path_to_json(path: Path | str | None, run: Path) -> dict[str, str] | str | None:

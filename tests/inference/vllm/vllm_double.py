@@ -12,12 +12,14 @@ import math
 import ssl
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from aiohttp import web
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
@@ -29,6 +31,7 @@ for folder in (PLUGIN, Path(__file__).parent / "faulty_plugin"):
     sys.path.append(str(folder))
 from verbatim_faulty_tensors import wrong  # noqa: E402
 from verbatim_vllm_digest import digest  # noqa: E402
+from verbatim_weight_group import WeightGroup  # noqa: E402
 
 BLOCK = 128
 """Tokens of a block of the prefix cache, as on a CPU."""
@@ -68,6 +71,12 @@ class VllmDouble:
         self._report: dict[str, Any] | None = None
         self._is_updating = False
         self._loaded_path = str(folder)
+        self._group: WeightGroup | None = None
+        self.after_tensor: Callable[[int], None] = lambda number: None
+        """Called with the number of tensors that have arrived in a broadcast."""
+        self.received: dict[str, torch.Tensor] | None = None
+        """What the last broadcast brought, as it arrived; None after a folder."""
+        self.on_version: Callable[[str], None] = lambda version: None
         self._cache: dict[tuple[str, bytes], dict[str, torch.Tensor]] = {}
         self.facts = {
             "format": 1, "model": str(folder), "vocab_size": int(self._model.config.vocab_size), "max_model_len": 512,
@@ -92,6 +101,7 @@ class VllmDouble:
         app.router.add_get("/weight_info", self._weight_info)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/is_sleeping", self._is_sleeping)
+        app.router.add_get("/get_world_size", self._world_size)
         for path, answer in (
             ("/pause", self._pause), ("/resume", self._resume), ("/start_weight_update", self._start),
             ("/update_weights", self._update), ("/finish_weight_update", self._finish),
@@ -145,6 +155,9 @@ class VllmDouble:
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "policy", "max_model_len": self.facts["max_model_len"]}]})
 
+    async def _world_size(self, _: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
+
     async def _pause(self, _: web.Request) -> web.Response:
         self.running.clear()
         return web.json_response({"status": "paused"})
@@ -188,10 +201,14 @@ class VllmDouble:
         return web.json_response({"message": "Weight update started"})
 
     async def _update(self, request: web.Request) -> web.Response:
-        path = (await request.json())["update_info"]["path"]
+        info = (await request.json())["update_info"]
         if "weights" in self.asleep:  # memory that is not there
             return web.json_response({"error": {"message": "CUDA error: an illegal memory access", "code": 500}},
                                      status=500)  # fmt: skip
+        if "group" in info:
+            await asyncio.to_thread(self._receive, info["group"])
+            return web.json_response({"message": "Weights updated"})
+        path, self.received = info["path"], None
         if self.fault not in ("update skipped", "nothing done"):
             self._load(self._loaded_path if self.fault == "weights before" else path)
         return web.json_response({"message": "Weights updated"})
@@ -204,6 +221,7 @@ class VllmDouble:
         if self.fault == "version not advanced":
             return web.json_response({"success": True})
         self.version = (await request.json())["new_version"]
+        self.on_version(self.version)
         return web.json_response({"success": True, "new_version": self.version})
 
     async def _reset(self, request: web.Request) -> web.Response:
@@ -244,6 +262,35 @@ class VllmDouble:
             self._fill(dict(wrong(self.fault, published)), found)
         except RuntimeError as error:
             found["error"] = f"RuntimeError: {error}"
+
+    def _receive(self, about: dict[str, Any]) -> None:
+        """As the plug-in's engine does: what goes wrong stands in the report."""
+        self.received, names = {}, self._names
+        self._report = {"path": None, "error": None, "loaded": True, "tensors": [], "stale": [], "unmapped": [],
+                        "seconds": 0.0}  # fmt: skip
+        try:
+            if self._group is None or self._group.name != about["name"]:
+                self._group = None
+                store = dist.TCPStore(
+                    about["host"], about["port"], is_master=False, wait_for_workers=False,
+                    timeout=timedelta(seconds=about["seconds"]),
+                )  # fmt: skip
+                self._group = WeightGroup(
+                    store, about["name"], rank=about["first_rank"], size=about["size"], kind=about["kind"],
+                    device=torch.device("cpu"), seconds=about["seconds"],
+                )  # fmt: skip
+            self._group.begin()
+            for name, (dtype, shape) in self._group.layout().items():
+                self.after_tensor(len(self.received))
+                self.received[name] = self._group.receive(dtype, shape)
+            if self.received.keys() != names:
+                raise ValueError(f"other tensors: {sorted(self.received.keys() ^ names)}")
+            self._fill(dict(wrong(self.fault, self.received)), self._report)
+        except Exception as error:  # noqa: BLE001 - the client is told
+            self._report["error"] = f"{type(error).__name__}: {error}"
+            if self._group is not None:
+                self._group.fail(str(error))
+                self._group = None
 
     def _fill(self, tensors: dict[str, torch.Tensor], found: dict[str, Any]) -> None:
         held = dict(self._model.named_parameters())

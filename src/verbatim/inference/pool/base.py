@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -80,3 +81,20 @@ class CanSleep(Protocol):
         Raises:
             SamplerFault: it did not.
         """
+
+
+class Rendezvous(Protocol):
+    """Where replicas meet that load a version at the same time, because it is sent to all of them at once."""
+
+    def expect(self, names: Collection[str], version: int, *, is_first: bool = False) -> None:
+        """These replicas are about to load this version.
+
+        Args:
+            names: Of the replicas.
+            version: The policy version.
+            is_first: Whether it is the one with which the run begins.
+        """
+
+    def leave(self, name: str) -> None:
+        """A replica has loaded, or has failed: the others do not wait for it. Others than the expected ones count for
+        nothing."""

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 from verbatim.errors import EngineDead, RunStopped, SamplerFault
 from verbatim.inference.base import Completion, SampleRequest, WeightCheck, nothing_sampled
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn
-from verbatim.inference.pool.base import Replica
+from verbatim.inference.pool.base import Rendezvous, Replica
 from verbatim.inference.pool.loading import Limits, Target
 from verbatim.inference.pool.member import GivenUp, Life, Member, WrongVersions
 from verbatim.inference.pool.metrics import PoolMetrics
@@ -55,6 +55,7 @@ class ReplicaPool:
             started with them.
         most_running: Most requests in flight on one replica; the others wait in line here.
         limits: Limits of time.
+        rendezvous: Where replicas meet that load at the same time; None = each loads by itself.
         on_close: Called by `close`, after the replicas were closed.
     """
 
@@ -66,6 +67,7 @@ class ReplicaPool:
         weights: Path | None = None,
         most_running: int = 256,
         limits: Limits | None = None,
+        rendezvous: Rendezvous | None = None,
         on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         assert replicas
@@ -74,7 +76,7 @@ class ReplicaPool:
         self.policy_version = replicas[0].policy_version
         """The version that was loaded last."""
         target = Target(path=weights, version=self.policy_version, check=None)
-        self._roster = Roster(self._members, self._places, restart, limits or Limits(), target)
+        self._roster = Roster(self._members, self._places, restart, limits or Limits(), target, rendezvous)
         self._metrics = PoolMetrics(time.monotonic)
         self._updating = asyncio.Lock()
         self._on_close = on_close

@@ -11,7 +11,7 @@ from typing import Any
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import WeightCheck
-from verbatim.inference.pool.base import Replica, ReplicaLoad, TooSlow
+from verbatim.inference.pool.base import Rendezvous, Replica, ReplicaLoad, TooSlow
 from verbatim.inference.pool.loading import Limits, Target, fall_asleep, illness, load_and_check, within
 from verbatim.inference.pool.member import GivenUp, Life, Member
 from verbatim.inference.pool.places import Places
@@ -59,11 +59,13 @@ class Roster:
         restart: Starts a server again; None = a replica that died stays out.
         limits: Limits of time.
         target: What the members are to hold.
+        rendezvous: Where members meet that load at the same time; None = each loads by itself.
     """
 
     def __init__(
-        self, members: Sequence[Member], places: Places, restart: Restart | None, limits: Limits, target: Target
-    ) -> None:
+        self, members: Sequence[Member], places: Places, restart: Restart | None, limits: Limits, target: Target,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:  # fmt: skip
         self.members = members
         self.target = target
         """What every member is to hold; members that come back load it."""
@@ -73,6 +75,7 @@ class Roster:
         self._places = places
         self._restart = restart
         self._limits = limits
+        self._rendezvous = rendezvous
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._is_awake = asyncio.Event()
@@ -108,6 +111,8 @@ class Roster:
         self._is_awake.set()
         self._places.let_go()
         there = [member for member in self.members if member.state in ("serving", "asleep")]
+        if self._rendezvous is not None:
+            self._rendezvous.expect([member.name for member in there], target.version)
         await asyncio.gather(*map(self._bring, there))
         while self.failure is None and not any(member.state == "serving" for member in self.members):
             self._changed.clear()
@@ -173,6 +178,9 @@ class Roster:
                 if target is self.target:
                     raise
                 why = error_text(error, 2000)
+            finally:
+                if self._rendezvous is not None:
+                    self._rendezvous.leave(member.name)
             if why is None:
                 life.prove(target.version)
                 return None

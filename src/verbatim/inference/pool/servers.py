@@ -9,7 +9,7 @@ from typing import Protocol
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import WeightCheck
-from verbatim.inference.pool.base import Replica
+from verbatim.inference.pool.base import Rendezvous, Replica
 from verbatim.inference.pool.loading import Limits
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.inference.pool.settings import ServerSettings
@@ -43,6 +43,8 @@ class Servers(Protocol):
 
     weights: tuple[Path, int]
     """The newest weights of the run and their version: those that a server is started with."""
+    rendezvous: Rendezvous | None
+    """Where replicas meet that load at the same time; None = each loads by itself."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -76,15 +78,16 @@ class FoundServers:
         weights: The weights that the run begins with, and their version.
         patience: Seconds until a server that was lost must answer again.
         setting: The setting with these seconds, for messages: "inference.vllm.start_timeout".
+        rendezvous: Where replicas meet that load at the same time; None = each loads by itself.
     """
 
     def __init__(
         self, urls: Sequence[str], connect: Callable[[str, str, int], ServerReplica], *, weights: tuple[Path, int],
-        patience: float, setting: str,
+        patience: float, setting: str, rendezvous: Rendezvous | None = None,
     ) -> None:  # fmt: skip
         self._urls, self._connect = urls, connect
         self._patience, self._setting = patience, setting
-        self.weights = weights
+        self.weights, self.rendezvous = weights, rendezvous
 
     def __len__(self) -> int:
         return len(self._urls)
@@ -130,10 +133,17 @@ async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
         SamplerFault: a server that does not start or answer.
     """
     opened: dict[int, ServerReplica] = {}
+    path, version = servers.weights
+    is_folder = await asyncio.to_thread(path.is_dir)
     try:
         async with asyncio.TaskGroup() as group:
             for index in range(len(servers)):
                 group.create_task(_open(servers, index, opened))
+        if servers.rendezvous is not None:
+            servers.rendezvous.expect([replica.name for replica in opened.values()], version, is_first=True)
+        async with asyncio.TaskGroup() as group:
+            for replica in opened.values():
+                group.create_task(_prove(replica, path, version, is_folder=is_folder))
     except BaseException as error:
         for replica in opened.values():
             await replica.close()
@@ -157,8 +167,10 @@ def limits_of(settings: ServerSettings) -> Limits:
 async def _open(servers: Servers, index: int, opened: dict[int, ServerReplica]) -> None:
     replica = opened[index] = await servers.start(index)
     await replica.check_server()
-    path, version = servers.weights
-    if path.is_dir():  # a hub id has no folder to send; the canary checks what the server loaded of it
+
+
+async def _prove(replica: ServerReplica, path: Path, version: int, *, is_folder: bool) -> None:
+    if is_folder:  # a hub id has no folder to send; the canary checks what the server loaded of it
         await replica.prove_path(path)
     if replica.policy_version != version:
         raise UsageError(f"{replica.name} holds policy version {replica.policy_version}, and the run begins with "
@@ -172,7 +184,7 @@ class ServerPool(ReplicaPool):
         path, _ = servers.weights
         super().__init__(
             replicas, restart=servers.start_again, on_close=servers.close, limits=limits,
-            weights=path if path.is_dir() else None,
+            weights=path if path.is_dir() else None, rendezvous=servers.rendezvous,
         )  # fmt: skip
         self._servers = servers
 

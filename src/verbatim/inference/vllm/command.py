@@ -15,7 +15,8 @@ from verbatim.models.sizes import linear_layers_of
 PLUGIN = Path(__file__).with_name("plugin")
 """A folder for PYTHONPATH: vLLM finds our weight-transfer engine there; nothing is installed into its environment."""
 TRANSFER_ENGINES: Mapping[str, str] = {
-    "auto": "verbatim_files", "files": "verbatim_files", "http": "verbatim_files", "nccl": "verbatim_nccl",
+    "auto": "verbatim_files", "files": "verbatim_files", "http": "verbatim_files",
+    "nccl": "verbatim_broadcast", "gloo": "verbatim_broadcast",
 }  # fmt: skip
 """`weight_transfer` to the name of the engine in vLLM."""
 WORKER_EXTENSION = "verbatim_vllm.WeightReport"

@@ -48,10 +48,6 @@ class VllmControl:
         """No more steps; requests keep their place, and their cache until it is emptied."""
         await self._post("pause", "/pause?mode=keep&clear_cache=false")
 
-    async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Prepare the weight-transfer engine; needed once, and only by engines that have something to agree on."""
-        await self._post("init weight transfer", "/init_weight_transfer_engine", {"init_info": info})
-
     async def num_workers(self) -> int:
         """Processes that hold a part of the weights.
 
@@ -76,7 +72,7 @@ class VllmControl:
             await self._post("start weight update", "/start_weight_update")
 
     async def load(self, info: Mapping[str, Any]) -> None:
-        """Load weights; `info` is the engine's: {"path": ...}."""
+        """Load weights; `info` is the engine's: {"path": ...} or {"group": ...}."""
         await self._post("load weights", "/update_weights", {"update_info": info})
 
     async def finish_update(self) -> None:

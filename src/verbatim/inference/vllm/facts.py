@@ -35,6 +35,8 @@ class ServerFacts:
     unsupported_heads: str | None
     """The size of the model's attention heads and those that the server can compute; None = it can compute the
     model's."""
+    nccl: str | None = None
+    """Version of its NCCL; None where there is no CUDA."""
     max_lora_rank: int | None = None
     """Highest rank of low-rank adapters; None = it takes none."""
     returns_routed_experts: bool = False
@@ -45,7 +47,7 @@ class ServerFacts:
 
 def refuse_inexact(
     facts: ServerFacts, *, name: str, transfer: str, vocab_size: int, context_length: int,
-    adapter_rank: int | None = None, return_routed_experts: bool = False,
+    adapter_rank: int | None = None, return_routed_experts: bool = False, nccl: str | None = None,
 ) -> None:  # fmt: skip
     """Refuse a server that does not sample exactly what is asked for, or that cannot load weights.
 
@@ -57,6 +59,7 @@ def refuse_inexact(
         context_length: Most tokens of prompt and completion together that the run asks for.
         adapter_rank: Rank of the low-rank adapters that it is to load; None = it gets whole weights.
         return_routed_experts: Whether completions have to have the experts of a mixture.
+        nccl: Version of the trainer's NCCL, where it sends over NCCL.
 
     Raises:
         UsageError: names everything that is wrong, and the flags to add.
@@ -83,6 +86,9 @@ def refuse_inexact(
         (facts.weight_transfer == transfer,
          f"its weight-transfer engine is {facts.weight_transfer}: add --weight-transfer-config "
          f"'{{\"backend\": \"{transfer}\"}}'"),
+        (nccl is None or facts.nccl == nccl,
+         f"its NCCL is {facts.nccl}, and that of the trainer {nccl}, which do not connect: install the same version "
+         'with both torches (nvidia-nccl-cu12 or -cu13), or use inference.vllm.weight_transfer = "files"'),
         (adapter_rank is None or (facts.max_lora_rank or 0) >= adapter_rank,
          f"it takes no adapters of rank {adapter_rank}: add {' '.join(lora_options(adapter_rank or 1, _LAYERS))}, and "
          "the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from verbatim.config.inference import OnWeightUpdate
 from verbatim.errors import SamplerFault, UsageError
@@ -19,9 +19,11 @@ from verbatim.inference.http.client import CONNECT, HttpClient
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_version
+from verbatim.inference.vllm.broadcast import Broadcast
 from verbatim.inference.vllm.control import Memory, VllmControl, joined, named
 from verbatim.inference.vllm.digests import Piece, Proof, PublishedFolder, WorkerReport, open_folder
 from verbatim.inference.vllm.facts import refuse_inexact
+from verbatim.inference.vllm.settings import WeightTransfer
 from verbatim.inference.vllm.transports import make_transport
 from verbatim.models.source import is_adapter
 from verbatim.types import Float32, Int32
@@ -67,7 +69,9 @@ class VllmReplica:
         api_key: Sent as a bearer token.
         on_weight_update: What happens to the cache of requests in flight: "recompute" computes it with the new weights,
             "keep" goes on with it.
-        weight_transfer: "files" (or "auto"), "http" or "nccl".
+        weight_transfer: "files" (or "auto"), "http", "nccl" or "gloo".
+        broadcast: What the replicas of a run share that receive weights at the same time; None = this one reads
+            folders.
         phase_timeout: Seconds for each phase of an update.
         request_timeout: Seconds for one completion.
         max_retries: Further attempts of a completion.
@@ -89,7 +93,8 @@ class VllmReplica:
         policy_version: int,
         api_key: str | None = None,
         on_weight_update: OnWeightUpdate = "recompute",
-        weight_transfer: Literal["auto", "files", "http", "nccl"] = "files",
+        weight_transfer: WeightTransfer = "files",
+        broadcast: Broadcast | None = None,
         phase_timeout: float = 120.0,
         request_timeout: float = 3600.0,
         max_retries: int = 2,
@@ -121,7 +126,8 @@ class VllmReplica:
             headers={"Connection": "close"},  # vLLM closes a connection after an error, maybe under the next request
         )  # fmt: skip
         self._control = VllmControl(self._control_client, name=name, phase_timeout=phase_timeout)
-        self._transport = make_transport(weight_transfer)
+        self._transport = make_transport(name, weight_transfer, broadcast)
+        self._nccl = broadcast.sender.store.nccl if broadcast is not None and broadcast.kind == "nccl" else None
         self._pieces: Sequence[Piece] = ()
         self._shapes: Mapping[str, tuple[int, ...]] | None = None
         self._num_asked_cache = 2
@@ -310,7 +316,7 @@ class VllmReplica:
         refuse_inexact(
             facts, name=f"{named(self.name, self.url)}", transfer=self._transport.engine, vocab_size=self.vocab_size,
             context_length=self.context_length, adapter_rank=self._adapter_rank,
-            return_routed_experts=self._return_routed_experts,
+            return_routed_experts=self._return_routed_experts, nccl=self._nccl,
         )  # fmt: skip
         missing = await self._control.missing_flag(self._model)
         if missing is not None:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
+from verbatim.inference.pool.base import Rendezvous
 from verbatim.inference.pool.servers import FoundServers, Servers
+from verbatim.inference.vllm.broadcast import Broadcast
 from verbatim.inference.vllm.command import MODEL_NAME
 from verbatim.inference.vllm.process import ServerProcess, free_port, make_process
 from verbatim.inference.vllm.replica import VllmReplica
@@ -36,14 +38,17 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
     except UsageError as error:
         raise UsageError(f"inference.vllm.{error}") from error
     context_length = settings.max_model_len or inputs.context_length
+    broadcast = None
+    if inputs.sender is not None and settings.broadcast is not None:
+        broadcast = Broadcast(inputs.sender, kind=settings.broadcast.kind, update_timeout=settings.update_timeout)
     make = partial(
         VllmReplica, context_length=context_length, vocab_size=vocab_size_of(base_model(inputs.model)),
         adapter_rank=inputs.adapter_rank, on_weight_update=inputs.on_weight_update,
         return_routed_experts=inputs.return_routed_experts,
-        weight_transfer=settings.weight_transfer, phase_timeout=settings.update_timeout,
+        weight_transfer=settings.weight_transfer, phase_timeout=settings.update_timeout, broadcast=broadcast,
     )  # fmt: skip
     if not settings.urls:
-        return StartedServers(inputs, settings, make)
+        return StartedServers(inputs, settings, make, broadcast)
     return FoundServers(
         settings.urls,
         lambda url, name, version: make(
@@ -52,6 +57,7 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
         weights=(Path(inputs.model), inputs.policy_version),
         patience=settings.start_timeout,
         setting="inference.vllm.start_timeout",
+        rendezvous=broadcast,
     )
 
 
@@ -67,10 +73,14 @@ class StartedServers:
         inputs: What the run gives to its backend.
         settings: [inference.vllm].
         make: `VllmReplica` with all arguments that the replicas share.
+        rendezvous: Where replicas meet that load at the same time; None = each loads by itself.
     """
 
-    def __init__(self, inputs: BackendInputs, settings: VllmSettings, make: partial[VllmReplica]) -> None:
-        self._inputs, self._settings, self._make = inputs, settings, make
+    def __init__(
+        self, inputs: BackendInputs, settings: VllmSettings, make: partial[VllmReplica],
+        rendezvous: Rendezvous | None = None,
+    ) -> None:  # fmt: skip
+        self._inputs, self._settings, self._make, self.rendezvous = inputs, settings, make, rendezvous
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if inputs.logs is not None:
             self._logs = inputs.logs

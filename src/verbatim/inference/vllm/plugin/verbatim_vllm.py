@@ -16,7 +16,7 @@ def register() -> None:
     """Add the engines to vLLM's table; called in each of its processes, and possibly twice."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    for name, engine in (("verbatim_files", "FilesEngine"), ("verbatim_nccl", "NcclEngine")):
+    for name, engine in (("verbatim_files", "FilesEngine"), ("verbatim_broadcast", "BroadcastEngine")):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, "verbatim_vllm_engines", engine)
 
@@ -62,8 +62,18 @@ class WeightReport:
             "max_lora_rank": None if config.lora_config is None else int(config.lora_config.max_lora_rank),
             "adapts_head": self._adapts_head(),
             "weight_transfer": None if transfer is None else str(transfer.backend),
+            "nccl": _nccl(),
             "unsupported_heads": _unsupported_heads(model),
         }
+
+
+def _nccl() -> str | None:
+    """The version of torch's NCCL; all ranks of a group need the same one. None where there is no CUDA."""
+    import torch
+
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _unsupported_heads(model: Any) -> str | None:

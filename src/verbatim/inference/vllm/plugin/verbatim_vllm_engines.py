@@ -1,20 +1,23 @@
-"""Defines the weight-transfer engines: from a folder of safetensors, and over NCCL; both watch what the kernels get."""
+"""Defines the weight-transfer engines: from a folder of safetensors, and from a trainer's broadcast. Both watch what
+the kernels get."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from verbatim_vllm_watch import Watch
+from verbatim_weight_group import WeightGroup
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 
@@ -53,29 +56,33 @@ class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
 
     def receive_weights(self, update_info: FilesUpdateInfo) -> None:
         """Load all tensors; the weights stay as they are where the folder is refused."""
+        self.receive(update_info.path, lambda: Folder(Path(update_info.path)))
+
+    def receive(self, path: str | None, open_source: "Callable[[], Folder | Broadcast]") -> None:
+        """Load all tensors of a source; nothing is loaded where it cannot be opened."""
         watch = Watch(self.model)
         try:
-            folder = Folder(Path(update_info.path))
-            watch.expect(folder.shapes)
+            source = open_source()
+            watch.expect(source.shapes)
             if self._shapes is not None:
-                refuse_other_shapes(folder.shapes, self._shapes)
+                refuse_other_shapes(source.shapes, self._shapes)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
-            self.report = watch.report(path=update_info.path, error=f"{type(error).__name__}: {error}", loaded=False)
+            self.report = watch.report(path=path, error=f"{type(error).__name__}: {error}", loaded=False)
             return
         error_text = None
         try:
-            self.load(watch, folder)
-            self._shapes = folder.shapes
+            self.load(watch, source)
+            self._shapes = source.shapes
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
             error_text = f"{type(error).__name__}: {error}"
-        self.report = watch.report(path=update_info.path, error=error_text, loaded=True)
+        self.report = watch.report(path=path, error=error_text, loaded=True)
 
-    def load(self, watch: Watch, folder: "Folder") -> None:
+    def load(self, watch: Watch, source: "Folder | Broadcast") -> None:
         """Load the tensors and build the kernels from them; what was not loaded keeps its old kernel."""
         with watch:
             initialize_layerwise_reload(self.model)
             try:
-                self.model.load_weights(folder.tensors())
+                self.model.load_weights(source.tensors())
             finally:
                 finalize_layerwise_reload(self.model, self.model_config)
             watch.rebuild_heads()
@@ -87,37 +94,83 @@ class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
         """Nothing to release."""
 
 
-class NcclEngine(NCCLWeightTransferEngine):
-    """vLLM's own engine for NCCL, watched."""
+@dataclass
+class BroadcastUpdateInfo(WeightTransferUpdateInfo):
+    """Which weights to load: those of a folder, or those that a group brings."""
 
-    report: dict[str, Any] | None = None
-    """What the last update loaded; see `Watch.report`."""
-    _watch: Watch | None = None
+    path: str | None = None
+    """A folder in Hugging Face format, on this machine."""
+    group: dict[str, Any] | None = None
+    """The trainer's store (`host`, `port`), the group's `name`, `size`, `kind` and `seconds`, and `first_rank`, the
+    rank of this server's first worker."""
 
-    def start_weight_update(self) -> None:
-        """Watch from here on, until the update is finished."""
-        self.report = None
-        self._watch = Watch(self.model)
-        self._watch.__enter__()
-        super().start_weight_update()
 
-    def receive_weights(self, update_info: Any) -> None:
-        """Receive one part of the weights."""
-        assert self._watch is not None, "start_weight_update comes first"
-        named = zip(update_info.names, update_info.shapes, strict=True)
-        self._watch.expect({name: tuple(shape) for name, shape in named}, complete=False)
-        super().receive_weights(update_info)
+class BroadcastEngine(FilesEngine):
+    """Receives what the trainer broadcasts to all servers. One that takes no part in a broadcast loads a folder."""
 
-    def finish_weight_update(self) -> None:
-        """Build the kernels and report what from."""
-        watch, self._watch = self._watch, None
-        assert watch is not None, "start_weight_update comes first"
-        try:
-            super().finish_weight_update()
-            watch.rebuild_heads()
-        finally:
-            watch.__exit__()
-        self.report = watch.report(path=None, error=None, loaded=True)
+    update_info_cls = BroadcastUpdateInfo
+    _group: WeightGroup | None = None
+
+    def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
+        """Load the tensors of a folder, or those that arrive."""
+        about = update_info.group
+        if about is None:
+            self.receive(update_info.path, lambda: Folder(Path(str(update_info.path))))
+            return
+        self.receive(None, lambda: Broadcast(self._enter(about)))
+        if self._group is not None and self.report is not None and self.report["error"] is not None:
+            self._leave(str(self.report["error"]))
+
+    def _enter(self, about: dict[str, Any]) -> WeightGroup:
+        """The group of this update: that of the one before, or another one, where servers have come or gone."""
+        if self._group is not None and self._group.name == about["name"]:
+            self._group.begin()
+            return self._group
+        self._leave(None)
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        limit = timedelta(seconds=about["seconds"])
+        store = dist.TCPStore(about["host"], about["port"], is_master=False, wait_for_workers=False, timeout=limit)
+        self._group = WeightGroup(
+            store, about["name"], rank=about["first_rank"] + worker, size=about["size"], kind=about["kind"],
+            device=self.device, seconds=about["seconds"],
+        )  # fmt: skip
+        return self._group
+
+    def _leave(self, why: str | None) -> None:
+        group, self._group = self._group, None
+        if group is not None and why is not None:
+            group.fail(why)
+        elif group is not None:
+            group.close()
+
+    def load(self, watch: Watch, source: "Folder | Broadcast") -> None:
+        """Load the tensors; those that the model has no use for are received too."""
+        super().load(watch, source)
+        if isinstance(source, Broadcast):
+            for _ in source.tensors():
+                pass
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._leave(None)
+
+
+class Broadcast:
+    """The tensors that arrive from the trainer.
+
+    Args:
+        group: Entered.
+    """
+
+    def __init__(self, group: WeightGroup) -> None:
+        layout = group.layout()
+        self.shapes = {name: shape for name, (_, shape) in layout.items()}
+        self._tensors = ((name, group.receive(dtype, shape)) for name, (dtype, shape) in layout.items())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor that has not been taken yet, received when it is asked for."""
+        return self._tensors
 
 
 class Folder:

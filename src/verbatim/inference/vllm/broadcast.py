@@ -1,0 +1,203 @@
+"""Brings a version to all replicas at one time: the trainer broadcasts its tensors to the workers of every server.
+
+```
+replica    pause, start update, arrive          each at its own time; one that fails leaves
+broadcast  all have arrived or left             the group of the update before, or another one, if others have arrived
+trainer    enters the group, broadcasts layer by layer   the servers receive and load meanwhile
+replica    digests, version, resume             as after every update
+```
+
+What fails ends the group for all of its ranks; the replicas that live then load the published folder, and the next
+update makes another group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verbatim.config.sections import BroadcastKind
+from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.http.client import HttpClient
+from verbatim.inference.sending import SendOrder, SendReport, WeightSender
+from verbatim.inference.vllm.control import VllmControl
+from verbatim.inference.vllm.digests import PublishedFolder
+from verbatim.texts import printable
+
+logger = logging.getLogger(__name__)
+
+_SHARE = 0.8
+"""Share of `update_timeout` after which a broadcast has failed: then there is time left for the phase to end."""
+
+
+@dataclass(eq=False)
+class _Round:
+    """One update: who is expected, and who has arrived."""
+
+    version: int
+    is_first: bool
+    """Whether the run has not begun: nothing can replace the broadcast."""
+    expected: set[str]
+    arrived: dict[str, VllmControl] = field(default_factory=dict)
+    loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """The request to each server, once the broadcast has begun."""
+    outcome: asyncio.Task[dict[str, BaseException | str | None]] | None = None
+    """Of each replica: why its server failed; why the broadcast did; None = it has all tensors."""
+    begun: asyncio.Future[asyncio.Task[dict[str, BaseException | str | None]]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """Gives the outcome, once all have arrived."""
+
+
+class Broadcast:
+    """What all replicas of a run share. A `pool.base.Rendezvous`.
+
+    Args:
+        sender: The trainer.
+        kind: How tensors travel.
+        update_timeout: Seconds for each phase of an update.
+    """
+
+    def __init__(self, sender: WeightSender, *, kind: BroadcastKind, update_timeout: float) -> None:
+        self.sender, self.kind = sender, kind
+        self._seconds = _SHARE * update_timeout
+        self._round: _Round | None = None
+        self._members: tuple[VllmControl, ...] = ()
+        self._num_groups = 0
+        self._sizes: dict[VllmControl, int] = {}
+
+    def expect(self, names: Collection[str], version: int, *, is_first: bool = False) -> None:
+        """These replicas are about to load this version."""
+        self._round = _Round(version, is_first, set(names))
+
+    def leave(self, name: str) -> None:
+        """This replica has loaded, or is lost: the broadcast goes on without waiting for it, or ends."""
+        if (now := self._round) is None:
+            return
+        if now.outcome is None:
+            now.expected.discard(name)
+            now.arrived.pop(name, None)
+            self._begin_if_complete(now)
+        elif name in now.loading:
+            now.loading[name].cancel()
+
+    async def load(self, name: str, control: VllmControl) -> bool:
+        """Whether the paused server has received the weights; else it has to load the folder.
+
+        Raises:
+            SamplerFault: the server failed.
+            UsageError: the weights with which the run begins do not arrive.
+            RunStopped: the trainer failed.
+        """
+        now = self._round
+        if now is None or name not in now.expected or now.outcome is not None:
+            return False
+        if control not in self._sizes:
+            self._sizes[control] = await control.num_workers()
+        now.arrived[name] = control
+        self._begin_if_complete(now)
+        why = (await asyncio.shield(await now.begun))[name]
+        if isinstance(why, BaseException):
+            raise why
+        if why is not None and now.is_first:
+            raise UsageError(
+                f'inference.vllm.weight_transfer = "{self.kind}": the tensors of the trainer do not reach the servers: '
+                f'{why}. Can they connect to {self.sender.store.host}, port {self.sender.store.port}, and it to them? '
+                'inference.vllm.transfer_address names another address of the trainer\'s host; or use "files" or '
+                '"http"'
+            )
+        return why is None
+
+    def _begin_if_complete(self, now: _Round) -> None:
+        if now.outcome is None and now.arrived and now.expected == now.arrived.keys():
+            now.outcome = asyncio.create_task(self._broadcast(now), name=f"broadcast-{now.version}")
+            now.begun.set_result(now.outcome)
+
+    async def _broadcast(self, now: _Round) -> dict[str, BaseException | str | None]:
+        names = sorted(now.arrived)
+        members = tuple(now.arrived[name] for name in names)
+        if members != self._members:
+            self._num_groups += 1
+            self._members = members
+        order = SendOrder(
+            version=now.version, group=str(self._num_groups), size=1 + sum(self._sizes[c] for c in members),
+            kind=self.kind, seconds=self._seconds,
+        )  # fmt: skip
+        sending = asyncio.create_task(self.sender.send(order))
+        self._receive(order, now, dict(zip(names, members, strict=True)))
+        why = await self._watch(order, sending, now.loading)
+        if why is not None:
+            self._members = ()
+            logger.warning("policy version %d was not broadcast, and is loaded from its folder: %s", now.version,
+                           printable(why))  # fmt: skip
+        await sending
+        return {name: _fault_of(name, task) or why for name, task in now.loading.items()}
+
+    def _receive(self, order: SendOrder, now: _Round, members: Mapping[str, VllmControl]) -> None:
+        """Have every server receive."""
+        store, first = self.sender.store, 1
+        for name, control in members.items():
+            about = {"host": store.host, "port": store.port, "name": order.group, "size": order.size,
+                     "kind": order.kind, "seconds": order.seconds, "first_rank": first}  # fmt: skip
+            now.loading[name] = asyncio.create_task(control.load({"group": about}))
+            first += self._sizes[control]
+
+    async def _watch(
+        self, order: SendOrder, sending: asyncio.Task[SendReport], loading: Mapping[str, asyncio.Task[None]]
+    ) -> str | None:
+        """Wait until all have ended; where one fails, let the others know. Why not all tensors arrived."""
+        named: dict[asyncio.Task[Any], str] = {sending: "the trainer", **{task: name for name, task in loading.items()}}
+        why, waiting = None, set(named)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                fault: BaseException | str | None = _fault_of(named[task], task)
+                if fault is None and task is sending:
+                    fault = sending.result().fault
+                if fault is not None and why is None:
+                    why = str(fault)
+                    store = self.sender.store
+                    await asyncio.to_thread(_end_group, store.host, store.port, order.group, why)
+        return why
+
+
+def _fault_of(name: str, task: asyncio.Task[Any]) -> BaseException | None:
+    if task.cancelled():
+        return SamplerFault(f"{name} is lost")
+    return task.exception()
+
+
+def _end_group(host: str, port: int, name: str, why: str) -> None:
+    from verbatim.inference.vllm.plugin.verbatim_weight_group import end_group
+
+    end_group(host, port, name, why)
+
+
+class BroadcastTransport:
+    """A replica's part in the broadcasts; what it cannot get so, it reads from the published folder.
+
+    Args:
+        name: The replica's.
+        broadcast: That of the run; None = there is no trainer that sends.
+    """
+
+    engine = "verbatim_broadcast"
+
+    def __init__(self, name: str, broadcast: Broadcast | None) -> None:
+        self._name, self._broadcast = name, broadcast
+
+    async def prepare(self, client: HttpClient, control: VllmControl, path: object, version: int) -> None:
+        """Nothing to do."""
+
+    async def load(self, control: VllmControl, folder: PublishedFolder) -> None:
+        """Receive the tensors together with the other replicas, or name the folder."""
+        if self._broadcast is None or not await self._broadcast.load(self._name, control):
+            await control.load({"path": str(folder.path)})
+
+    def there(self, path: object) -> str:
+        """Adapters are not sent so."""
+        raise UsageError("inference.vllm.weight_transfer broadcasts whole weights, and no adapters; use \"files\" or "
+                         "\"http\"")  # fmt: skip

@@ -1,0 +1,106 @@
+"""Finds out where and how a trainer sends its weights to the sampler's servers, and refuses what cannot work."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from verbatim.config.schema import RunConfig
+from verbatim.config.sections import BroadcastSettings, table_of
+from verbatim.errors import UsageError
+from verbatim.inference.sending import WeightStore
+from verbatim.run.rollouts import inference_settings
+from verbatim.run.trainer_ranks import is_launched
+
+_ANY_PORT = 9
+
+
+def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSettings | None:
+    """How weights are sent; None where the sampler reads what the trainer publishes.
+
+    Args:
+        config: The run's configuration.
+        is_trainers_host: Whether the trainer runs on this host, with the devices that this process sees.
+
+    Raises:
+        UsageError: it cannot work; says what to type.
+    """
+    settings = inference_settings(config).broadcast
+    if settings is None:
+        return None
+    table, parallel = f"inference.{table_of(config.inference.backend)}", config.trainer.parallel
+    if (parallel.processes > 1 or is_launched()) and settings.seconds >= parallel.deadline:
+        raise UsageError(
+            f"{table}.update_timeout = {settings.seconds:g}, trainer.parallel.deadline = {parallel.deadline:g}: while "
+            "rank 0 waits for the servers, the other processes of the trainer wait for it, and would give it up; "
+            "expected update_timeout below deadline"
+        )
+    if settings.kind == "nccl" and is_trainers_host:
+        from verbatim.models.loading import resolve_device
+
+        device = resolve_device(config.trainer.device)
+        if device.type != "cuda":
+            raise UsageError(f'{table}.weight_transfer = "nccl" connects CUDA devices, and trainer.device = '
+                             f'"{config.trainer.device}" is {device.type} here; use "files", or "gloo"')  # fmt: skip
+    return settings
+
+
+def own_address(config: RunConfig, orchestrator: str | None) -> str | None:
+    """The address on which the trainer meets the sampler's servers; None where it sends nothing.
+
+    Args:
+        config: The run's configuration.
+        orchestrator: URL of the orchestrator's host; None = it is this one.
+
+    Raises:
+        UsageError: as `check_broadcast`; there is no address, or there are several.
+    """
+    settings = check_broadcast(config, is_trainers_host=True)
+    if settings is None:
+        return None
+    setting = f"inference.{table_of(config.inference.backend)}.transfer_address"
+    if settings.address is not None:
+        return settings.address
+    from verbatim.inference.vllm.plugin.verbatim_weight_group import address_towards
+
+    beside = "127.0.0.1" if orchestrator is None else _host(orchestrator)
+    hosts = [beside if _is_loopback(_host(url)) else _host(url) for url in settings.urls] or [beside]
+    try:
+        found = {address_towards(host, _ANY_PORT) for host in hosts}
+    except OSError as error:
+        raise UsageError(f"there is no route to the sampler's servers ({', '.join(hosts)}: {error}); if they reach "
+                         f"this host, type {setting} = its address") from error
+    outside = sorted(address for address in found if not _is_loopback(address)) or sorted(found)
+    if len(outside) > 1:
+        raise UsageError(f"the sampler's servers are reached from several addresses of this host "
+                         f"({', '.join(outside)}); type the one that all of them reach: {setting} = "
+                         f'"{outside[0]}"')  # fmt: skip
+    return outside[0]
+
+
+def refuse_unreachable(store: WeightStore) -> None:
+    """Refuse a trainer on another host that can only be reached from there.
+
+    Raises:
+        UsageError: what to type.
+    """
+    if _is_loopback(store.host) and store.on != socket.gethostname():
+        raise UsageError(f"the trainer is on the host {store.on}, and meets the sampler's servers on {store.host}, "
+                         "which no other host reaches; type inference.vllm.transfer_address = an address of that host")
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).hostname or url
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether this names the host itself.
+
+    >>> _is_loopback("127.0.0.1"), _is_loopback("localhost"), _is_loopback("10.0.0.7"), _is_loopback("a-host")
+    (True, True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

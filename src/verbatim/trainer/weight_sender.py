@@ -1,0 +1,117 @@
+"""Sends the trainer's weights to the workers of the sampler's servers: rank 0 of the groups in which they receive."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verbatim.errors import SamplerFault
+from verbatim.inference.sending import SendOrder, SendReport, WeightStore
+from verbatim.inference.vllm.plugin.verbatim_weight_group import GroupOver, WeightGroup
+from verbatim.trainer.parallel.publish import published_layout
+from verbatim.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class WeightBroadcaster:
+    """Serves the store in which the trainer and the receivers meet, and sends what it is asked for.
+
+    Args:
+        trainer: That of rank 0.
+        host: The address of this host that the receivers reach.
+
+    Raises:
+        OSError: nothing can listen on this address.
+    """
+
+    def __init__(self, trainer: Trainer, host: str) -> None:
+        self._trainer = trainer
+        self._group: WeightGroup | None = None
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, 0), family=family)
+        port = listening.getsockname()[1]
+        self._server = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(),
+            timeout=timedelta(minutes=5),
+        )  # fmt: skip
+        on_cuda = trainer.device.type == "cuda"
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_cuda else None  # type: ignore[no-untyped-call]
+        self.store = WeightStore(host=host, port=port, on=socket.gethostname(), nccl=nccl)
+        """Where it listens."""
+
+    def send(self, order: SendOrder) -> SendReport:
+        """Send the trainer's weights. What goes wrong with the receivers stands in the report.
+
+        Raises:
+            RunStopped: another rank of the trainer failed; the receivers are told.
+        """
+        began = time.monotonic()
+        try:
+            group = self._enter(order)
+        except GroupOver as over:
+            return SendReport(fault=str(over), seconds=time.monotonic() - began)
+        met = time.monotonic()
+        receivers = _Receivers(group)
+        try:
+            self._trainer.send_weights(receivers)
+        except SamplerFault as fault:
+            self._leave(str(fault))
+            return SendReport(fault=str(fault), seconds=time.monotonic() - began, seconds_meeting=met - began)
+        except BaseException:
+            self._leave("the trainer failed")
+            raise
+        return SendReport(
+            num_bytes=receivers.num_bytes, seconds=time.monotonic() - began, seconds_meeting=met - began
+        )
+
+    def _enter(self, order: SendOrder) -> WeightGroup:
+        """The group of the order before, or a new one; waits for the receivers of a new one.
+
+        Raises:
+            GroupOver: they do not come, or one of them failed.
+        """
+        if self._group is not None and self._group.name == order.group:
+            self._group.begin()
+            return self._group
+        self._leave(None)
+        logger.info("weights are sent to %d receivers (%s)", order.size - 1, order.kind)
+        self._group = WeightGroup(
+            self._server, order.group, rank=0, size=order.size, kind=order.kind, device=self._trainer.device,
+            seconds=order.seconds, layout=published_layout(self._trainer.model),
+        )  # fmt: skip
+        return self._group
+
+    def _leave(self, why: str | None) -> None:
+        group, self._group = self._group, None
+        if group is not None and why is not None:
+            group.fail(why)
+        elif group is not None:
+            group.close()
+
+
+class _Receivers:
+    """The other ranks of a group, as `Trainer.send_weights` sees them."""
+
+    def __init__(self, group: WeightGroup) -> None:
+        self._group = group
+        self.num_bytes = 0
+        """Bytes that were sent."""
+
+    def send(self, name: str, tensor: Tensor) -> None:
+        """Broadcast a tensor.
+
+        Raises:
+            SamplerFault: it is not received.
+        """
+        try:
+            self._group.send(tensor)
+        except GroupOver as over:
+            raise SamplerFault(f"{over} (at {name})") from over
+        self.num_bytes += tensor.nbytes
