@@ -13,6 +13,7 @@ holds
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import socket
 import threading
@@ -30,6 +31,8 @@ dist: Any = torch.distributed
 
 _LOOK_EVERY = 0.1
 """Seconds between two looks whether another rank has failed."""
+_CONNECTING = 30.0
+"""Most seconds until all ranks, which are there, have connected."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 2e-3
 _FOREVER = timedelta(days=365)
 """For torch's own watchdog, which would end the whole process at its limit."""
@@ -70,6 +73,7 @@ class WeightGroup:
         self._rank, self._size, self._kind, self._seconds = rank, size, kind, seconds
         self._device = device if kind == "nccl" else torch.device("cpu")
         self._group: Any = None
+        self._is_broken = False
         self.begin()
         with self._noticing():
             if layout is not None:
@@ -77,6 +81,7 @@ class WeightGroup:
             self._store.set(f"here/{rank}", "")
             here = [f"here/{other}" for other in range(size)]
             self._until(lambda: bool(self._store.check(here)), "waiting for the other ranks")
+            self._refuse_if_over()
             self._connect()
 
     def begin(self) -> None:
@@ -108,19 +113,21 @@ class WeightGroup:
 
     def fail(self, why: str) -> None:
         """End the group: every rank that waits raises `GroupOver` with this reason, or with one that came before."""
+        self._is_broken = True
         with contextlib.suppress(RuntimeError):  # the trainer may be gone, and its store with it
             self._store.compare_set("over", "", why)
         self.close()
 
     def close(self) -> None:
         """Leave the group."""
-        held = [self._group]
-        self._group = None
-        if held[0] is not None:
-            if self._kind == "nccl":
-                held[0].abort()
-            # A group with a broken connection can only be released when its operation has reached torch's own limit.
-            threading.Thread(target=held.clear, name="closing a weight group", daemon=True).start()
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self._kind == "nccl":
+            group.abort()
+        elif self._is_broken:
+            # Gloo's destructor waits for the operation that hangs, until torch's own limit: it is never called.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     # ---- inside
 
@@ -161,7 +168,7 @@ class WeightGroup:
         self._group = found[0]
 
     def _make(self) -> Any:
-        store = dist.PrefixStore("group", self._store)
+        store = dist.PrefixStore(f"{self.name}/group", self._other_connection())
         if self._kind == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = _FOREVER
@@ -170,6 +177,11 @@ class WeightGroup:
         gloo._timeout = timedelta(seconds=self._seconds)
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
         return dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
+
+    def _other_connection(self) -> Any:
+        """The store over a connection of its own: what torch waits for would hold up our looks."""
+        inner, limit = self._store.underlying_store, timedelta(seconds=min(self._seconds, _CONNECTING))
+        return dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False, timeout=limit)
 
     def _own_address(self) -> str:
         """The address of this host from which the other ranks are reached: the one that reaches the store."""
@@ -184,10 +196,13 @@ class WeightGroup:
             now = time.monotonic()
             if now - looked > _LOOK_EVERY:
                 looked = now
-                if self._store.check(["over"]):
-                    raise GroupOver(self._store.get("over").decode())
+                self._refuse_if_over()
             if now > self._ends:
                 raise _TookTooLong(f"{doing} took more than {self._seconds:g} s")
+
+    def _refuse_if_over(self) -> None:
+        if self._store.check(["over"]):
+            raise GroupOver(self._store.get("over").decode())
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:
@@ -195,6 +210,7 @@ class WeightGroup:
         try:
             yield
         except GroupOver:
+            self._is_broken = True
             self.close()
             raise
         except (RuntimeError, OSError, ValueError) as error:

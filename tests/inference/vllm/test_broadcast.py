@@ -1,0 +1,211 @@
+"""A trainer broadcasts its weights to two servers, doubles of vLLM's, over gloo; one of them fails in many ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from inference.vllm.group_sender import GroupSender
+from inference.vllm.models import TinyModel
+from inference.vllm.test_server_pool import Trained
+from inference.vllm.vllm_double import VllmDouble, serving
+from rollouts.waiting import until
+from verbatim.errors import RunStopped, UsageError
+from verbatim.inference.backends import BackendInputs
+from verbatim.inference.pool.servers import ServerPool
+from verbatim.inference.vllm.backend import vllm_backend
+from verbatim.inference.vllm.plugin.verbatim_weight_group import GroupOver, WeightGroup, address_towards
+from verbatim.inference.vllm.settings import VllmSettings
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    return Trained(TinyModel(tmp_path / "weights", tied=True))
+
+
+class Run:
+    """A pool over two doubles, and the trainer that sends to them."""
+
+    def __init__(self, trained: Trained) -> None:
+        self.trained, self.sender = trained, GroupSender(trained.trainer.model)
+        self.doubles = [VllmDouble(trained.trainer.published) for _ in range(2)]
+        for double in self.doubles:
+            double.facts["weight_transfer"] = "verbatim_broadcast"
+
+    @contextlib.asynccontextmanager
+    async def opened(self, *, update_timeout: float = 30.0) -> AsyncIterator[ServerPool]:
+        async with contextlib.AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(serving(double)) for double in self.doubles]
+            settings = VllmSettings(urls=tuple(urls), weight_transfer="gloo", update_timeout=update_timeout)
+            folder = self.trained.trainer.published
+            pool = await vllm_backend(
+                BackendInputs(model=folder, context_length=512, sender=self.sender), settings
+            )  # fmt: skip
+            assert isinstance(pool, ServerPool)
+            stack.push_async_callback(pool.close)
+            await pool.check_replicas(self.trained.canary())
+            yield pool
+
+    async def update(self, pool: ServerPool) -> float:
+        """The next version; the seconds of its update."""
+        path, version, canary = self.trained.step(1e-3)
+        began = time.monotonic()
+        await pool.update_replicas(path, version, canary)
+        self.path = path
+        return time.monotonic() - began
+
+    def arrived(self) -> list[bool | None]:
+        """Of each double: whether a broadcast brought exactly the published tensors; None = it read the folder."""
+        published = load_file(self.path / "model.safetensors")
+        return [None if d.received is None else same(d.received, published) for d in self.doubles]
+
+
+def same(found: dict[str, torch.Tensor], published: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == published.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(bits(found[name]), bits(tensor))
+        for name, tensor in published.items()
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+async def test_each_version_arrives_at_both_bit_for_bit_in_one_group(trained: Trained):
+    run = Run(trained)
+    async with run.opened() as pool:
+        for _ in range(3):
+            await run.update(pool)
+            assert run.arrived() == [True, True]
+        found = pool.metrics()
+        assert found["replicas/failed_checks"] == found["replicas/lost"] == 0
+        assert found["replica/0/policy_version"] == found["replica/1/policy_version"] == 3
+    assert [(order.version, order.group, order.size) for order in run.sender.orders] == [
+        (0, "1", 3), (1, "1", 3), (2, "1", 3), (3, "1", 3),
+    ]  # fmt: skip
+    assert [report.fault for report in run.sender.reports] == [None] * 4
+    assert run.sender.reports[1].num_bytes == sum(t.nbytes for t in load_file(run.path / "model.safetensors").values())
+
+
+async def test_a_server_that_fails_in_the_middle_ends_the_group_and_the_next_update_makes_another(trained: Trained):
+    """Both read the folder, and nothing that they have in flight is lost."""
+    run = Run(trained)
+    async with run.opened() as pool:
+
+        def fail(number: int) -> None:
+            if number == 4:
+                raise MemoryError("no room for the fifth tensor")
+
+        run.doubles[1].after_tensor = fail
+        assert await run.update(pool) < 10
+        assert run.arrived() == [None, None]
+        assert "no room for the fifth tensor" in str(run.sender.reports[-1].fault)
+        run.doubles[1].after_tensor = lambda number: None
+        await run.update(pool)
+        assert run.arrived() == [True, True]
+        found = pool.metrics()
+        assert found["replicas/failed_checks"] == found["replicas/lost"] == found["replicas/requests_resent"] == 0
+        assert found["replica/0/policy_version"] == found["replica/1/policy_version"] == 2
+    assert [order.group for order in run.sender.orders] == ["1", "1", "2"]
+
+
+@pytest.mark.parametrize("route", ["/pause", "/start_weight_update"])
+async def test_a_server_that_fails_before_holds_the_other_up_in_nothing(trained: Trained, route: str):
+    """The other one receives alone; the failed one is loaded again from the folder."""
+    run = Run(trained)
+    async with run.opened() as pool:
+        run.doubles[1].fails_at = route
+        updating = asyncio.create_task(run.update(pool))
+        await until(lambda: len(run.sender.orders) == 2)
+        run.doubles[1].fails_at = ""
+        await updating
+        assert run.arrived() == [True, None]
+        assert (run.sender.orders[-1].group, run.sender.orders[-1].size) == ("2", 2)
+        assert pool.metrics()["replicas/serving"] == 2
+        await run.update(pool)
+        assert run.arrived() == [True, True]
+    assert [report.fault for report in run.sender.reports] == [None] * 3
+
+
+async def test_a_server_that_refuses_to_receive_ends_the_wait_of_the_others_at_once(trained: Trained):
+    run = Run(trained)
+    async with run.opened() as pool:
+        run.doubles[1].fails_at = "/update_weights"
+        updating = asyncio.create_task(run.update(pool))
+        await until(lambda: len(run.sender.reports) == 2)
+        run.doubles[1].fails_at = ""
+        assert await updating < 15
+        assert "it burns" in str(run.sender.reports[-1].fault)
+        assert pool.metrics()["replicas/serving"] == 2
+        await run.update(pool)
+        assert run.arrived() == [True, True]
+
+
+@pytest.mark.slow
+async def test_a_server_that_hangs_in_the_middle_costs_the_limit_and_no_more(trained: Trained):
+    run = Run(trained)
+    async with run.opened(update_timeout=5.0) as pool:
+        run.doubles[1].after_tensor = lambda number: time.sleep(8.0 if number == 4 else 0.0)
+        seconds = await run.update(pool)
+        assert 4.0 <= run.sender.reports[-1].seconds < 5.0  # 0.8 of the timeout
+        assert seconds < 60 and run.arrived()[0] is None
+        run.doubles[1].after_tensor = lambda number: None
+        await run.update(pool)
+        assert run.sender.reports[-1].fault is None
+        assert run.arrived()[0] is True
+
+
+async def test_a_trainer_that_fails_ends_the_update(trained: Trained):
+    run = Run(trained)
+    async with run.opened() as pool:
+        run.sender.raises = RunStopped("the trainer: rank 1 of the trainer was ended by SIGKILL")
+        with pytest.raises(RunStopped, match="rank 1 of the trainer was ended by SIGKILL"):
+            await run.update(pool)
+
+
+async def test_weights_that_do_not_arrive_at_the_start_are_refused_with_what_to_type(trained: Trained):
+    run = Run(trained)
+
+    def fail(number: int) -> None:
+        raise OSError("connection refused")
+
+    run.doubles[0].after_tensor = fail
+    with pytest.raises(UsageError, match=r'weight_transfer = "gloo": the tensors of the trainer do not reach .*'
+                       r"connection refused.*inference\.vllm\.transfer_address"):  # fmt: skip
+        async with run.opened():
+            pass
+
+
+async def test_another_nccl_than_the_trainers_is_refused(trained: Trained):
+    from verbatim.inference.vllm.facts import ServerFacts, refuse_inexact
+
+    double = VllmDouble(trained.trainer.published)
+    facts = {key: value for key, value in double.facts.items() if key in ServerFacts.__annotations__}
+    facts |= {"weight_transfer": "verbatim_broadcast", "nccl": "2.27.5"}
+    vocab_size = int(facts["vocab_size"])
+    asked = {"name": "replica 0", "transfer": "verbatim_broadcast", "vocab_size": vocab_size, "context_length": 64}
+    refuse_inexact(ServerFacts(**facts), nccl="2.27.5", **asked)
+    with pytest.raises(UsageError, match=r"its NCCL is 2\.27\.5, and that of the trainer 2\.28\.3"):
+        refuse_inexact(ServerFacts(**facts), nccl="2.28.3", **asked)
+
+
+async def test_a_rank_that_does_not_come_is_said_to_the_others_at_the_limit(trained: Trained):
+    server = GroupSender(trained.trainer.model).broadcaster._server
+    began = time.monotonic()
+    with pytest.raises(GroupOver, match=r"rank 0: waiting for the other ranks took more than 0\.5 s"):
+        WeightGroup(server, "g", rank=0, size=2, kind="gloo", device=torch.device("cpu"), seconds=0.5, layout={})
+    assert time.monotonic() - began < 5
+    with pytest.raises(GroupOver, match="rank 0: waiting for the other ranks took more"):
+        WeightGroup(server, "g", rank=1, size=2, kind="gloo", device=torch.device("cpu"), seconds=30)
+    assert time.monotonic() - began < 5
+
+
+def test_the_address_towards_this_host_is_loopback():
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
