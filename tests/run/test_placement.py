@@ -134,7 +134,7 @@ def test_servers_that_run_for_others_are_not_put_to_sleep(place, capsys, model):
 
 
 @pytest.mark.parametrize(("more", "said"), [({"urls": ("http://a:1",)}, "it puts those in urls not to sleep"),
-                                            ({"weight_transfer": "nccl"}, "NCCL does not connect two processes")])
+                                            ({"weight_transfer": "nccl"}, "the trainer has left the device")])
 def test_keys_that_do_not_go_with_sharing_are_refused(more, said):
     with pytest.raises((ConfigError, ValueError), match=said):
         VllmSettings(colocate=True, **more)

@@ -10,6 +10,7 @@ import pytest
 from transport_samples import assert_same_sample, make_sample
 
 from verbatim.errors import RunStopped
+from verbatim.inference.sending import SendOrder, WeightStore
 from verbatim.transport import StepReport, TrainerReady
 from verbatim.transport.canary import Probes
 from verbatim.transport.files import publish_bytes
@@ -105,6 +106,15 @@ def test_what_a_trainer_that_is_ready_says_survives_the_trip(checkpoint):
     found = ready_from_json(json.loads(json.dumps(to_json(sent, RUN))), RUN)
     assert (found.version, found.weights, found.checkpoint) == (3, "some/hub-id", checkpoint)
     assert_same_probes(found.probes, PROBES)
+
+
+def test_an_order_to_send_and_where_to_meet_survive_the_trip(tmp_path):
+    order = SendOrder(version=7, group="3", size=5, kind="nccl", seconds=240.0)
+    found = travelled(TrainerMessage(kind="send", version=7, order=order), tmp_path)
+    assert (found.kind, found.version, found.order, found.samples) == ("send", 7, order, ())
+    store = WeightStore(host="10.0.0.7", port=29500, on="a-host", nccl="2.27.5")
+    sent = TrainerReady(version=3, weights="some/hub-id", checkpoint=None, store=store)
+    assert ready_from_json(json.loads(json.dumps(to_json(sent, RUN))), RUN).store == store
 
 
 def test_folders_of_the_run_are_those_of_the_host_that_reads_the_answer():

@@ -42,7 +42,7 @@ def test_keys_of_the_table_reach_the_command():
     command = options(settings)
     assert command[command.index("--max-model-len") + 1] == "512"
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.5"
-    assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "verbatim_nccl"}
+    assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "verbatim_broadcast"}
     assert settings.precision == "bfloat16"
 
 

@@ -420,12 +420,10 @@ async def test_what_vllm_cannot_score_is_refused(tied: TinyModel):
             await replica.cached_logprob(tied.ids(1))
 
 
-async def test_nccl_needs_a_gpu_here(tied: TinyModel, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    async with connected(tied, weight_transfer="nccl") as (double, replica):
-        with pytest.raises(UsageError, match='"nccl" needs a GPU and NCCL'):
-            await replica.update_weights(tied.step("v1", 1e-3), 1)
-        assert double.calls == []
+async def test_without_a_trainer_that_sends_the_folder_is_read(tied: TinyModel):
+    async with connected(tied, weight_transfer="gloo") as (double, replica):
+        await replica.update_weights(tied.step("v1", 1e-3), 1)
+        assert double.version == "1" and double.received is None and "/get_world_size" not in double.calls
 
 
 def test_every_fault_of_the_double_is_one_of_the_faulty_engine_or_of_its_routes():

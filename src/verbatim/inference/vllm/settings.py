@@ -170,7 +170,7 @@ class VllmSettings(ServerSettings):
                              "starts read its folder: leave it out")  # fmt: skip
         if adapter_rank is not None and self.broadcast is not None:
             raise UsageError(f'weight_transfer = "{self.weight_transfer}" sends whole weights, and [trainer.lora] '
-                             'adapters; use "files" or "http"')  # fmt: skip
+                             'trains adapters; use "files" or "http"')  # fmt: skip
         if adapter_rank is not None and self.colocate:
             raise UsageError("colocate puts servers to sleep, which lose the base model, and updates of [trainer.lora] "
                              "bring adapters alone; leave out one of the two")  # fmt: skip
