@@ -19,6 +19,7 @@ from docs_site.navigation import sections, with_toctrees
 from verbatim.cli.main import COMMANDS
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.fields import keys
+from verbatim.filters import FILTERS
 from verbatim.run.tables import component_tables
 
 ROOT = Path(__file__).parents[1]
@@ -172,3 +173,42 @@ def test_the_site_is_built_without_a_warning_and_can_be_searched(tmp_path: Path)
     assert 'src="_images/data_flow.svg"' in figure
     # What a page loads comes with the site: search and looks need no network.
     assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?:', start + figure)
+
+
+# ---- by symptom
+
+
+def symptom_metrics() -> list[str]:
+    """The metrics in the first cells of the tables of docs/symptoms.md that have the column "look at"."""
+    page = (DOCS / "symptoms.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| look at \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    cells = [row.split(" | ")[0] for found in tables for row in found.splitlines()]
+    return sorted({name for cell in cells for name in re.findall(r"`([^`]+)`", cell)})
+
+
+@pytest.mark.parametrize("name", symptom_metrics())
+def test_a_metric_of_the_symptoms_is_documented_and_reported(name: str):
+    if name.startswith(("trainer.", "orchestrator.")):  # a key of the file
+        schema, _ = schema_with_backends({}, component_tables())
+        assert name in dict(keys(schema))
+        return
+    name = re.sub(rf"^filters/({'|'.join(FILTERS)})/", "filters/{name}/", name)
+    pages = "".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in ("metrics", "asynchrony"))
+    family, _, last = name.rpartition("/")
+    listed = f"`{name}`" in pages or (f"`{family}/" in pages and f"/{last}`" in pages)
+    assert listed or f"`{name.rpartition('_')[0]}_*`" in pages
+    fixed = [part for part in re.split(r"\{\w+\}", name.replace("replica/{i}/", "")) if part.strip("/")]
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    for part in fixed:
+        assert re.search(rf"[\"'}}/]{re.escape(part.strip('/'))}[\"'/{{]", sources), part
+
+
+@pytest.mark.parametrize("page", ["symptoms", "concepts", "operations", "recipes"])
+def test_every_key_that_a_page_names_exists(page: str):
+    schema, _ = schema_with_backends({}, component_tables())
+    known = {name.replace(".0.", ".") for name, _ in keys(schema)}
+    tables = {name.rpartition(".")[0] for name in known}
+    knobs = {"trainer.loss.kl_ref_tau"}
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:trainer|orchestrator|inference|checkpoint|monitor|model|warm_start)\.[\w.]+)", text)
+    assert [name for name in named if name not in known | tables | knobs] == []

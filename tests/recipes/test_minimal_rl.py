@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from e2e.tiny_runs import build_tiny_model
 from verbatim.cli.main import main
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -26,16 +27,23 @@ def load_minimal_rl() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("name", "most"), [("minimal_rl.py", 250), ("guess_number.toml", 40)])
-def test_a_recipe_is_short(name: str, most: int):
+@pytest.mark.parametrize("name", ["minimal_rl.py", *(file.name for file in sorted(RECIPES.glob("*.toml")))])
+def test_a_recipe_is_short(name: str):
+    most = {"minimal_rl.py": 250, "guess_number.toml": 40}.get(name, 50)
     assert len((RECIPES / name).read_text().splitlines()) <= most
 
 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
-def test_config_accepts_the_recipe_and_prints_what_it_says(file: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+def test_config_accepts_the_recipe_and_prints_what_it_says(
+    file: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(RECIPES)  # an environment may lie beside its recipe
+    monkeypatch.chdir(tmp_path)  # an environment may lie beside its recipe
+    build_tiny_model(tmp_path / "model")
     found = ["--inference.vllm.urls", '["http://127.0.0.1:8000"]'] if "vllm" in file.name else []  # needs no vLLM here
+    if "runs/" in file.read_text().partition("[orchestrator]")[0].partition("[model]")[2]:  # begins with another run
+        found += ["--model.name", "model", "--orchestrator.seq-len", "384"]
+        found += ["--orchestrator.teacher.model", "model"] if "opd" in file.name else []
     assert main(["config", str(file), *found]) == 0
     printed = tomllib.loads(capsys.readouterr().out)
     said = tomllib.loads(file.read_text())

@@ -1,0 +1,258 @@
+"""Every fenced block of the documentation is checked by its language, and every command by the parser that reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test_docs import MODULES, ROOT, Snippet, snippets
+from verbatim.cli.main import COMMANDS, make_parser, split_overrides
+from verbatim.config.backends import schema_with_backends
+from verbatim.config.fields import keys
+from verbatim.config.load import make_config
+from verbatim.errors import ConfigError
+from verbatim.run.recipes import recipes
+from verbatim.run.tables import component_tables
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = ("", "python", "toml", "json", "bash", "console", "text", "yaml", "ini")
+"""Blocks without a language hold commands, or a picture in characters; those of `text` hold no code that is run."""
+
+def test_every_block_has_a_language_that_is_checked():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert set(re.findall(r"^```(\w+)", text, re.MULTILINE)) <= set(LANGUAGES)
+
+
+# ---- files of runs
+
+
+def merged(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    both = dict(base)
+    for key, value in other.items():
+        old = both.get(key)
+        both[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both
+
+
+BASE = {"model": {"name": "some/model"}, "orchestrator": {"train": {"env": [{"id": "guess_number"}]}}}
+
+
+@pytest.mark.parametrize("snippet", snippets("toml", *PAGES), ids=str)
+def test_a_toml_block_is_accepted_by_the_schema(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Alone where it is a whole run, else beside a model and an environment."""
+    loss = "def my_loss(inputs, clip_eps: float = 0.1):\n    return None\n"
+    for name, text in {**MODULES, "my_module": loss}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = tomllib.loads(snippet.text)
+    base = {**BASE, "model": {}} if "model" in given else BASE
+    make_config(merged(base, given), tables=component_tables())
+
+
+def test_a_key_that_is_misspelt_in_a_block_would_be_seen():
+    with pytest.raises(ConfigError, match=r"did you mean .*batch_size"):
+        make_config(merged(BASE, tomllib.loads("[orchestrator]\nbatch_sise = 4")), tables=component_tables())
+
+
+# ---- commands
+
+
+def lines_of(text: str) -> list[str]:
+    """The commands of a block: continued lines joined, prompts and comments taken off."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [re.sub(r"\s+#\s.*$", "", line.strip().removeprefix("$ ")) for line in joined.splitlines()]
+
+
+def commands() -> list[Any]:
+    """Each line of a block that calls one of our programs, or pip or make; and each such command in the text."""
+    found = []
+    for page in PAGES:
+        if page.name.startswith("reference_"):
+            continue
+        for language in ("", "bash", "console"):
+            for snippet in snippets(language, page):
+                found += [(str(snippet), line, True) for line in lines_of(snippet.text)]
+        prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        spans = re.findall(r"`([^`]+)`", prose)
+        spans = [" ".join(span.split()) for span in spans]
+        found += [(page.name, span, False) for span in spans if re.match(r"(verbatim|make|pip install) ", span)]
+    known = re.compile(r"((\w+=\S+|exec|srun.*|torchrun.*) )*?(verbatim(\.cli)? |make |pip install |python )")
+    return [pytest.param(line, whole, id=f"{where}: {line[:60]}") for where, line, whole in found if known.match(line)]
+
+
+@pytest.mark.parametrize(("line", "whole"), commands())
+def test_a_command_of_the_documentation_can_be_typed(line: str, whole: bool):
+    """One that stands in the text may leave out what it is given."""
+    words = shlex.split(re.sub(r"\"\$\{\w+\[@\]\}\"|&$|\.\.\.$|> \S+", "", line))
+    while words and words[0] not in ("verbatim", "verbatim.cli", "make", "pip", "python"):
+        words.pop(0)
+    program, *arguments = words
+    if program.startswith("verbatim"):
+        check_verbatim(arguments, whole=whole)
+    elif program == "make":
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        assert {word for word in arguments if "=" not in word} <= targets
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        for named in re.findall(r"verbatim[_-]rl[^\[]*\[([\w,]+)\]", " ".join(arguments)):
+            assert set(named.split(",")) <= set(extras)
+    elif arguments[0] != "-m":
+        assert (ROOT / arguments[0]).is_file(), arguments[0]
+
+
+def check_verbatim(arguments: list[str], *, whole: bool = True) -> None:
+    """The command exists, its parser reads the arguments, and every other option is a key of the configuration."""
+    name = next((word for word in arguments if not word.startswith("-")), None)
+    if name is None or name in ("COMMAND", "SHELL"):
+        return
+    assert name in COMMANDS
+    parser = make_parser(name)
+    own, overrides = split_overrides(arguments, known=parser.commands[name]._option_string_actions)
+    if whole:
+        parser.parse_args([re.sub(r"^N$", "1", word) for word in own])
+    schema, _ = schema_with_backends({}, component_tables())
+    known = {key for key, _ in keys(schema)}
+    tables = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
+    for option in overrides:
+        if option.startswith("--"):
+            key = option.removeprefix("--").partition("=")[0].replace("-", "_")
+            assert key in known | tables or key.rpartition(".")[0] in tables, option
+
+
+def test_the_recipes_that_commands_name_exist():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = set(re.findall(r"verbatim (?:rl|config) ([a-z_]+)\b(?![./])", text)) - {"run", "projects"}
+    assert named <= set(recipes())
+
+
+@pytest.mark.parametrize("snippet", snippets("bash", *PAGES), ids=str)
+def test_a_script_is_read_by_bash(snippet: Snippet):
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run([bash, "-n"], input=snippet.text, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+SBATCH = {
+    "job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "requeue",
+    "open-mode",
+}  # fmt: skip
+"""Options that sbatch has, of those that are used."""
+
+
+@pytest.mark.parametrize("snippet", [s for s in snippets("bash", *PAGES) if "#SBATCH" in s.text], ids=str)
+def test_a_batch_script_asks_for_what_slurm_knows(snippet: Snippet):
+    assert snippet.text.startswith("#!/bin/bash\n#SBATCH ")
+    head, _, script = snippet.text.partition("\n\n") if "\n\n" in snippet.text else (snippet.text, "", snippet.text)
+    assert set(re.findall(r"--([\w-]+)", " ".join(re.findall(r"^#SBATCH (.+)$", head, re.MULTILINE)))) <= SBATCH
+    assert "#SBATCH" not in script or script == snippet.text
+
+
+def run_bash(snippet: Snippet, folder: Path, programs: Mapping[str, str]) -> list[str]:
+    """What a batch script calls, in order, with doubles of the programs that a cluster has."""
+    calls = folder / "calls"
+    bin_folder = folder / "bin"
+    bin_folder.mkdir()
+    for name, body in programs.items():
+        path = bin_folder / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> {calls}\n{body}\n')
+        path.chmod(0o755)
+    text = snippet.text.replace("/shared/runs", str(folder / "runs"))
+    env = {"PATH": f"{bin_folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return sorted(calls.read_text().splitlines())
+
+
+def batch_script(name: str) -> Snippet:
+    (found,) = [s for s in snippets("bash", ROOT / "docs" / "operations.md") if f"`{name}`:" in s.before[-60:]]
+    return found
+
+
+def test_the_script_for_one_node_begins_a_run_and_goes_on(tmp_path: Path):
+    script = batch_script("one_node.sbatch")
+    (tmp_path / "first").mkdir()
+    assert run_bash(script, tmp_path / "first", {"verbatim": ""}) == [
+        f"verbatim rl run.toml --run-dir {tmp_path}/first/runs/one"
+    ]
+    (tmp_path / "then" / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "then" / "runs" / "one" / "config.toml").touch()
+    assert run_bash(script, tmp_path / "then", {"verbatim": ""}) == [
+        f"verbatim rl run.toml --resume {tmp_path}/then/runs/one"
+    ]
+
+
+def test_the_script_for_three_nodes_gives_each_its_role(tmp_path: Path):
+    calls = run_bash(
+        batch_script("three_nodes.sbatch"), tmp_path,
+        {"verbatim": "", "srun": "", "scancel": "", "scontrol": "printf 'n1\\nn2\\nn3\\n'", "openssl": "echo abc"},
+    )  # fmt: skip
+    (orchestrator,) = [call for call in calls if call.startswith("verbatim orchestrator")]
+    urls = json.loads(orchestrator.partition("--inference.vllm.urls ")[2].partition("] ")[0] + "]")
+    assert urls == [f"http://n1:{port}" for port in range(8000, 8008)]
+    inference, trainer = [call for call in calls if call.startswith("srun")]
+    assert "--nodelist=n1 verbatim inference run.toml" in inference
+    assert "--nodelist=n2,n3 torchrun" in trainer and "--rdzv-endpoint n2:29500" in trainer
+    options = orchestrator.partition("run.toml ")[2]
+    assert trainer.endswith(f"verbatim.cli trainer run.toml {options}")  # both must have the same
+    assert "scancel --signal=TERM 7" in calls
+
+
+# ---- manifests and other formats
+
+
+@pytest.mark.parametrize("snippet", snippets("json", *PAGES), ids=str)
+def test_a_json_block_is_json(snippet: Snippet):
+    assert json.loads(snippet.text)
+
+
+MANIFESTS = snippets("yaml", *PAGES)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("snippet", MANIFESTS, ids=str)
+def test_manifests_fit_the_schemas_of_kubernetes(snippet: Snippet):
+    import kubernetes_validate
+    import yaml
+
+    for document in yaml.safe_load_all(snippet.text):
+        kubernetes_validate.validate(document, "1.34", strict=True)
+
+
+@pytest.mark.extras
+def test_the_manifests_fit_each_other():
+    import yaml
+
+    (snippet,) = MANIFESTS
+    documents = {(d["kind"], d["metadata"]["name"]): d for d in yaml.safe_load_all(snippet.text)}
+    servers = documents["StatefulSet", "verbatim-sampler"]["spec"]
+    job = documents["Job", "verbatim-run"]["spec"]["template"]["spec"]
+    run = tomllib.loads(documents["ConfigMap", "verbatim-run"]["data"]["run.toml"])
+    make_config(run, tables=component_tables())
+    for pod in (servers["template"]["spec"], job):
+        assert {m["name"] for m in pod["containers"][0]["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+        for volume in pod["volumes"]:
+            if "configMap" in volume:
+                assert ("ConfigMap", volume["configMap"]["name"]) in documents
+            if "persistentVolumeClaim" in volume:
+                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in documents
+    # The servers' port is the service's and that of the urls, one for each pod; the GPUs are the trainer's.
+    serving = servers["template"]["spec"]["containers"][0]["command"]
+    check_verbatim(serving[1:])
+    port = serving[serving.index("--port") + 1]
+    assert documents["Service", servers["serviceName"]]["spec"]["ports"][0]["port"] == int(port)
+    script = job["containers"][0]["command"][-1]
+    (training,) = [line for line in lines_of(script) if line.startswith("exec verbatim")]
+    check_verbatim(shlex.split(training.replace('"${WHERE[@]}"', "--run-dir /runs/one"))[2:])
+    urls = json.loads(re.findall(r"'(\[.*\])'", script)[0])
+    assert urls == [f"http://verbatim-sampler-{i}.{servers['serviceName']}:{port}" for i in range(servers["replicas"])]
+    assert job["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == run["trainer"]["parallel"]["processes"]
