@@ -57,6 +57,33 @@ def test_a_bridge_to_a_tools_answer_is_the_full_render(qwen3, tokenizer):
     assert bridged[: len(prompt) + len(completion)].tolist() == [*prompt, *completion]
 
 
+def test_a_bridge_that_comes_again_is_remembered_and_any_other_is_not(tokenizer, monkeypatch):
+    renderer = PackageRenderer(tokenizer)
+    prompt, completion = renderer.render_ids([ASK], TOOLS), sampled(tokenizer, CALL_TEXT)
+    first = renderer.bridge_to_next_turn(prompt, completion, [SEES], TOOLS)
+    computed = []
+    added = renderer._added
+    monkeypatch.setattr(renderer, "_added", lambda *turn: computed.append(turn) or added(*turn))
+    first[-1] = -1  # what the caller does with its array changes nothing
+    again = renderer.bridge_to_next_turn(prompt.copy(), completion.copy(), [dict(SEES)], TOOLS)
+    assert again.tolist() == renderer.render_ids([ASK, CALL, SEES], TOOLS).tolist()
+    assert computed == []
+    other = {**SEES, "content": "rain"}
+    text = renderer.decode(renderer.bridge_to_next_turn(prompt, completion, [other], TOOLS))
+    assert "rain" in text
+    assert renderer.bridge_to_next_turn(prompt, completion[:-1], [SEES], TOOLS) is not None
+    assert renderer.bridge_to_next_turn(prompt, completion, [SEES], None) is not None
+    assert renderer.bridge_to_next_turn(prompt[:-1], ids([prompt[-1], *completion]), [SEES], TOOLS) is not None
+    assert len(computed) == 4  # the last one is the same ids, cut elsewhere
+
+
+def test_a_long_bridge_is_not_remembered(tokenizer):
+    renderer = PackageRenderer(tokenizer)
+    prompt, completion = renderer.render_ids([ASK], TOOLS), sampled(tokenizer, CALL_TEXT)
+    renderer.bridge_to_next_turn(prompt, completion, [{**SEES, "content": "rain " * 400}], TOOLS)
+    assert renderer._bridged == {}
+
+
 def test_a_bridge_keeps_thinking_that_the_template_keeps_too(qwen3, tokenizer):
     thoughtful = {**CALL, "reasoning_content": "Bonn, then."}
     prompt = qwen3.render_ids([ASK], TOOLS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -20,6 +21,10 @@ from verbatim.types import Int32, Message
 
 _REMEMBERED = 64
 """Conversations whose ids are cached; all episodes of a group begin with the same one."""
+
+_REMEMBERED_BRIDGES, _SHORT = 4096, 256
+"""Bridges whose ids are remembered, and the most ids that one may add: where episodes are short and examples few, the
+same turn comes again and again."""
 
 _BRIDGED_ROLES = frozenset({"tool", "user"})
 """Some families render a later system message in a bridge but not in a history: those are never bridged."""
@@ -52,6 +57,7 @@ class PackageRenderer:
         think = [self._tokenizer.control_tokens.get(tag) for tag in ("<think>", "</think>")]
         self._think_ids = frozenset(i for i in think if i is not None)
         self._rendered: dict[str, Int32] = {}
+        self._bridged: dict[bytes, Int32 | None] = {}
 
     def render_ids(
         self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
@@ -120,6 +126,26 @@ class PackageRenderer:
         """
         if not new_messages or any(message.get("role") not in _BRIDGED_ROLES for message in new_messages):
             return None
+        turn = hashlib.blake2b(repr((len(prev_prompt_ids), new_messages, tools)).encode("utf-8", "surrogatepass"))
+        turn.update(prev_prompt_ids.astype(np.int32, copy=False).tobytes())
+        turn.update(prev_completion_ids.astype(np.int32, copy=False).tobytes())
+        key = turn.digest()
+        if key in self._bridged:
+            added = self._bridged[key]
+        else:
+            added = self._added(prev_prompt_ids, prev_completion_ids, new_messages, tools)
+            if added is None or len(added) <= _SHORT:
+                self._bridged[key] = added
+                while len(self._bridged) > _REMEMBERED_BRIDGES:
+                    self._bridged.pop(next(iter(self._bridged)), None)
+        if added is None:
+            return None
+        return np.concatenate([prev_prompt_ids, prev_completion_ids, added], dtype=np.int32)
+
+    def _added(
+        self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas
+    ) -> Int32 | None:
+        """The ids that a bridge adds to the previous turn's; None where it is refused."""
         guard = self._tokenizer.guard
         prompt, completion = prev_prompt_ids.tolist(), prev_completion_ids.tolist()
         before = [*prompt, *completion]
@@ -131,11 +157,10 @@ class PackageRenderer:
             if rendered is None or rendered.token_ids[: len(before)] != before:
                 return None
             parsed = self.parse_response(prev_completion_ids, prev_prompt_ids, tools)
-            if not self._stays(parsed, completion, rendered.token_ids[len(before) :], new):
-                return None
+            added = list(rendered.token_ids[len(before) :])
+            return np.asarray(added, dtype=np.int32) if self._stays(parsed, completion, added, new) else None
         except _REFUSALS:
             return None
-        return np.asarray(rendered.token_ids, dtype=np.int32)
 
     def decode(self, ids: Int32 | Sequence[int]) -> str:
         """Text for people, special tokens included."""
