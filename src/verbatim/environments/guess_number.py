@@ -13,6 +13,8 @@ from verbatim.types import Example, Message, Trajectory
 
 FORGETS = 0.25
 """Probability that a demonstration repeats an earlier guess."""
+AVERAGED = 5
+"""Random numbers whose average a demonstration guesses: the more, the nearer to the middle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,8 @@ class GuessNumber:
         return Game(self, int(example.payload["secret"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Demonstrations in the right format that win only half of the games: they sometimes repeat an earlier guess,
-        and other guesses are the average of three random numbers of the possible range."""
+        """Demonstrations in the right format that win little more than half of the games: they sometimes repeat an
+        earlier guess, and other guesses are the average of five random numbers of the possible range."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 
@@ -66,8 +68,8 @@ class GuessNumber:
             if tried and rng.random() < FORGETS:
                 number = rng.choice(tried)
             else:
-                picks = [rng.randint(*game.possible) for _ in range(3)]
-                number = (sum(picks) + rng.randrange(3)) // 3  # rounded up as often as down
+                picks = [rng.randint(*game.possible) for _ in range(AVERAGED)]
+                number = (sum(picks) + rng.randrange(AVERAGED)) // AVERAGED  # rounded up as often as down
             tried.append(number)
             answer = game.guess(number)
             messages += tool_exchange("guess", {"number": number}, answer.content, call_id=f"call_{turn}")
