@@ -68,7 +68,9 @@ def import_object(import_path: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
+            raise ComponentError(f"importing {module_name} failed: {told(error)}; install the package that has "
+                                 f"{error.name}, with this Python's pip: {sys.executable} -m pip install "
+                                 f"{(error.name or '').partition('.')[0]}") from error  # fmt: skip
         raise ComponentError(
             f"there is no module {error.name!r}; looked in the current directory, {here}{_beside()}, and in the "
             f"installed packages{_where_else(module_name, attribute)}"
@@ -82,7 +84,8 @@ def import_object(import_path: str) -> Any:
     except AttributeError:
         names = [name for name in vars(module) if not name.startswith("_")]
         near = difflib.get_close_matches(attribute, names, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        hint = f'; did you mean "{near[0]}"?' if near else f"; it has {', '.join(own[:8])}" if own else ""
         if attribute == "py":
             hint = f"; an import_path has the name behind the module, without .py: {module_name}.MyClass"
         raise ComponentError(f"{module_name} ({getattr(module, '__file__', 'built in')}) has no "
@@ -149,7 +152,11 @@ def told(error: BaseException) -> str:
 def _where_else(module_name: str, attribute: str) -> str:
     if module_name.endswith(".py"):
         return f"; write the module without .py: {module_name[:-3]}.{attribute}"
-    return f"; run the command in the folder that holds {module_name.split('.', maxsplit=1)[0]}, or install it"
+    top = module_name.split(".", maxsplit=1)[0]
+    here = [path.stem for folder in (".", *_BESIDE) for path in sorted(Path(folder).glob("*.py"))]
+    if near := difflib.get_close_matches(top, here, n=1):
+        return f'; did you mean "{near[0]}.{attribute}"?'
+    return f"; run the command in the folder that holds {top}, or install it"
 
 
 def child_environment() -> dict[str, str]:

@@ -175,14 +175,17 @@ def test_where_episodes_are_played_is_checked_before_anything_starts(
     assert message in str(caught.value)
 
 
+EXAMPLE = ' Type for example: [[orchestrator.train.env]] and below it id = "guess_number"'
+
+
 def test_a_missing_table_is_described(file: Path):
     file.write_text('[model]\nname = "x"\n')
-    assert error_of(file) == f"{file}: orchestrator is missing: rollouts and batches."
+    assert error_of(file) == f"{file}: orchestrator is missing: rollouts and batches.{EXAMPLE}"
 
 
 def test_a_missing_key_has_the_line_of_its_table(file: Path):
     file.write_text('[model]\nname = "x"\n[orchestrator]\nbatch_size = 16\n')
-    assert error_of(file) == f"{file}:3: orchestrator.train is missing: the training environments."
+    assert error_of(file) == f"{file}:3: orchestrator.train is missing: the training environments.{EXAMPLE}"
 
 
 def test_an_impossible_combination_names_the_overrides_that_may_have_made_it(file: Path):

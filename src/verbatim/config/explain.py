@@ -16,6 +16,9 @@ from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSection
 from verbatim.errors import ConfigError
 
+_AN_ENVIRONMENT = ' Type for example: [[orchestrator.train.env]] and below it id = "guess_number"'
+_TO_TYPE = {name: _AN_ENVIRONMENT for name in ("orchestrator", "orchestrator.train", "orchestrator.train.env")}
+"""What to write where a key is missing that every run needs."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
 
 
@@ -68,7 +71,7 @@ def explain(error: ErrorDetails, places: Places) -> str:
         case "missing":
             field = field_at(places.schema, path)
             about = f": {field.description[0].lower()}{field.description[1:]}" if field and field.description else ""
-            return f"{where}: {name} is missing{about}"
+            return f"{where}: {name} is missing{about}{_TO_TYPE.get(name, '')}"
         case "value_error":
             return f"{where}: {f'{name}: ' if name else ''}{error['ctx']['error']}"
         case "tuple_type":

@@ -139,6 +139,9 @@ def _nearest_file(path: Path) -> str:
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:
+    if path.suffix == ".py":
+        raise ConfigError(f"{path}: found a Python file, expected the TOML file of a run, which names the environment: "
+                          f'import_path = "{path.stem}.MyEnv"; `verbatim init DIR` writes one')  # fmt: skip
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -122,7 +122,8 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
             raise
         raise ComponentError(f"{what} cannot be read: {told(error)}") from error
     if len(rows) == 0:
-        raise ComponentError(f"{what} is empty; expected at least one")
+        raise ComponentError(f"{what} is empty; expected at least one example, as in "
+                             '[Example(id="1", payload={...})]')  # fmt: skip
     seen: set[str] = set()
     for number, row in enumerate(rows):
         if not isinstance(row, Example):
@@ -154,7 +155,8 @@ def _check_environment(name: str, environment: object) -> Environment:
     for method, given in _METHODS.items():
         _check_takes(name, getattr(environment, method), method, given)
     if not inspect.iscoroutinefunction(environment.start):
-        raise ComponentError(f"environment {name!r}: start must be `async def start(self, example, seed)`")
+        raise ComponentError(f"environment {name!r}: start is a plain method; expected `async def "
+                             "start(self, example, seed)`")  # fmt: skip
     return environment
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -68,7 +69,7 @@ class Dialogue:
                 reply, parse_status = await self._run_tools(tools, calls)
             else:
                 with self._calls.guard("reply"):
-                    reply = _checked_reply(await episode.reply(self.messages[-1]))
+                    reply = _checked_reply(await awaitable(episode.reply(self.messages[-1]), "reply(self, message)"))
                     self.take(reply.messages, "the reply's messages")
             seconds = time.perf_counter() - started
             self._loop.amend_last_turn(reward=reply.reward, tool_seconds=seconds, parse_status=parse_status)
@@ -142,6 +143,13 @@ class Dialogue:
             yield entry
         finally:
             entry["seconds"] = time.perf_counter() - self._began - start
+
+
+def awaitable(given: Any, method: str) -> Any:
+    """What an episode's method returned, to be awaited; an EnvironmentFault says that the method has to be async."""
+    if not inspect.isawaitable(given):
+        raise EnvironmentFault(f"{method.partition('(')[0]} is a plain method; expected `async def {method}`")
+    return given
 
 
 def _checked_tools(episode: Episode) -> ToolManager:

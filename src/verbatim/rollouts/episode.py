@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.environments.base import Environment, Episode
 from verbatim.errors import EnvironmentFault, JudgeFailed, RecordError, RolloutError, SamplerFault, TemplateFault
 from verbatim.rollouts import supervised
-from verbatim.rollouts.dialogue import Dialogue
+from verbatim.rollouts.dialogue import Dialogue, awaitable
 from verbatim.rollouts.loop import TOOLS_OFFERED, EpisodeLoop, EpisodeOver
 from verbatim.rollouts.rewards import read_score
 from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
@@ -140,7 +140,7 @@ class EpisodeRun:
         draft = self.trajectory()
         try:
             with calls.guard("score"):
-                score = read_score(await episode.score(draft), "score")
+                score = read_score(await awaitable(episode.score(draft), "score(self, trajectory)"), "score")
         except RolloutError:
             with contextlib.suppress(RolloutError), calls.guard("info"):  # what failed first is told
                 dialogue.info.update(_checked_info(getattr(episode, "info", {})))
@@ -185,7 +185,7 @@ class EpisodeRun:
         try:
             async with asyncio.timeout(CLOSING) as self._calls.deadline:
                 with self._calls.guard("close"):
-                    await self._episode.close()
+                    await awaitable(self._episode.close(), "close(self)")
         except TimeoutError:
             fault = EnvironmentFault(f"close took more than {CLOSING:g} s")
         except EpisodeOver as over:

@@ -138,6 +138,7 @@ class HttpClient:
         self._request_timeout = request_timeout
         self._max_retries = max_retries
         self._closed = False
+        self._warned = False  # of the first connection that failed
         self._random = random.Random()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -207,7 +208,10 @@ class HttpClient:
                     tries = f" ({attempt} tries)" if attempt > 1 else ""
                     raise SamplerFault(said + tries) from None
                 seconds = pause(attempt - 1, failure.retry_after, self._random)
-            logger.debug("%s; again in %.1f s", said, seconds)
+                is_news = self._remote_api and failure.kind == "connection" and not self._warned
+            self._warned = self._warned or is_news
+            logger.log(logging.WARNING if is_news else logging.DEBUG, "%s; again in %.1f s, at most %d times in all",
+                       said, seconds, self._max_retries)  # fmt: skip
             await asyncio.sleep(seconds)
         raise AssertionError("the last attempt returns or raises")
 
