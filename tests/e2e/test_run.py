@@ -13,11 +13,13 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from e2e.tiny_runs import (
@@ -35,6 +37,7 @@ from verbatim.checkpoints import read_json
 from verbatim.cli.exit_status import NOTHING_TRAINED
 from verbatim.cli.main import main
 from verbatim.config import load_config
+from verbatim.fates.files import read_fates
 from verbatim.monitors.trajectory_log import read_trajectories
 from verbatim.run.tables import component_tables
 
@@ -169,11 +172,33 @@ def test_the_ledger_agrees_with_the_trajectories_in_the_file(finished: Finished)
     assert last["ledger/pending"] == 0
 
 
+def test_the_fate_of_every_token_is_in_the_files_with_what_the_trainer_said_of_it(finished: Finished):
+    """The mismatch KL, mean(w - log w - 1) with w = exp(trainer - sampler), is worked out again from the files."""
+    kept = list(read_fates(finished.folder / "trajectories"))
+    totals: Counter[str] = Counter()
+    for _, fate in kept:
+        totals.update(fate.num_tokens)
+    assert totals.pop("trained") == train_lines(finished.folder)[-1]["metrics"]["ledger/trained"]
+    assert set(totals) <= {"filter:zero_advantage"}
+    for line in train_lines(finished.folder):
+        turns = [found for step, fate in kept if step == line["step"] and fate.trainer_logprobs for found in zip(
+            fate.turns, fate.trajectory.turns, fate.trainer_logprobs, fate.gradients, strict=True)]  # fmt: skip
+        assert all((logprobs is None) == (name != "trained") for name, _, logprobs, _ in turns)
+        trained = [(turn.logprobs, logprobs) for name, turn, logprobs, _ in turns if name == "trained"]
+        if not trained:
+            continue
+        sampler, trainer = (np.concatenate(arrays).astype(np.float64) for arrays in zip(*trained, strict=True))
+        ahead = trainer - sampler
+        assert (np.expm1(ahead) - ahead).mean() == pytest.approx(line["metrics"]["mismatch_kl"], rel=1e-3, abs=1e-9)
+        gradients = np.concatenate([found for *_, found in turns if found is not None])
+        assert np.isfinite(gradients).all() and gradients.any()
+
+
 def test_the_summary_says_what_was_measured(finished: Finished):
     summary = read_json(finished.folder / "summary.json")
     assert set(summary) == {
         "success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy", "seconds",
-        "steps", "rollouts", "failed_rollouts", "sampled_tokens", "trained_tokens",
+        "steps", "rollouts", "failed_rollouts", "sampled_tokens", "trained_tokens", "gain", "gain_interval_95",
     }  # fmt: skip
     evals = {m["step"]: m["metrics"] for m in lines(finished.folder / "metrics.jsonl") if m["kind"] == "eval"}
     assert summary["success_before_rl"] == evals[0]["success"]

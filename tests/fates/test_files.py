@@ -42,8 +42,11 @@ FULL = Trajectory(
     trajectory_id="g-0", run_id="r", group_id="g", sample_index=3, seed=2**63 - 1, advantage=-1.5, stop_reason="stop",
     truncated=True, info={"task": {"n": [1]}}, num_unrecorded_tokens=5, num_unrecorded_turns=2,
 )  # fmt: skip
-FATE = Fate(trajectory=FULL, turns=("trained", "missing_logprobs", "untrained", "trained"), unrecorded="cancelled",
-            flags=("gibberish", "repetition"))  # fmt: skip
+FATE = Fate(
+    trajectory=FULL, turns=("trained", "missing_logprobs", "untrained", "trained"), unrecorded="cancelled",
+    flags=("gibberish", "repetition"), trainer_logprobs=(np.float32([-0.1, -2.5]), None, None, np.zeros(0, np.float32)),
+    gradients=(np.float32([1.5, -0.25]), None, None, np.zeros(0, np.float32)),
+)  # fmt: skip
 FAILED = Fate.of_dropped(Trajectory(example_id="y", group_id="h", env="game", error="raised: KeyError"), "error")
 
 
@@ -56,6 +59,10 @@ def test_what_is_read_is_what_was_written_to_the_last_bit(tmp_path: Path):
     assert (fate.turns, fate.unrecorded, fate.reason, fate.flags) == (
         FATE.turns, "cancelled", None, ("gibberish", "repetition")
     )
+    told = [(a if a is None else a.tolist(), b if b is None else b.tolist())
+            for a, b in zip(fate.trainer_logprobs, fate.gradients, strict=True)]  # fmt: skip
+    assert told == [(np.float32([-0.1, -2.5]).tolist(), [1.5, -0.25]), (None, None), (None, None), ([], [])]
+    assert failed.trainer_logprobs == failed.gradients == ()
     assert text_of(failed.trajectory) == text_of(FAILED.trajectory) and failed.reason == "error"
     assert fate.trajectory.turns[1].extends(fate.trajectory.turns[0])
 
@@ -64,7 +71,7 @@ def test_every_field_of_a_trajectory_and_of_a_turn_has_a_column():
     derived = {"path": {"prompt_of_turn", "prompt_shared", "prompt_new_ids"}, "attachments": set(),
                "timing": {"seconds_queued", "seconds_generated", "seconds_tools"}}  # fmt: skip
     of_turn = set().union(*(derived.get(f.name, {f.name}) for f in dataclasses.fields(Turn)))
-    assert {field.name for field in TURN} == of_turn | {"fate"}
+    assert {field.name for field in TURN} == of_turn | {"fate", "trainer_logprobs", "gradients"}
     of_trajectory = {f.name for f in dataclasses.fields(Trajectory)}
     figures = {"num_turns", "num_sampled_tokens", "num_trained_tokens", "num_breaks"}
     assert set(SCHEMA.names) == of_trajectory | figures | {"step", "reason", "unrecorded", "flags"}

@@ -125,19 +125,27 @@ def _compare(ranks, model, batches, **settings):
         ranks.gather(None)
         return None
     taken = [batch_of(kind, seed) for kind, seed in batches]
-    metrics = [trainer.train_batch(batch) for batch in taken]
+    tokens, alone_tokens = [], []
+    metrics = [trainer.train_batch(batch, tokens.append) for batch in taken]
     logprobs = trainer.logprobs(taken[0])
     ranks.end()
     alone = trainer_of(Path(model), None, **by_one(settings))
     expected = noted_gradients(alone)
-    alone_metrics = [alone.train_batch(batch) for batch in taken]
+    alone_metrics = [alone.train_batch(batch, alone_tokens.append) for batch in taken]
     alone_logprobs = alone.logprobs(taken[0])
     ranks.gather(None)  # the others wait here, not in the next case
     return {
         "gradient": [apart(a, b) for a, b in zip(found, expected, strict=True)],
         "metrics": metrics, "alone": alone_metrics,
+        "tokens": max(_tokens_apart(a, b) for a, b in zip(tokens, alone_tokens, strict=True)),
         "logprobs": max(float(np.nanmax(np.abs(a - b))) for a, b in zip(logprobs, alone_logprobs, strict=True)),
     }  # fmt: skip
+
+
+def _tokens_apart(found, expected):
+    """The largest difference of what was computed for a trained token."""
+    pairs = ((getattr(found, name), getattr(expected, name)) for name in ("logprobs", "gradients"))
+    return max(float(np.max(np.abs(a - b))) for a, b in pairs)
 
 
 def own_weights_as_reference(ranks, model, settings):

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _ROWS = 64
 """Rows of a row group: what is read at once to see one trajectory."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
-_FLOATS = ["turns.list.element.logprobs.list.element"]
+_FLOATS = [f"turns.list.element.{name}.list.element" for name in ("logprobs", "trainer_logprobs", "gradients")]
 """Columns of numbers that hardly repeat: their bytes are grouped by place instead of looked up in a dictionary."""
 
 

@@ -23,6 +23,8 @@ TURN = pa.struct([
     _field("prompt_new_ids", pa.list_(pa.int32()), "the prompt's ids after them"),
     _field("completion_ids", pa.list_(pa.int32()), "the sampled ids"),
     _field("logprobs", pa.list_(pa.float32()), "the sampler's logprob of each; null = missing"),
+    _field("trainer_logprobs", pa.list_(pa.float32()), "the trainer's logprob of each; null = not trained"),
+    _field("gradients", pa.list_(pa.float32()), "the derivative of the loss, not yet divided, by that logprob"),
     _field("policy_versions", pa.list_(pa.int32()), "the policy version that sampled each; null = unknown"),
     _field("routed_experts", pa.binary(), "the experts that computed its tokens, a file of numpy; null = not recorded"),
     _field("advantage", pa.float64(), "of its tokens; null = the trajectory's"),

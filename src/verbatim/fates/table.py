@@ -88,6 +88,8 @@ def _turns(fates: Sequence[Fate]) -> pa.StructArray:
         "prompt_new_ids": lambda: _token_lists([prompt["new_ids"] for prompt in prompts], np.int32),
         "completion_ids": lambda: _token_lists([turn.completion_ids for turn in turns], np.int32),
         "logprobs": lambda: _token_lists([turn.logprobs for turn in turns], np.float32),
+        "trainer_logprobs": lambda: _token_lists(_each(fates, "trainer_logprobs"), np.float32),
+        "gradients": lambda: _token_lists(_each(fates, "gradients"), np.float32),
         "policy_versions": lambda: _token_lists([turn.policy_versions for turn in turns], np.int32),
         "routed_experts": lambda: [_experts_to_bytes(turn.routed_experts) for turn in turns],
         "tool_calls": lambda: [_json([vars(call) for call in turn.tool_calls]) for turn in turns],
@@ -99,6 +101,11 @@ def _turns(fates: Sequence[Fate]) -> pa.StructArray:
         values = [_text(getattr(turn, field.name)) for turn in turns] if make is None else make()
         arrays.append(values if isinstance(values, pa.Array) else _array(values, field.type))
     return pa.StructArray.from_arrays(arrays, fields=list(TURN))
+
+
+def _each(fates: Sequence[Fate], name: str) -> list[NDArray[Any] | None]:
+    """What the trainer said of each turn; None where it said nothing."""
+    return [array for fate in fates for array in getattr(fate, name) or (None,) * len(fate.turns)]
 
 
 def _seconds(turns: Sequence[Turn], part: str) -> Callable[[], list[float | None]]:
@@ -144,21 +151,25 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[Fate]:
     turns = _read_turns(table.column("turns"))
     for row in rows:
         own = [next(turns) for _ in range(row["num_turns"])]
+        trainer, gradients = (tuple(tokens[name] for _, _, tokens in own) for name in ("trainer_logprobs", "gradients"))
+        said = any(array is not None for array in trainer)
         fields = {name: row[name] for name in plain_columns if name not in _SAME}
         fields |= {name: json.loads(row[name]) for name in ("messages", "tools", "info")}
         fields["reward_parts"] = {part["name"]: part["value"] for part in row["reward_parts"]}
-        fields["turns"] = [turn for _, turn in own]
+        fields["turns"] = [turn for _, turn, _ in own]
         yield Fate(
-            trajectory=trajectory_from_json(fields), turns=tuple(fate for fate, _ in own), reason=row["reason"],
-            unrecorded=row["unrecorded"], flags=tuple(row["flags"]),
+            trajectory=trajectory_from_json(fields), turns=tuple(fate for fate, _, _ in own), reason=row["reason"],
+            unrecorded=row["unrecorded"], flags=tuple(row["flags"]), trainer_logprobs=trainer if said else (),
+            gradients=gradients if said else (),
         )  # fmt: skip
 
 
-_TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions")
+_Tokens = Mapping[str, NDArray[Any] | None]
+_TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", "trainer_logprobs", "gradients")
 
 
-def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Fate and record of each turn, one after the other."""
+def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[str, Any], _Tokens]]:
+    """Fate, record and arrays of each turn, one after the other."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     for chunk in chunks:
         turns = chunk.flatten()
@@ -166,7 +177,7 @@ def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[
         tokens = {name: _read_lists(turns.field(name)) for name in _TOKENS}
         for index, row in enumerate(pa.Table.from_arrays([turns.field(name) for name in names], names).to_pylist()):
             found = {name: lists[index] for name, lists in tokens.items()}
-            yield row["fate"], _turn_record(row, found)
+            yield row["fate"], _turn_record(row, found), found
 
 
 def _read_lists(column: pa.ListArray) -> list[NDArray[Any] | None]:
@@ -176,7 +187,7 @@ def _read_lists(column: pa.ListArray) -> list[NDArray[Any] | None]:
     return [values[ends[i] : ends[i + 1]] if present[i] else None for i in range(len(column))]
 
 
-def _turn_record(row: Mapping[str, Any], tokens: Mapping[str, NDArray[Any] | None]) -> dict[str, Any]:
+def _turn_record(row: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
     """As `trajectory_from_json` takes it."""
     queued = row["seconds_queued"]
     timing = None if queued is None else {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_args, runtime_checkable
 
 from verbatim.curriculum import Flatness
@@ -16,9 +16,10 @@ from verbatim.orchestrator.base import Observer
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.loop_lag import LoopLag
 from verbatim.orchestrator.producer import Submitted
+from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.trajectories import Fate, Ledger
 from verbatim.transport import StepReport
-from verbatim.types import Group
+from verbatim.types import Float32, Group, TrainingSample
 
 
 @runtime_checkable
@@ -81,11 +82,12 @@ class StepMetrics:
             **(self.sampler.metrics() if isinstance(self.sampler, ReportsMetrics) else {}),
             **self.dispatcher.metrics(),
         }
-        await asyncio.to_thread(self._tell, submitted, metrics, self.dispatcher.take_dropped())
+        await asyncio.to_thread(self._tell, submitted, metrics, self.dispatcher.take_dropped(), report.tokens)
 
     def _tell(
-        self, submitted: Submitted, metrics: Mapping[str, float], dropped: Sequence[tuple[Flatness | None, Group]]
-    ) -> None:
+        self, submitted: Submitted, metrics: Mapping[str, float], dropped: Sequence[tuple[Flatness | None, Group]],
+        tokens: TrainedTokens | None,
+    ) -> None:  # fmt: skip
         batch, number = submitted.batch, submitted.number
         oldest = max(rules.max_off_policy_steps for rules in self.rules.values())
         successes = {
@@ -104,6 +106,8 @@ class StepMetrics:
                 counts[group.env, kind] += len(group.completed)
         everything |= {f"filtered_rollouts/{env}/{kind}": count for (env, kind), count in counts.items()}
         fates = [fate for group in batch for fate in group.fates]
+        if tokens is not None:
+            fates = _with_tokens(fates, [sample for group in batch for sample in group.samples], tokens)
         for kind, group in dropped:
             fates += _dropped_fates(kind, group)
         self.observer.on_step(number + 1, everything, fates)
@@ -120,6 +124,19 @@ class StepMetrics:
             "sampler/tokens_per_second": (stats.sampled_tokens - before[0]) / busy if busy > 0 else 0.0,
             "time/sampler_idle": max(0.0, seconds - busy),
         }
+
+
+def _with_tokens(fates: Sequence[Fate], samples: Sequence[TrainingSample], tokens: TrainedTokens) -> list[Fate]:
+    """The fates of a batch, with what the trainer computed for its samples."""
+    found: dict[str, dict[int, tuple[Float32, Float32]]] = {}
+    for sample, turn, logprobs, gradients in tokens.by_turn(samples):
+        found.setdefault(sample.trajectory_id, {})[turn] = (logprobs, gradients)
+    told = []
+    for fate in fates:
+        of_turn = found.get(fate.trajectory.trajectory_id, {})
+        said = [of_turn.get(turn, (None, None)) for turn in range(len(fate.turns))]
+        told.append(replace(fate, trainer_logprobs=tuple(t for t, _ in said), gradients=tuple(g for _, g in said)))
+    return told
 
 
 def _dropped_fates(kind: Flatness | None, group: Group) -> list[Fate]:

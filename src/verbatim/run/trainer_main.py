@@ -70,6 +70,7 @@ def open_trainer(
         weights=WeightFolders(folder.weights.resolve(), keep=config.orchestrator.max_async_level + 2),
         states=states.resolve(),
         context_length=config.orchestrator.seq_len,
+        keeps_tokens=config.monitor.save_trajectories,
         memory=DeviceMemory(trainer.models, trainer.optimizer, trainer.device) if shares_device else None,
         broadcaster=WeightBroadcaster(trainer, sends_from) if sends_from is not None else None,
     )

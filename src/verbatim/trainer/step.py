@@ -24,6 +24,7 @@ from verbatim.trainer.logprobs import ChunkLogprobs, TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.parallel.ranks import Ranks
 from verbatim.trainer.router_loss import RouterLoss
+from verbatim.trainer.token_values import TokenValues
 from verbatim.types import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class GradientPass:
     """The processes that share this optimizer step, each with micro-batches of its own."""
     router_loss: RouterLoss | None = None
     """Added to the loss; its value is a metric, and not part of the returned sum."""
+    tokens: TokenValues | None = None
+    """Is told of each target's logprob and gradient; None = they are not kept."""
     num_trained: int = 0
     """Targets whose gradient was taken, so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
@@ -114,7 +117,10 @@ class GradientPass:
         leaf_M = result.logprobs_M.requires_grad_()
         inputs = batch.inputs(leaf_M, at)
         num_tokens = at.stop - at.start
-        return self._gradient(inputs, leaf_M, num_tokens, partial(self._culprits, batch, at, inputs))
+        grad_M = self._gradient(inputs, leaf_M, num_tokens, partial(self._culprits, batch, at, inputs))
+        if self.tokens is not None:
+            self.tokens.add_gradient(batch, at, grad_M * self.denominator)
+        return grad_M
 
     def _culprits(self, batch: DeviceBatch, at: slice, inputs: LossInputs) -> list[str]:
         """The trajectories of a chunk that make its loss non-finite: each one's tokens are tried alone."""
@@ -139,7 +145,7 @@ class GradientPass:
         if cut:
             grads = self._whole_gradients([batches[i] for i in cut], logprobs)
             for i, grad_M in zip(cut, grads, strict=True):
-                self._backward(batches[i], partial(_carry, grad_M))
+                self._carry_back(batches[i], grad_M)
         for i, batch in enumerate(batches):
             if i not in cut:
                 self._backward_alone(batch)
@@ -148,7 +154,13 @@ class GradientPass:
         """A batch that shares no trajectory with another one."""
         hidden_MD = self.lm.hidden(batch)
         (grad_M,) = self._whole_gradients([batch], [self._logprobs(batch, hidden_MD.detach())])
-        self._backward(batch, partial(_carry, grad_M), hidden_MD)
+        self._carry_back(batch, grad_M, hidden_MD)
+
+    def _carry_back(self, batch: DeviceBatch, grad_M: Tensor, hidden_MD: Tensor | None = None) -> None:
+        """The backward pass of a gradient that is known beforehand."""
+        if self.tokens is not None:
+            self.tokens.add_gradient(batch, slice(0, len(batch)), grad_M * self.denominator)
+        self._backward(batch, lambda at, _: grad_M[at], hidden_MD)
 
     def _logprobs(self, batch: DeviceBatch, hidden_MD: Tensor) -> Tensor:
         """The logprobs of all targets of the micro-batch, on each of the ranks that share it."""
@@ -224,6 +236,8 @@ class GradientPass:
 
     def _observe(self, batch: DeviceBatch, at: slice, result: ChunkLogprobs) -> None:
         """Measure what does not depend on the loss."""
+        if self.tokens is not None:
+            self.tokens.add_logprobs(batch, at, result.logprobs_M)
         num_tokens = at.stop - at.start
         self.metrics.add({"entropy": result.entropy_M.mean()}, num_tokens)
         if REFERENCE in batch.logprob_streams_M:
@@ -261,8 +275,3 @@ def _cut(batches: Sequence[DeviceBatch]) -> list[int]:
         for trajectory_id in batch.host.trajectory_ids:
             places.setdefault(trajectory_id, set()).add(i)
     return sorted(set().union(*(at for at in places.values() if len(at) > 1)))
-
-
-def _carry(grad_M: Tensor, at: slice, _: ChunkLogprobs) -> Tensor:
-    """Carries a gradient that is known beforehand into a backward pass."""
-    return grad_M[at]

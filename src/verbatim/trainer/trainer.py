@@ -22,6 +22,7 @@ from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.packing import num_tokens
+from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.trainer.compile import choose_kernels, try_compiled
 from verbatim.trainer.frozen import FrozenModels
 from verbatim.trainer.logprobs import TargetLogprobs
@@ -43,6 +44,7 @@ from verbatim.trainer.router_replay import check_experts, replayed_share
 from verbatim.trainer.sample_check import check_samples
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
+from verbatim.trainer.token_values import TokenValues, lengths_of
 from verbatim.types import Float32, MicroBatch, TrainingSample
 
 
@@ -56,6 +58,8 @@ class _TrainedPart:
     grad_norm: float
     lr: float
     micro_batches: Sequence[MicroBatch] = ()
+    tokens: Sequence[TrainedTokens] = ()
+    """Of each sample, if they are kept."""
 
 
 class Trainer:
@@ -148,11 +152,17 @@ class Trainer:
 
     # ---- training
 
-    def train_batch(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+    def train_batch(
+        self, samples: Sequence[TrainingSample], on_tokens: Callable[[TrainedTokens], None] | None = None
+    ) -> dict[str, float]:
         """Take `optimizer_steps_per_batch` optimizer steps on disjoint parts of a batch.
 
         Fewer optimizer steps are taken where there are fewer trajectories. A batch without a trained token takes none:
         weights, optimizer and schedule stay as they are, because the schedule counts optimizer steps, not batches.
+
+        Args:
+            samples: The batch.
+            on_tokens: Given what was computed for each trained token of the batch; None = that is not kept.
 
         Returns:
             `loss`, `grad_norm` (before clipping; mean over the optimizer steps), `lr` (of the last one), `entropy`,
@@ -176,11 +186,15 @@ class Trainer:
         check_experts(samples, self.lm.routers, type(self.model).__name__)
         metrics = MetricSums()
         split = split_batch(samples, self.config.optimizer_steps_per_batch)
-        parts = [self._train_part(part, metrics) for part in split]  # each on all ranks
+        parts = [self._train_part(part, metrics, keep_tokens=on_tokens is not None) for part in split]  # on all ranks
         packed = [micro_batch for part in parts for micro_batch in part.micro_batches]
         num_trained = sum(part.num_trained for part in parts)
         expected = sum(sample.num_trained_tokens for sample in samples)
         assert num_trained == expected, f"trained {num_trained} of {expected} tokens"
+        if on_tokens is not None:
+            of_sample = {id(s): t for part, trained in zip(split, parts, strict=True)
+                         for s, t in zip(part, trained.tokens, strict=True)}  # fmt: skip
+            on_tokens(TrainedTokens.joined([of_sample[id(sample)] for sample in samples if id(sample) in of_sample]))
         seconds = time.perf_counter() - began
         computed = num_tokens(packed)
         return {
@@ -201,7 +215,9 @@ class Trainer:
             "tokens_per_second": computed / seconds,
         }
 
-    def _train_part(self, samples: Sequence[TrainingSample], metrics: MetricSums) -> _TrainedPart:
+    def _train_part(
+        self, samples: Sequence[TrainingSample], metrics: MetricSums, *, keep_tokens: bool
+    ) -> _TrainedPart:
         """One optimizer step on these samples.
 
         Raises:
@@ -210,20 +226,25 @@ class Trainer:
         dealt = self.packer.deal_checked(samples)
         micro_batches = [micro_batch for part in dealt for micro_batch in part]
         denominator = self.packer.denominator(micro_batches)
-        with self._together("train", denominator=denominator):
-            trained = self._take_step(self._hand_out(dealt), denominator, metrics)
+        lengths = lengths_of(samples) if keep_tokens else None
+        with self._together("train", denominator=denominator, lengths=lengths):
+            trained = self._take_step(self._hand_out(dealt), denominator, metrics, lengths, samples)
         return dataclasses.replace(trained, micro_batches=micro_batches)
 
-    def _take_step(self, own: Sequence[MicroBatch], denominator: int, metrics: MetricSums) -> _TrainedPart:
+    def _take_step(
+        self, own: Sequence[MicroBatch], denominator: int, metrics: MetricSums, lengths: dict[str, int] | None,
+        samples: Sequence[TrainingSample] = (),
+    ) -> _TrainedPart:  # fmt: skip
         """One optimizer step on all ranks, with this rank's micro-batches; the result and the metrics are those of all.
 
         Raises:
             RunStopped: as `_train_part`.
         """
         mine = metrics if self.ranks is None else MetricSums()
+        tokens = None if lengths is None else TokenValues(lengths)
         gradients = GradientPass(
             lm=self._targets, loss=self.loss, denominator=denominator, metrics=mine, frozen=self._frozen.streams,
-            ranks=self.ranks, router_loss=self._router_loss,
+            ranks=self.ranks, router_loss=self._router_loss, tokens=tokens,
         )  # fmt: skip
         try:
             gradients.run(own)
@@ -233,6 +254,7 @@ class Trainer:
             for _, _, *partials in found:
                 for partial in partials:
                     metrics.add_partial(partial)
+            kept = [] if tokens is None else tokens.read(samples, self.ranks)
             grad_norm, lr = self._step()
         except RunStopped as error:
             raise RunStopped(f"optimizer step {self.num_optimizer_steps}: {error}. No weight was touched by this "
@@ -241,7 +263,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
         return _TrainedPart(
             num_trained=sum(number for _, number, *_ in found), denominator=denominator,
-            loss_sum=sum(loss for loss, *_ in found), grad_norm=grad_norm, lr=lr,
+            loss_sum=sum(loss for loss, *_ in found), grad_norm=grad_norm, lr=lr, tokens=kept,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -320,7 +342,7 @@ class Trainer:
         assert self.ranks is not None
         match order["do"]:
             case "train":
-                self._take_step(take_in(self.ranks), order["denominator"], MetricSums())
+                self._take_step(take_in(self.ranks), order["denominator"], MetricSums(), order["lengths"])
             case "logprobs":
                 self.ranks.send(None, self._own_logprobs(take_in(self.ranks)), 0)
             case "try_trees":

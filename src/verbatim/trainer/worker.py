@@ -11,6 +11,7 @@ from pathlib import Path
 from verbatim.errors import RunStopped, VerbatimError
 from verbatim.inference.sending import SendOrder, SendReport
 from verbatim.machine_faults import describe, is_out_of_memory
+from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.trainer.device_memory import DeviceMemory
 from verbatim.trainer.logprobs import whole_sample
 from verbatim.trainer.trainer import Trainer
@@ -35,6 +36,8 @@ class TrainerWorker:
     """Where its parts of checkpoints wait to be taken away."""
     context_length: int
     """Most tokens of a sequence that the sampler takes, and so of a probe."""
+    keeps_tokens: bool = False
+    """Whether its reports say what it computed for each trained token."""
     memory: DeviceMemory | None = None
     """Set for a trainer that shares its device: it is there only while it trains."""
     broadcaster: WeightBroadcaster | None = None
@@ -60,7 +63,8 @@ class TrainerWorker:
         moving = 0.0
         try:
             moving += self.memory.come_back() if self.memory is not None else 0.0
-            metrics = self.trainer.train_batch(samples)
+            tokens: list[TrainedTokens] = []
+            metrics = self.trainer.train_batch(samples, tokens.append if self.keeps_tokens else None)
             folder = self.weights.publish(version, self.trainer.save_weights)
             if state is not None:
                 _make_empty(state)
@@ -90,6 +94,7 @@ class TrainerWorker:
             metrics={**metrics, "weights/bytes": folder_bytes(folder)},
             probes=probes,
             state=state,
+            tokens=tokens[0] if tokens else None,
         )
 
     def send(self, order: SendOrder) -> SendReport:

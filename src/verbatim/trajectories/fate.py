@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from verbatim.records.fields import Float32
 from verbatim.trajectories.record import TrajectoryRecord
 
 TRAINED = "trained"
@@ -36,9 +37,15 @@ class Fate:
     """Why nothing of it is trained; None where single turns decide."""
     flags: tuple[str, ...] = ()
     """The filters that flagged it, those that only count included."""
+    trainer_logprobs: tuple[Float32 | None, ...] = ()
+    """The trainer's logprobs of each turn's completion, float32 [C]; None for a turn that was not trained. Empty where
+    they were not kept."""
+    gradients: tuple[Float32 | None, ...] = ()
+    """The derivative of the loss, not yet divided, by each of these: float32 [C]."""
 
     def __post_init__(self) -> None:
         assert len(self.turns) == len(self.trajectory.turns), "each turn has a fate"
+        assert len(self.trainer_logprobs) in (0, len(self.turns)) and len(self.gradients) == len(self.trainer_logprobs)
         assert bool(self.trajectory.num_unrecorded_tokens) <= (self.unrecorded is not None), "so has what is in none"
 
     @classmethod

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from verbatim.inference.sending import SendOrder, SendReport, WeightStore
+from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.transport.canary import Probes
 from verbatim.types import TrainingSample
 
@@ -44,6 +45,8 @@ class StepReport:
     """The new version's logprobs of the fixed probes; None = this trainer has none."""
     state: Path | None = None
     """Where it left its part of a checkpoint, if it was asked to; the caller moves it away."""
+    tokens: TrainedTokens | None = None
+    """What it computed for each trained token; None = that is not kept."""
 
 
 class TrainerLink(Protocol):

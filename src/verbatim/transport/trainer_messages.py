@@ -20,6 +20,7 @@ the files of a killed process are never read again.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ from safetensors.numpy import save
 from verbatim.errors import RunStopped
 from verbatim.inference.sending import SendOrder, WeightStore
 from verbatim.records.samples import assert_same_streams
+from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.transport.base import StepReport, TrainerReady
 from verbatim.transport.canary import Probes
 from verbatim.types import RoutedExperts, TrainingSample
@@ -44,6 +46,8 @@ _STREAM = "_logprobs"
 _EXPERTS, _KNOWN = "routed_experts", "routed_experts_known"
 """Tensors of the samples that have them, one after the other."""
 _NAMES = ("trajectory_id", "group_id", "env", "part")
+_OF_TOKENS = ("logprobs", "gradients")
+"""Fields of `TrainedTokens`, float32; in answers their bytes as base64."""
 IN_RUN = "in_run"
 """Key of a path below the run folder."""
 _FOLDERS = {"weights", "state", "checkpoint"}
@@ -140,6 +144,8 @@ def to_json(record: StepReport | TrainerReady, run: Path) -> dict[str, Any]:
                             "logprobs": [logprobs.tolist() for logprobs in record.probes.logprobs]}  # fmt: skip
     if isinstance(record, TrainerReady) and record.store is not None:
         fields["store"] = dataclasses.asdict(record.store)
+    if isinstance(record, StepReport) and record.tokens is not None:
+        fields["tokens"] = {name: _to_text(getattr(record.tokens, name)) for name in _OF_TOKENS}
     return fields
 
 
@@ -151,7 +157,8 @@ def report_from_json(value: Mapping[str, Any], run: Path) -> StepReport:
     """
     weights = path_from_json(value["weights"], run)
     assert weights is not None
-    changes = {"weights": weights, "probes": _probes(value["probes"]), "state": path_from_json(value["state"], run)}
+    changes = {"weights": weights, "probes": _probes(value["probes"]), "state": path_from_json(value["state"], run),
+               "tokens": _tokens(value.get("tokens"))}  # fmt: skip
     return StepReport(**{**value, **changes})
 
 
@@ -189,6 +196,16 @@ def path_from_json(value: Mapping[str, str] | str | None, run: Path) -> Path | N
     if name.is_absolute() or ".." in name.parts:
         raise RunStopped(f"the trainer names the folder {name}, expected one below {run}")
     return run.resolve() / name
+
+
+def _to_text(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
+
+
+def _tokens(value: Mapping[str, str] | None) -> TrainedTokens | None:
+    if value is None:
+        return None
+    return TrainedTokens(**{name: np.frombuffer(base64.b64decode(value[name]), np.float32) for name in _OF_TOKENS})
 
 
 def _probes(value: Mapping[str, Any] | None) -> Probes | None:
