@@ -74,6 +74,22 @@ def lengths_of(samples: Sequence[TrainingSample]) -> dict[str, int]:
     return lengths
 
 
+def in_order(
+    samples: Sequence[TrainingSample], parts: Sequence[Sequence[TrainingSample]],
+    tokens: Sequence[Sequence[TrainedTokens]],
+) -> TrainedTokens:  # fmt: skip
+    """The tokens of a batch, in its order, from those of its optimizer steps.
+
+    Args:
+        samples: The batch.
+        parts: The samples of each optimizer step; samples of which nothing is trained may be in none.
+        tokens: The same shape: what was kept of each sample.
+    """
+    of_sample = {id(sample): found for part, kept in zip(parts, tokens, strict=True)
+                 for sample, found in zip(part, kept, strict=True)}  # fmt: skip
+    return TrainedTokens.joined([of_sample[id(sample)] for sample in samples if id(sample) in of_sample])
+
+
 def _dense(found: Sequence[tuple[np.ndarray, Tensor]], size: int) -> Float32:
     dense = np.zeros(size, dtype=np.float32)
     for places, values in found:

@@ -44,7 +44,7 @@ from verbatim.trainer.router_replay import check_experts, replayed_share
 from verbatim.trainer.sample_check import check_samples
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
-from verbatim.trainer.token_values import TokenValues, lengths_of
+from verbatim.trainer.token_values import TokenValues, in_order, lengths_of
 from verbatim.types import Float32, MicroBatch, TrainingSample
 
 
@@ -192,9 +192,7 @@ class Trainer:
         expected = sum(sample.num_trained_tokens for sample in samples)
         assert num_trained == expected, f"trained {num_trained} of {expected} tokens"
         if on_tokens is not None:
-            of_sample = {id(s): t for part, trained in zip(split, parts, strict=True)
-                         for s, t in zip(part, trained.tokens, strict=True)}  # fmt: skip
-            on_tokens(TrainedTokens.joined([of_sample[id(sample)] for sample in samples if id(sample) in of_sample]))
+            on_tokens(in_order(samples, split, [part.tokens for part in parts]))
         seconds = time.perf_counter() - began
         computed = num_tokens(packed)
         return {
