@@ -179,5 +179,6 @@ def test_smollm2_is_made_from_the_package_index_and_speaks(kept: Path, capsys):
     with torch.no_grad():
         ids = model.generate(torch.tensor(prompt[None], dtype=torch.int64), max_new_tokens=12, do_sample=False)[0]
     assert tokenizer.decode(ids[len(prompt) :]) == "The capital of France is Paris.<|im_end|>"
+    assert main(["config", "smollm2_calculator"]) == 0, "its recipe is ready to run"
     assert main(["models", "get", NAME]) == 2
     assert "holds this model already" in capsys.readouterr().err
