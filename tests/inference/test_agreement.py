@@ -6,6 +6,7 @@ import torch
 
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.embedded.decoder import Decoder
+from verbatim.inference.embedded.pass_layout import shared_prefix
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
@@ -45,9 +46,9 @@ def reference_logprobs(model, ids, temperature):
     return logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0].numpy()
 
 
-def conversations(decoder, rng, turns=3, sessions=9):
+def conversations(decoder, rng, turns=3, sessions=9, system=40):
     """Ragged multi-turn loads; yields (whole sequence, start of the completion, logprobs, temperature)."""
-    system = rng.integers(0, VOCAB, 40).astype(np.int32)
+    system = rng.integers(0, VOCAB, system).astype(np.int32)
     histories = [np.concatenate([system, rng.integers(0, VOCAB, rng.integers(1, 50))]) for _ in range(sessions)]
     temperatures = rng.choice([0.7, 1.0, 1.3], sessions)
     for turn in range(turns):
@@ -175,3 +176,24 @@ def test_prompt_tokens_between_two_decode_steps_are_limited(models):
         decoder.step()
         computed.append(decoder.counts.prefill_tokens)
     assert computed == [16, 32, 48, 50]
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_agree_where_many_sequences_begin_alike(models, references, name, keep_cache, monkeypatch):
+    """Their first 128 tokens are read once for all; where caches outlive weights they may differ, and are not."""
+    shared = []
+    monkeypatch.setattr("verbatim.inference.embedded.pass_layout.shared_prefix",
+                        lambda *args: shared.append(shared_prefix(*args)) or shared[-1])  # fmt: skip
+    decoder = make_decoder(models[name], num_slots=24, keep_cache=keep_cache)
+    deltas = []
+    for whole, start, logprobs, temperature in conversations(
+        decoder, np.random.default_rng(5), turns=2, sessions=24, system=150
+    ):
+        expected = reference_logprobs(references[name], whole, temperature)[start - 1 :]
+        deltas.append(np.abs(logprobs - expected))
+    assert keep_cache == (not shared)
+    assert keep_cache or set(shared) == {0, 128}, "few sequences are left at the end of a turn"
+    delta = np.concatenate(deltas)
+    assert np.median(delta) <= 1e-6
+    assert delta.max() <= 5e-5

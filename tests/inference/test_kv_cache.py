@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from verbatim.inference.embedded.kv_cache import BLOCK, KeyValueCache, KeyValueShape, attend_at_once, attend_in_blocks
+from verbatim.inference.embedded.kv_cache import (
+    BLOCK,
+    KeyValueCache,
+    KeyValueShape,
+    Prefix,
+    attend_at_once,
+    attend_in_blocks,
+)
 from verbatim.models.attention import AttentionCall
 
 CALLS = [
@@ -52,6 +59,22 @@ def test_it_is_softmax_attention(attend, call):
             seen_keys, seen_values = keys[b, :, :, :seen].permute(2, 0, 1), values[b, :, :seen].transpose(0, 1)
             expected = naive(query[b, q], seen_keys, seen_values, call)
             assert torch.allclose(out[b, q].double(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["plain", "softcap", "sinks", "both"])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_keys_that_all_sequences_share_are_read_once_with_the_same_result(call, queries):
+    query, keys, values = make(batch=5, queries=queries, num_keys=3 * BLOCK)
+    shared = Prefix(keys[0, ..., : 2 * BLOCK], values[0, :, : 2 * BLOCK])
+    positions = torch.tensor([[2 * BLOCK + 7 * b] * queries for b in range(5)])
+    own_keys, own_values = keys[..., 2 * BLOCK :], values[:, :, 2 * BLOCK :]
+    found = attend_at_once(query, own_keys, own_values, bias_for(positions, 3 * BLOCK), call, shared)
+    for b in range(5):
+        own = positions[b, 0] + 1
+        seen_keys = torch.cat([shared.keys, keys[b, ..., 2 * BLOCK : own]], dim=-1).permute(2, 0, 1)
+        seen_values = torch.cat([shared.values, values[b, :, 2 * BLOCK : own]], dim=1).transpose(0, 1)
+        for q in range(queries):
+            assert torch.allclose(found[b, q].double(), naive(query[b, q], seen_keys, seen_values, call), atol=2e-6)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=["plain", "softcap", "sinks", "both"])

@@ -1,6 +1,6 @@
 import numpy as np
 
-from verbatim.inference.embedded.pass_layout import slot_ranges
+from verbatim.inference.embedded.pass_layout import shared_prefix, slot_ranges
 
 
 def cut(slots, lengths):
@@ -26,3 +26,15 @@ def test_every_sequence_is_in_one_run():
         slots = np.flatnonzero(rng.random(130) < rng.random())
         runs = slot_ranges(slots, rng.integers(1, 900, len(slots)), 512)
         assert [i for run in runs for i in range(run.first, run.last)] == list(range(len(slots)))
+
+
+def test_what_is_shared_is_whole_blocks_of_equal_cached_ids_of_enough_sequences():
+    ids = np.zeros((20, 400), dtype=np.int32)
+    ids[:, 140:] = np.arange(20)[:, None] + 1
+    slots = np.arange(2, 18)
+    assert shared_prefix(ids, slots, 150) == 128, "140 are equal"
+    assert shared_prefix(ids, slots, 127) == 64, "127 are cached"
+    assert shared_prefix(ids, slots[1:], 150) == 0, "15 sequences"
+    ids[9, 3] = 7
+    assert shared_prefix(ids, slots, 150) == 0
+    assert shared_prefix(ids, np.delete(np.arange(2, 19), 7), 150) == 128, "without the one that differs"

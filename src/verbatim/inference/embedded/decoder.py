@@ -284,8 +284,9 @@ class Decoder:
             groups = fixed_groups(layout, int((counts == 1).sum()), device)
         else:
             groups = ragged_groups(
-                layout, slots, counts, table.computed[slots], bytes_per_key=self._bytes_per_key, device=device
-            )
+                layout, slots, counts, table.computed[slots], bytes_per_key=self._bytes_per_key, device=device,
+                ids=None if self._keep_cache else table.ids,
+            )  # fmt: skip
         plan = CachePlan(
             cache=self.cache, write_rows=write_rows, write_slots=as_tensor(layout.slots, device),
             write_positions=as_tensor(layout.positions, device), groups=groups, in_blocks=self._deterministic,

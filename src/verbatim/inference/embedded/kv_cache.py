@@ -1,7 +1,7 @@
 """Stores keys and values of every sequence; its attention plan reads and writes them.
 
 Legend: T rows of one flat forward pass, H query heads, K key/value heads, G = H / K, D head size, S slots,
-C keys, B sequences of a group, Q queries of each.
+C keys, B sequences of a group, Q queries of each, P keys that they share.
 
 Slots are contiguous: a batched matrix product reads any range of slots in place. A masked key has the probability
 exp(-inf) = 0 exactly.
@@ -128,6 +128,17 @@ class Group:
     """Position of each query: int64 [B, Q]; 0 in the padding."""
     num_keys: int
     """C: more than the last position."""
+    prefix: int = 0
+    """First tokens that all sequences have in common: their keys and values are read once, from `prefix_slot`."""
+    prefix_slot: int = 0
+    """A slot that holds them."""
+
+
+class Prefix(NamedTuple):
+    """What the sequences of a group have in common: P keys [K, D, P] and values [K, P, D]."""
+
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(kw_only=True, eq=False)
@@ -195,40 +206,71 @@ class CachePlan:
             padded = query_RHD.new_zeros(batch * queries, *query_RHD.shape[1:])
             padded[group.cells] = query_RHD
             query_RHD = padded
-        keys = self.cache.keys[layer, ..., : group.num_keys]
-        values = self.cache.values[layer, :, :, : group.num_keys]
+        own = slice(group.prefix, group.num_keys)
+        keys, values = self.cache.keys[layer, ..., own], self.cache.values[layer, :, :, own]
         if isinstance(group.slots, slice):
             keys, values = keys[group.slots], values[group.slots]
         else:
             keys, values = keys.index_select(0, group.slots), values.index_select(0, group.slots)
-        attend = attend_in_blocks if self.in_blocks else attend_at_once
-        out = attend(query_RHD.reshape(batch, queries, *query_RHD.shape[1:]), keys, values, bias, call).flatten(0, 1)
+        query_BQHD = query_RHD.reshape(batch, queries, *query_RHD.shape[1:])
+        if self.in_blocks:
+            out = attend_in_blocks(query_BQHD, keys, values, bias, call)
+        else:
+            out = attend_at_once(query_BQHD, keys, values, bias, call, self._prefix(layer, group))
+        out = out.flatten(0, 1)
         return out if group.cells is None else out[group.cells]
+
+    def _prefix(self, layer: int, group: Group) -> Prefix | None:
+        if not group.prefix:
+            return None
+        of_slot = (layer, group.prefix_slot)
+        return Prefix(self.cache.keys[of_slot][..., : group.prefix], self.cache.values[of_slot][:, : group.prefix])
 
 
 def attend_at_once(
-    query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor, call: AttentionCall
-) -> Tensor:
+    query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor, call: AttentionCall,
+    prefix: Prefix | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax attention, with queries already scaled: [B, Q, H, D].
 
     Args:
         query_BQHD: H is a multiple of K; query heads of one key/value head are neighbours.
-        keys_BKDC: Keys.
-        values_BKCD: Values.
-        bias: 0 or -inf, float32, broadcast to [B, K, G, Q, C]; every query sees at least one key.
+        keys_BKDC: Keys, without those of `prefix`.
+        values_BKCD: Values, likewise.
+        bias: 0 or -inf, float32, broadcast to [B, K, G, Q, P + C]; every query sees at least one key.
         call: Its soft cap and its sinks; its scale and window are in the queries and the bias.
+        prefix: Keys and values before these, the same for all sequences. One product then has the queries of all of
+            them as rows, and reads these keys once.
     """
     batch, queries, heads, _ = query_BQHD.shape
-    kv_heads, num_keys = keys_BKDC.shape[1], keys_BKDC.shape[3]
-    scores = call.capped(torch.bmm(_by_kv_head(query_BQHD, kv_heads), keys_BKDC.flatten(0, 1)).float())
-    grid = scores.view(batch, kv_heads, -1, queries, num_keys)
+    kv_heads, num_shared = keys_BKDC.shape[1], 0 if prefix is None else prefix.keys.shape[2]
+    query = _by_kv_head(query_BQHD, kv_heads)
+    products = torch.bmm(query, keys_BKDC.flatten(0, 1))
+    if prefix is not None:
+        products = torch.cat([_per_sequence(torch.bmm(_all_rows(query, batch), prefix.keys), batch), products], dim=-1)
+    scores = call.capped(products.float())
+    grid = scores.view(batch, kv_heads, -1, queries, scores.shape[-1])
     grid.add_(bias)
     weights = scores.softmax(-1)
     if call.sinks_H is not None:
         sums = grid.logsumexp(-1, keepdim=True)
         weights.view_as(grid).mul_(torch.sigmoid(sums - _by_row(call.sinks_H, kv_heads)))
-    out = torch.bmm(weights.to(values_BKCD.dtype), values_BKCD.flatten(0, 1))
+    weights = weights.to(values_BKCD.dtype)
+    out = torch.bmm(weights[..., num_shared:], values_BKCD.flatten(0, 1))
+    if prefix is not None:
+        out += _per_sequence(torch.bmm(_all_rows(weights[..., :num_shared], batch), prefix.values), batch)
     return out.view(batch, heads, queries, -1).transpose(1, 2)
+
+
+def _all_rows(x: Tensor, batch: int) -> Tensor:
+    """[B * K, R, N] to [K, B * R, N]: the rows of all sequences, for products with what they share."""
+    kv_heads = len(x) // batch
+    return x.view(batch, kv_heads, *x.shape[1:]).transpose(0, 1).reshape(kv_heads, -1, x.shape[-1])
+
+
+def _per_sequence(x: Tensor, batch: int) -> Tensor:
+    """`_all_rows` undone."""
+    return x.view(len(x), batch, -1, x.shape[-1]).transpose(0, 1).flatten(0, 1)
 
 
 def attend_in_blocks(

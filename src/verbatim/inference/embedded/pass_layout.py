@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verbatim.inference.embedded.kv_cache import BLOCK, Group, up_to
 from verbatim.inference.embedded.slots import Slots
+from verbatim.types import Int32
 
 _QUANTUM = 16
 """Passes that are not deterministic attend to a multiple of this many keys."""
@@ -59,8 +60,9 @@ def fixed_groups(layout: PassLayout, num_single: int, device: torch.device) -> l
 
 
 def ragged_groups(
-    layout: PassLayout, slots: Slots, counts: Rows, computed: Rows, *, bytes_per_key: int, device: torch.device
-) -> list[Group]:
+    layout: PassLayout, slots: Slots, counts: Rows, computed: Rows, *, bytes_per_key: int, device: torch.device,
+    ids: Int32 | None = None,
+) -> list[Group]:  # fmt: skip
     """Any other pass: ranges of slots with one new token each, then sequences with several, by similar numbers.
 
     Args:
@@ -70,6 +72,7 @@ def ragged_groups(
         computed: Cached tokens of each: int64 [S].
         bytes_per_key: Bytes of one position's keys and values in one layer.
         device: Device of the model.
+        ids: The ids of every slot: int32 [slots, context]; equal ids have equal keys and values. None = they may not.
     """
     groups = []
     num_single = int((counts == 1).sum())
@@ -82,7 +85,9 @@ def ragged_groups(
             cells, spread = own - slot_range.slots.start, np.zeros(slot_range.num_slots, dtype=np.int64)
             spread[cells] = positions
             positions = spread
-        groups.append(group(rows, cells, slot_range.slots if slot_range.in_place else own, positions, _QUANTUM, device))
+        made = group(rows, cells, slot_range.slots if slot_range.in_place else own, positions, _QUANTUM, device)
+        shared = 0 if ids is None else shared_prefix(ids, own, int(lengths[rows].min()) - 1)
+        groups.append(replace(made, prefix=shared, prefix_slot=int(own[0])) if shared else made)
     if num_single < len(slots):
         several, starts = counts[num_single:], (np.cumsum(counts) - counts)[num_single:]
         cached = computed[num_single:]
@@ -91,6 +96,24 @@ def ragged_groups(
             for of in _similar(several)
         ]
     return groups
+
+
+def shared_prefix(ids: Int32, slots: Slots, cached: int) -> int:
+    """How many first tokens of these slots are read once for all: 0, or a multiple of `BLOCK`, so that the shapes of
+    products recur.
+
+    Args:
+        ids: The ids of every slot: int32 [slots, context].
+        slots: Those that attend together: int64 [B].
+        cached: Cached tokens of the shortest of them.
+
+    Example: 16 sequences of 150 to 300 cached tokens whose first 140 are equal share 128.
+    """
+    if len(slots) < _SHORTEST or cached < BLOCK:
+        return 0
+    equal = (ids[slots, :cached] == ids[slots[0], :cached]).all(axis=0)
+    common = cached if equal.all() else int(equal.argmin())
+    return common // BLOCK * BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
