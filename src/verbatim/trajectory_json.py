@@ -44,7 +44,8 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
         turns.append(_turn_from_json(turn, turns))
     fields = {**record, "turns": turns, "reward": _number(record["reward"]),
               "advantage": _number(record["advantage"]),
-              "reward_parts": {name: float(part) for name, part in record["reward_parts"].items()}}  # fmt: skip
+              "reward_parts": {name: float(part) for name, part in record["reward_parts"].items()},
+              "agent_rewards": {name: float(own) for name, own in record.get("agent_rewards", {}).items()}}  # fmt: skip
     return Trajectory(**fields)
 
 

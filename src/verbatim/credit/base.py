@@ -11,6 +11,7 @@ from typing import Any
 
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit.length_penalty import penalised
+from verbatim.credit.shares import Share, agents_with_rewards, share_of
 from verbatim.errors import ComponentError
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.types import Group, Trajectory
@@ -18,7 +19,8 @@ from verbatim.types import Group, Trajectory
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One group: its rollouts without an error, filtered ones included."""
+    """One group: its rollouts without an error, filtered ones included; where agents have rewards of their own, one
+    agent's part of them."""
 
     rollouts: Sequence[Trajectory]
     """Each is also a mapping: `rollout["reward"]`."""
@@ -67,6 +69,10 @@ def assign_advantages(
 ) -> Group:
     """The group with advantages on its completed trajectories.
 
+    Where agents have rewards of their own, the function is called for each of these agents, with rollouts that hold its
+    turns and its reward, and once for all other agents, with `reward`; a length penalty sees the same. What it
+    returns for a rollout then goes to those turns.
+
     A rollout whose reward or advantage is missing, NaN, infinite or beyond float32 fails alone: it gets an error and
     never reaches the trainer. A bad reward enters no baseline. A length penalty shapes the rewards that the
     function sees; the trajectories keep their own.
@@ -76,13 +82,18 @@ def assign_advantages(
             one for each turn, for each rollout.
     """
     group = _without_bad_rewards(group)
-    completed = group.completed
-    if not completed:
+    if not group.completed:
         return group
     where = f"advantage {function_name(function)}, group {group.group_id}"
-    seen = completed if length_penalty is None else penalised(completed, length_penalty)
-    advantages = _call(function, seen, where)
-    credited = {id(t): _credit(t, advantage, where) for t, advantage in zip(completed, advantages, strict=True)}
+    credited = {id(t): t for t in group.completed}
+    for agent in agents_with_rewards(group.completed):
+        shares = [s for s in (share_of(t, agent) for t in group.completed) if s is not None]
+        views = [share.view for share in shares]
+        seen = views if length_penalty is None else penalised(views, length_penalty)
+        said = f"{where}, agent {agent}" if agent is not None else where
+        for share, advantage in zip(shares, _call(function, seen, said), strict=True):
+            key = id(share.whole)
+            credited[key] = _credit(credited[key], share, advantage, said)
     return dataclasses.replace(group, trajectories=tuple(credited.get(id(t), t) for t in group.trajectories))
 
 
@@ -115,23 +126,26 @@ def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: st
     return advantages
 
 
-def _credit(trajectory: Trajectory, advantage: Any, where: str) -> Trajectory:
+def _credit(trajectory: Trajectory, share: Share, advantage: Any, where: str) -> Trajectory:
+    """The trajectory with the advantage of a share of its turns."""
     of_turns = isinstance(advantage, Iterable) and getattr(advantage, "ndim", 1) > 0
     try:
         values = [_number(value) for value in (advantage if of_turns else [advantage])]
     except (TypeError, ValueError) as error:
         raise ComponentError(f"{where}: returned {advantage!r} for rollout {trajectory.sample_index} ({error}); "
                              "expected a number, or a list with one for each of its turns") from error  # fmt: skip
-    if of_turns and len(values) != len(trajectory.turns):
-        raise ComponentError(f"{where}: {len(values)} advantages for the {len(trajectory.turns)} turns of rollout "
+    if of_turns and len(values) != len(share.places):
+        raise ComponentError(f"{where}: {len(values)} advantages for the {len(share.places)} turns of rollout "
                              f"{trajectory.sample_index}")  # fmt: skip
     if not all(abs(value) <= _LARGEST for value in values):  # NaN is not
         fault = "larger than float32 holds" if all(map(math.isfinite, values)) else "not finite"
         return trajectory.replace(error=f"advantage: {values if of_turns else values[0]} is {fault}")
-    if not of_turns:
+    if not of_turns and share.is_whole:
         return trajectory.replace(advantage=values[0])
-    turns = tuple(t.replace(advantage=v) for t, v in zip(trajectory.turns, values, strict=True))
-    return trajectory.replace(turns=turns)
+    turns = list(trajectory.turns)
+    for place, value in zip(share.places, values if of_turns else values * len(share.places), strict=True):
+        turns[place] = turns[place].replace(advantage=value)
+    return trajectory.replace(turns=tuple(turns))
 
 
 def _number(value: Any) -> float:

@@ -13,13 +13,17 @@ def flatness(group: Group) -> Flatness | None:
     """Why a group has no gradient under a group baseline; None if it has one.
 
     It compares the environment's rewards, before length penalties, of the rollouts that get credit; failed and unscored
-    rollouts have none. Equal rewards are "hard" if they are 0 or less, "easy" if they are 1 or more, else "flat"; a
-    group without any reward gives None.
+    rollouts have none. Where agents have rewards of their own, those of each agent have to be equal too. Equal rewards
+    are "hard" if they are 0 or less, "easy" if they are 1 or more, else "flat"; a group without any reward gives None.
 
     Example: rewards 0, 0 give "hard"; 1, 1 "easy"; 0.5, 0.5 "flat"; 0, 1 None; 1 and a missing one "easy".
     """
     rewards = {trajectory.reward for trajectory in group.scored}
-    if len(rewards) != 1:
+    of_agents: dict[str, set[float]] = {}
+    for trajectory in group.scored:
+        for agent, reward in trajectory.agent_rewards.items():
+            of_agents.setdefault(agent, set()).add(reward)
+    if len(rewards) != 1 or any(len(own) > 1 for own in of_agents.values()):
         return None
     (reward,) = rewards
     assert reward is not None

@@ -2,6 +2,7 @@
 
 from verbatim.environments.base import (
     Agent,
+    AgentScores,
     Demonstrates,
     Demonstration,
     Environment,
@@ -38,6 +39,7 @@ __all__ = [
     "ENVIRONMENTS",
     "EXTRAS",
     "Agent",
+    "AgentScores",
     "Demonstrates",
     "Demonstration",
     "Environment",

@@ -9,9 +9,26 @@ from typing import Any, Protocol, runtime_checkable
 from verbatim.tools.base import Tool
 from verbatim.types import Example, FunctionCall, Message, MessageToolCall, StopReason, Trajectory
 
-Score = float | Mapping[str, float] | None
-"""A reward, or its named parts, which are summed; None = no reward. In mode "rl" episodes without a reward are not
-trained on; with a teacher ("opd", "sft") they are trained on like any other."""
+
+@dataclass(frozen=True, kw_only=True)
+class AgentScores:
+    """A score in which agents have rewards of their own.
+
+    Advantages are then computed for each of these agents by itself: its turns, its reward, compared with the same agent
+    of the group's other rollouts. Turns of other agents are credited by `reward`.
+
+    Example: `AgentScores(agents={"player_0": 1.0, "player_1": -1.0})` has the reward 0.0.
+    """
+
+    agents: Mapping[str, float]
+    """The reward of each agent that has one, by the name in `agent.sample(..., agent="player_0")`."""
+    reward: float | Mapping[str, float] | None = None
+    """The episode's reward, or its named parts; None = the mean of the agents'."""
+
+
+Score = float | Mapping[str, float] | AgentScores | None
+"""A reward, or its named parts, which are summed, or rewards for each agent; None = no reward. In mode "rl" episodes
+without a reward are not trained on; with a teacher ("opd", "sft") they are trained on like any other."""
 
 
 @dataclass(frozen=True, kw_only=True)

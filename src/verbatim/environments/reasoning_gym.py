@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 from verbatim.environments.base import Demonstration, Episode, Reply
+from verbatim.environments.global_random import OwnRandom
 from verbatim.errors import ComponentError, UsageError
 from verbatim.texts import error_text
 from verbatim.types import Example, Message, Trajectory
@@ -19,8 +19,6 @@ from verbatim.types import Example, Message, Trajectory
 INSTALL = "pip install 'verbatim-rl[environments]'"
 HASHED = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"})
 """Tasks whose questions follow the order of Python's sets, which is another one in each process."""
-_GENERATING = threading.Lock()
-"""Some generators draw from Python's global random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +98,8 @@ class ReasoningGym:
 
     def entry(self, index: int) -> dict[str, Any]:
         """The package's own entry: "question", "answer", "metadata"."""
-        with _GENERATING:
-            before = random.getstate()
-            random.seed(f"{self.seed}/{index}")
-            try:
-                entry: dict[str, Any] = self._dataset[index]
-            finally:
-                random.setstate(before)
+        with OwnRandom(self.seed + index).lent():  # two of the tasks use the global random numbers
+            entry: dict[str, Any] = self._dataset[index]
         return entry
 
     def score(self, answer: str | None, entry: Mapping[str, Any]) -> float:

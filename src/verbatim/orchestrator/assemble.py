@@ -145,6 +145,7 @@ def rollout_metrics(
         rewards = [t.reward for t in own if t.reward is not None]
         metrics |= {f"reward/{env}/mean": _mean(rewards), f"reward/{env}/std": _std(rewards)}
         metrics |= {f"reward_part/{env}/{name}": value for name, value in reward_part_metrics(own).items()}
+        metrics |= {f"agent_reward/{env}/{name}": value for name, value in agent_reward_metrics(own).items()}
         metrics[f"success/{env}"] = _mean(float(succeeded[t.trajectory_id]) for t in own)
     fates = [fate for g in groups for fate in g.fates]
     let_through = [age(fate.trajectory, step) for fate in fates if fate.reason not in ("error", "stale")]
@@ -189,12 +190,21 @@ def judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def reward_part_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
     """`{part}/mean` and `{part}/std` of each named part of the reward, over the episodes that have it."""
-    parts: dict[str, list[float]] = {}
-    for trajectory in completed:
-        for name, value in trajectory.reward_parts.items():
-            parts.setdefault(name, []).append(value)
+    return _by_name(trajectory.reward_parts for trajectory in completed)
+
+
+def agent_reward_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
+    """`{agent}/mean` and `{agent}/std` of the agents that have rewards of their own, over the episodes that have it."""
+    return _by_name(trajectory.agent_rewards for trajectory in completed)
+
+
+def _by_name(given: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for named in given:
+        for name, value in named.items():
+            found.setdefault(name, []).append(value)
     metrics: dict[str, float] = {}
-    for name, values in parts.items():
+    for name, values in found.items():
         metrics |= {f"{name}/mean": _mean(values), f"{name}/std": _std(values)}
     return metrics
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from verbatim.environments.base import succeeded
 from verbatim.environments.resolve import examples_of
 from verbatim.errors import UsageError
-from verbatim.orchestrator.assemble import episode_metrics, judge_metrics, reward_part_metrics
+from verbatim.orchestrator.assemble import (
+    agent_reward_metrics,
+    episode_metrics,
+    judge_metrics,
+    reward_part_metrics,
+)
 from verbatim.rollouts import GroupRun, RolloutSetup
 from verbatim.rollouts.group import run_together
 from verbatim.types import Trajectory
@@ -55,6 +60,7 @@ async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluati
     completed = [t for t in trajectories if t.error is None]
     metrics = episode_metrics(completed, verdicts)
     metrics |= {f"reward_part/{name}": value for name, value in reward_part_metrics(completed).items()}
+    metrics |= {f"agent_reward/{name}": value for name, value in agent_reward_metrics(completed).items()}
     metrics |= judge_metrics(trajectories)
     metrics["success"] = sum(verdicts.values()) / len(trajectories)
     return Evaluation(

@@ -14,7 +14,7 @@ from verbatim.errors import EnvironmentFault, JudgeFailed, RecordError, RolloutE
 from verbatim.rollouts import supervised
 from verbatim.rollouts.dialogue import Dialogue, awaitable
 from verbatim.rollouts.loop import TOOLS_OFFERED, EpisodeLoop, EpisodeOver
-from verbatim.rollouts.rewards import read_score
+from verbatim.rollouts.rewards import read_agent_scores
 from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
 from verbatim.rollouts.tally import TRACEBACK, traceback_tail
 from verbatim.texts import LONGEST_ERROR, cut, shown
@@ -63,6 +63,7 @@ class EpisodeRun:
         self._stop_reason: StopReason | None = None
         self._reward: float | None = None
         self._parts: dict[str, float] = {}
+        self._agent_rewards: dict[str, float] = {}
         self._error: str | None = None
 
     async def run(self) -> None:
@@ -87,7 +88,8 @@ class EpisodeRun:
         """The record, as it is now."""
         return Trajectory.of(
             self._identity, turns=tuple(self._recorder.turns), messages=tuple(self._dialogue.messages),
-            reward=self._reward, reward_parts=self._parts, stop_reason=self._stop_reason,
+            reward=self._reward, reward_parts=self._parts, agent_rewards=self._agent_rewards,
+            stop_reason=self._stop_reason,
             truncated=self._stop_reason.truncated if self._stop_reason else True, error=self._error,
             info={**self._loop.info, **self._dialogue.info},
             num_unrecorded_tokens=self._recorder.num_unrecorded_tokens,
@@ -131,7 +133,8 @@ class EpisodeRun:
         if await loop.end():
             raise self._recorder.went_on()
         if run is not None:
-            dialogue.messages = list(loop.messages())
+            shown = "main" if "main" in loop.agents else next(iter(loop.agents), "main")
+            dialogue.messages = list(loop.messages(shown))
         loop.finish()
         with calls.guard("info"):
             dialogue.info.update(_checked_info(getattr(episode, "info", {})))
@@ -140,14 +143,15 @@ class EpisodeRun:
         draft = self.trajectory()
         try:
             with calls.guard("score"):
-                score = read_score(await awaitable(episode.score(draft), "score(self, trajectory)"), "score")
+                score = await awaitable(episode.score(draft), "score(self, trajectory)")
+                scores = read_agent_scores(score, "score")
         except RolloutError:
             with contextlib.suppress(RolloutError), calls.guard("info"):  # what failed first is told
                 dialogue.info.update(_checked_info(getattr(episode, "info", {})))
             raise
         with calls.guard("info"):  # scoring may add to it: what a judge has spent
             dialogue.info.update(_checked_info(getattr(episode, "info", {})))
-        self._reward, self._parts = score
+        self._reward, self._parts, self._agent_rewards = scores
 
     def _fail(self, fault: RolloutError) -> None:
         """Record a fault that ends the episode."""

@@ -144,7 +144,7 @@ async def _score_together(
         fault, why = error, "score_group cancelled the task that it runs on"
     else:
         by_id = {id(t): r for t, r in zip(completed, rewards, strict=True)}
-        return [t.replace(reward=by_id[id(t)]) if id(t) in by_id else t for t in trajectories]
+        return [t.replace(reward=by_id[id(t)], agent_rewards={}) if id(t) in by_id else t for t in trajectories]
     return [t if t.error else _failed(t, fault, why) for t in trajectories]
 
 

@@ -187,6 +187,11 @@ class EpisodeLoop(abc.ABC):
             raise EpisodeOver(answer.stop_reason, answer.message)
         return answer.message
 
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The agents that have spoken, in the order of their first turns."""
+        return tuple(self._threads)
+
     def messages(self, agent: str = "main") -> tuple[Message, ...]:
         """Everything the agent has been given and has said, up to its last turn."""
         thread = self._threads.get(agent)

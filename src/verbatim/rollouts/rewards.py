@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from verbatim.environments.base import AgentScores
 from verbatim.errors import EnvironmentFault
 from verbatim.texts import shown
 
@@ -56,6 +57,18 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
     if not all(abs(number) <= LARGEST for number in (reward, *parts.values())):
         raise EnvironmentFault(f"{who} returned {shown(score)}; {_expected(reward)}")
     return reward, parts
+
+
+def read_agent_scores(score: Any, who: str) -> tuple[float | None, dict[str, float], dict[str, float]]:
+    """What `score` returned: the reward, its parts, and the rewards of agents that have their own; an EnvironmentFault
+    as of `read_score`."""
+    if not isinstance(score, AgentScores):
+        return (*read_score(score, who), {})
+    if not isinstance(score.agents, Mapping) or not score.agents:
+        raise EnvironmentFault(f"{who} returned AgentScores(agents={shown(score.agents)}); expected {{agent: number}}")
+    _, agents = read_score(score.agents, f"{who}, for the agents,")
+    reward = math.fsum(agents.values()) / len(agents) if score.reward is None else score.reward
+    return (*read_score(reward, who), agents)
 
 
 def checked_number(value: Any, who: str) -> float:

@@ -30,13 +30,17 @@ class TrajectoryRecord:
     turns: tuple[Turn, ...] = ()
     """Every request and response, in the order of sampling, sub-agents' included."""
     messages: tuple[Message, ...] = ()
-    """The main agent's conversation, for people and tools; never the source of ids."""
+    """The conversation of the main agent, or else of the agent that spoke first, for people and tools; never the source
+    of ids."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The tool schemas that the caller of a rollout put beside `messages`; empty = the tool manager's."""
     reward: float | None = None
     """What it earned; None if it was never scored."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """The reward's named parts, where the environment gives them."""
+    agent_rewards: Mapping[str, float] = field(default_factory=dict)
+    """What agents earned by themselves, where the environment says so: their turns are credited by it, the turns of all
+    others by `reward`."""
     env: str = ""
     """The name of its environment."""
     trajectory_id: str = ""
@@ -75,9 +79,12 @@ class TrajectoryRecord:
         )  # fmt: skip
         if not isinstance(self.reward_parts, Mapping):
             raise RecordError(f"reward_parts: {self.reward_parts!r:.80}; expected a mapping of names to numbers")
-        for name, part in self.reward_parts.items():
-            if as_number(part, f"reward_parts[{name!r}]") is None:
-                raise RecordError(f"reward_parts[{name!r}]: None; leave out a part that was not scored")
+        if not isinstance(self.agent_rewards, Mapping):
+            raise RecordError(f"agent_rewards: {self.agent_rewards!r:.80}; expected a mapping of names to numbers")
+        for field_name in ("reward_parts", "agent_rewards"):
+            for name, part in getattr(self, field_name).items():
+                if as_number(part, f"{field_name}[{name!r}]") is None:
+                    raise RecordError(f"{field_name}[{name!r}]: None; leave out what was not scored")
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -100,7 +107,8 @@ class TrajectoryRecord:
         """Why nothing can be learned from its rewards: missing, NaN or infinite; None if something can."""
         if self.reward is None:
             return "reward: missing"
-        rewards = [self.reward, *(turn.reward for turn in self.turns if turn.reward is not None)]
+        turns = (turn.reward for turn in self.turns if turn.reward is not None)
+        rewards = [self.reward, *self.agent_rewards.values(), *turns]
         bad = next((reward for reward in rewards if not math.isfinite(reward)), None)
         return None if bad is None else f"reward: {bad} is not finite"
 

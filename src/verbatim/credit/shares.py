@@ -1,0 +1,58 @@
+"""Splits trajectories by agents that have rewards of their own, so that each agent gets its own credit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verbatim.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Share:
+    """One agent's part of a trajectory, or the part of all agents without a reward of their own."""
+
+    whole: Trajectory
+    """The trajectory itself."""
+    view: Trajectory
+    """The same with the part's turns and reward alone."""
+    places: tuple[int, ...]
+    """Where these turns stand in `whole.turns`."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the trajectory."""
+        return self.view is self.whole
+
+
+def agents_with_rewards(rollouts: Sequence[Trajectory]) -> list[str | None]:
+    """The agents with rewards of their own, in the order of their names; and None for all others together, if these
+    sampled anything that may be trained.
+
+    Example: rollouts whose agents "a" and "b" speak, and in which "b" has a reward of its own: `["b", None]`. Without
+    any such reward: `[None]`.
+    """
+    named = sorted({agent for rollout in rollouts for agent in rollout.agent_rewards})
+    others = any(turn.trained and turn.agent not in rollout.agent_rewards
+                 for rollout in rollouts for turn in rollout.turns)  # fmt: skip
+    return [*named, None] if others or not named else list(named)
+
+
+def share_of(rollout: Trajectory, agent: str | None) -> Share | None:
+    """An agent's part of a rollout; with None that of all agents without a reward of their own. None if the agent has
+    no reward in it.
+
+    Example: turns of a, b, a and the rewards `{"a": 1.0}`: the part of "a" has the places (0, 2) and the reward 1, that
+    of None the place (1,) and the trajectory's reward.
+    """
+    own = rollout.agent_rewards
+    if not own and agent is None:
+        return Share(whole=rollout, view=rollout, places=tuple(range(len(rollout.turns))))
+    if agent is not None and agent not in own:
+        return None
+    places = tuple(k for k, turn in enumerate(rollout.turns)
+                   if turn.agent == agent or (agent is None and turn.agent not in own))  # fmt: skip
+    reward = rollout.reward if agent is None else own[agent]
+    view = rollout.replace(turns=tuple(rollout.turns[k] for k in places), reward=reward, agent_rewards={},
+                           num_unrecorded_tokens=0)  # fmt: skip
+    return Share(whole=rollout, view=view, places=places)

@@ -1,0 +1,101 @@
+"""Holds one game of `textarena` under way: what players are shown, what they do, what they earned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.environments.global_random import OwnRandom
+from verbatim.errors import ComponentError, EnvironmentFault
+from verbatim.rollouts.games.package import GameSpec, make_game
+from verbatim.texts import error_text
+
+MOST_PLAYERS = 15
+"""The package's games have at most so many."""
+YOUR_TURN = "It is your turn."
+"""What a player is shown where the game has nothing to show."""
+
+
+class Game:
+    """A game and its random numbers, which are drawn from its seed alone.
+
+    Args:
+        spec: Which game.
+        options: Arguments of the package's class.
+        num_players: How many play.
+        seed: Decides everything that is random in it.
+
+    Raises:
+        ComponentError: the package refuses the options or the number of players.
+    """
+
+    def __init__(self, spec: GameSpec, options: Mapping[str, Any], num_players: int, seed: int) -> None:
+        self._random = OwnRandom(seed)
+        self.spec, self.num_players, self.done = spec, num_players, False
+        with self._random.lent():
+            self._env, self._changes = make_game(spec, options)
+            try:
+                self._env.reset(num_players=num_players, seed=seed)
+            except Exception as error:  # games check their arguments in ways of their own
+                raise ComponentError(f"textarena: {spec.id} does not begin with {num_players} players: "
+                                     f"{error_text(error)}") from error  # fmt: skip
+
+    @property
+    def state(self) -> Any:
+        """The package's own state."""
+        return self._env.state
+
+    def observe(self) -> tuple[int, str]:
+        """Who is to act, and everything that this player has been shown since it acted last. What the player itself has
+        said is left out: it stands in the conversation."""
+        import textarena
+
+        with self._random.lent():
+            player, shown = self._env.get_observation()
+        lines = [
+            f"[{self._name(sender)}] {text}" for sender, text, kind in shown
+            if not (sender == player and kind is textarena.ObservationType.PLAYER_ACTION)
+        ]  # fmt: skip
+        return player, "\n".join(lines) or YOUR_TURN
+
+    def act(self, text: str) -> None:
+        """The player to act says this; an EnvironmentFault if the game raises."""
+        for change in self._changes:
+            text = change(text)
+        with self._random.lent():
+            try:
+                self.done, _ = self._env.step(action=text)
+            except Exception as error:  # a game reads in its own way what a model wrote
+                raise EnvironmentFault(f"textarena: {self.spec.id} raised {error_text(error)} on the action "
+                                       f"{text[:200]!r}") from error  # fmt: skip
+
+    def rewards(self) -> dict[int, float] | None:
+        """What each player earned, as the package says; None where the game did not end."""
+        with self._random.lent():
+            rewards, _ = self._env.close()
+        return None if rewards is None else {int(player): float(reward) for player, reward in rewards.items()}
+
+    def why(self) -> str:
+        """Why it ended, in the package's words."""
+        return next((str(info["reason"]) for info in self.state.game_info.values() if info.get("reason")), "")
+
+    def _name(self, sender: int) -> str:
+        import textarena
+
+        return "GAME" if sender == textarena.GAME_ID else self.state.role_mapping.get(sender, f"Player {sender}")
+
+
+def fewest_players(spec: GameSpec, options: Mapping[str, Any]) -> int:
+    """The smallest number of players that the game begins with.
+
+    Raises:
+        ComponentError: it begins with none of 1 to 15 players; says what the game said last.
+    """
+    for num_players in range(1, MOST_PLAYERS + 1):
+        try:
+            Game(spec, options, num_players, seed=0)
+        except ComponentError as error:
+            refused = error
+        else:
+            return num_players
+    raise refused

@@ -1,0 +1,161 @@
+"""Finds the games of the package `textarena`, and says what each needs before it is played."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import ComponentError, UsageError
+from verbatim.texts import error_text
+
+INSTALL = "pip install 'verbatim-rl[environments]'"
+WORD_LISTS = {
+    "Codenames": ("corpora/words", "taggers/averaged_perceptron_tagger_eng"),
+    "DontSayIt": ("corpora/words", "taggers/averaged_perceptron_tagger_eng"),
+    "Hangman": ("corpora/words",),
+    "LetterAuction": ("corpora/words",),
+    "SpellingBee": ("corpora/words",),
+    "WordChains": ("corpora/words",),
+    "WordLadder": ("corpora/words",),
+    "WordSearch": ("corpora/words",),
+    "Wordle": ("corpora/words", "taggers/averaged_perceptron_tagger_eng"),
+}
+"""Games that fetch word lists with nltk, by their folder in the package."""
+JURIES = frozenset({"Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions"})
+"""Games in which models behind OpenRouter judge or answer."""
+MISSING_FILES = frozenset({"ScorableGames", "UsedCar", "UsedCarNegotiation"})
+"""Games that read files which the published package does not hold."""
+_VARIANTS = ("-train", "-raw")
+"""Endings of ids that differ in the package's observations alone; here players have conversations instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GameSpec:
+    """One game of the package."""
+
+    id: str
+    """Its name in the package: "TicTacToe-v0"."""
+    kind: str
+    """The folder of its code: "TicTacToe"."""
+    module: str
+    """The module of its code."""
+
+    @property
+    def needs(self) -> str | None:
+        """What it needs beside the package, and is not there; None where it can be played."""
+        if self.kind in WORD_LISTS:
+            lists = [name for name in WORD_LISTS[self.kind] if not _has_word_list(name)]
+            names = " ".join(name.split("/")[1] for name in lists)
+            how = f"the word lists of nltk, fetched once over a network: python -m nltk.downloader {names}"
+            return how if lists else None
+        if self.kind in JURIES and not os.environ.get("OPENROUTER_API_KEY"):
+            return "models behind OpenRouter, which it asks itself: a key in OPENROUTER_API_KEY, and a network"
+        if self.kind in MISSING_FILES:
+            return "files that the published package does not hold"
+        return _python_for(self.module)
+
+
+def find_game(game: str) -> GameSpec:
+    """The game of this id, if it can be played here.
+
+    Raises:
+        UsageError: the package is not installed, there is no such game, or it needs something that is not there.
+    """
+    known = games()
+    if not known:
+        raise UsageError(f"textarena needs the package textarena: {INSTALL}")
+    for ending in _VARIANTS:
+        game = game.removesuffix(ending)
+    if game not in known:
+        near = get_close_matches(game, known, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise UsageError(f"textarena: the package has no game {game!r}{hint} `verbatim env list textarena` shows them")
+    spec = known[game]
+    if spec.needs is not None:
+        raise UsageError(f"textarena: {game} needs {spec.needs}")
+    return spec
+
+
+@functools.cache
+def games() -> Mapping[str, GameSpec]:
+    """Every game by its id; empty where the package is missing."""
+    try:
+        from textarena.envs.registration import ENV_REGISTRY
+    except ImportError:
+        return {}
+    found = {}
+    for name, entry in ENV_REGISTRY.items():
+        if not name.endswith(_VARIANTS) and isinstance(entry.entry_point, str):
+            module = entry.entry_point.split(":")[0]
+            found[name] = GameSpec(id=name, kind=module.split(".")[2], module=module)
+    return found
+
+
+def make_game(spec: GameSpec, options: Mapping[str, Any]) -> tuple[Any, list[Callable[[str], str]]]:
+    """A new game without its wrappers, and what these would do to an action, in order.
+
+    Raises:
+        ComponentError: the package refuses the options, or cannot make it.
+    """
+    import textarena
+
+    try:
+        with _nothing_fetched():
+            env = textarena.make(spec.id, **options)
+    except (TypeError, ValueError, AssertionError, ImportError, SyntaxError, OSError, LookupError) as error:
+        raise ComponentError(f"textarena: the package cannot make {spec.id} with {dict(options)}: "
+                             f"{error_text(error)}") from error  # fmt: skip
+    changes: list[Callable[[str], str]] = []
+    while isinstance(env, textarena.Wrapper):
+        if isinstance(env, textarena.ActionWrapper):
+            changes.append(env.action)
+        env = env.env
+    return env, changes
+
+
+@contextlib.contextmanager
+def _nothing_fetched() -> Iterator[None]:
+    """Games fetch word lists each time they are made, also those that are there."""
+    import nltk
+
+    download = nltk.download
+    nltk.download = lambda *args, **kwargs: True
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # some print
+            yield
+    finally:
+        nltk.download = download
+
+
+def _has_word_list(name: str) -> bool:
+    import nltk
+
+    for ending in ("", ".zip"):
+        with contextlib.suppress(LookupError):
+            nltk.data.find(name + ending)
+            return True
+    return False
+
+
+@functools.cache
+def _python_for(module: str) -> str | None:
+    """What is wrong with a game's code, which is read and not run: of some games only a newer Python can."""
+    import textarena
+
+    path = Path(textarena.__path__[0]).joinpath(*module.split(".")[1:]).with_suffix(".py")
+    try:
+        ast.parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "code that the published package does not hold"
+    except SyntaxError:
+        version = ".".join(map(str, sys.version_info[:2]))
+        return f"code that Python {version} can read" + (": try Python 3.12" if sys.version_info < (3, 12) else "")
+    return None
