@@ -6,6 +6,7 @@ VerbatimError
 │   ├── ConfigError              a TOML file or a command-line override
 │   ├── ModelError               a model folder or id that cannot be loaded, or that cannot do what is asked
 │   ├── ComponentError           a plug-in that cannot be imported, called, or that returned the wrong thing
+│   ├── NoDemonstrations         an environment that shows none with these settings
 │   └── CheckpointError          a checkpoint that is missing, damaged, or of another run
 ├── RolloutError                 bad data from a rollout: kept on its trajectory, counted, the run goes on
 │   ├── RecordError (ValueError) ids, logprobs or turns that cannot be what a sampler returned
@@ -44,6 +45,10 @@ class ModelError(UsageError):
 
 class ComponentError(UsageError):
     """A plug-in cannot be imported or called, or returned the wrong thing."""
+
+
+class NoDemonstrations(UsageError):
+    """An environment has demonstrations, but none with these settings."""
 
 
 class CheckpointError(UsageError):

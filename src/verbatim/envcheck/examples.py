@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from verbatim.envcheck.findings import Finding
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import demonstrations_of, examples_of
-from verbatim.errors import UsageError
+from verbatim.errors import NoDemonstrations, UsageError
 from verbatim.texts import shown
 from verbatim.types import Example
 
@@ -58,6 +58,8 @@ def read_demonstrations(environment: Environment, name: str) -> tuple[Sequence[D
     try:
         given = demonstrations_of(environment, name, _DEMONSTRATIONS, 0)
         again = demonstrations_of(environment, name, _DEMONSTRATIONS, 0)
+    except NoDemonstrations:
+        return (), []
     except UsageError as error:
         return (), [Finding(kind="demonstrations", found=str(error), expected="conversations that a model can imitate",
                             change="mend `demonstrations`, or remove it: only [model.build] and [warm_start] "

@@ -17,6 +17,9 @@ from verbatim.types import Message, ToolCall
 
 CALLS = 0.7
 """Probability that the random player calls a tool, where it has any."""
+BRACKETED = 0.6
+"""Probability that it says something that stands in square brackets in the conversation, where anything does: games
+write their moves so."""
 CARELESS = 0.1
 """Probability that such a call names no tool of the episode, or leaves its arguments out."""
 _WORDS = ("yes", "no", "0", "7", "42", "a", "red", "", "the answer is 3", '{"x": 1}', "Ünïcødé ✓", "word " * 60)
@@ -46,7 +49,9 @@ class RandomPlayer:
         rng = self._rng
         words = [*_WORDS, *_words_of(messages)]
         if not schemas or rng.random() >= CALLS:
-            return ParsedResponse(content=rng.choice(words))
+            moves = _bracketed(messages)
+            said = rng.choice(moves) if moves and rng.random() < BRACKETED else rng.choice(words)
+            return ParsedResponse(content=said)
         function = rng.choice(list(schemas))["function"]
         name, arguments = function["name"], random_arguments(function.get("parameters", {}), words, rng)
         if rng.random() < CARELESS:
@@ -126,3 +131,9 @@ def _words_of(messages: Sequence[Message]) -> list[str]:
     text = "\n".join(str(message.get("content") or "") for message in messages[-3:])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [*re.findall(r"\w+", text)[-60:], *(line[:200] for line in lines[-1:])]
+
+
+def _bracketed(messages: Sequence[Message]) -> list[str]:
+    """What stands in square brackets in the first messages and the last: at most 40 of each."""
+    texts = ["\n".join(str(message.get("content") or "") for message in some) for some in (messages[:2], messages[-1:])]
+    return [move for text in texts for move in re.findall(r"\[[^\[\]\n]{1,40}\]", text)[-40:]]

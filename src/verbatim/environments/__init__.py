@@ -25,12 +25,14 @@ ENVIRONMENTS = {
     "reasoning_gym": "verbatim.environments.reasoning_gym:ReasoningGym",
     "single_turn": "verbatim.environments.single_turn:SingleTurn",
     "terminal": "verbatim.environments.terminal:Terminal",
+    "textarena": "verbatim.rollouts.games.environment:TextArena",
     "verifiers": "verbatim.rollouts.verifiers.environment:VerifiersEnvironment",
 }
 """Import path of each bundled environment."""
 
 EXTRAS = {
     "reasoning_gym": ("reasoning_gym", "environments"),
+    "textarena": ("textarena", "environments"),
     "verifiers": ("verifiers", "verifiers"),
 }
 """The module that an environment needs, and the extra of the distribution that installs it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from verbatim.environments.base import Demonstration, Episode, Reply
 from verbatim.environments.global_random import OwnRandom
-from verbatim.errors import ComponentError, UsageError
+from verbatim.errors import ComponentError, NoDemonstrations, UsageError
 from verbatim.texts import error_text
 from verbatim.types import Example, Message, Trajectory
 
@@ -112,11 +112,11 @@ class ReasoningGym:
         return Question(self, entry) if entry["answer"] is None else AnsweredQuestion(self, entry)
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """The package's own answers to training questions, drawn with the seed; a UsageError where a task comes
+        """The package's own answers to training questions, drawn with the seed; NoDemonstrations where a task comes
         without answers."""
         if self.entry(0)["answer"] is None:
-            raise UsageError(f"reasoning_gym: the questions of {self.task!r} come without answers, so there is nothing "
-                             "to demonstrate; for a warm start give warm_start.data")  # fmt: skip
+            raise NoDemonstrations(f"reasoning_gym: the questions of {self.task!r} come without answers, so there is "
+                                   "nothing to demonstrate; for a warm start give warm_start.data")  # fmt: skip
         rng = random.Random(seed)
         questions = [AnsweredQuestion(self, self.entry(rng.randrange(self.num_train))) for _ in range(count)]
         return [Demonstration(messages=[*question.messages, *question.solution()]) for question in questions]

@@ -41,6 +41,11 @@ class Game:
                                      f"{error_text(error)}") from error  # fmt: skip
 
     @property
+    def env(self) -> Any:
+        """The package's own game, without wrappers."""
+        return self._env
+
+    @property
     def state(self) -> Any:
         """The package's own state."""
         return self._env.state
@@ -70,10 +75,17 @@ class Game:
                                        f"{text[:200]!r}") from error  # fmt: skip
 
     def rewards(self) -> dict[int, float] | None:
-        """What each player earned, as the package says; None where the game did not end."""
+        """What each player earned, as the package says; None where the game did not end. An EnvironmentFault if it says
+        something else than numbers, as some games do after an invalid move."""
+        if not self.done:
+            return None
         with self._random.lent():
             rewards, _ = self._env.close()
-        return None if rewards is None else {int(player): float(reward) for player, reward in rewards.items()}
+        try:
+            return {int(player): float(reward) for player, reward in sorted(rewards.items())}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise EnvironmentFault(f"textarena: {self.spec.id} gave the rewards {rewards!r:.200}; expected a number "
+                                   "for each player") from error  # fmt: skip
 
     def why(self) -> str:
         """Why it ended, in the package's words."""
@@ -85,13 +97,17 @@ class Game:
         return "GAME" if sender == textarena.GAME_ID else self.state.role_mapping.get(sender, f"Player {sender}")
 
 
+FEWEST = {"MarketEntryGame": 2, "PublicGoodsGame": 2, "QuantumTicTacToe": 2, "SpiteAndMalice": 2}
+"""Games that begin with fewer players than they can be played by."""
+
+
 def fewest_players(spec: GameSpec, options: Mapping[str, Any]) -> int:
     """The smallest number of players that the game begins with.
 
     Raises:
         ComponentError: it begins with none of 1 to 15 players; says what the game said last.
     """
-    for num_players in range(1, MOST_PLAYERS + 1):
+    for num_players in range(FEWEST.get(spec.kind, 1), MOST_PLAYERS + 1):
         try:
             Game(spec, options, num_players, seed=0)
         except ComponentError as error:

@@ -1,0 +1,186 @@
+"""Adapts the games of the package `textarena`: its rules and rewards, our sampler and records."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from verbatim.environments.base import Agent, AgentScores, Demonstration, Episode, Score
+from verbatim.errors import NoDemonstrations, UsageError
+from verbatim.rollouts.games.game import Game, fewest_players
+from verbatim.rollouts.games.opponents import Opponent, Plays, PolicyPlays, read_opponent
+from verbatim.rollouts.games.package import GameSpec, find_game, games
+from verbatim.rollouts.games.random_moves import MOVES, random_move
+from verbatim.types import Example, Message, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextArena:
+    """A game of textarena (0.7), for one player or against others; each player earns what the package says.
+
+    The policy speaks for one player ("main"), or with `opponent = "self"` for all ("player_0", "player_1", ...): then
+    each is trained with its own reward, compared with the same player of the group's other games.
+
+    Raises:
+        UsageError: the package is not installed, there is no such game, it needs something that is not there (a word
+            list, a key, a newer Python), or there is no such opponent or seat.
+        ComponentError: the package refuses the options or the number of players.
+    """
+
+    game: str
+    """Its id in the package: "TicTacToe-v0"; `verbatim env list textarena` shows them."""
+    opponent: str | Mapping[str, Any] = "self"
+    """Who plays the other side: "self" (the policy, trained on both sides), "policy" (the policy, not trained there),
+    "random", `{ frozen = "path" }` or `{ model = "name", base_url = "url" }`. Nothing in games for one player."""
+    seat: int | Literal["alternate"] = "alternate"
+    """The player that the policy is, counted from 0; "alternate" changes it from example to example."""
+    num_players: int | None = None
+    """How many play; None takes the fewest."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the package's class: `{ max_rounds = 3 }`."""
+    seed: int = 0
+    """Example i is the game with the package's seed `seed + i`."""
+    num_train: int = 500
+    """Number of training games."""
+    num_eval: int = 100
+    """Number of evaluation games, with the seeds after those of training."""
+    system_prompt: str = ""
+    """What every player of the policy and of other models is told first; "" for nothing."""
+    unfinished_reward: float = -1.0
+    """What each trained player earns where the run's limits cut the game off: the package has no reward then."""
+    _spec: GameSpec = field(init=False, repr=False, compare=False)
+    _plays: Plays = field(init=False, repr=False, compare=False)
+    _num_players: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        spec = find_game(self.game)
+        if self.num_train < 1 or self.num_eval < 1:
+            raise UsageError(f"textarena: num_train = {self.num_train}, num_eval = {self.num_eval}; expected at least "
+                             "1 of each")  # fmt: skip
+        count = self.num_players if self.num_players is not None else fewest_players(spec, self.options)
+        Game(spec, self.options, count, self.seed)
+        if self.seat != "alternate" and not 0 <= self.seat < count:
+            raise UsageError(f'textarena: seat = {self.seat}; expected 0 to {count - 1}, or "alternate"')
+        for name, value in ("_spec", spec), ("_plays", read_opponent(self.opponent, spec)), ("_num_players", count):
+            object.__setattr__(self, name, value)
+
+    @staticmethod
+    def listing() -> list[tuple[str, str]]:
+        """Every game by name, with what it needs beside the package; nothing where the package is missing."""
+        return [(name, _about(spec)) for name, spec in games().items()]
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The games of a split; those of evaluation have other seeds."""
+        if split not in ("train", "eval"):
+            raise UsageError(f'textarena has no split {split!r}; there are "train" and "eval"')
+        size = self.num_train + self.num_eval
+        indices = range(self.num_train) if split == "train" else range(self.num_train, size)
+        return [Example(id=f"{self._spec.id}-{index}", payload=self._payload(index)) for index in indices]
+
+    def _payload(self, index: int) -> dict[str, int]:
+        seat = index % self._num_players if self.seat == "alternate" else int(self.seat)
+        return {"seed": self.seed + index, "seat": seat}
+
+    async def start(self, example: Example, seed: int) -> Play:
+        """The example's game; the opponents' moves depend on the episode's seed."""
+        game = Game(self._spec, self.options, self._num_players, int(example.payload["seed"]))
+        return Play(self, game, seat=int(example.payload["seat"]), plays=self._plays, seed=seed)
+
+    def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
+        """Players that move at random, which shows how moves are written.
+
+        Raises:
+            NoDemonstrations: moves of this game cannot be drawn at random.
+        """
+        if self._spec.kind not in MOVES:
+            raise NoDemonstrations(f"textarena: moves of {self._spec.id} cannot be drawn at random: there is nothing "
+                                   "to demonstrate; for a warm start give warm_start.data")  # fmt: skip
+        rng = random.Random(seed)
+        return [self._demonstration(rng) for _ in range(count)]
+
+    def _demonstration(self, rng: random.Random) -> Demonstration:
+        payload = self._payload(rng.randrange(self.num_train))
+        game = Game(self._spec, self.options, self._num_players, payload["seed"])
+        talks: dict[int, list[Message]] = {}
+        while not game.done:
+            player, shown = game.observe()
+            talk = talks.setdefault(player, self.opening())
+            talk.append({"role": "user", "content": shown})
+            talk.append({"role": "assistant", "content": random_move(game, rng)})
+            game.act(talk[-1]["content"])
+        return Demonstration(messages=talks.get(payload["seat"]) or next(iter(talks.values())))
+
+    def opening(self) -> list[Message]:
+        """The system prompt as a message, where there is one."""
+        return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+
+
+class Play(Episode):
+    """One game from its first action to its rewards; owns its control flow, because several players take part."""
+
+    def __init__(self, rules: TextArena, game: Game, *, seat: int, plays: Plays, seed: int) -> None:
+        self._rules, self._game, self._seat, self._plays, self._seed = rules, game, seat, plays, seed
+        self._both = isinstance(plays, PolicyPlays) and plays.trained and game.num_players > 1
+        self._opponents: dict[int, Opponent] = {}
+        self.messages = rules.opening()
+
+    async def run(self, agent: Agent) -> None:
+        """Ask the player whose turn it is, until the game has ended."""
+        talks: dict[int, list[Message]] = {}
+        self._note()
+        while not self._game.done:
+            player, shown = self._game.observe()
+            talk = talks.setdefault(player, self._rules.opening())
+            talk.append({"role": "user", "content": shown})
+            talk.append(await self._said(agent, player, talk))
+            self._game.act(talk[-1]["content"])
+            self._note()
+
+    async def _said(self, agent: Agent, player: int, talk: Sequence[Message]) -> Message:
+        if self._both:
+            return await agent.sample(talk, agent=self._name(player))
+        if player == self._seat:
+            return await agent.sample(talk)
+        if isinstance(self._plays, PolicyPlays):
+            return await agent.sample(talk, agent=self._name(player), trained=False)
+        if player not in self._opponents:
+            # A frozen checkpoint is loaded with its first game.
+            self._opponents[player] = await asyncio.to_thread(self._plays.make, self._seed, player)
+        return {"role": "assistant", "content": await self._opponents[player].say(talk, self._game)}
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """What the package says that the trained players earned."""
+        rewards = self._game.rewards()
+        if rewards is None:
+            rewards = dict.fromkeys(range(self._game.num_players), self._rules.unfinished_reward)
+        if self._both:
+            return AgentScores(agents={self._name(player): reward for player, reward in rewards.items()})
+        return rewards[self._seat]
+
+    async def close(self) -> None:
+        """Close the connections of opponents."""
+        for opponent in self._opponents.values():
+            await opponent.close()
+
+    @staticmethod
+    def _name(player: int) -> str:
+        return f"player_{player}"
+
+    def _note(self) -> None:
+        """Keep `info` as things stand: a limit may end the episode at any turn."""
+        game = self._game
+        facts: dict[str, Any] = {"game": game.spec.id, "ended": game.why() if game.done else "cut off"}
+        if game.num_players > 1 and not self._both:
+            facts["seat"] = self._seat
+        told = {self._name(player): dict(opponent.info) for player, opponent in self._opponents.items()}
+        self.info = {**facts, **({"opponents": told} if any(told.values()) else {})}
+
+
+def _about(spec: GameSpec) -> str:
+    needs = spec.needs
+    if needs is not None:
+        return f"cannot be played here: it needs {needs}"
+    return "random moves" if spec.kind in MOVES else "plays"
