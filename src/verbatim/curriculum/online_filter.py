@@ -21,8 +21,8 @@ def flatness(group: Group) -> Flatness | None:
     rewards = {trajectory.reward for trajectory in group.scored}
     of_agents: dict[str, set[float]] = {}
     for trajectory in group.scored:
-        for agent, reward in trajectory.agent_rewards.items():
-            of_agents.setdefault(agent, set()).add(reward)
+        for agent, earned in trajectory.agent_rewards.items():
+            of_agents.setdefault(agent, set()).add(earned)
     if len(rewards) != 1 or any(len(own) > 1 for own in of_agents.values()):
         return None
     (reward,) = rewards

@@ -40,13 +40,19 @@ class RandomPlayer:
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
+        self._move: Callable[[random.Random], str | None] | None = None
 
     def meet(self, episode: Episode) -> None:
-        """Nothing to learn about it."""
+        """In half of the episodes that have `random_move`, it says only what that gives."""
+        move = getattr(episode, "random_move", None)
+        self._move = move if move is not None and self._rng.random() < 0.5 else None
 
     def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
         """A call, or words."""
         rng = self._rng
+        move = self._move(rng) if self._move is not None else None
+        if move is not None:
+            return ParsedResponse(content=move)
         words = [*_WORDS, *_words_of(messages)]
         if not schemas or rng.random() >= CALLS:
             moves = _bracketed(messages)

@@ -18,6 +18,7 @@ from verbatim.environments.tool_class import ToolClass
 
 ENVIRONMENTS = {
     "alphabet_sort": "verbatim.environments.alphabet_sort:AlphabetSort",
+    "alphabet_sort_tags": "verbatim.environments.alphabet_sort_tags:AlphabetSortTags",
     "calculator": "verbatim.environments.calculator:Calculator",
     "delegate": "verbatim.environments.delegate:Delegate",
     "guess_number": "verbatim.environments.guess_number:GuessNumber",

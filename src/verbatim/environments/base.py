@@ -62,9 +62,9 @@ class Agent(Protocol):
 class Episode:
     """The state of one rollout. Subclass it, or give any object with these attributes.
 
-    Two more methods are optional: `async run(agent)` replaces `reply` where the episode owns its control flow, and
-    `solution()` gives what an agent says that solves it (assistant messages in order, as a list or a generator), which
-    `verbatim env check` plays.
+    Three more methods are optional: `async run(agent)` replaces `reply` where the episode owns its control flow;
+    `solution()` gives what an agent says that solves it (assistant messages in order, as a list or a generator), and
+    `random_move(rng)` a text that is a legal answer now, or None: `verbatim env check` plays both.
     """
 
     messages: Sequence[Message] = ()

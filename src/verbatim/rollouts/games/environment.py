@@ -151,6 +151,10 @@ class Play(Episode):
             self._opponents[player] = await asyncio.to_thread(self._plays.make, self._seed, player)
         return {"role": "assistant", "content": await self._opponents[player].say(talk, self._game)}
 
+    def random_move(self, rng: random.Random) -> str | None:
+        """A legal move of the player to act; None where the moves of this game are not known."""
+        return random_move(self._game, rng) if self._game.spec.kind in MOVES else None
+
     async def score(self, trajectory: Trajectory) -> Score:
         """What the package says that the trained players earned."""
         rewards = self._game.rewards()
