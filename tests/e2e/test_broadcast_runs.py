@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +39,7 @@ parallel = {{{{ processes = 2 }}}}
 lr = 1e-2
 [checkpoint]
 interval = 1
-keep_last = 20
+keep_last = 1000
 [inference]
 backend = "vllm"
 [inference.vllm]
@@ -59,20 +62,33 @@ def place(tmp_path: Path):
         yield folder
 
 
-def start(place: Path, *arguments: str) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def start(place: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A run, which does not outlive a test that fails."""
     with (place / "out").open("ab") as out:
-        return subprocess.Popen(
+        run = subprocess.Popen(
             [sys.executable, "-m", "verbatim.cli", "rl", *arguments], cwd=place, stdout=out, stderr=out,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(place), *sys.path]), "OMP_NUM_THREADS": "1",
                  "DOUBLE_RECEIVED": str(place / "received"), "DOUBLE_STRIKE": str(place / "strike")},
         )  # fmt: skip
+    try:
+        yield run
+    finally:
+        run.kill()
+        run.wait()
 
 
 def wait_for_steps(place: Path, count: int, run: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 300
-    while not (place / "mine" / "metrics.jsonl").exists() or len(train_lines(place / "mine")) < count:
+    until = time.monotonic() + 900
+    while num_steps(place) < count:
         assert run.poll() is None and time.monotonic() < until, said(place)
         time.sleep(0.02)
+
+
+def num_steps(place: Path) -> int:
+    """Steps of a run that goes on; its last line may be half written."""
+    path = place / "mine" / "metrics.jsonl"
+    return path.read_text().count('"kind": "train"') if path.exists() else 0
 
 
 def said(place: Path) -> str:
@@ -101,7 +117,7 @@ def received(place: Path) -> dict[int, list[dict[str, str] | None]]:
 
 def test_every_version_reaches_both_servers_bit_for_bit(place):
     with start(place, "run.toml", "--run-dir", "mine") as run:
-        assert run.wait(400) == 0, said(place)
+        assert run.wait(900) == 0, said(place)
     versions, arrived = published(place), received(place)
     assert sorted(versions) == list(range(7)) and sorted(arrived) == list(range(7))
     for version, tensors in arrived.items():
@@ -115,3 +131,45 @@ def test_every_version_reaches_both_servers_bit_for_bit(place):
     assert_ledger_adds_up(place / "mine")
     logs = (place / "mine" / "logs" / "inference" / "replica_0.log").read_text()
     assert logs.count("/update_weights") == 7  # no folder was read beside
+
+
+def test_a_server_that_is_killed_in_the_middle_comes_back_and_a_resumed_run_sends_on(place):
+    """Its fellow reads the folder of that version, the trainer goes on, and the group is rebuilt without it, then with
+    it."""
+    with start(place, "run.toml", "--run-dir", "mine", "--max-steps", "400") as run:
+        wait_for_steps(place, 2, run)
+        (place / "strike").write_text("die")
+        until = time.monotonic() + 900
+        while not is_whole_again(place):
+            assert run.poll() is None and time.monotonic() < until, said(place)
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(900) == 130, said(place)
+    done, struck = len(train_lines(place / "mine")), struck_at(place)
+    steps = {line["step"]: line["metrics"] for line in train_lines(place / "mine")}
+    assert {step for step, metrics in steps.items() if not metrics["weights/broadcast"]} == {struck}
+    assert "was not broadcast, and is loaded from its folder" in " ".join((place / "out").read_text().split())
+    assert steps[done]["replicas/lost"] == 1 and steps[done]["replicas/failed_checks"] == 0
+    with start(place, "mine/config.toml", "--resume", "mine", "--max-steps", str(done + 2)) as run:
+        assert run.wait(900) == 0, said(place)
+    assert [line["step"] for line in train_lines(place / "mine")] == list(range(1, done + 3))
+    versions, arrived = published(place), received(place)
+    for version, tensors in arrived.items():
+        assert all(found is None or found == versions[version] for found in tensors), version
+    assert arrived[struck] == [None]
+    assert arrived[done][2:] == [versions[done]] * 2  # the resumed run begins with it
+    assert arrived[done + 1] == [versions[done + 1]] * 2 and arrived[done + 2] == [versions[done + 2]] * 2
+    assert_ledger_adds_up(place / "mine")
+
+
+def struck_at(place: Path) -> int:
+    """The version in whose broadcast a server was killed: the first one that a server read from its folder."""
+    return min(version for version, found in received(place).items() if None in found)
+
+
+def is_whole_again(place: Path) -> bool:
+    """Whether both servers have received a version after one of them was killed, and one alone before."""
+    found = received(place)
+    lost = [version for version, tensors in found.items() if None in tensors]
+    later = [tensors for version, tensors in found.items() if lost and version > lost[0]]
+    return any(len(tensors) == 2 and None not in tensors for tensors in later)

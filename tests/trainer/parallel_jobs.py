@@ -354,6 +354,21 @@ def send_in_vain(ranks, model, out):
     return found
 
 
+def die_in_send(ranks, model):
+    """What rank 0 hears where rank 1 fails while weights are sent, and how many tensors were."""
+    trainer = trainer_of(Path(model), ranks, dtype="float32")
+    if not ranks.leads:
+        assert ranks.next_order()["do"] == "send_weights"
+        ranks.report(MemoryError("1 GiB"))
+        os._exit(1)
+    receivers = FailingReceivers(None, after=-1)
+    try:
+        trainer.send_weights(receivers)
+    except RunStopped as error:
+        return [str(error), len(receivers.names)]
+    return None
+
+
 def resume(ranks, folder, out):
     """Take the next optimizer step after what `save_and_load` saved, and save the weights."""
     trainer = trainer_of(Path(folder) / "weights", ranks)

@@ -360,6 +360,13 @@ def test_a_rank_that_keeps_the_others_waiting_is_named(two, tmp_path):
     assert str(leader) not in first and again == f"the trainer's processes have ended: {first}"
 
 
+def test_a_rank_that_ends_while_weights_are_sent_stops_the_run_and_is_not_taken_for_a_receiver(qwen):
+    with crew(2) as found:
+        said, num_sent = found.run(jobs.die_in_send, str(qwen))
+    assert re.fullmatch(r"rank 1 of the trainer \(process \d+ on \S+\) failed: out of memory: 1 GiB.*", said)
+    assert num_sent == 0
+
+
 def test_what_ends_a_rank_is_told_by_rank_0():
     with crew(2) as found:
         said = found.run(jobs.die, "reports")

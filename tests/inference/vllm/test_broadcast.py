@@ -18,6 +18,7 @@ from inference.vllm.test_server_pool import Trained
 from inference.vllm.vllm_double import VllmDouble, serving
 from rollouts.waiting import until
 from verbatim.errors import RunStopped, UsageError
+from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.pool.servers import ServerPool
 from verbatim.inference.vllm.backend import vllm_backend
@@ -103,9 +104,20 @@ async def test_a_server_that_fails_in_the_middle_ends_the_group_and_the_next_upd
             if number == 4:
                 raise MemoryError("no room for the fifth tensor")
 
+        for double in run.doubles:
+            double.seconds_per_token = 0.05
+        request = SampleRequest(prompt_ids=trained.trainer.ids(12), params=SamplingParams(max_tokens=20), seed=0)
+        in_flight = [asyncio.create_task(pool.generate(request)) for _ in range(2)]
+        await until(lambda: all(double.in_flight for double in run.doubles))
         run.doubles[1].after_tensor = fail
-        assert await run.update(pool) < 10
+        await run.update(pool)
+        assert run.sender.reports[-1].seconds < 10
         assert run.arrived() == [None, None]
+        for completion in await asyncio.gather(*in_flight):
+            assert len(completion.ids) == 20 and completion.num_lost_tokens == 0
+            assert completion.policy_versions is not None and set(completion.policy_versions.tolist()) == {0, 1}
+        for double in run.doubles:
+            double.seconds_per_token = 0.0
         assert "no room for the fifth tensor" in str(run.sender.reports[-1].fault)
         run.doubles[1].after_tensor = lambda number: None
         await run.update(pool)

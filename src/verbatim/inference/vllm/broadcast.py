@@ -92,11 +92,11 @@ class Broadcast:
             UsageError: the weights with which the run begins do not arrive.
             RunStopped: the trainer failed.
         """
+        if control not in self._sizes:
+            self._sizes[control] = await control.num_workers()
         now = self._round
         if now is None or name not in now.expected or now.outcome is not None:
             return False
-        if control not in self._sizes:
-            self._sizes[control] = await control.num_workers()
         now.arrived[name] = control
         self._begin_if_complete(now)
         why = (await asyncio.shield(await now.begun))[name]
