@@ -359,7 +359,7 @@ def die_in_send(ranks, model):
     trainer = trainer_of(Path(model), ranks, dtype="float32")
     if not ranks.leads:
         assert ranks.next_order()["do"] == "send_weights"
-        ranks.report(MemoryError("1 GiB"))
+        ranks.failures.tell(MemoryError("1 GiB"))
         os._exit(1)
     receivers = FailingReceivers(None, after=-1)
     try:
