@@ -40,6 +40,7 @@ Shapes are in square brackets: `float32 [L]`. Records are frozen, and their fiel
 def document() -> str:
     """The whole page."""
     shown: dict[int, str] = {}
+    """The heading of each object."""
     return "\n".join([HEAD, *(_package(name, shown) for name in PACKAGES)]).rstrip() + "\n"
 
 
@@ -61,8 +62,9 @@ def _package(name: str, shown: dict[int, str]) -> str:
         if id(value) in shown and not isinstance(value, str | int | tuple):
             elsewhere.append(f"[`{public}`](#{_slug(shown[id(value)])})")
             continue
-        shown[id(value)] = f"{name}.{public}"
-        parts += [_entry(f"{name}.{public}", public, value), ""]
+        heading = f"{name}.{public}" if public in shown.values() else public
+        shown[id(value)] = heading
+        parts += [f"### `{heading}`", "", _entry(f"{name}.{public}", public, value), ""]
     if elsewhere:
         parts.append(f"Described above: {', '.join(elsewhere)}.\n")
     return "\n".join(parts)
@@ -73,7 +75,7 @@ def _slug(heading: str) -> str:
 
 
 def _entry(full: str, name: str, value: Any) -> str:
-    lines = [f"### `{full}`", ""]
+    lines: list[str] = []
     if inspect.ismodule(value):  # verbatim.run, a package that is called
         value = importlib.import_module("verbatim.run.entry").run
     if inspect.isclass(value):
