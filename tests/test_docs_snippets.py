@@ -32,6 +32,27 @@ def test_every_block_has_a_language_that_is_checked():
     assert set(re.findall(r"^```(\w+)", text, re.MULTILINE)) <= set(LANGUAGES)
 
 
+RUN_BY = {
+    "README.md": "test_docs.py", "environments.md": "environments/test_verifiers.py", "extending.md": "test_docs.py",
+    "inference.md": "test_docs.py", "lora.md": "e2e/test_lora_runs.py", "monitors.md": "test_docs.py",
+    "python.md": "run/test_entry.py", "renderers.md": "test_docs.py", "rollouts.md": "test_docs.py",
+    "trajectories.md": "recipes/test_bundled_recipes.py", "tutorial.md": "test_docs.py",
+}  # fmt: skip
+"""The test that runs a page's Python; rollouts/test_ray.py and test_docs.py run some blocks of other pages, too."""
+
+
+def test_the_python_of_every_page_is_run_by_a_test():
+    assert {snippet.page for snippet in snippets("python", *PAGES)} == set(RUN_BY)
+    for page, test in RUN_BY.items():
+        source = (ROOT / "tests" / test).read_text(encoding="utf-8")
+        assert page in source or page.removesuffix(".md") in source
+
+
+@pytest.mark.parametrize("snippet", snippets("python", *PAGES), ids=str)
+def test_a_python_block_is_python(snippet: Snippet):
+    compile(snippet.text, str(snippet), "exec")
+
+
 # ---- files of runs
 
 

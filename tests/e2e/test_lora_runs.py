@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,11 +85,14 @@ def test_what_was_sampled_last_has_the_logprobs_of_the_adapter_in_plain_peft(uns
 
 
 def test_the_merged_model_is_that_of_the_final_adapter(unstopped: Path):
-    import peft
-
+    """The adapter is loaded by the lines of docs/lora.md."""
+    page = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(snippet.replace("runs/my_run/latest/final", str(unstopped / "final")), names)
     ids = np.random.default_rng(0).integers(0, 400, 50)
     merged = AutoModelForCausalLM.from_pretrained(unstopped / "final" / "merged")
-    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(unstopped / "final")
+    adapted = names["model"]
     base = AutoModelForCausalLM.from_pretrained(unstopped / "warm_start")
     assert np.abs(logprobs(merged, ids) - logprobs(adapted, ids)).max() < 1e-5
     assert np.abs(logprobs(merged, ids) - logprobs(base, ids)).max() > 1e-3

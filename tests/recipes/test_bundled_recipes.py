@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ def test_the_recipe_of_imitation_takes_its_steps(place: Path):
     check(run, trajectories)
     calls = [c for t in trajectories for turn in t["turns"] for c in turn["tool_calls"]]
     assert calls and all(c["arguments"] == {"number": 8} for c in calls)
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+def test_a_runs_trajectories_are_read_by_the_lines_of_their_page(place: Path, capsys: pytest.CaptureFixture[str]):
+    page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    run = play("alphabet_sort", **SMALL, **BUILT)
+    exec(snippet.replace("runs/guess_number/latest", str(run)), {})
+    by_step = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+    assert [step for step, _ in by_step] == ["1", "2"]
+    rewards = [line["metrics"]["reward/mean"] for line in train_lines(run)]
+    assert [float(mean) for _, mean in by_step] == pytest.approx(rewards, abs=1e-5)
 
 
 def test_every_task_of_our_own_has_a_recipe():
