@@ -284,6 +284,7 @@ async def test_a_game_that_gives_no_numbers_fails_its_episode():
     [
         ({"game": "TicTakToe-v0"}, UsageError, 'no game \'TicTakToe-v0\'; did you mean "TicTacToe-v0"?'),
         ({"game": "Debate-v0"}, UsageError, "Debate-v0 needs models behind OpenRouter"),
+        ({"game": "Klondike-v0"}, UsageError, "what the package holds is not valid Python"),
         ({"game": "UsedCarNegotiation-v0"}, UsageError, "files that the published package does not hold"),
         ({"game": "TicTacToe-v0", "options": {"rows": 4}}, ComponentError, "unexpected keyword argument 'rows'"),
         ({"game": "TicTacToe-v0", "num_players": 3}, ComponentError, "does not begin with 3 players"),

@@ -33,6 +33,8 @@ JURIES = frozenset({"Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions"}
 """Games in which models behind OpenRouter judge or answer."""
 MISSING_FILES = frozenset({"ScorableGames", "UsedCar", "UsedCarNegotiation"})
 """Games that read files which the published package does not hold."""
+UNREADABLE = frozenset({"Klondike"})
+"""Games whose published code no Python reads."""
 _VARIANTS = ("-train", "-raw")
 """Endings of ids that differ in the package's observations alone; here players have conversations instead."""
 
@@ -60,6 +62,8 @@ class GameSpec:
             return "models behind OpenRouter, which it asks itself: a key in OPENROUTER_API_KEY, and a network"
         if self.kind in MISSING_FILES:
             return "files that the published package does not hold"
+        if self.kind in UNREADABLE:
+            return "other code: what the package holds is not valid Python"
         return _python_for(self.module)
 
 
