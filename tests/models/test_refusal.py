@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from models.other_models import write_other
 from verbatim.errors import ModelError
@@ -107,3 +107,9 @@ def test_a_refusal_says_what_was_raised(error, message):
         raise error
     assert str(raised.value) == message
     assert raised.value.__cause__ is error
+
+
+def test_a_tiny_copy_has_no_special_token_outside_its_vocabulary():
+    config = Qwen3Config(vocab_size=1000, eos_token_id=[541, 3], bos_token_id=540, pad_token_id=999)
+    small = tiny.tiny_config(config, 1)
+    assert (small.vocab_size, small.eos_token_id, small.bos_token_id, small.pad_token_id) == (96, [95, 3], 95, 95)

@@ -153,8 +153,12 @@ def _cut(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
         out["per_layer_config"] = {i: _cut(part, depth) for i, part in kept.items()} or None
     if out.get("num_kv_shared_layers"):
         out["num_kv_shared_layers"] = max(1, depth // 3)
-    if isinstance(out.get("pad_token_id"), int):
-        out["pad_token_id"] = min(out["pad_token_id"], VOCAB - 1)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # transformers warns of ids outside the vocabulary
+        value = out.get(name)
+        if isinstance(value, int):
+            out[name] = min(value, VOCAB - 1)
+        elif isinstance(value, list | tuple):
+            out[name] = [min(x, VOCAB - 1) for x in value]
     return out
 
 

@@ -113,6 +113,7 @@ def _warm_start_samples(
         (env, demonstration.messages, demonstration.tools)
         for env, demonstration in demonstrations(environments, settings.conversations, config.seed)
     ]  # fmt: skip
+    console.print(f"warm start  rendering {len(conversations)} conversations")
     for number, (env, messages, tools) in enumerate(conversations):
         trajectory = trajectory_from_messages(
             renderer, messages, tools or None, trajectory_id=f"demonstration-{number}", env=env
