@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from trainer.trainer_helpers import make_sample
 from verbatim.packing import PACKERS, pack_tree, unique_tokens
+from verbatim.packing.cost import CostModel
+from verbatim.packing.ranks import deal_samples
 from verbatim.packing.tree import _cuts
+from verbatim.types import RoutedExperts
 
 
 def sample(ids, trained, name="t"):
@@ -187,3 +190,44 @@ def test_offsets_and_lengths_are_those_of_the_trajectory(packing):
     (batch,) = PACKERS[packing](samples, micro_batch_tokens=99, keep_whole=True)
     assert sorted(batch.targets.offsets.tolist()) == [2, 8]
     assert batch.trajectory_lengths.tolist() == [9]
+
+
+def routed(sample, experts, known=True):
+    """The sample with these experts for each token but the last, one of one layer each."""
+    record = np.array([*experts, 0], dtype=np.uint8)[:, None, None]
+    known = np.append(np.broadcast_to(known, len(sample) - 1), False)
+    return replace(sample, routed_experts=RoutedExperts(experts=np.where(known[:, None, None], record, 0), known=known))
+
+
+def test_trajectories_of_different_experts_stay_apart_within_the_budget():
+    """Sorted by tokens alone, the row of b would stand between those of a, which would then share nothing."""
+    prefix = [1, 2, 3, 4, 5, 6]
+    samples = [
+        routed(sample([*prefix, 10], [6], "a"), [1] * 6), routed(sample([*prefix, 11], [6], "b"), [2] * 6),
+        routed(sample([*prefix, 12], [6], "a"), [1] * 6),
+    ]  # fmt: skip
+    for keep_whole in (True, False):
+        (batch,) = pack_tree(samples, micro_batch_tokens=16, keep_whole=keep_whole)
+        assert batch.num_tokens == 8 + 7
+    assert unique_tokens(samples) == 15
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 10**6), st.booleans(), st.integers(1, 3))
+def test_no_micro_batch_of_recorded_experts_exceeds_the_budget(seed, keep_whole, num_ranks):
+    """Unless it is one sample that does."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(int(rng.integers(2, 14))):
+        ids = rng.integers(0, 2, int(rng.integers(2, 9)))
+        made = sample(ids.tolist(), [len(ids) - 1], f"t{rng.integers(0, 5)}")
+        if i % 7:
+            known = rng.random(len(ids) - 1) < 0.8
+            made = routed(made, rng.integers(0, 2, len(ids) - 1) * (rng.random() < 0.7), known)
+        samples.append(made)
+    step = deal_samples(samples, "tree", num_ranks=num_ranks, micro_batch_tokens=10, keep_whole=keep_whole,
+                        cost=CostModel())  # fmt: skip
+    batches = [batch for rank in range(num_ranks) for batch in step.lay(rank)]
+    assert sum(len(batch.targets) for batch in batches) == len(samples)
+    for batch in batches:
+        assert batch.num_tokens <= 10

@@ -13,7 +13,7 @@ from verbatim.packing.cost import CostModel, Int64
 from verbatim.packing.deal import Piece, deal, idle_share, lock_step_time
 from verbatim.packing.layout import Row, rows_of
 from verbatim.packing.rows import lay_rows, row_items
-from verbatim.packing.tree import lay_tree, lengths_of, repeated_tokens, row_order, shared_tokens, tree_pieces
+from verbatim.packing.tree import in_order, lay_tree, lengths_of, repeated_tokens, shared_tokens, tree_pieces
 from verbatim.types import MicroBatch, TrainingSample
 
 Costs = tuple[tuple[float, ...], ...]
@@ -124,7 +124,7 @@ def _deal_rows(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
 
 def _deal_trees(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
     """The forest cut into pieces of several sizes: small ones are dealt more evenly, large ones repeat less."""
-    rows = sorted(rows_of(samples, keep_whole=terms.keep_whole), key=row_order)
+    rows = in_order(rows_of(samples, keep_whole=terms.keep_whole))
     forest = _Forest(rows, terms)
     tried = [_cut_forest(forest, limit, terms) for limit in _limits(forest, terms)]
     batches, costs = min(tried, key=lambda found: lock_step_time(found[1]))  # of equals, the one with larger pieces
@@ -172,7 +172,7 @@ def _num_targets(rows: Sequence[Row]) -> Int64:
 
 
 class _Forest:
-    """All rows of the step in `row_order`, and what any of them cost as one micro-batch."""
+    """All rows of the step, as `in_order` has them, and what any of them cost as one micro-batch."""
 
     def __init__(self, rows: Sequence[Row], terms: _Terms) -> None:
         self.rows, self.shared = rows, shared_tokens(rows)
@@ -211,10 +211,10 @@ def _limits(forest: _Forest, terms: _Terms) -> list[int]:
 
 
 def _cut_forest(forest: _Forest, piece_tokens: int, terms: _Terms) -> tuple[_Rows, Costs]:
-    """The rows of each rank and pass in `row_order`, with the forest cut into pieces of so many tokens."""
+    """The rows of each rank and pass, as `in_order` has them, with the forest cut into pieces of so many tokens."""
     pieces = forest.pieces(piece_tokens)
     batches, costs = terms.deal([piece for piece, _ in pieces], [size for _, size in pieces], forest.cost)
-    return [[sorted(batch, key=row_order) for batch in mine] for mine in batches], costs
+    return [[in_order(batch) for batch in mine] for mine in batches], costs
 
 
 # ---- both

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verbatim.packing.layout import Row, experts_of, first_fit_decreasing, rows_of, targets_of, token_order
-from verbatim.records.experts import same_routing
+from verbatim.records.experts import RoutedExperts, same_routing
 from verbatim.token_tree import common_prefix_length
-from verbatim.types import Int32, MicroBatch, TrainingSample
+from verbatim.types import MicroBatch, TrainingSample
 
 Int64 = NDArray[np.int64]
 
@@ -38,12 +38,12 @@ def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
     Raises:
         UsageError: two trajectories of one id.
     """
-    rows = sorted(rows_of(samples, keep_whole=keep_whole), key=row_order)
+    rows = in_order(rows_of(samples, keep_whole=keep_whole))
     whole_tokens = micro_batch_tokens if keep_whole else 0
     pieces = tree_pieces(rows, shared_tokens(rows), piece_tokens=micro_batch_tokens, whole_tokens=whole_tokens)
     items, sizes = [piece for piece, _ in pieces], [size for _, size in pieces]
     batches = first_fit_decreasing(items, sizes, micro_batch_tokens)
-    batches = [sorted(batch, key=row_order) for batch in batches]
+    batches = [in_order(batch) for batch in batches]
     return [lay_tree(*each) for each in zip(batches, repeated_tokens(batches), strict=True)]
 
 
@@ -54,7 +54,7 @@ def tree_pieces(
     its distinct tokens.
 
     Args:
-        rows: In `row_order`.
+        rows: As `in_order` has them.
         shared: Their `shared_tokens`.
         piece_tokens: Most distinct tokens of a piece, where it can be cut so.
         whole_tokens: Trajectories of at most so many distinct tokens are not cut.
@@ -72,13 +72,44 @@ def tree_pieces(
 
 def unique_tokens(samples: Sequence[TrainingSample]) -> int:
     """Tokens of the forest of all samples that have a trained token, uncut: what `pack_tree` computes at best."""
-    rows = sorted(rows_of(samples), key=row_order)
+    rows = in_order(rows_of(samples))
     return int(lengths_of(rows).sum() - shared_tokens(rows).sum())
 
 
-def row_order(row: Row) -> bytes:
-    """Sorts rows by their tokens: those with a long common prefix stand together."""
-    return token_order(row.sample)
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """Rows sorted by their tokens and recorded experts: those with a long common prefix stand together, so in no other
+    order do rows share more with the one before, also where other rows are added."""
+    rows = list(rows)
+    return [rows[i] for _, i in sorted((key, i) for i, key in enumerate(_keys(rows)))]
+
+
+def _keys(rows: Sequence[Row]) -> list[bytes]:
+    """What rows are sorted by: `_words(rows)` words of 4 bytes for each token."""
+    if _words(rows) == 1:
+        return [token_order(row.sample) for row in rows]
+    keys = []
+    for row in rows:
+        key = np.zeros((len(row.sample), 3), dtype=">u4")
+        key[:, 0] = row.sample.token_ids
+        if row.sample.routed_experts is not None:
+            digests = _digests(row.sample.routed_experts)[:-1]  # the last token is shared with any
+            key[:-1, 1], key[:-1, 2] = digests >> np.uint64(32), digests & np.uint64(0xFFFFFFFF)
+        keys.append(key.tobytes())
+    return keys
+
+
+def _words(rows: Sequence[Row]) -> int:
+    """An id, and a digest of the experts where any are recorded."""
+    return 1 if all(row.sample.routed_experts is None for row in rows) else 3
+
+
+def _digests(routed: RoutedExperts) -> NDArray[np.uint64]:
+    """Of each token's experts, 0 where they are not known: uint64 [N]. Equal digests of other experts would only move a
+    row away from its neighbours, because what rows share is compared exactly."""
+    flat = routed.experts.reshape(len(routed), -1)
+    weights = np.random.default_rng(0).integers(1, 2**63, flat.shape[1], dtype=np.uint64) | np.uint64(1)
+    found = np.einsum("nk,k->n", flat, weights, dtype=np.uint64, casting="unsafe") | np.uint64(1)
+    return np.where(routed.known, found, np.uint64(0))
 
 
 def lengths_of(rows: Sequence[Row]) -> Int64:
@@ -86,8 +117,9 @@ def lengths_of(rows: Sequence[Row]) -> Int64:
     return np.array([len(row.sample) for row in rows], dtype=np.int64)
 
 
-def _ids(order: bytes) -> Int32:
-    return np.frombuffer(order, dtype=">i4")
+def _common_tokens(key: bytes, other: bytes, words: int) -> int:
+    one, two = (np.frombuffer(each, dtype=">i4") for each in (key, other))
+    return common_prefix_length(one, two) // words
 
 
 def shared_tokens(rows: Sequence[Row]) -> Int64:
@@ -160,15 +192,17 @@ def _cuts(lengths: Int64, shared: Int64, may_cut: Sequence[bool], budget: int) -
 
 
 def repeated_tokens(batches: Sequence[Sequence[Row]]) -> list[int]:
-    """Tokens of each batch that the ones before it have too; rows in `row_order`."""
+    """Tokens of each batch that the ones before it have too; rows as `in_order` has them."""
+    words = _words([row for rows in batches for row in rows])
+    all_keys = iter(_keys([row for rows in batches for row in rows]))
     known: list[bytes] = []
     counts = []
     for rows in batches:
-        keys = [row_order(row) for row in rows]
+        keys = [next(all_keys) for _ in rows]
         count = 0
         for key, shared in zip(keys, shared_tokens(rows).tolist(), strict=True):
             at = bisect(known, key)
-            near = [common_prefix_length(_ids(key), _ids(other)) for other in known[max(0, at - 1) : at + 1]]
+            near = [_common_tokens(key, other, words) for other in known[max(0, at - 1) : at + 1]]
             count += max(0, max(near, default=0) - shared)
         counts.append(count)
         known = sorted(known + keys)
@@ -176,7 +210,7 @@ def repeated_tokens(batches: Sequence[Sequence[Row]]) -> list[int]:
 
 
 def lay_tree(rows: Sequence[Row], num_repeated_tokens: int) -> MicroBatch:
-    """A micro-batch of these rows, which are in `row_order`, as one forest."""
+    """A micro-batch of these rows, as `in_order` has them, as one forest."""
     shared = shared_tokens(rows)
     lengths = lengths_of(rows)
     new = lengths - shared
