@@ -94,14 +94,32 @@ def import_object(import_path: str) -> Any:
 
 def search_beside(file: Path) -> None:
     """Make the modules in the folder of a file importable, behind those of the current directory: a configuration
-    names environments and plug-ins that lie beside it. Processes that this one starts find them too."""
-    here, stored = _here(), file.parent / MODULE_FOLDERS
-    remembered: list[str] = json.loads(stored.read_text(encoding="utf-8")) if stored.is_file() else []
-    for folder in (*remembered, str(file.resolve().parent)):
+    names environments and plug-ins that lie beside it. Processes that this one starts find them too.
+
+    Raises:
+        UsageError: the folders that a run has stored cannot be read.
+    """
+    here = _here()
+    for folder in (*_remembered(file.parent / MODULE_FOLDERS), str(file.resolve().parent)):
         if folder not in sys.path:
             sys.path.insert(sys.path.index(here) + 1, folder)
         if folder != here and folder not in _BESIDE:
             _BESIDE.append(folder)
+
+
+def _remembered(stored: Path) -> list[str]:
+    if not stored.is_file():
+        return []
+    try:
+        folders = json.loads(stored.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
+        folders, why = None, f" ({error})"
+    else:
+        why = ""
+    if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
+        raise UsageError(f"{stored} is damaged{why}: expected a JSON list of the folders that hold the run's modules, "
+                         '["/home/me/tasks"]; write it anew, or remove it and run the command in that folder')
+    return folders
 
 
 def folders_beside() -> tuple[str, ...]:

@@ -29,6 +29,7 @@ def test_a_recipe_is_copied_with_its_module(tmp_path: Path, capsys):
 @pytest.mark.parametrize(("typed", "told"), [
     (["copy"], "which one? There are guess_number"),
     (["copy", "gues_number"], "there is no recipe 'gues_number'; did you mean guess_number?"),
+    (["list", "guess_number"], "verbatim recipes list takes no name, found guess_number"),
     (["list", "--json"], "verbatim recipes has no option --json"),
 ])  # fmt: skip
 def test_what_cannot_be_copied_is_refused(typed: list[str], told: str, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 
 from rollouts.chat_server import ChatServer, Raw, chat_server
-from verbatim.cli.main import main
+from verbatim.cli import rollout_engines, rollout_work
+from verbatim.cli.main import main, parse
 from verbatim.monitors import read_trajectories
 
 TOOLS = '''
@@ -213,6 +215,7 @@ def test_two_at_a_time_are_refused(place: Path, capsys):
     ("more", "said"),
     [
         (["--temperature", "0.5"], "holds results of other settings (--temperature 1.0)"),
+        (["--extra-body", '{"top_p": 0.5}'], "holds results of other settings (without --extra-body)"),
         (["--model", "other"], "holds results of other settings (--model adder)"),
     ],
 )
@@ -434,7 +437,7 @@ def test_the_server_of_the_user_is_not_given_the_key_of_the_other(place: Path, m
     monkeypatch.setenv("MINE", "key-of-the-model")
     monkeypatch.setenv("OTHER", "key-of-the-user")
     write_tasks("hello")
-    more = ["tasks.jsonl", "--api-key-env", "MINE", "--user-model", "person", "--max-turns", "1"]
+    more = ["tasks.jsonl", "--api-key-env", "MINE", "--user-model", "person", "--max-turns", "2"]
     with (
         chat_server(lambda body: {"content": "hello"}) as server,
         chat_server(lambda body: {"content": "###STOP###"}) as users,
@@ -450,7 +453,68 @@ def test_a_user_that_never_ends_is_cut_off_by_the_turns(place: Path):
     write_tasks("hello")
     with chat_server(lambda body: {"content": "go on"}) as server:
         assert main(ask(server, "tasks.jsonl", "--user-model", "person", "--max-turns", "3")) == 0
-    assert sum(m["role"] == "assistant" for m in results()[0]["trajectory"]["messages"]) == 3
+    trajectory = results()[0]["trajectory"]
+    assert [m["role"] for m in trajectory["messages"]] == ["user", "assistant"] * 3
+    assert trajectory["stop_reason"] == "max_turns"
+    asked = [request["model"] for request in server.requests]
+    assert asked == ["player", "person"] * 2 + ["player"]  # nothing could be answered to a third message
+
+
+def test_the_timeout_of_a_request_is_that_of_the_users_server_too(place: Path, monkeypatch: pytest.MonkeyPatch):
+    def parsed(*more: str) -> Any:
+        common = ["rollout", "tasks.jsonl", "--base-url", "http://localhost:1", "--model", "m", "--out", "o.jsonl"]
+        return parse([*common, "--user-model", "person", *more])
+
+    write_tasks("hello")
+    monkeypatch.setattr(rollout_work, "UserSimulator", lambda api: api)
+    assert rollout_work._user(parsed("--request-timeout", "7")).request_timeout == 7
+    assert rollout_work._user(parsed()).request_timeout == 600
+
+
+INFERENCE = """
+[model]
+name = "trained"
+[inference]
+backend = "{backend}"
+[[orchestrator.train.env]]
+id = "guess_number"
+"""
+
+
+def test_results_of_other_samplers_are_not_mixed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """A run's file and a chat server may both name the model "trained"."""
+    monkeypatch.setattr("verbatim.models.loading.load_tokenizer", lambda model: None)
+    monkeypatch.setattr(rollout_engines, "make_renderer", lambda *_: None)
+    monkeypatch.setattr(rollout_engines, "check_backend", lambda config: None)
+    monkeypatch.setattr(rollout_engines, "MultiTurnRollout", lambda **_: None)
+    write_tasks("5")
+    for backend in ("torch", "vllm"):
+        Path(f"{backend}.toml").write_text(INFERENCE.format(backend=backend))
+    common = ["rollout", "tasks.jsonl", "--out", "out.jsonl"]
+    with chat_server() as server:
+        assert main([*common, "--base-url", server.url, "--model", "trained"]) == 0
+    assert main([*common, "--inference", "torch.toml"]) == 2
+    assert "holds results of other settings (without --inference)" in " ".join(capsys.readouterr().err.split())
+    told = [rollout_engines.engine_of(parse([*common, "--inference", f"{name}.toml"])).settings
+            for name in ("torch", "vllm")]  # fmt: skip
+    assert told == [{"inference": "torch.toml with inference.backend = torch"},
+                    {"inference": "vllm.toml with inference.backend = vllm"}]  # fmt: skip
+
+
+def test_the_seeds_of_episodes_do_not_depend_on_what_was_done_before(place: Path):
+    common = ["rollout", "--out", "o.jsonl", "--env", "guess_number", "--env-args", '{"high": 3}', "--seed", "9"]
+    plan = rollout_work.plan_of(parse(common))
+    given = []
+
+    class Rollout:
+        """Its own seed, of the requests, is another one for each number of tasks that were done."""
+
+        async def run_environment(self, environment: Any, pairs: Any, take: Any, *, env: str, seed: int) -> None:
+            given.append(seed)
+
+    for left in (plan.jobs, plan.jobs[1:]):
+        asyncio.run(plan.work(left, lambda index, trajectory: None)(Rollout()))
+    assert given == [9, 9]
 
 
 @pytest.mark.parametrize(("typed", "told"), [

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from verbatim.errors import UsageError
+from verbatim.imports import search_beside
+
 ENVIRONMENT = """\
 from verbatim import Example
 class Mine:
@@ -53,6 +56,14 @@ def test_where_it_is_in_neither_both_are_named(project: Path):
     told = said(project.parent, "config", "project/run.toml")
     assert "there is no module 'beside_me'; looked in the current directory," in told
     assert f"beside the configuration, {project.resolve()}" in told
+
+
+@pytest.mark.parametrize("content", ["[", "{}", "[3]", "\udc80"])
+def test_damaged_folders_of_modules_are_named(project: Path, content: str):
+    stored = project / "module_folders.json"
+    stored.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UsageError, match=r"module_folders\.json is damaged.*expected a JSON list of the folders"):
+        search_beside(project / "run.toml")
 
 
 def test_a_runs_folder_remembers_where_its_modules_lie(tmp_path: Path, monkeypatch):

@@ -43,6 +43,21 @@ def test_untrained_turns_are_passed_over():
     assert found == [[0.5, 0.0], [-0.5, 0.0]]
 
 
+def test_the_own_reward_of_an_untrained_turn_goes_to_the_trained_turns_before_it():
+    # G_2 = 1 + 0.5 * 4 = 3 (the last trained turn, with the trajectory's reward), G_1 = 0.5 * (2 + 3).
+    user, later = (turn(reward=r).replace(trained=False) for r in (2.0, 4.0))
+    assert of(rollout(1.0, turn(), user, turn(), later), gamma=0.5) == [[2.5, 0.0, 3.0, 0.0]]
+    # A tool's reward for a turn that sampled nothing.
+    assert of(rollout(0.0, turn(), turn(0, reward=2.0)), gamma=0.5) == [[1.0, 0.0]]
+
+
+def test_where_rewards_sum_to_the_reward_those_of_untrained_turns_are_not_the_last_ones():
+    # The reward 6 is 2 + 4: nothing is left over for the last turn.
+    user = turn(reward=4.0).replace(trained=False)
+    summed = rollout(6.0, turn(), user, turn(reward=2.0), info={TURN_REWARDS_SUM: True})
+    assert of(summed, gamma=0.5) == [[3.0, 0.0, 2.0]]
+
+
 def test_sub_agents_turns_are_turns():
     turns = [turn(), turn().replace(agent="sub/1"), turn()]
     assert of(rollout(4.0, *turns), gamma=0.5) == [[1.0, 2.0, 4.0]]

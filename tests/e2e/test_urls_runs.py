@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 
@@ -59,3 +60,20 @@ def test_a_run_goes_on_while_one_of_two_servers_is_lost_and_started_again(tmp_pa
     assert all(line["metrics"]["mismatch_kl"] < 1e-8 for line in steps)  # max_async_level = 0: the newest weights only
     versions = {v for t in trajectory_lines(run) for turn in t["turns"] for v in turn["policy_versions"]}
     assert versions == set(range(14))
+
+
+def test_servers_are_asked_before_anything_is_prepared(tmp_path, monkeypatch, capsys):
+    """Not after a warm start of hours."""
+    monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.002)
+    monkeypatch.setenv("SERVERS_KEY", "a-secret-key")
+    monkeypatch.setattr("verbatim.run.trainer_process.trainer_inside", lambda *_: pytest.fail("the trainer is made"))
+    model = build_tiny_model(tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    table = f'[inference.torch]\nurls = ["http://127.0.0.1:{port}"]\napi_key_env = "SERVERS_KEY"\n'
+    toml = TOML.replace("[inference.torch]\nmax_batch_size = 8\n", table.replace("{", "{{").replace("}", "}}"))
+    with workplace(tmp_path, {"lots": LOTS}):
+        Path("run.toml").write_text(toml.format(model=model) + 'import_path = "lots.Lots"\n')
+        assert main(["rl", "run.toml"]) == 1
+        assert not list(Path().glob("runs/run/2*"))
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err

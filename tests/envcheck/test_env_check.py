@@ -163,6 +163,9 @@ def test_the_environments_of_a_run_are_checked_with_its_settings(mine: Path, cap
     said = capsys.readouterr().out
     assert "too_long" in said
     assert "seq_len = 2 tokens" in said
+    run.write_text(run.read_text() + '[orchestrator.advantage]\ntype = "chunk_returns"\ngama = 0.5\n')
+    assert main(["env", "check", str(run)]) == 2
+    assert 'did you mean "gamma"' in capsys.readouterr().err
 
 
 def test_a_report_says_what_was_found_and_expected_and_what_to_change(capsys):
@@ -183,6 +186,8 @@ def test_a_report_says_what_was_found_and_expected_and_what_to_change(capsys):
     (["check", "guess_number", "--examples", "0"], "--examples 0: expected at least 1"),
     (["check", "guess_number", "--timeout", "-1"], "--timeout -1: expected seconds"),
     (["check", "verifiers"], "taskset"),
+    (["list", "--args", "{}"], "--args is for verbatim env check ENVIRONMENT"),
+    (["list", "reasoning_gym", "--max-turns", "3"], "--max-turns is for verbatim env check ENVIRONMENT"),
 ])  # fmt: skip
 def test_what_cannot_be_checked_is_refused(typed: list[str], told: str, capsys):
     assert main(["env", *typed]) == 2

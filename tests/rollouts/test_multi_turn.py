@@ -9,6 +9,7 @@ import pytest
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say
 from verbatim import Example, Trajectory
+from verbatim.environments import Episode
 from verbatim.errors import UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
@@ -343,6 +344,27 @@ async def test_what_is_cancelled_is_traced_with_what_had_been_sampled(tmp_path):
     for trajectory in stored:
         assert (trajectory["stop_reason"], trajectory["truncated"]) == ("cancelled", True)
         assert [turn["completion_ids"] for turn in trajectory["turns"]] == [call("slow", seconds=30.0)]
+
+
+async def test_seeds_of_episodes_may_be_others_than_those_of_the_sampling():
+    seeds = []
+
+    class Silent(Episode):
+        messages = ({"role": "user", "content": "go"},)
+
+    class Noting:
+        def examples(self, split):
+            return [Example(id="a"), Example(id="b")]
+
+        async def start(self, example, seed):
+            seeds.append(seed)
+            return Silent()
+
+    pairs = [(example, 0) for example in Noting().examples("eval")]
+    for own, given in ((1, 5), (2, 5), (5, None), (1, None)):
+        rollout, _ = make(seed=own)
+        await rollout.run_environment(Noting(), pairs, lambda index, trajectory: None, seed=given)
+    assert seeds[:2] == seeds[2:4] == seeds[4:6] != seeds[6:]
 
 
 async def test_each_is_handed_over_with_its_place_as_soon_as_it_ends():

@@ -10,13 +10,15 @@ import pytest
 import torch
 from test_trainer_steps import make_trainer
 from trainer_helpers import VOCAB, gradients, make_batch, num_trained, shared_prefixes
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from verbatim.config.schema import LoraConfig
 from verbatim.errors import CheckpointError, ModelError
 from verbatim.losses import LOSSES
 from verbatim.models.adapters import save_merged
+from verbatim.models.tiny import NoTinyCopy
 from verbatim.packing import PACKERS
+from verbatim.trainer import lora
 from verbatim.trainer.logprobs import TargetLogprobs, whole_sample
 from verbatim.trainer.lora import check_adapters
 from verbatim.trainer.metrics import MetricSums
@@ -328,3 +330,14 @@ def test_weights_that_are_kept_transposed_are_merged_so(tmp_path):
     found = logprobs_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), ids)
     assert np.abs(found - trainer.logprobs([whole_sample(ids)])[0][1:]).max() < 1e-5
     assert np.abs(found - logprobs_of(AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2"), ids)).max() > 1e-2
+
+
+def test_what_could_not_be_tried_on_a_small_copy_is_said(monkeypatch, caplog):
+    def none(model):
+        raise NoTinyCopy("no small copy of it can be made")
+
+    monkeypatch.setattr(lora, "tiny_copy", none)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 61}
+    check_adapters(LlamaConfig(**sizes, num_attention_heads=2), LORA)
+    assert "adapted layers of LlamaForCausalLM" in caplog.text
+    assert "was not tried: no small copy of it can be made" in caplog.text

@@ -2,9 +2,10 @@
 
 from verbatim.checkpoints.json_files import read_json, write_json
 from verbatim.checkpoints.loop_state import read_loop_state, write_loop_state
-from verbatim.checkpoints.run_folder import CONFIG, ORCHESTRATOR, TRAINER, RunFolder, load_stored_config
+from verbatim.checkpoints.run_folder import ORCHESTRATOR, TRAINER, RunFolder
 from verbatim.checkpoints.seal import find_damage, seal
 from verbatim.checkpoints.store import Checkpoint, CheckpointStore
+from verbatim.checkpoints.stored_config import CONFIG, load_stored_config
 
 __all__ = [
     "CONFIG",

@@ -15,21 +15,18 @@ import itertools
 import json
 import logging
 import os
-import shlex
 import shutil
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from verbatim.checkpoints.lock import ANOTHER_FOLDER, FolderLock, is_locked
 from verbatim.checkpoints.store import CheckpointStore
+from verbatim.checkpoints.stored_config import CONFIG, changed_keys, damage_of_config, newest_copy
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
-from verbatim.config.secrets import redacted_at
 from verbatim.disk import keep_aside, make_folder, rename, sync, write_file
-from verbatim.errors import CheckpointError, ConfigError, UsageError
+from verbatim.errors import CheckpointError, UsageError
 from verbatim.imports import MODULE_FOLDERS, folders_beside
 from verbatim.machine_faults import naming
 
@@ -37,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 LATEST = "latest"
-CONFIG = "config.toml"
 _HOLDS_A_RUN = f"{{}} already holds a run; add --resume (in Python resume=True) to continue it, or {ANOTHER_FOLDER}"
 
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
@@ -252,7 +248,7 @@ class RunFolder:
         Raises:
             UsageError: names every key that differs.
         """
-        if changes := self._changes(config, other):
+        if changes := changed_keys(config, other):
             self._store(other)
             raise UsageError(f"the other process of the run in {self.path} has another configuration; stored -> "
                              f"given: {'; '.join(changes)}. Give both the same file and options, or choose another "
@@ -261,7 +257,7 @@ class RunFolder:
     def _stored(self) -> str:
         """The stored configuration; a damaged one is restored from the newest checkpoint with a copy."""
         path = self.path / CONFIG
-        damage = _damage_of_config(path)
+        damage = damage_of_config(path)
         if damage is None:
             return path.read_text(encoding="utf-8")
         copy = newest_copy(self.path)
@@ -274,22 +270,9 @@ class RunFolder:
         self._store(copy.read_text(encoding="utf-8"))
         return self.toml
 
-    def _changes(self, config: RunConfig, toml: str) -> list[str]:
-        try:
-            stored = dict(_leaves(tomllib.loads(toml)))
-        except ValueError as error:
-            raise UsageError(f"the configuration of the run's other process is damaged ({error}); start both processes "
-                             "again") from None  # fmt: skip
-        current = dict(_leaves(tomllib.loads(dump_config(config))))
-        return [
-            f"{key}: {_shown(key, stored)} -> {_shown(key, current)}"
-            for key in sorted({*stored, *current} - {"run_dir"})  # the folder is not part of the configuration
-            if stored.get(key) != current.get(key)
-        ]
-
     def _compare_config(self, config: RunConfig) -> None:
         """Store the configuration of a run that goes on, if it can."""
-        changes = self._changes(config, self._stored())
+        changes = changed_keys(config, self._stored())
         if of_model := [change for change in changes if change.startswith("model.")]:
             raise CheckpointError(f"the run in {self.path} trained another model ({'; '.join(of_model)}); restore "
                                   "[model], or start a new run without --resume (in Python resume)")  # fmt: skip
@@ -305,46 +288,6 @@ class RunFolder:
 def holds_run(path: Path) -> bool:
     """Whether a run was started in this folder."""
     return (path / CONFIG).is_file() or any((path / "checkpoints").glob("step_*"))
-
-
-def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConfig:
-    """What `load`, a call of `load_config`, reads from the file; where that is the damaged one of a run folder, the
-    message says where a copy is.
-
-    Raises:
-        ConfigError: as `load_config`.
-    """
-    try:
-        return load(file)
-    except ConfigError as error:
-        copy = newest_copy(file.parent) if file.name == CONFIG else None
-        if copy is None:
-            raise
-        try:
-            load(copy)
-        except ConfigError:
-            raise error from None
-        cp = shlex.join(["cp", str(copy), str(file)])
-        raise ConfigError(f"{error}\nThe newest checkpoint has a copy of this file; to restore it:  {cp}") from None
-
-
-def newest_copy(path: Path) -> Path | None:
-    """Path of the configuration in the newest checkpoint with a readable one; None if none has."""
-    copies = sorted((path / "checkpoints").glob(f"step_*/{CONFIG}"), reverse=True)
-    return next((copy for copy in copies if _damage_of_config(copy) is None), None)
-
-
-def _damage_of_config(path: Path) -> str | None:
-    """The damage of a stored configuration as a sentence, or None. Keys of other versions of Verbatim are no damage."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        return f"it cannot be read: {error.strerror or error}"
-    except RecursionError:
-        return "it is nested too deeply"
-    except ValueError as error:
-        return f"it is no TOML: {error}"
-    return None if isinstance(document.get("model"), dict) else "it has no [model] table"
 
 
 def _temporary_config(role: str) -> str:
@@ -391,20 +334,3 @@ def _make_stamped(parent: Path, now: datetime) -> Path:
 def _runs_near(path: Path) -> str:
     runs = sorted(p.parent for p in path.parent.glob(f"*/{CONFIG}") if not p.parent.is_symlink())
     return ", ".join(map(str, runs[-3:])) or f"none in {path.parent}"
-
-
-def _shown(key: str, values: Mapping[str, Any]) -> str:
-    """A value for messages and logs, without secrets."""
-    return repr(redacted_at(key, values.get(key, "not set")))
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a table, with their values."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else key)
-    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{name}.{index}")
-    else:
-        yield name, value

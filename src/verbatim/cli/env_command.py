@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
@@ -18,6 +19,11 @@ from verbatim.environments import ENVIRONMENTS, EXTRAS
 from verbatim.errors import UsageError
 from verbatim.imports import import_object
 from verbatim.plain_console import PlainConsole
+
+_OF_CHECK: Mapping[str, Any] = {
+    "args": None, "examples": 8, "max_turns": None, "seq_len": None, "timeout": 20.0,
+}  # fmt: skip
+"""Options of `check`, and their values where they are not typed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
              "run's TOML file, for all its environments; list takes the id of one with tasks of its own",
     )  # fmt: skip
     parser.add_argument("--args", metavar="JSON", help="""the environment's arguments: --args '{"high": 20}'""")
-    parser.add_argument("--examples", type=int, default=8, metavar="N", help="training examples that are played (8)")
+    parser.add_argument("--examples", type=int, default=_OF_CHECK["examples"], metavar="N",
+                        help="training examples that are played (8)")
     parser.add_argument("--max-turns", type=int, metavar="N", help="turns of an episode (16, or the file's)")
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of an episode (2048, or the file's)")
-    parser.add_argument("--timeout", type=float, default=20.0, metavar="S", help="seconds of an episode (20)")
+    parser.add_argument("--timeout", type=float, default=_OF_CHECK["timeout"], metavar="S",
+                        help="seconds of an episode (20)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -51,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"verbatim env has no option {args.overrides[0]}; there are --args, --examples, --max-turns, "
                          "--seq-len, --timeout and --json")  # fmt: skip
     if args.what == "list":
+        typed = [name for name, standard in _OF_CHECK.items() if getattr(args, name) != standard]
+        if typed:
+            raise UsageError(f"--{typed[0].replace('_', '-')} is for verbatim env check ENVIRONMENT; list takes --json")
         return _list(args.environment, as_json=args.json)
     if args.environment is None:
         raise UsageError("verbatim env check: which environment? Type for example: verbatim env check guess_number, "

@@ -36,6 +36,9 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"verbatim recipes copy: which one? There are {', '.join(recipes())}")
         for path in copy_recipe(args.name, args.folder):
             console.print(f"wrote {path}", soft_wrap=True)
+    elif args.name is not None:
+        raise UsageError(f"verbatim recipes list takes no name, found {args.name}; to copy that one: verbatim recipes "
+                         f"copy {args.name}")  # fmt: skip
     else:
         for name, path in recipes().items():
             console.print(Text.assemble((name, "bold"), f": {about(path)}"), soft_wrap=True)

@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", type=int, default=8, metavar="N", help="most trajectories at a time (8)")
     add("--extra-body", type=_json_object, metavar="JSON", help='{"return_token_ids": true}, for example')
     add("--seed", type=int, metavar="N", help="makes the seeds of the requests; without it a server is sent none")
-    add("--request-timeout", type=float, metavar="SECONDS", help="for one try over the server (600)")
+    add("--request-timeout", type=float, metavar="SECONDS",
+        help="for one try over the server, that of --user-model too (600)")
     add("--trajectory-timeout", type=float, default=3600.0, metavar="SECONDS", help="(3600)")
     add("--trace-dir", type=Path, metavar="FOLDER", help="also a file for each trajectory")
 
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_of(args)
     plan = plan_of(args)
     jobs = plan.jobs
-    settings = {name: getattr(args, name) for name in _SETTINGS} | {"model": engine.model, **plan.settings}
+    own = {name: getattr(args, name) for name in _SETTINGS}
+    settings = {**own, "model": engine.model, **engine.settings, **plan.settings}
     with ResultFile(args.out, settings) as results:
         left = [job for job in jobs if not results.has(job)]
         if len(left) < len(jobs):

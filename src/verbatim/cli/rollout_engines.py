@@ -32,6 +32,8 @@ class Engine:
 
     model: str
     """The model's name, folder or hub id. Results depend on it."""
+    settings: Mapping[str, Any]
+    """What else of the engine results depend on, by option; nothing for what is not typed."""
     play: Callable[[Work, int], Coroutine[Any, Any, None]]
     """Does the work with a rollout; the number says how many of the tasks were done before, so that no seed is used
     again."""
@@ -53,6 +55,8 @@ def engine_of(args: argparse.Namespace) -> Engine:
                              "or a run's file that says how to sample, --inference FILE")  # fmt: skip
         return _over_chat(args)
     typed = [name for name in ("base_url", *_OF_A_CHAT_SERVER) if getattr(args, name) is not None]
+    if args.user_model is not None:  # that one is behind a chat server
+        typed = [name for name in typed if name != "request_timeout"]
     if typed:
         raise UsageError(f"--{typed[0].replace('_', '-')} is for a chat server, and --inference samples by a run's "
                          "file; leave out one of the two")  # fmt: skip
@@ -69,7 +73,8 @@ def _over_chat(args: argparse.Namespace) -> Engine:
     async def play(work: Work, num_done: int) -> None:
         await work(rollout)
 
-    return Engine(model=args.model, play=play)
+    settings = {"extra_body": own["extra_body"]} if own["extra_body"] else {}
+    return Engine(model=args.model, settings=settings, play=play)
 
 
 def _over_inference(args: argparse.Namespace) -> Engine:
@@ -99,7 +104,8 @@ def _over_inference(args: argparse.Namespace) -> Engine:
         finally:
             await sampler.close()
 
-    return Engine(model=str(model), play=play)
+    sampler = f"{args.inference} with inference.backend = {config.inference.backend}"
+    return Engine(model=str(model), settings={"inference": sampler}, play=play)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

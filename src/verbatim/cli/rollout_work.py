@@ -93,7 +93,7 @@ def _environment(args: argparse.Namespace) -> Plan:
     def work(left: Sequence[Job], take: Take) -> Work:
         async def play(rollout: ConversationRollout) -> None:
             pairs = [(examples[job.task], job.sample) for job in left]
-            await rollout.run_environment(environment, pairs, take, env=args.env)
+            await rollout.run_environment(environment, pairs, take, env=args.env, seed=args.seed or 0)
 
         return play
 
@@ -111,7 +111,8 @@ def _user(args: argparse.Namespace) -> UserSimulator | None:
     key = args.user_api_key_env
     if key is None and url == args.base_url:  # no other server gets this one's key
         key = args.api_key_env
-    api = OpenAI(model=args.user_model, base_url=url, **({} if key is None else {"api_key_env": key}))
+    given = {"api_key_env": key, "request_timeout": args.request_timeout}
+    api = OpenAI(model=args.user_model, base_url=url, **{name: v for name, v in given.items() if v is not None})
     if args.user_prompt is None:
         return UserSimulator(api=api)
     path = Path(args.user_prompt)

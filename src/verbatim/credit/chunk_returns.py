@@ -51,25 +51,28 @@ def turn_returns(trajectory: Trajectory, gamma: float) -> dict[int, float]:
     G_k = r_k + gamma G_{k+1}          in the order of sampling, sub-agents' turns included; 0 after the last
     ```
 
-    r_k is the turn's own reward, 0 if it has none. The last turn also gets the trajectory's reward; where the
-    environment says that the turns' rewards sum to it already, what of it they leave over (a length penalty).
+    r_k is the turn's own reward, 0 if it has none. A turn that is not trained, or sampled nothing, has no return; its
+    own reward r comes after the trained turn before it, `G_k = r_k + gamma (r + G_{k+1})`. The last turn also gets the
+    trajectory's reward; where the environment says that the turns' rewards sum to it already, what of it they leave
+    over (a length penalty).
 
-    Example: three turns, the second of which sampled nothing, a reward of 1 and `gamma = 0.5`: `{0: 0.5, 2: 1.0}`.
+    Example: three turns, the second of which sampled nothing, a reward of 1 and `gamma = 0.5`: `{0: 0.5, 2: 1.0}`;
+    if the second has a reward of 2 of its own, `{0: 1.5, 2: 1.0}`.
 
     Raises:
         ComponentError: a discount outside [0, 1].
     """
     if not 0 <= gamma <= 1:
         raise ComponentError(f"gamma = {gamma}; expected a discount from 0 to 1, for example 0.95")
-    returns = {k: turn.reward or 0.0 for k, turn in enumerate(trajectory.turns)
-               if turn.trained and len(turn.completion_ids)}
-    if not returns:
-        return returns
-    left = trajectory.reward or 0.0
-    if trajectory.info.get(TURN_REWARDS_SUM):
-        left -= math.fsum(returns.values())
-    returns[max(returns)] += left
+    own = [turn.reward or 0.0 for turn in trajectory.turns]
+    trained = [k for k, turn in enumerate(trajectory.turns) if turn.trained and len(turn.completion_ids)]
+    if not trained:
+        return {}
+    own[trained[-1]] += (trajectory.reward or 0.0) - (math.fsum(own) if trajectory.info.get(TURN_REWARDS_SUM) else 0.0)
+    returns = {}
     ahead = 0.0
-    for k in reversed(returns):
-        ahead = returns[k] = returns[k] + gamma * ahead
-    return returns
+    for k in reversed(range(len(own))):
+        ahead = own[k] + (gamma if k in trained else 1.0) * ahead
+        if k in trained:
+            returns[k] = ahead
+    return dict(reversed(returns.items()))

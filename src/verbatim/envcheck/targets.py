@@ -15,6 +15,7 @@ from verbatim.config.schema import EnvConfig
 from verbatim.environments.shapes import adapter_of
 from verbatim.errors import ComponentError, UsageError
 from verbatim.imports import told
+from verbatim.run.tables import component_tables
 from verbatim.user_code import is_ctrl_c
 
 
@@ -53,7 +54,7 @@ def find_targets(given: str, args: Mapping[str, Any]) -> list[Target]:
 
 
 def _in_config(path: Path) -> list[Target]:
-    orchestrator = load_config(path).orchestrator
+    orchestrator = load_config(path, tables=component_tables()).orchestrator
     evals = orchestrator.eval.env if orchestrator.eval is not None else ()
     found: list[Target] = []
     for env in (*orchestrator.train.env, *evals):

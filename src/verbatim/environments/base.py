@@ -65,6 +65,9 @@ class Episode:
     Three more methods are optional: `async run(agent)` replaces `reply` where the episode owns its control flow;
     `solution()` gives what an agent says that solves it (assistant messages in order, as a list or a generator), and
     `random_move(rng)` a text that is a legal answer now, or None: `verbatim env check` plays both.
+
+    An attribute `hears_last_turn = False` is optional too: `reply` is then not called for a message after which the
+    model has no turn left.
     """
 
     messages: Sequence[Message] = ()

@@ -170,20 +170,22 @@ class ConversationRollout(abc.ABC):
 
     async def run_environment(
         self, environment: Environment, examples: Sequence[tuple[Example, int]],
-        finished: Callable[[int, Trajectory], object], *, env: str = "",
+        finished: Callable[[int, Trajectory], object], *, env: str = "", seed: int | None = None,
     ) -> None:  # fmt: skip
         """Play episodes of an environment; `finished` is as for `run_each`.
 
         The environment has tools, a user and a score of its own; `score_group` is not called. An episode's seed is made
-        of this rollout's, the example and the number of the sample.
+        of `seed`, the example and the number of the sample.
 
         Args:
             environment: The environment.
             examples: Each with the number of the sample: an example may be played several times.
             finished: Gets each trajectory with its place in `examples`.
             env: The environment's name, for the trajectories.
+            seed: Of the episodes; None = this rollout's own.
         """
-        seed: int = getattr(self, "seed", None) or 0
+        if seed is None:
+            seed = getattr(self, "seed", None) or 0
         openings = [
             Opening(messages=(), tools=(), task=example.payload, identity=RolloutIdentity(
                 example_id=example.id, trajectory_id=f"{example.id}-{sample}", sample_index=sample, env=env))
@@ -296,6 +298,7 @@ class _Conversation(Episode):
         self._spoken = [message for message in opening.messages if message["role"] in ("user", "assistant")]
         self._usage: Counter[str] = Counter()
         self.info = {} if user is None else {"user_usage": self._usage}
+        self.hears_last_turn = user is None  # a user that is asked costs a request, and nothing could be answered
 
     async def start(self) -> Episode:
         return self

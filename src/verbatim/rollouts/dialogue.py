@@ -63,6 +63,8 @@ class Dialogue:
             calls = await self._speak(episode, tools)
             if calls and self._loop.turns_left <= 0:
                 return StopReason.MAX_TURNS  # the pending calls are not run
+            if not calls and self._loop.turns_left <= 0 and not getattr(episode, "hears_last_turn", True):
+                return StopReason.MAX_TURNS
             started = time.perf_counter()
             parse_status: ParseStatus = "ok"
             if calls:

@@ -9,8 +9,10 @@ config -> check_run -> environments            refused before there is a folder
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from verbatim.run.check import check_run
 from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
 from verbatim.run.report import report
+from verbatim.run.rollouts import ask_servers, inference_settings
 from verbatim.run.training_run import RunLoop, TrainingRun
 from verbatim.transport.mirror.server import Listen
 
@@ -64,6 +67,9 @@ def execute(
     config = config.named(name)  # it may be resumed from its own file
     made = check_run(config, environments, starts_both=not trainer_elsewhere)
     services = make_monitors(config)
+    if getattr(inference_settings(config), "urls", ()):
+        with ThreadPoolExecutor(1) as apart:  # this thread may have an event loop already, in a notebook
+            apart.submit(asyncio.run, ask_servers(config)).result()
     opened = RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere)
     with opened as folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)

@@ -18,7 +18,7 @@ from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.inference.sending import WeightSender
-from verbatim.models.source import is_adapter, rank_of
+from verbatim.models.source import find_source, is_adapter, rank_of
 from verbatim.records.experts import Routing
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts import EpisodeLimits, EpisodeRunner, EpisodeTally, LocalRunner, RolloutSetup
@@ -163,18 +163,10 @@ async def make_sampler(
     Raises:
         ComponentError: the backend gave something that is not a sampler.
     """
-    inference, lora = config.inference, config.trainer.lora
+    inference = config.inference
     backend = find_backend(inference.backend, SAMPLERS, what=inference.what)
-    inputs = BackendInputs(
-        model=source,
-        context_length=config.orchestrator.seq_len,
-        policy_version=policy_version,
-        num_threads=num_threads,
-        on_weight_update=inference.on_weight_update,
-        return_routed_experts=inference.return_routed_experts,
-        adapter_rank=lora.r if lora is not None else rank_of(source) if is_adapter(source) else None,
-        sender=sender,
-        logs=logs,
+    inputs = _backend_inputs(
+        config, source, policy_version=policy_version, num_threads=num_threads, logs=logs, sender=sender
     )
     settings = settings_for(inference, inference.backend, backend)
     made = backend.function(inputs, settings)
@@ -185,6 +177,36 @@ async def make_sampler(
         raise ComponentError(f"inference.backend = {inference.backend!r} gave a {type(sampler).__name__} without "
                              f"{', '.join(missing)}; expected a verbatim.inference.Sampler")  # fmt: skip
     return sampler
+
+
+def _backend_inputs(
+    config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None,
+    logs: Path | None = None, sender: WeightSender | None = None,
+) -> BackendInputs:  # fmt: skip
+    lora = config.trainer.lora
+    return BackendInputs(
+        model=source,
+        context_length=config.orchestrator.seq_len,
+        policy_version=policy_version,
+        num_threads=num_threads,
+        on_weight_update=config.inference.on_weight_update,
+        return_routed_experts=config.inference.return_routed_experts,
+        adapter_rank=lora.r if lora is not None else rank_of(source) if is_adapter(source) else None,
+        sender=sender,
+        logs=logs,
+    )
+
+
+async def ask_servers(config: RunConfig) -> None:
+    """Ask servers that exist whether this run can sample from them: before a warm start, not after it. A model that the
+    run builds itself is not there yet, and neither are its servers.
+
+    Raises:
+        UsageError: a server that it cannot sample from; says what to type.
+        SamplerFault: a server that does not answer.
+    """
+    if config.model.name is not None:
+        await inference_settings(config).ask_servers(_backend_inputs(config, find_source(config.model.name)))
 
 
 def inference_settings(config: RunConfig) -> BackendSettings:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from verbatim.models.refusal import refusing
 from verbatim.models.shards import copy_rows, whole
 from verbatim.models.tiny import NoTinyCopy, tiny_copy
 from verbatim.trainer.parallel.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 12
 """Names of layers in a message."""
@@ -275,7 +278,9 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
 
     try:
         merged = tiny_copy(model)
-    except NoTinyCopy:
+    except NoTinyCopy as error:
+        logger.warning("[trainer.lora]: whether adapted layers of %s compute what the sampler's merged ones do was not "
+                       "tried: %s", type(model).__name__, error)  # fmt: skip
         return
     adapted = copy.deepcopy(merged)
     _inject(adapted, config.model_copy(update={"r": _TINY_RANK, "alpha": float(_TINY_RANK)}))

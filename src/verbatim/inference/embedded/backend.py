@@ -6,10 +6,14 @@ Importing this loads no torch.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.base import Sampler
 from verbatim.inference.embedded.settings import TorchSettings
+
+if TYPE_CHECKING:
+    from verbatim.inference.pool.servers import FoundServers
 
 
 async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
@@ -20,7 +24,9 @@ async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampl
         SamplerFault: a server that does not answer.
     """
     if settings.urls:
-        return await _pool_of(inputs, settings)
+        from verbatim.inference.pool.servers import open_pool
+
+        return await open_pool(found_servers(inputs, settings), settings)
     from verbatim.inference.embedded.engine import TorchSampler
 
     return TorchSampler(
@@ -34,9 +40,10 @@ async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampl
     )
 
 
-async def _pool_of(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
+def found_servers(inputs: BackendInputs, settings: TorchSettings) -> FoundServers:
+    """Those in `urls`."""
     from verbatim.inference.http.replica import HttpReplica
-    from verbatim.inference.pool.servers import FoundServers, open_pool
+    from verbatim.inference.pool.servers import FoundServers
     from verbatim.models.sizes import vocab_size_of
 
     vocab_size = vocab_size_of(inputs.model)
@@ -53,8 +60,7 @@ async def _pool_of(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
             update_timeout=settings.update_timeout,
         )  # fmt: skip
 
-    servers = FoundServers(
+    return FoundServers(
         settings.urls, connect, weights=(Path(inputs.model), inputs.policy_version), patience=settings.start_timeout,
         setting="inference.torch.start_timeout",
     )  # fmt: skip
-    return await open_pool(servers, settings)

@@ -125,6 +125,21 @@ async def _answers(replica: Replica) -> bool:
     return True
 
 
+async def ask_servers(servers: Servers) -> None:
+    """Ask each server how it was started; nothing is loaded.
+
+    Raises:
+        UsageError: a server from which the run cannot sample; says what to type.
+        SamplerFault: a server that does not answer.
+    """
+    for index in range(len(servers)):
+        replica = await servers.start(index)
+        try:
+            await replica.check_server()
+        finally:
+            await replica.close()
+
+
 async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
     """The pool of all servers, each checked, each with the weights that the run begins with.
 

@@ -1,0 +1,92 @@
+"""Reads the configuration that is stored in a run's folder, finds its copies, and compares it with another one."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verbatim.config import dump_config
+from verbatim.config.schema import RunConfig
+from verbatim.config.secrets import redacted_at
+from verbatim.errors import ConfigError, UsageError
+
+CONFIG = "config.toml"
+
+
+def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConfig:
+    """What `load`, a call of `load_config`, reads from the file; where that is the damaged one of a run folder, the
+    message says where a copy is.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        return load(file)
+    except ConfigError as error:
+        copy = newest_copy(file.parent) if file.name == CONFIG else None
+        if copy is None:
+            raise
+        try:
+            load(copy)
+        except ConfigError:
+            raise error from None
+        cp = shlex.join(["cp", str(copy), str(file)])
+        raise ConfigError(f"{error}\nThe newest checkpoint has a copy of this file; to restore it:  {cp}") from None
+
+
+def newest_copy(path: Path) -> Path | None:
+    """Path of the configuration in the newest checkpoint with a readable one; None if none has."""
+    copies = sorted((path / "checkpoints").glob(f"step_*/{CONFIG}"), reverse=True)
+    return next((copy for copy in copies if damage_of_config(copy) is None), None)
+
+
+def damage_of_config(path: Path) -> str | None:
+    """The damage of a stored configuration as a sentence, or None. Keys of other versions of Verbatim are no damage."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"it cannot be read: {error.strerror or error}"
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError as error:
+        return f"it is no TOML: {error}"
+    return None if isinstance(document.get("model"), dict) else "it has no [model] table"
+
+
+def changed_keys(config: RunConfig, toml: str) -> list[str]:
+    """The keys whose values differ from those of a stored configuration, as "key: stored -> given", without secrets.
+
+    Raises:
+        UsageError: the stored one is no TOML.
+    """
+    try:
+        stored = dict(_leaves(tomllib.loads(toml)))
+    except ValueError as error:
+        raise UsageError(f"the configuration of the run's other process is damaged ({error}); start both processes "
+                         "again") from None  # fmt: skip
+    current = dict(_leaves(tomllib.loads(dump_config(config))))
+    return [
+        f"{key}: {_shown(key, stored)} -> {_shown(key, current)}"
+        for key in sorted({*stored, *current} - {"run_dir"})  # the folder is not part of the configuration
+        if stored.get(key) != current.get(key)
+    ]
+
+
+def _shown(key: str, values: Mapping[str, Any]) -> str:
+    """A value for messages and logs, without secrets."""
+    return repr(redacted_at(key, values.get(key, "not set")))
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of a table, with their values."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{name}.{index}")
+    else:
+        yield name, value
