@@ -19,6 +19,7 @@ from verbatim.environments import ENVIRONMENTS, EXTRAS
 from verbatim.errors import UsageError
 from verbatim.imports import import_object
 from verbatim.plain_console import PlainConsole
+from verbatim.run.tables import component_tables
 
 _OF_CHECK: Mapping[str, Any] = {
     "args": None, "examples": 8, "max_turns": None, "seq_len": None, "timeout": 20.0,
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{option.replace('_', '-')} {value}: expected at least {least}")
     if not 0 < args.timeout < float("inf"):
         raise UsageError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
-    targets = find_targets(args.environment, _read_args(args.args))
+    targets = find_targets(args.environment, _read_args(args.args), component_tables())
     with contextlib.redirect_stdout(sys.stderr):  # what environments print is no report
         reports = [check_environment(target.name, target.args, _settings(args, target)) for target in targets]
     if args.json:

@@ -120,17 +120,6 @@ class BackendSettings(Section):
             UsageError: what was found, what was expected; a key first ("device: ...").
         """
 
-    async def ask_servers(self, inputs: Any) -> None:
-        """Ask servers that exist, before a run prepares anything, whether it can sample from them.
-
-        Args:
-            inputs: What the backend is called with, with the model that the run begins with.
-
-        Raises:
-            UsageError: a server that it cannot sample from; says what to type.
-            SamplerFault: a server that does not answer.
-        """
-
     def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
         """Refuse, before a run starts, a run that a sampler of these settings cannot serve.
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.config import load_config
+from verbatim.config import ComponentTables, load_config
 from verbatim.config.schema import EnvConfig
 from verbatim.environments.shapes import adapter_of
 from verbatim.errors import ComponentError, UsageError
 from verbatim.imports import told
-from verbatim.run.tables import component_tables
 from verbatim.user_code import is_ctrl_c
 
 
@@ -33,12 +32,13 @@ class Target:
     """Most tokens of an episode, where the TOML file says so."""
 
 
-def find_targets(given: str, args: Mapping[str, Any]) -> list[Target]:
+def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | None = None) -> list[Target]:
     """The environments behind `guess_number`, `my_env:MyEnv`, `my_env.py`, `my_env.py:MyEnv` or `run.toml`.
 
     Args:
         given: What was typed.
         args: Arguments for the environment; those of a TOML file are in its tables.
+        tables: The components that a TOML file may name; None = their names and knobs are not looked at.
 
     Raises:
         UsageError: no such file, a file without an environment or with several, or `args` beside a TOML file.
@@ -47,14 +47,14 @@ def find_targets(given: str, args: Mapping[str, Any]) -> list[Target]:
     if path.endswith(".toml"):
         if args:
             raise UsageError(f"--args beside {path}: the arguments stand in its tables; change them there")
-        return _in_config(Path(path))
+        return _in_config(Path(path), tables)
     if path.endswith(".py"):
         return [Target(name=_in_module(Path(path), attribute), args=args)]
     return [Target(name=given, args=args)]
 
 
-def _in_config(path: Path) -> list[Target]:
-    orchestrator = load_config(path, tables=component_tables()).orchestrator
+def _in_config(path: Path, tables: ComponentTables | None) -> list[Target]:
+    orchestrator = load_config(path, tables=tables).orchestrator
     evals = orchestrator.eval.env if orchestrator.eval is not None else ()
     found: list[Target] = []
     for env in (*orchestrator.train.env, *evals):

@@ -28,7 +28,7 @@ from verbatim.run.check import check_run
 from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
 from verbatim.run.report import report
-from verbatim.run.rollouts import ask_servers, inference_settings
+from verbatim.run.rollouts import ask_servers_of, inference_settings
 from verbatim.run.training_run import RunLoop, TrainingRun
 from verbatim.transport.mirror.server import Listen
 
@@ -69,7 +69,7 @@ def execute(
     services = make_monitors(config)
     if getattr(inference_settings(config), "urls", ()):
         with ThreadPoolExecutor(1) as apart:  # this thread may have an event loop already, in a notebook
-            apart.submit(asyncio.run, ask_servers(config)).result()
+            apart.submit(asyncio.run, ask_servers_of(config)).result()
     opened = RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere)
     with opened as folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)

@@ -17,7 +17,10 @@ from verbatim.errors import ComponentError, UsageError
 from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.pool.settings import ServerSettings
 from verbatim.inference.sending import WeightSender
+from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.models.source import find_source, is_adapter, rank_of
 from verbatim.records.experts import Routing
 from verbatim.renderers.base import Renderer
@@ -197,7 +200,7 @@ def _backend_inputs(
     )
 
 
-async def ask_servers(config: RunConfig) -> None:
+async def ask_servers_of(config: RunConfig) -> None:
     """Ask servers that exist whether this run can sample from them: before a warm start, not after it. A model that the
     run builds itself is not there yet, and neither are its servers.
 
@@ -205,8 +208,20 @@ async def ask_servers(config: RunConfig) -> None:
         UsageError: a server that it cannot sample from; says what to type.
         SamplerFault: a server that does not answer.
     """
-    if config.model.name is not None:
-        await inference_settings(config).ask_servers(_backend_inputs(config, find_source(config.model.name)))
+    settings = inference_settings(config)
+    if config.model.name is None or not isinstance(settings, ServerSettings) or not settings.urls:
+        return
+    from verbatim.inference.pool.servers import ask_servers
+
+    inputs = _backend_inputs(config, find_source(config.model.name))
+    if isinstance(settings, TorchSettings):
+        from verbatim.inference.embedded.backend import found_servers
+
+        await ask_servers(found_servers(inputs, settings))
+    elif isinstance(settings, VllmSettings):
+        from verbatim.inference.vllm.servers import vllm_servers
+
+        await ask_servers(vllm_servers(inputs, settings))
 
 
 def inference_settings(config: RunConfig) -> BackendSettings:

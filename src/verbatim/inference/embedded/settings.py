@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from verbatim.config.sections import PositiveInt
 from verbatim.errors import UsageError
@@ -33,14 +33,6 @@ class TorchSettings(ServerSettings):
     def precision(self) -> Literal["float32", "bfloat16"]:
         """What it computes in."""
         return self.dtype
-
-    async def ask_servers(self, inputs: Any) -> None:
-        """As `BackendSettings.ask_servers`, those in `urls`."""
-        if self.urls:
-            from verbatim.inference.embedded.backend import found_servers
-            from verbatim.inference.pool.servers import ask_servers
-
-            await ask_servers(found_servers(inputs, self))
 
     def check(self) -> None:
         """Refuse a missing device, or servers that cannot be reached in this way."""

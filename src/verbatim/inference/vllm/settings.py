@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -148,14 +148,6 @@ class VllmSettings(ServerSettings):
             return ",".join(map(str, mine))
         known = visible.split(",")
         return ",".join(known[device] for device in mine if device < len(known))
-
-    async def ask_servers(self, inputs: Any) -> None:
-        """As `BackendSettings.ask_servers`, those in `urls`."""
-        if self.urls:
-            from verbatim.inference.pool.servers import ask_servers
-            from verbatim.inference.vllm.servers import vllm_servers
-
-            await ask_servers(vllm_servers(inputs, self))
 
     def check(self) -> None:
         """Refuse a Python without vLLM, a variable without a key, and addresses that are none."""
