@@ -8,10 +8,12 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
+CUDA := .venv-cuda
+CUDA_INSTALLED := $(CUDA)/.cuda-installed
 
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
-.PHONY: help install demo docs docs-links reference test test-all test-vllm faults faults-vllm lint types clean
+.PHONY: help install demo docs docs-links reference test test-all test-cuda-fake test-vllm faults faults-vllm lint types clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
@@ -20,6 +22,7 @@ help:
 	@echo "make reference the generated pages and figures of docs/, anew"
 	@echo "make test      lint, types, and the tests that take seconds and need no extras"
 	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, reasoning-gym, textarena, W&B) installed, and all tests but those of vLLM"
+	@echo "make test-cuda-fake  a build of torch for CUDA in $(CUDA) (5 GB), and the trainer and the sampler on fake CUDA tensors; no GPU needed"
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
 	@echo "make faults    the fault campaigns as a whole: kills, damaged files, hostile environments, requests, templates"
 	@echo "make faults-vllm  runs whose vLLM servers are killed and frozen: 20 kills, 10 freezes"
@@ -61,14 +64,34 @@ reference: install
 	PYTHONPATH=docs $(BIN)/python -m docs_site
 
 test: lint types
-	$(PYTEST) -m "not slow and not extras and not vllm"
+	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda"
 
 test-all: install
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,mcp,data,ray,verifiers,environments,wandb,docs,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(SPHINX) -b html build/docs
-	$(PYTEST) -m "not vllm"
+	$(PYTEST) -m "not vllm and not fake_cuda"
+
+test-cuda-fake: install $(CUDA_INSTALLED)
+	$(CUDA)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m fake_cuda tests/cuda
+
+# Where the torch of $(VENV) is for CUDA, that one; else one of its own, and of $(VENV) all other packages.
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+$(CUDA_INSTALLED): constraints.txt | install
+	rm -rf $(CUDA)
+	if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
+	  ln -s $(VENV) $(CUDA); \
+	else \
+	  $(PYTHON) -m venv --without-pip $(CUDA) && \
+	  $(BIN)/python -m pip --python $(CUDA)/bin/python install --quiet 'torch==$(TORCH),!=$(TORCH)+cpu' && \
+	  site='import sysconfig; print(sysconfig.get_path("purelib"))' && \
+	  echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
+	    > "$$($(CUDA)/bin/python -c "$$site")/zz_other_packages.pth"; \
+	fi
+	$(CUDA)/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__'
+	@touch $@
 
 # One after the other: each test has servers of its own, which take all cores.
 test-vllm: install $(VLLM_INSTALLED)
@@ -91,5 +114,5 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(CUDA) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

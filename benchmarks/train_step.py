@@ -80,11 +80,13 @@ def large_case(folder: Path) -> list[TrainingSample]:
     return [random_sample(rng, length, str(i)) for i, length in enumerate((200, 450, 800, 1500))]
 
 
-def random_sample(rng: np.random.Generator, length: int, trajectory_id: str) -> TrainingSample:
+def random_sample(
+    rng: np.random.Generator, length: int, trajectory_id: str, *, vocab_size: int = 32_000
+) -> TrainingSample:
     """Turns of 60 tokens, of which the last 20 are trained."""
     mask = np.arange(length) % 60 >= 40
     return TrainingSample(
-        token_ids=rng.integers(0, 32_000, length).astype(np.int32),
+        token_ids=rng.integers(0, vocab_size, length).astype(np.int32),
         loss_mask=mask,
         logprobs=np.full(length, np.nan, np.float32),
         advantages=np.zeros(length, np.float32),

@@ -5,18 +5,26 @@ import numpy as np
 from verbatim.types import TrainingSample
 
 
-def write_model(folder, *, hidden_size, layers, vocab_size, tied=True, intermediate_size=None, heads=4, weights=True):
-    """A random Qwen3 with two key/value heads, or only its config.json."""
+def write_model(
+    folder, *, hidden_size, layers, vocab_size, tied=True, intermediate_size=None, heads=4, weights=True, experts=0
+):
+    """A random Qwen3 with two key/value heads, or only its config.json. With `experts` the parameters of each
+    feed-forward layer are those of so many experts, of which two compute each token."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-    config = Qwen3Config(
-        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=intermediate_size or 3 * hidden_size,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2, head_dim=hidden_size // heads,
-        max_position_embeddings=65536, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None,
+    inner = intermediate_size or 3 * hidden_size
+    kind, settings = Qwen3Config, {}
+    if experts:
+        kind = Qwen3MoeConfig
+        settings = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner // experts}
+    config = kind(
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=2, head_dim=hidden_size // heads, max_position_embeddings=65536,
+        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None, **settings,
     )  # fmt: skip
     if not weights:
-        config.architectures = ["Qwen3ForCausalLM"]
+        config.architectures = [f"{kind.__name__.removesuffix('Config')}ForCausalLM"]
         config.save_pretrained(folder)
         return folder
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ def resident(key):
     raise AssertionError(key)
 
 
-def peaks(folder, settings, lengths, *, processes=1, loss="default", reference=None, own_malloc=True):
+def peaks(folder, settings, lengths, *, processes=1, loss="default", reference=None, experts=0, own_malloc=True):
     """Bytes of each process, in the order of ranks.
 
     Args:
@@ -37,11 +37,12 @@ def peaks(folder, settings, lengths, *, processes=1, loss="default", reference=N
         processes: How many.
         loss: A name of `LOSSES`.
         reference: A model that is not trained.
+        experts: How many each layer of the model has; 0 = it is dense.
         own_malloc: Whether large tensors have mappings of their own.
     """
     with tempfile.TemporaryDirectory() as name:
         job = {"folder": str(folder), "settings": settings, "lengths": lengths, "processes": processes, "loss": loss,
-               "reference": reference, "meet": str(Path(name) / "store")}  # fmt: skip
+               "reference": reference, "experts": experts, "meet": str(Path(name) / "store")}  # fmt: skip
         here = Path(__file__).parent
         malloc = {"MALLOC_MMAP_THRESHOLD_": THRESHOLD, "MALLOC_TRIM_THRESHOLD_": THRESHOLD} if own_malloc else {}
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)]), **malloc,
@@ -72,7 +73,8 @@ def main(job, rank):
     torch.set_num_threads(1)
     samples = groups(**job["lengths"])
     with tempfile.TemporaryDirectory() as name:
-        tiny = write_model(Path(name), hidden_size=64, layers=2, vocab_size=job["lengths"]["vocab_size"])
+        tiny = write_model(Path(name), hidden_size=64, layers=2, vocab_size=job["lengths"]["vocab_size"],
+                           experts=job["experts"])  # fmt: skip
         plain = {k: v for k, v in job["settings"].items() if k != "parallel"}
         warm = Trainer(tiny, TrainerConfig(device="cpu", **plain), loss=LOSSES[job["loss"]], total_optimizer_steps=9,
                        frozen={"reference": tiny} if job["reference"] else None)  # fmt: skip

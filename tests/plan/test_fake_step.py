@@ -61,6 +61,16 @@ def test_adapters_alone_have_gradients_and_a_state(model):
     assert adapted.parts[WEIGHTS] == whole.parts[WEIGHTS] + 4 * adapted.num_trained
 
 
+def test_experts_take_their_memory_and_their_balance_a_little_more(tmp_path):
+    model = write_model(tmp_path, hidden_size=64, layers=2, vocab_size=VOCAB, weights=False, experts=4)
+    plain, balanced = planned(model), planned(model, router_aux_loss_coef=0.01)
+    expert, attention, norms = 3 * 64 * 48, 64 * (64 + 32 + 32 + 64), 2 * 64 + 2 * 16
+    assert plain.num_parameters == VOCAB * 64 + 2 * (4 * expert + 4 * 64 + attention + norms) + 64
+    assert plain.parts[GRADIENTS] == balanced.parts[GRADIENTS] == 4 * plain.num_parameters
+    probabilities = 2 * 512 * 4 * 4  # layers, tokens, experts, bytes
+    assert probabilities <= balanced.parts[ACTIVATIONS] - plain.parts[ACTIVATIONS] < 8 * probabilities
+
+
 @pytest.mark.slow
 def test_a_reference_has_weights_and_no_more_and_none_under_adapters(model):
     found = planned(model, reference=model, loss="gspo")

@@ -3,7 +3,7 @@
 The bounds are those of `docs/plan.md`: 25 % for a model of 10 million parameters, 10 % for one of 150 million.
 """
 
-from pathlib import Path
+import functools
 
 import pytest
 from plan_helpers import groups, write_model
@@ -13,27 +13,37 @@ from verbatim.config.schema import TrainerConfig
 from verbatim.losses import LOSSES
 from verbatim.plan.fake_step import StepCase, measure
 
-SMALL = {"hidden_size": 320, "layers": 7, "vocab_size": 4096}
-"""10 million parameters."""
-LARGE = {"hidden_size": 768, "layers": 18, "vocab_size": 32_768, "heads": 8}
-"""147 million parameters."""
+SHAPES = {
+    "10 million": {"hidden_size": 320, "layers": 7, "vocab_size": 4096},
+    "150 million": {"hidden_size": 768, "layers": 18, "vocab_size": 32_768, "heads": 8},
+}
+BOUNDS = {"10 million": 0.25, "150 million": 0.10}
+LENGTHS = {
+    "10 million": {"num_groups": 2, "group_size": 8, "length": 512, "shared": 256},
+    "150 million": {"num_groups": 1, "group_size": 4, "length": 256, "shared": 128},
+}
+TOKENS = {"10 million": 4096, "150 million": 1024}
+"""Of a micro-batch."""
+
+ROWS, TREE = {"packing": "rows"}, {"packing": "tree"}
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("small"), **SMALL)
+def folder(tmp_path_factory):
+    """The folder of a model of that size, with experts or without."""
+
+    @functools.cache
+    def made(size, experts):
+        return write_model(tmp_path_factory.mktemp("model"), **SHAPES[size], experts=experts)
+
+    return made
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("large"), **LARGE)
-
-
-def ratio(folder, settings, lengths, *, processes=1, loss="default", reference=None):
+def ratio(source, settings, lengths, *, processes=1, loss="default", reference=None, experts=0):
     """The planned peak over the measured one."""
-    real = max(peaks(folder, settings, lengths, processes=processes, loss=loss, reference=reference))
+    real = max(peaks(source, settings, lengths, processes=processes, loss=loss, reference=reference, experts=experts))
     found = measure(StepCase(
-        source=str(folder), trainer=TrainerConfig(**settings), loss=LOSSES[loss], samples=groups(**lengths),
+        source=str(source), trainer=TrainerConfig(**settings), loss=LOSSES[loss], samples=groups(**lengths),
         processes=processes, reference=None if reference is None else str(reference),
     ))  # fmt: skip
     assert sum(found.parts.values()) == found.peak
@@ -41,21 +51,15 @@ def ratio(folder, settings, lengths, *, processes=1, loss="default", reference=N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("packing", ["rows", "tree"])
-def test_a_step_of_ten_million_parameters_takes_what_was_planned(small, packing, processes):
-    lengths = {"num_groups": 2, "group_size": 8, "length": 512, "shared": 256, "vocab_size": SMALL["vocab_size"]}
-    found = ratio(small, {"packing": packing, "micro_batch_tokens": 4096}, lengths, processes=processes)
-    assert 0.75 < found < 1.25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("packing", ["rows", "tree"])
-def test_a_step_of_150_million_parameters_takes_what_was_planned(large, packing, processes):
-    lengths = {"num_groups": 1, "group_size": 4, "length": 256, "shared": 128, "vocab_size": LARGE["vocab_size"]}
-    found = ratio(large, {"packing": packing, "micro_batch_tokens": 1024}, lengths, processes=processes)
-    assert 0.9 < found < 1.1
+@pytest.mark.parametrize(("settings", "processes", "experts"), [
+    (ROWS, 1, 0), (TREE, 1, 0), (ROWS, 2, 0), (TREE, 2, 0),
+], ids=["rows", "tree", "rows, 2 processes", "tree, 2 processes"])  # fmt: skip
+@pytest.mark.parametrize("size", SHAPES)
+def test_a_step_takes_what_was_planned(folder, size, settings, processes, experts):
+    lengths = {**LENGTHS[size], "vocab_size": SHAPES[size]["vocab_size"]}
+    settings = {"micro_batch_tokens": TOKENS[size], **settings}
+    found = ratio(folder(size, experts), settings, lengths, processes=processes, experts=experts)
+    assert abs(found - 1) < BOUNDS[size]
 
 
 @pytest.mark.slow
@@ -63,14 +67,15 @@ def test_a_step_of_150_million_parameters_takes_what_was_planned(large, packing,
     {"gradient_checkpointing": True}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "gradient_checkpointing": True},
     {"logprob_chunk": 4096},
 ], ids=["checkpointing", "bfloat16", "both", "chunk"])  # fmt: skip
-def test_settings_that_change_the_memory_change_the_plan(small, settings):
-    lengths = {"num_groups": 1, "group_size": 8, "length": 512, "shared": 128, "vocab_size": SMALL["vocab_size"]}
-    found = ratio(small, {"packing": "rows", "micro_batch_tokens": 4096, **settings}, lengths)
-    assert 0.75 < found < 1.25
+def test_settings_that_change_the_memory_change_the_plan(folder, settings):
+    lengths = {"num_groups": 1, "group_size": 8, "length": 512, "shared": 128, "vocab_size": 4096}
+    found = ratio(folder("10 million", 0), {"packing": "rows", "micro_batch_tokens": 4096, **settings}, lengths)
+    assert abs(found - 1) < 0.25
 
 
 @pytest.mark.slow
-def test_a_reference_is_counted_whole(small):
-    lengths = {"num_groups": 1, "group_size": 8, "length": 256, "shared": 64, "vocab_size": SMALL["vocab_size"]}
-    found = ratio(small, {"packing": "rows", "micro_batch_tokens": 2048}, lengths, loss="gspo", reference=str(small))
-    assert 0.75 < found < 1.25
+def test_a_reference_is_counted_whole(folder):
+    lengths = {"num_groups": 1, "group_size": 8, "length": 256, "shared": 64, "vocab_size": 4096}
+    source = folder("10 million", 0)
+    found = ratio(source, {"packing": "rows", "micro_batch_tokens": 2048}, lengths, loss="gspo", reference=str(source))
+    assert abs(found - 1) < 0.25

@@ -95,6 +95,11 @@ def test_people_read_what_was_assumed_and_whether_it_fits(file, capsys):
     assert "it fits: 0.0" in words
 
 
+def test_compiled_layers_are_said_to_be_measured_as_others(file, capsys):
+    assert main(["plan", file(trainer="compile = true"), "--gpu", "h100"]) == 0
+    assert "measured as if its layers were not compiled" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_says_what_to_change(file, capsys):
     status, plan = planned(capsys, file(seq_len=2048), "--gpu", "4090", "--memory-share", "0.001")

@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION
 from verbatim.models.tiny import decoder_layers
+from verbatim.trainer.compile import compile_layers
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +97,13 @@ def test_a_layer_that_cannot_be_compiled_is_refused_with_the_model(qwen, monkeyp
     monkeypatch.setattr(torch, "compile", compiled)
     with pytest.raises(ModelError, match=r"Qwen3ForCausalLM cannot be compiled here \(RuntimeError: no C.* compiler\)"):
         make_trainer(qwen, compile=True)
+
+
+def test_attention_is_called_between_compiled_pieces_once_however_many_models_are_compiled(qwen):
+    compile_layers(make_trainer(qwen).model)
+    first = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+    compile_layers(make_trainer(qwen).model)
+    assert ALL_ATTENTION_FUNCTIONS[ATTENTION] is first
 
 
 def test_layers_are_not_compiled_unless_it_is_asked_for(qwen):

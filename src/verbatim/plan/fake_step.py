@@ -23,6 +23,7 @@ from verbatim.config.schema import TrainerConfig
 from verbatim.errors import ModelError
 from verbatim.losses import Loss
 from verbatim.models.attention import ATTENTION, AttentionPlan
+from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.mixing import plan_attention
 from verbatim.models.own_attention import tiny_pair
@@ -45,6 +46,7 @@ from verbatim.trainer.packer import CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, 
 from verbatim.trainer.parallel.sequence import refuse_slices, sequence_group
 from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
 from verbatim.trainer.recompute import checkpoint_layers
+from verbatim.trainer.router_loss import router_loss
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
 from verbatim.types import MicroBatch, TrainingSample
@@ -218,12 +220,14 @@ class _Step:
         self._autocast: Callable[[], Any] = contextlib.nullcontext
         if config.dtype == "bfloat16":
             self._autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-        self._lm = CausalLM(model, self._sharding)
+        routers = find_routers(model) if config.router_aux_loss_coef else None
+        self._lm = CausalLM(model, self._sharding, routers)
         refuse_rows_alone(self._lm, ranks)
         self._sequence = sequence_group(ranks, config.parallel.sequence)
         if self._sequence is not None:
             refuse_slices(self._lm, self._sequence.size)
         self._targets = self._asked(self._lm)
+        self._router_loss = router_loss(self._targets, config.router_aux_loss_coef)
         if not case.on_cuda:
             use_onednn(model)
         memory.mark(model.buffers(), WEIGHTS)
@@ -300,7 +304,7 @@ class _Step:
     def _take_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         gradients = GradientPass(
             lm=self._targets, loss=self._case.loss, denominator=1, metrics=MetricSums(), frozen=self._frozen,
-            ranks=self._ranks,
+            ranks=self._ranks, router_loss=self._router_loss,
         )  # fmt: skip
         gradients.run(micro_batches)
         del gradients

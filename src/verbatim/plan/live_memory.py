@@ -118,6 +118,8 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         if func is _aten.index.Tensor:
             args = (args[0], [_everything(index) for index in args[1]])
+        if func in _SHAPED:
+            func = _SHAPED[func]
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors(args):
             if type(tensor) is Tensor:  # made outside: places, masks
@@ -152,6 +154,25 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look(self) -> None:
         if self._total > self.peak:
             self.restart()
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The products of groups of rows, or of columns, with a matrix each; torch's own fake ones know bfloat16 alone."""
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.ndim == b.ndim:
+        shape.insert(0, len(a) if a.ndim == 3 or offs is None else len(offs))
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Counts of numbers that are all below `minlength`."""
+    return values.new_empty(minlength, dtype=None if weights is None else weights.dtype)
+
+
+_SHAPED = {_aten._grouped_mm.default: _grouped_mm, _aten.bincount.default: _bincount}
+"""Operations whose shapes fake tensors do not know."""
 
 
 def _everything(index: Any) -> Any:

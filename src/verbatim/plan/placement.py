@@ -66,7 +66,7 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
             memory_share=settings.gpu_memory_utilization or VLLM_MEMORY_SHARE,
         )  # fmt: skip
     elif isinstance(settings, TorchSettings):
-        same = settings.device == config.trainer.device or not is_cuda
+        same = not is_cuda or _numbered(settings.device) == _numbered(config.trainer.device)
         where = "elsewhere" if settings.urls else "beside the trainer" if same else "own devices"
         replicas = Replicas(count=len(settings.urls) or 1, devices_each=1, dtype=settings.dtype,
                             most_sequences=settings.max_batch_size, memory_share=1.0)  # fmt: skip
@@ -90,6 +90,11 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
 def may_be_several(config: RunConfig, placement: Placement) -> bool:
     """Whether the trainer of this file may have several processes."""
     return config.trainer.separate_process and placement.where != "in turns with the trainer"
+
+
+def _numbered(device: str) -> str:
+    """A device's name with its number; both "auto" and "cuda" are the first one."""
+    return "cuda:0" if device in ("auto", "cuda") else device
 
 
 def _where_is_vllm(settings: VllmSettings) -> Where:

@@ -95,6 +95,10 @@ def _how(plan: Plan) -> str:
         parts.append("gradient checkpointing")
     if trainer.lora is not None:
         parts.append(f"adapters of rank {trainer.lora.r}")
+    if trainer.router_aux_loss_coef:
+        parts.append("the load-balancing loss")
+    if trainer.compile:
+        parts.append("measured as if its layers were not compiled")
     passes = max(map(len, memory.dealt))
     parts.append(f"{_count(passes, 'micro-batch', 'micro-batches')} of up to {memory.most_tokens:,} tokens")
     return ", ".join(parts)

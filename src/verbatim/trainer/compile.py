@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from verbatim.trainer.parallel.sharding import Sharding
 _MOST_VARIANTS = 64
 """Most compiled versions of a layer's code: with gradients and without, of each kind of layer, adapters on and off."""
 
+_MARK = "_verbatim_between_pieces"
+
 
 def compile_layers(model: Any) -> None:
     """Compile each decoder layer's `forward`, for any number of tokens.
@@ -29,13 +32,22 @@ def compile_layers(model: Any) -> None:
     and loops: it is called between two compiled pieces. FlexAttention, on CUDA, is compiled by itself as always. The
     routers of a mixture of experts are called in the same way: passes watch them, or choose for them (`Routers`).
     """
-    attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _between_pieces(ALL_ATTENTION_FUNCTIONS[ATTENTION]))
     for router in router_modules(model):
-        router.forward = torch.compiler.disable(router.forward)  # type: ignore[no-untyped-call]
+        router.forward = _between_pieces(router.forward)
     compiled: Any = torch.compile  # its overloads know no recompile_limit
     for layer in decoder_layers(model):
         layer.forward = compiled(layer.forward, dynamic=True, recompile_limit=_MOST_VARIANTS)
+
+
+def _between_pieces(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is called between two compiled pieces; one that is so already stays as it is, because attention
+    is registered once for all models of a process."""
+    if getattr(function, _MARK, False):
+        return function
+    called: Any = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    setattr(called, _MARK, True)
+    return called  # type: ignore[no-any-return]
 
 
 def choose_kernels(model: Any, *, compiled: bool) -> None:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -42,6 +41,7 @@ from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.router_loss import router_loss
 from verbatim.trainer.router_replay import check_experts, replayed_share
 from verbatim.trainer.sample_check import check_samples
+from verbatim.trainer.scoring import by_sample, numbered, target_logprobs
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
 from verbatim.trainer.token_values import TokenValues, in_order, lengths_of
@@ -264,37 +264,14 @@ class Trainer:
             loss_sum=sum(loss for loss, *_ in found), grad_norm=grad_norm, lr=lr, tokens=kept,
         )  # fmt: skip
 
-    @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Float32]:
         """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside its mask."""
-        out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
-        numbered = [dataclasses.replace(sample, trajectory_id=str(i)) for i, sample in enumerate(samples)]
-        dealt = self.packer.deal(numbered)
+        dealt = self.packer.deal(numbered(samples))
         with self._together("logprobs"):
-            found = [self._own_logprobs(self._hand_out(dealt))]
+            found = [target_logprobs(self._targets, self._hand_out(dealt), self.ranks)]
             if self.ranks is not None:
                 found += [self.ranks.receive(rank)[1] for rank in range(1, self.ranks.size)]
-        by_group = found[:: len(found) // len(dealt)]  # ranks that share micro-batches have the same
-        for micro_batches, logprobs in zip(dealt, by_group, strict=True):
-            for micro_batch, logprobs_M in zip(micro_batches, logprobs, strict=True):
-                targets = micro_batch.targets
-                for number, trajectory_id in enumerate(micro_batch.trajectory_ids):
-                    mine = targets.trajectories == number
-                    out[int(trajectory_id)][targets.offsets[mine]] = logprobs_M[mine]
-        return out
-
-    @torch.no_grad()
-    def _own_logprobs(self, own: Sequence[MicroBatch]) -> list[Float32]:
-        found = []
-        most = len(own) if self.ranks is None else self.ranks.most(len(own))[0]
-        for micro_batch in own:
-            batch = self._targets.batch(micro_batch)
-            logprobs = self._targets.forward(self._targets.hidden(batch), batch.target_ids_M, batch.temperatures_M)
-            found.append(batch.gathered(logprobs.logprobs_M).cpu().numpy())
-        for _ in range(most - len(own)):
-            self._targets.idle_pass()
-        self.lm.calls.release()
-        return found
+        return by_sample(samples, dealt, found)
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
         """The micro-batches of one optimizer step, as one process computes them.
@@ -342,7 +319,7 @@ class Trainer:
             case "train":
                 self._take_step(take_in(self.ranks), order["denominator"], MetricSums(), order["lengths"])
             case "logprobs":
-                self.ranks.send(None, self._own_logprobs(take_in(self.ranks)), 0)
+                self.ranks.send(None, target_logprobs(self._targets, take_in(self.ranks), self.ranks), 0)
             case "try_trees":
                 self.packer.try_trees(take_in(self.ranks), take_in(self.ranks))
             case "save_weights":
