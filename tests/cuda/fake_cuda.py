@@ -11,6 +11,7 @@ and the devices of gradients are compared with those of the tensors that they be
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from unittest import mock
 
@@ -96,6 +97,9 @@ def _on_its_side(tensor):
 # ---- the backward pass
 
 
+_walks = itertools.count()
+
+
 def _walk(outputs, grads, wanted=()):
     """Add gradients to the leaves behind the outputs, or give those of `wanted` alone."""
     edges = [torch.autograd.graph.get_gradient_edge(x) for x in wanted]
@@ -106,7 +110,8 @@ def _walk(outputs, grads, wanted=()):
         _add(pending[edge.node], edge.node, edge.output_nr, torch.ones_like(output) if grad is None else grad)
         roots.append(edge.node)
     found = {}
-    with torch.no_grad():
+    walk = next(_walks)  # checkpoint recomputes a layer once for each backward pass
+    with torch.no_grad(), mock.patch.object(torch._C, "_current_graph_task_id", lambda: walk):
         for node in _in_order(roots):
             grads = pending.pop(node, {})
             for edge in edges:

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,6 @@ from verbatim.losses import Loss
 from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
-from verbatim.packing import num_tokens
 from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.trainer.compile import choose_kernels, try_compiled
 from verbatim.trainer.frozen import FrozenModels
@@ -39,27 +37,14 @@ from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
 from verbatim.trainer.progress import read_progress, write_progress
 from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.router_loss import router_loss
-from verbatim.trainer.router_replay import check_experts, replayed_share
+from verbatim.trainer.router_replay import check_experts
 from verbatim.trainer.sample_check import check_samples
 from verbatim.trainer.scoring import by_sample, numbered, target_logprobs
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
 from verbatim.trainer.token_values import TokenValues, in_order, lengths_of
+from verbatim.trainer.trained_part import TrainedPart, batch_metrics
 from verbatim.types import Float32, MicroBatch, TrainingSample
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _TrainedPart:
-    """One optimizer step: the part of the batch that it was taken on, and what came of it."""
-
-    num_trained: int
-    denominator: int
-    loss_sum: float
-    grad_norm: float
-    lr: float
-    micro_batches: Sequence[MicroBatch] = ()
-    tokens: Sequence[TrainedTokens] = ()
-    """Of each sample, if they are kept."""
 
 
 class Trainer:
@@ -187,35 +172,21 @@ class Trainer:
         metrics = MetricSums()
         split = split_batch(samples, self.config.optimizer_steps_per_batch)
         parts = [self._train_part(part, metrics, keep_tokens=on_tokens is not None) for part in split]  # on all ranks
-        packed = [micro_batch for part in parts for micro_batch in part.micro_batches]
-        num_trained = sum(part.num_trained for part in parts)
-        expected = sum(sample.num_trained_tokens for sample in samples)
-        assert num_trained == expected, f"trained {num_trained} of {expected} tokens"
+        found = batch_metrics(samples, parts)
         if on_tokens is not None:
             on_tokens(in_order(samples, split, [part.tokens for part in parts]))
         seconds = time.perf_counter() - began
-        computed = num_tokens(packed)
         return {
             **metrics.result(),
-            **replayed_share(packed),
-            "loss": sum(part.loss_sum for part in parts) / max(1, sum(part.denominator for part in parts)),
-            "grad_norm": sum(part.grad_norm for part in parts) / max(1, len(parts)),
-            "lr": parts[-1].lr if parts else 0.0,
-            "trained_tokens": num_trained,
-            "num_tokens": computed,
-            "num_micro_batches": len(packed),
-            "num_optimizer_steps": len(parts),
-            "packing/sample_tokens": sum(len(sample) for sample in samples if sample.num_trained_tokens),
-            "packing/repeated_tokens": sum(micro_batch.num_repeated_tokens for micro_batch in packed),
-            "packing/tree": num_tokens([m for m in packed if not m.is_rows]) / max(1, computed),
+            **found,
             **({"packing/fallback": 1.0} if self.packer.trees_are_right is False else {}),
             "seconds": seconds,
-            "tokens_per_second": computed / seconds,
+            "tokens_per_second": found["num_tokens"] / seconds,
         }
 
     def _train_part(
         self, samples: Sequence[TrainingSample], metrics: MetricSums, *, keep_tokens: bool
-    ) -> _TrainedPart:
+    ) -> TrainedPart:
         """One optimizer step on these samples.
 
         Raises:
@@ -232,7 +203,7 @@ class Trainer:
     def _take_step(
         self, own: Sequence[MicroBatch], denominator: int, metrics: MetricSums, lengths: dict[str, int] | None,
         samples: Sequence[TrainingSample] = (),
-    ) -> _TrainedPart:  # fmt: skip
+    ) -> TrainedPart:  # fmt: skip
         """One optimizer step on all ranks, with this rank's micro-batches; the result and the metrics are those of all.
 
         Raises:
@@ -259,7 +230,7 @@ class Trainer:
                              "optimizer step") from error  # fmt: skip
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        return _TrainedPart(
+        return TrainedPart(
             num_trained=sum(number for _, number, *_ in found), denominator=denominator,
             loss_sum=sum(loss for loss, *_ in found), grad_norm=grad_norm, lr=lr, tokens=kept,
         )  # fmt: skip

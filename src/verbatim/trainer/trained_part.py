@@ -1,0 +1,52 @@
+"""What came of a batch: of each of its optimizer steps, and in numbers of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verbatim.packing import num_tokens
+from verbatim.records.trained_tokens import TrainedTokens
+from verbatim.trainer.router_replay import replayed_share
+from verbatim.types import MicroBatch, TrainingSample
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedPart:
+    """One optimizer step: the part of the batch that it was taken on, and what came of it."""
+
+    num_trained: int
+    denominator: int
+    loss_sum: float
+    grad_norm: float
+    lr: float
+    micro_batches: Sequence[MicroBatch] = ()
+    tokens: Sequence[TrainedTokens] = ()
+    """Of each sample, if they are kept."""
+
+
+def batch_metrics(samples: Sequence[TrainingSample], parts: Sequence[TrainedPart]) -> dict[str, float]:
+    """The metrics of a batch that `Trainer.train_batch` says, but for those of the loss and the seconds.
+
+    Args:
+        samples: The batch.
+        parts: Its optimizer steps, which together trained every token of it once.
+    """
+    packed = [micro_batch for part in parts for micro_batch in part.micro_batches]
+    num_trained = sum(part.num_trained for part in parts)
+    expected = sum(sample.num_trained_tokens for sample in samples)
+    assert num_trained == expected, f"trained {num_trained} of {expected} tokens"
+    computed = num_tokens(packed)
+    return {
+        **replayed_share(packed),
+        "loss": sum(part.loss_sum for part in parts) / max(1, sum(part.denominator for part in parts)),
+        "grad_norm": sum(part.grad_norm for part in parts) / max(1, len(parts)),
+        "lr": parts[-1].lr if parts else 0.0,
+        "trained_tokens": num_trained,
+        "num_tokens": computed,
+        "num_micro_batches": len(packed),
+        "num_optimizer_steps": len(parts),
+        "packing/sample_tokens": sum(len(sample) for sample in samples if sample.num_trained_tokens),
+        "packing/repeated_tokens": sum(micro_batch.num_repeated_tokens for micro_batch in packed),
+        "packing/tree": num_tokens([m for m in packed if not m.is_rows]) / max(1, computed),
+    }
