@@ -1,4 +1,4 @@
-"""`verbatim.run`: a bundled recipe with other settings, watched by a monitor. About a minute, without a network."""
+"""`verbatim.run`: a bundled recipe with other settings, watched by a monitor, without a network."""
 
 import verbatim
 from verbatim.monitors import Monitor
