@@ -349,6 +349,8 @@ def test_demonstrations_end_and_show_the_format():
 @pytest.mark.parametrize("name", [*ALONE, *AGAINST])
 def test_env_check_finds_nothing_wrong(name: str, capsys):
     args = {"game": name, "opponent": "random"} if name in AGAINST else {"game": name}
-    checked = main(["env", "check", "textarena", "--args", json.dumps(args), "--examples", "2", "--max-turns", "200",
-                    "--seq-len", "20000"])  # fmt: skip
-    assert checked == 0, capsys.readouterr().out
+    main(["env", "check", "textarena", "--args", json.dumps(args), "--examples", "2", "--max-turns", "200",
+          "--seq-len", "20000", "--json"])  # fmt: skip
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    # A dozen games at random may all be lost: nothing else may be found.
+    assert [finding for finding in findings if finding["kind"] != "score_constant"] == []
