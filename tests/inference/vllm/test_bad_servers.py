@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference.vllm.models import TinyModel
+from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
 from private_ca import make_private_ca
 from verbatim.errors import SamplerFault, UsageError

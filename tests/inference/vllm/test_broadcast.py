@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from inference.vllm.group_sender import GroupSender
-from inference.vllm.models import TinyModel
 from inference.vllm.test_server_pool import Trained
+from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
 from rollouts.waiting import until
 from verbatim.errors import RunStopped, UsageError

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from inference.vllm.group_sender import GroupSender
-from inference.vllm.models import TinyModel
 from inference.vllm.test_real_server import PYTHON, TOLERANCE
 from inference.vllm.test_server_pool import Trained
+from inference.vllm.tiny_model import TinyModel
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.pool.servers import ServerPool
 from verbatim.inference.vllm.backend import vllm_backend

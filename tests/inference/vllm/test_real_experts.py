@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference.vllm.models import MoeModel
 from inference.vllm.test_real_server import TOLERANCE, Served
+from inference.vllm.tiny_model import MoeModel
 from verbatim.errors import SamplerFault
 from verbatim.inference.vllm.command import PLUGIN
 from verbatim.inference.vllm.process import free_port, make_process

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.vllm.models import TinyModel
 from inference.vllm.test_real_server import TOLERANCE, Served
+from inference.vllm.tiny_model import TinyModel
 from verbatim.errors import SamplerFault
 from verbatim.inference.vllm.command import PLUGIN
 from verbatim.inference.vllm.process import free_port, make_process

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from inference.vllm.models import MoeModel
 from inference.vllm.test_real_server import Served
+from inference.vllm.tiny_model import MoeModel
 from verbatim.errors import SamplerFault
 from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.vllm.process import free_port, make_process

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from inference.vllm.models import TinyModel
 from inference.vllm.test_replica import FAULTS
+from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, as_json, serving, shape_of
 from verbatim.config.schema import TeacherConfig
 from verbatim.errors import ModelError, SamplerFault, UsageError

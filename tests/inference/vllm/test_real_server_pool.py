@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference.vllm.models import TinyModel
 from inference.vllm.test_real_server import FAULTY, PYTHON
 from inference.vllm.test_server_pool import PLANTED, Trained
+from inference.vllm.tiny_model import TinyModel
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.inference.vllm.command import PLUGIN

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference.vllm.models import TinyModel
+from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
 from rollouts.waiting import until
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError

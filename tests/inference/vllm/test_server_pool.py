@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference.vllm.models import TinyModel
 from inference.vllm.test_replica import FAULTS
+from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
 from rollouts.waiting import until
 from verbatim.inference import SampleRequest, SamplingParams

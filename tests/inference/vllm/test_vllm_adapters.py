@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inference.vllm.lora_double import RANK, LoraDouble
-from inference.vllm.models import TinyModel
+from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import serving
 from rollouts.waiting import until
 from verbatim.errors import ModelError, SamplerFault, UsageError
