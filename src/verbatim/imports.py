@@ -132,7 +132,7 @@ def folders_beside() -> tuple[str, ...]:
 
 def find_file(path: str | Path) -> Path | None:
     """A file or folder that a configuration names: in the current directory, or else beside a file that `search_beside`
-    was given; None where there is none. A run remembers the folder that it was found in, as it does for modules."""
+    was given; None if it is in neither. A run remembers the folder that it was found in, as it does for modules."""
     given = Path(path)
     for folder in ("", *([] if given.is_absolute() else _BESIDE)):
         if (found := Path(folder) / given).exists():

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Print them.
 
     Raises:
-        UsageError: an option, of which there is none.
+        UsageError: an option; this command has no options.
     """
     if args.overrides:
         raise UsageError(f"verbatim completion has no option {args.overrides[0]}")

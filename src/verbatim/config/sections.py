@@ -82,7 +82,7 @@ class BroadcastSettings:
 
     kind: BroadcastKind
     urls: tuple[str, ...]
-    """Of servers that the run finds; empty = it starts them, beside the orchestrator."""
+    """Addresses of servers that run already; empty = the run starts its own, beside the orchestrator."""
     address: str | None
     """An address of the trainer's host that they reach; None = found by the route to them."""
     seconds: float

@@ -39,7 +39,7 @@ def read_splits(
         eval_share: From 0 to 0.5: the share of the rows that is held out.
 
     Raises:
-        UsageError: data that cannot be read, or a share that is none.
+        UsageError: data that cannot be read, or a share outside of 0 to 0.5.
     """
     if isinstance(eval_share, bool) or not isinstance(eval_share, int | float) or not 0 <= eval_share <= 0.5:
         raise UsageError(f"eval_share: found {shown(eval_share, 80)}, expected a share from 0 to 0.5")

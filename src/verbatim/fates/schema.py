@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 VERSION = b"1"
-"""Of these columns; the file's metadata names it under `verbatim_fates`."""
+"""The version of these columns; the file's metadata has it under `verbatim_fates`."""
 VERSION_KEY = b"verbatim_fates"
 
 

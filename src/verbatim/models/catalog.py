@@ -31,7 +31,7 @@ class WheelModel:
     version: str
     """Its version."""
     wheel_sha256: str
-    """Of the wheel, in hex."""
+    """SHA-256 of the wheel, in hex."""
     member: str
     """The GGUF file inside the wheel."""
     member_sha256: str
