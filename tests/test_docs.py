@@ -73,7 +73,7 @@ def snippets(language: str, *pages: Path) -> list[Snippet]:
     return found
 
 
-LISTINGS = ("extending", "monitors", "tutorial", "environments")
+LISTINGS = ("extending", "monitors", "tutorial", "environments", "games")
 """Pages whose Python blocks are whole files; what needs the extra `verifiers` is played in its own tests."""
 PYTHON = [
     snippet
