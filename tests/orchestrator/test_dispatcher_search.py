@@ -47,7 +47,7 @@ class RandomRun:
         self.ledger, self.version, self.saved = Ledger(), 0, []
         setup = SimpleNamespace(
             env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(self.slots),
-            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(), run_id="",
+            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(), run_id="", routing=None,
         )  # fmt: skip
         self.dispatcher = Dispatcher(
             schedule=ExampleSchedule({"e": self.examples}, {"e": 1.0}, seed=self.seed, pool_rules=self.pools),

@@ -48,7 +48,7 @@ class Play:
         self.launched, self.finished, self.taken, self.in_flight = {}, {}, [], []
         setup = SimpleNamespace(
             env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(10_000),
-            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(), run_id="",
+            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(), run_id="", routing=None,
         )  # fmt: skip
         examples = {"e": [Example(id=f"e{i}") for i in range(7)]}
         self.dispatcher = Dispatcher(
