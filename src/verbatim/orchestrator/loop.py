@@ -190,7 +190,7 @@ class Orchestrator:
         except (VerbatimError, OSError):
             await self._record(submitted, report, {})
             raise
-        sent = self.sending.metrics() if self.sending is not None else {}
+        sent = {**self._weight_sync.metrics(), **(self.sending.metrics() if self.sending is not None else {})}
         await self._record(submitted, report, {**timings, "time/weight_sync": seconds, **sent})
         if self.step % self.schedule.eval_interval == 0 or self.step == self.schedule.max_steps:
             await self._evaluate()

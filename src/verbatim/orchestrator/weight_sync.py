@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from verbatim.errors import RunStopped
 from verbatim.inference.base import AsksPrefixCache, Sampler, as_replicated
 from verbatim.transport import StepReport
-from verbatim.transport.canary import Probes, cached_prefixes, find_mismatch, find_stale_prefix
+from verbatim.transport.canary import Probes, cached_prefixes, find_mismatch, find_stale_prefix, mean_difference
 
 
 class WeightSync:
@@ -24,6 +26,7 @@ class WeightSync:
         self._replicated = as_replicated(sampler)
         self._probes = probes
         self._tolerance = tolerance
+        self._difference = math.nan
 
     async def check_first(self) -> None:
         """Compare the weights that the sampler begins with.
@@ -47,12 +50,19 @@ class WeightSync:
         self._probes = report.probes
         if self._replicated is not None:
             await self._replicated.update_replicas(report.weights, report.version, canary)
+            self._difference = canary.difference
             assert report.version == self._sampler.policy_version
             return
         await canary.prepare(self._sampler)
         await self._sampler.update_weights(report.weights, report.version)
         assert report.version == self._sampler.policy_version
         await self._check(canary)
+        self._difference = canary.difference
+
+    def metrics(self) -> dict[str, float]:
+        """The mean difference of logprobs at the last update, of the replica that is furthest from the trainer; nothing
+        where none was compared."""
+        return {} if math.isnan(self._difference) else {"weights/canary": self._difference}
 
     async def _check(self, canary: Canary) -> None:
         fault = await canary(self._sampler)
@@ -80,6 +90,8 @@ class Canary:
         self._published = published
         self._before = before
         self._tolerance = tolerance
+        self.difference = math.nan
+        """The largest mean difference found, over samplers; NaN = nothing was compared."""
 
     async def prepare(self, sampler: Sampler) -> None:
         """Put the last probe into the prefix cache, where the sampler has one that can be asked."""
@@ -95,6 +107,8 @@ class Canary:
         if isinstance(sampler, AsksPrefixCache):
             cached = [await sampler.cached_logprob(ids) for ids in cached_prefixes(published)]
         found = [(await sampler.prompt_logprobs(ids))[1:] for ids in published.token_ids]
+        difference = mean_difference(published, found)
+        self.difference = difference if math.isnan(self.difference) else max(self.difference, difference)
         fault = find_mismatch(published, found, before=self._before, tolerance=self._tolerance)
         if fault is None and cached:
             fault = find_stale_prefix(published, cached, found[-1], before=self._before, tolerance=self._tolerance)

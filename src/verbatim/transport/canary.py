@@ -90,11 +90,11 @@ def find_mismatch(
 
     Example: published [-1.0, -2.0], found [-1.0, -2.5]: a mean difference of 0.25.
     """
-    difference = _mean_difference(published, found)
+    difference = mean_difference(published, found)
     if not difference <= tolerance:  # NaN is a mismatch too
         return f"its logprobs differ by {difference:.2g} on average, more than {tolerance:g}"
     if before is not None:
-        old = _mean_difference(before, found)
+        old = mean_difference(before, found)
         if difference > NEARER * old:
             return (f"its logprobs differ by {difference:.2g} on average from those of the new weights, and by only "
                     f"{old:.2g} from those of the weights before")  # fmt: skip
@@ -133,7 +133,7 @@ def find_stale_prefix(
     return None
 
 
-def _mean_difference(probes: Probes, found: Sequence[Float32]) -> float:
+def mean_difference(probes: Probes, found: Sequence[Float32]) -> float:
     ours, theirs = np.concatenate(probes.logprobs), np.concatenate(list(found))
     assert ours.shape == theirs.shape
     return float(np.abs(ours.astype(np.float64) - theirs).mean())
