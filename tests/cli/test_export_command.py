@@ -39,9 +39,18 @@ def test_every_trajectory_of_the_steps_is_a_line(run: Path, capsys, options, ste
     (["nowhere", "--out", "out.jsonl"], "there is no file nowhere"),
     (["run", "--out", "out.jsonl", "--steps", "9-2"], "--steps 9-2: expected a step or a range, such as 7 or 3-9"),
     (["run", "--out", "out.jsonl", "--steps", "5"], "run has no trajectories of the steps 5; out.jsonl was not"),
+    (["run", "--out", "out.jsonl", "--steps", "0"], "run has no trajectories of the steps 0; out.jsonl was not"),
     (["run", "--out", "run"], "--out run is there already; name a new file"),
 ])  # fmt: skip
 def test_what_cannot_be_exported_is_refused(run: Path, capsys, arguments, says):
     assert main(["export", *arguments]) == 2
     assert says in capsys.readouterr().err
     assert not Path("out.jsonl").exists()
+
+
+def test_a_damaged_file_leaves_no_half_of_an_export(run: Path, capsys):
+    damaged = sorted((run / "trajectories").glob("*.parquet"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert main(["export", "run", "--out", "out.jsonl"]) != 0
+    assert damaged.name in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["run"]

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from verbatim.cli import exit_status
+from verbatim.disk import rename
 from verbatim.errors import UsageError
 from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
 from verbatim.plain_console import PlainConsole
@@ -30,16 +31,23 @@ def run(args: argparse.Namespace) -> int:
     first, last = _steps(args.steps)
     if args.out.exists():
         raise UsageError(f"--out {args.out} is there already; name a new file")
-    trajectories = ((step, t) for step, t in read_trajectories(args.folder) if first <= step <= (last or step))
-    count, log = 0, None
-    for step, trajectory in trajectories:
-        log = log or TrajectoryLog(args.out)
-        log.write(step, trajectory)
-        count += 1
-    if log is None:
-        asked = f" of the steps {args.steps}" if args.steps else ""
-        raise UsageError(f"{args.folder} has no trajectories{asked}; {args.out} was not written")
-    log.close()
+    count = 0
+    partial = args.out.with_name(f".{args.out.name}.partial")  # a damaged file further on leaves no half of an export
+    partial.unlink(missing_ok=True)
+    log = TrajectoryLog(partial)
+    try:
+        for step, trajectory in read_trajectories(args.folder):
+            if first <= step and (last is None or step <= last):
+                log.write(step, trajectory)
+                count += 1
+        log.close()
+        if not count:
+            asked = f" of the steps {args.steps}" if args.steps else ""
+            raise UsageError(f"{args.folder} has no trajectories{asked}; {args.out} was not written")
+        rename(partial, args.out)
+    finally:
+        log.close()
+        partial.unlink(missing_ok=True)
     PlainConsole().print(f"wrote {count:,} trajectories to {args.out}", soft_wrap=True)
     return exit_status.FINISHED
 
