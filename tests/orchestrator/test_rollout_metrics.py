@@ -32,3 +32,13 @@ def test_the_share_of_episodes_that_ended_in_unreadable_calls_is_a_metric():
                             {str(i): False for i in range(4)})  # fmt: skip
     assert found["malformed"] == pytest.approx(0.25)
     assert metrics_of(*(episode(0.0, stop_reason=end) for end in ends))["malformed"] == pytest.approx(0.25)
+
+
+def test_what_judges_spent_is_added_up_and_an_environments_own_info_of_any_shape_is_let_be():
+    spent = {"judge_usage": {"requests": 2, "cost": 0.5}}
+    found = metrics_of(
+        episode(1.0, info=spent), episode(None, info=spent, error="judge: no verdict"),
+        episode(1.0, info={"judge": "gpt", "judge_usage": "two"}), episode(1.0, info={"judge_usage": {"requests": "?"}}),
+    )  # fmt: skip
+    assert {name: value for name, value in found.items() if name.startswith("judge")} == {
+        "judge/requests": 4.0, "judge/cost": 1.0}  # fmt: skip

@@ -158,7 +158,7 @@ def test_a_judged_environment_has_the_judges_reward_and_where_asked_its_own():
         judge = {"model": "m", "base_url": server.url}
         (judged,) = play(Judged(Sums(), judge))
         assert (judged.error, judged.reward, judged.reward_parts) == (None, pytest.approx(0.8), {"quality": 0.8})
-        assert judged.info["judge"]["requests"] == 1
+        assert judged.info["judge_usage"]["requests"] == 1
         (both,) = play(Judged(Sums(), judge, own_reward=0.5))
         assert both.reward_parts == {"own": 0.5, "quality": 0.8}
         (wrong,) = play(Judged(Sums(), judge, own_reward=0.5), answer="5")
@@ -171,7 +171,7 @@ def test_a_judge_that_fails_fails_the_episode_which_has_no_reward_and_says_what_
     for trajectory in trajectories:
         assert trajectory.reward is None
         assert trajectory.error.startswith("judge: m gave no grades in 3 answers: no JSON object in 'no idea'")
-        assert trajectory.info["judge"]["failed"] == 1
+        assert trajectory.info["judge_usage"]["failed"] == 1
     assert len(server.requests) == 3  # the second episode's were in the cache
 
 

@@ -13,7 +13,7 @@ from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import AdvantageFunction, assign_advantages
 from verbatim.filters import Filter, apply_filters
 from verbatim.orchestrator.staleness import age_metrics
-from verbatim.rollouts.loop import JUDGE, TOOLS_OFFERED
+from verbatim.rollouts.loop import JUDGE_USAGE, TOOLS_OFFERED
 from verbatim.trajectories import Fate, OnBreak, age, build
 from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.types import Group, StopReason, TrainingSample, Trajectory
@@ -184,7 +184,9 @@ def judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`judge/{what}`: what the judges of these episodes spent in all, those of failed episodes too; empty without."""
     spent: Counter[str] = Counter()
     for trajectory in trajectories:
-        spent.update(trajectory.info.get(JUDGE, {}))
+        usage = trajectory.info.get(JUDGE_USAGE)
+        if isinstance(usage, Mapping):  # `info` is the environment's: under this name there may be anything
+            spent.update({name: count for name, count in usage.items() if isinstance(count, int | float)})
     return {f"judge/{name}": float(count) for name, count in spent.items()}
 
 

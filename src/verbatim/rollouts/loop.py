@@ -37,7 +37,7 @@ class EpisodeLimits:
     """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as "malformed"."""
 
 
-JUDGE = "judge"
+JUDGE_USAGE = "judge_usage"
 """The key of `Trajectory.info` for what a judge spent on the episode: requests, tokens, cost."""
 TOOLS_OFFERED = "tools_offered"
 """The key of `Trajectory.info` that says that the model was shown tools in some turn."""

@@ -12,7 +12,7 @@ from verbatim.environments.resolve import create_environment
 from verbatim.errors import JudgeFailed, UsageError
 from verbatim.rollouts.judges.judge import Judge
 from verbatim.rollouts.judges.reward_model import RewardModel
-from verbatim.rollouts.loop import JUDGE
+from verbatim.rollouts.loop import JUDGE_USAGE
 from verbatim.rollouts.rewards import read_score
 from verbatim.texts import shown
 from verbatim.types import Example, Message, Trajectory
@@ -87,7 +87,7 @@ class _JudgedEpisode:
     @property
     def info(self) -> Mapping[str, Any]:
         """The episode's own, and what the judge spent."""
-        return {**getattr(self._inner, "info", {}), JUDGE: dict(self._usage)}
+        return {**getattr(self._inner, "info", {}), JUDGE_USAGE: dict(self._usage)}
 
     async def score(self, trajectory: Trajectory) -> Score:
         """The judge's parts, and the episode's own reward where it has a weight."""
