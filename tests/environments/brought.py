@@ -139,6 +139,16 @@ async def lengths(completions, answer, **kwargs):
     return [len(text) / 10]
 
 
+def num_said(completions, **kwargs):
+    """How many messages TRL's functions are given; those of the prompt are none of them."""
+    return [float(len(completions[0]))]
+
+
+def with_prompts(prompts: str):
+    """A function that makes an environment, with a parameter that TRL's reward functions have too."""
+    return Lucky(len(prompts))
+
+
 def parts(completion, **columns):
     return {"short": 0.5, "polite": 0.25 * ("please" in completion)}
 

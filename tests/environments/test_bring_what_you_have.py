@@ -116,6 +116,8 @@ def test_without_data_every_example_is_a_seed_that_reset_may_name():
         ("Untyped", {}, "Untyped: tool Untyped.look: parameter at has no type; write for example `at: str`"),
         ("Vault", {"data": CODES, "limits": 3}, 'unknown knob "limits"'),
         ("Vault", {"data": CODES, "reward": "environments.brought.exact"}, "exact needs answer; fields of the data: c"),
+        ("Vault", {"data": CODES, "args": {"limit": 1}}, "args: write its arguments beside the others"),
+        ("HotCold", {"environment": "x"}, "environment: the environment is the one that is named already"),
         ("Half", {}, "has no start; expected an environment (`examples(split)` and `async start(example, seed)`), "),
     ],
 )  # fmt: skip
@@ -174,6 +176,17 @@ def test_a_reward_function_of_ours_and_one_of_trls_score_the_same_rows():
     assert play(brought("lengths", data=chats), [say("hello")]).reward == 0.5
 
 
+def test_an_assistants_message_of_the_prompt_is_not_what_was_sampled():
+    shots = [{"role": "user", "content": "0 + 1?"}, say("1"), {"role": "user", "content": "1 + 1?"}]
+    rows = [{"prompt": shots, "answer": "1"}]
+    assert play(SingleTurn(rows, exact), [say("2")]).reward == 0.0
+    assert play(SingleTurn(rows, "environments.brought.num_said"), [say("2")]).reward == 1.0
+
+
+def test_a_function_that_makes_an_environment_may_take_prompts():
+    assert isinstance(brought("with_prompts", prompts="four"), GymnasiumStyle)
+
+
 def test_several_functions_are_parts_with_weights_and_none_does_not_apply():
     both = SingleTurn(SUMS, ["environments.brought.exact", "environments.brought.parts",
                              "environments.brought.not_mine"], weights=[2.0, 1.0, 1.0])  # fmt: skip
@@ -228,6 +241,7 @@ def test_a_hugging_face_data_set_is_taken_as_an_object_and_as_a_folder(tmp_path:
         ),
         ({"data": [{"prompt": "?", "target": "4"}]}, "exact needs answer; fields of the data: prompt, target"),
         ({"data": {"folder": "x"}}, "data: found the key 'folder'"),
+        ({"data": SUMS, "reward": "environments.brought.lucky"}, "reward: the reward function is the one that"),
         ({"data": SUMS, "eval_share": 2}, "eval_share: found 2.0, expected a share from 0 to 0.5"),
     ],
 )  # fmt: skip

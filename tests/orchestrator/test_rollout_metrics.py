@@ -38,7 +38,8 @@ def test_what_judges_spent_is_added_up_and_an_environments_own_info_of_any_shape
     spent = {"judge_usage": {"requests": 2, "cost": 0.5}}
     found = metrics_of(
         episode(1.0, info=spent), episode(None, info=spent, error="judge: no verdict"),
-        episode(1.0, info={"judge": "gpt", "judge_usage": "two"}), episode(1.0, info={"judge_usage": {"requests": "?"}}),
+        episode(1.0, info={"judge": "gpt", "judge_usage": "two"}),
+        episode(1.0, info={"judge_usage": {"requests": "?"}}),
     )  # fmt: skip
     assert {name: value for name, value in found.items() if name.startswith("judge")} == {
         "judge/requests": 4.0, "judge/cost": 1.0}  # fmt: skip

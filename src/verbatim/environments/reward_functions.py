@@ -99,7 +99,7 @@ def is_reward_function(given: object) -> bool:
         names = set(inspect.signature(given).parameters)
     except ValueError:
         return False
-    return not names.isdisjoint(("completion", *LISTS))
+    return not names.isdisjoint(("completion", "completions"))  # a maker of environments may take prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,16 +139,23 @@ class Rewards:
                                      f"{fields}; rename the parameter or the field, or give it a default")  # fmt: skip
 
     async def score(
-        self, trajectory: Trajectory, example: Example, prompt: Any, environment: object = None
+        self, trajectory: Trajectory, example: Example, prompt: Any, *, num_opening: int, environment: object = None
     ) -> float | Mapping[str, float] | None:
         """The reward of one rollout; functions that return None do not apply to it.
+
+        Args:
+            trajectory: The rollout.
+            example: Its row.
+            prompt: The row's prompt, a text or messages.
+            num_opening: Messages that the episode began with; an assistant's among them was not sampled.
+            environment: The object that was played, where there is one.
 
         Raises:
             EnvironmentFault: a function returned something impossible.
         """
         found: dict[str, Any] = {}
         for function in self.functions:
-            value = await function(_given(function, trajectory, example, prompt, environment))
+            value = await function(_given(function, trajectory, example, prompt, num_opening, environment))
             if value is None:
                 continue
             parts = value if isinstance(value, Mapping) else {"": value}
@@ -162,14 +169,15 @@ class Rewards:
 
 
 def _given(
-    function: RewardFunction, trajectory: Trajectory, example: Example, prompt: Any, environment: object
-) -> dict[str, Any]:
-    said = [message for message in trajectory.messages if message["role"] == "assistant"]
+    function: RewardFunction, trajectory: Trajectory, example: Example, prompt: Any, num_opening: int,
+    environment: object,
+) -> dict[str, Any]:  # fmt: skip
+    after = list(trajectory.messages)[num_opening:]
+    said = [message for message in after if message["role"] == "assistant"]
     text = str(said[-1].get("content") or "") if said else ""
     if not function.takes_lists:
         return {**example.payload, "completion": text, "prompt": prompt, "messages": list(trajectory.messages),
                 "trajectory": trajectory}  # fmt: skip
-    after = list(trajectory.messages)[_opening_length(trajectory) :]
     ids = [int(token) for turn in trajectory.turns[-1:] for token in turn.completion_ids]
     return {
         **{name: [value] for name, value in example.payload.items()},
@@ -177,12 +185,6 @@ def _given(
         "prompts": [prompt], "completion_ids": [ids],
         **({} if environment is None else {"environments": [environment]}),
     }  # fmt: skip
-
-
-def _opening_length(trajectory: Trajectory) -> int:
-    """Messages before the first that the model said."""
-    roles = [message["role"] for message in trajectory.messages]
-    return roles.index("assistant") if "assistant" in roles else len(roles)
 
 
 async def _result(call: Callable[[], Any], function: Callable[..., Any]) -> Any:

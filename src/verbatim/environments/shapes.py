@@ -13,6 +13,14 @@ from verbatim.environments.reward_functions import is_reward_function
 from verbatim.environments.single_turn import SingleTurn
 from verbatim.environments.tool_class import ToolClass, tool_methods
 
+_SET = {
+    "reward": 'the reward function is the one that is named already; for several: id = "single_turn", '
+              'args = { reward = ["my_rewards.exact", "my_rewards.brief"] }',
+    "environment": "the environment is the one that is named already; leave this out",
+    "args": "write its arguments beside the others: args = { size = 4, num_train = 100 }",
+}  # fmt: skip
+"""Arguments of adapters that the name of the environment stands for."""
+
 Adapter = type[SingleTurn] | type[ToolClass] | type[GymnasiumStyle]
 
 EXPECTED = (
@@ -68,8 +76,6 @@ def shared_out(given: object, adapter: Adapter, args: Mapping[str, Any]) -> tupl
     return own, {name: value for name, value in args.items() if name not in names}
 
 
-
-
 def check_arguments(make: Callable[..., Any], args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The arguments of an environment's class or function, converted as `check_knobs` does, those of its adapter
     included; and a message for each wrong one."""
@@ -83,8 +89,10 @@ def check_arguments(make: Callable[..., Any], args: Mapping[str, Any]) -> tuple[
     if adapter is not SingleTurn:
         own, wrong = check_knobs(make, own, num_inputs=0, label="environment")
     given = "reward" if adapter is SingleTurn else "environment"
-    rest, more = check_knobs(adapter, {**rest, given: ""}, num_inputs=0, label="environment")
-    return {**own, **{key: value for key, value in rest.items() if key != given}}, {**wrong, **more}
+    taken = ("reward",) if adapter is SingleTurn else ("environment", "args")
+    wrong |= {key: _SET[key] for key in taken if key in rest}
+    known, more = check_knobs(adapter, {**rest, given: ""}, num_inputs=0, label="environment")
+    return {**own, **{key: value for key, value in known.items() if key != given}}, {**more, **wrong}
 
 
 def adapted(make: Callable[..., Any], adapter: Adapter, args: Mapping[str, Any]) -> Any:

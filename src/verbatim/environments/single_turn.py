@@ -71,7 +71,8 @@ class _Answer(Episode):
         if not self._rewards.functions:
             raise EnvironmentFault('SingleTurn has no reward; give it one, reward = "my_rewards.exact", or let a judge '
                                    'score: id = "judged"')  # fmt: skip
-        return await self._rewards.score(trajectory, self._example, prompt_of(self._example, self._prompt))
+        prompt = prompt_of(self._example, self._prompt)
+        return await self._rewards.score(trajectory, self._example, prompt, num_opening=len(self.messages))
 
 
 def prompt_of(example: Example, field: str) -> Any:

@@ -105,11 +105,11 @@ class ToolClass:
             messages.append({"role": "user", "content": self._user_prompt})
         return _Episode(self, one, example, _with_observation(messages, observation, self._name))
 
-    async def reward_of(self, one: Any, trajectory: Trajectory, example: Example) -> Score:
-        """What an episode earned."""
+    async def reward_of(self, one: Any, trajectory: Trajectory, example: Example, num_opening: int) -> Score:
+        """What an episode earned that began with this number of messages."""
         if self._rewards.functions:
             prompt = prompt_of(example, self._prompt)
-            return await self._rewards.score(trajectory, example, prompt, environment=one)
+            return await self._rewards.score(trajectory, example, prompt, num_opening=num_opening, environment=one)
         given = getattr(one, "get_reward", None) or one.reward
         earned: Score = await called(given) if callable(given) else given
         return earned
@@ -127,7 +127,7 @@ class _Episode(Episode):
             self.solution = one.solution
 
     async def score(self, trajectory: Trajectory) -> Score:
-        return await self._environment.reward_of(self._one, trajectory, self._example)
+        return await self._environment.reward_of(self._one, trajectory, self._example, len(self.messages))
 
     async def close(self) -> None:
         close = getattr(self._one, "close", None)
