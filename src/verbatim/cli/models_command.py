@@ -40,6 +40,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"verbatim models has no option {args.overrides[0]}")
     console = PlainConsole()
     if args.what == "list":
+        typed = [args.name, *(f"--{name}" for name in ("to", "wheel") if getattr(args, name) is not None)]
+        if any(typed):
+            found = next(filter(None, typed))
+            raise UsageError(f"verbatim models list: found {found}, expected nothing more; to make the folder of a "
+                             f"model: verbatim models get {args.name or 'MODEL'}")  # fmt: skip
         for name, model in MODELS.items():
             kept = kept_model(name)
             where = f"in {kept}" if kept is not None else f"not here; verbatim models get {name}"
