@@ -196,6 +196,27 @@ def test_a_judge_that_cannot_be_asked_is_refused_before_a_run(judge: Any, words:
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("environment", "args", "words"),
+    [
+        (Sums, None, "expected an environment, MyEnv(), or its id"),
+        (Sums(), {"size": 3}, "beside an environment that is made already; give them to its class"),
+    ],
+)
+def test_an_environment_that_cannot_be_judged_is_refused(environment: Any, args: Any, words: str):
+    with pytest.raises(UsageError) as refused:
+        Judged(environment, Judge(model="m", base_url="http://x"), args=args)
+    assert words in str(refused.value)
+
+
+def test_a_reward_model_is_sent_no_key_but_the_one_that_is_named(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "of another server")
+    monkeypatch.delenv("RM_KEY", raising=False)
+    assert RewardModel(url="http://x").api_key_env is None
+    with pytest.raises(UsageError, match="the environment variable RM_KEY is empty; expected the key of http://x"):
+        RewardModel(url="http://x", api_key_env="RM_KEY")
+
+
 def test_a_judge_is_one_line_of_toml_and_its_counts_are_metrics(tmp_path: Path, monkeypatch, caplog):
     """The judge fails on conversations of an even length."""
     monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)

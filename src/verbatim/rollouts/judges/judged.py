@@ -46,9 +46,16 @@ class Judged:
     def __init__(
         self, environment: Any, judge: Any, *, args: Mapping[str, Any] | None = None, own_reward: float = 0.0
     ) -> None:
-        self._inner: Environment = (
-            create_environment(environment, args) if isinstance(environment, str) else environment
-        )
+        if isinstance(environment, str):
+            self._inner = create_environment(environment, args)
+        elif isinstance(environment, type) or not isinstance(environment, Environment):
+            raise UsageError(f"judged: environment: found {shown(environment, 80)}, expected an environment, MyEnv(), "
+                             'or its id or import path, "my_env.MyEnv"')  # fmt: skip
+        elif args:
+            raise UsageError(f"judged: args: found {shown(args, 80)} beside an environment that is made already; give "
+                             "them to its class")  # fmt: skip
+        else:
+            self._inner = environment
         self._judge = _read_judge(judge)
         self._own_reward = own_reward
 

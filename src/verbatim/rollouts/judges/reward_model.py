@@ -27,7 +27,7 @@ class RewardModel:
     path="data.0.probs.0")`.
 
     Raises:
-        UsageError: settings that cannot be used, or the extra `api` is not installed.
+        UsageError: settings that cannot be used, an `api_key_env` without a key, or the extra `api` is not installed.
     """
 
     url: str
@@ -45,8 +45,8 @@ class RewardModel:
     """"memory", a folder, or None: answers are kept by the whole request."""
     price: Mapping[str, float] | None = None
     """Of a million tokens, where the answer has a `usage`."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key; a server without keys needs none."""
+    api_key_env: str | None = None
+    """The environment variable that holds the key; None = no key is sent."""
     request_timeout: float = 120.0
     """Seconds for one try."""
     max_retries: int = 5
@@ -59,8 +59,12 @@ class RewardModel:
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
             raise UsageError(f'reward model: path: found {shown(self.path, 80)}, expected "reward" or "data.0.score"')
+        key = os.environ.get(self.api_key_env) if self.api_key_env is not None else None
+        if self.api_key_env is not None and not key:
+            raise UsageError(f"reward model: the environment variable {self.api_key_env} is empty; expected the key of "
+                             f"{self.url}: export it, or leave api_key_env out")  # fmt: skip
         client = HttpClient(
-            self.url, api_key=os.environ.get(self.api_key_env) or None, request_timeout=self.request_timeout,
+            self.url, api_key=key, request_timeout=self.request_timeout,
             max_retries=self.max_retries, remote_api=True,
         )  # fmt: skip
         object.__setattr__(self, "_client", client)
