@@ -69,8 +69,8 @@ def import_object(import_path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ComponentError(f"importing {module_name} failed: {told(error)}; install the package that has "
-                                 f"{error.name}, with this Python's pip: {sys.executable} -m pip install "
-                                 f"{(error.name or '').partition('.')[0]}") from error  # fmt: skip
+                                 f"{error.name}, with this Python's pip: {sys.executable} -m pip install PACKAGE (it "
+                                 "may have another name than the module)") from error  # fmt: skip
         raise ComponentError(
             f"there is no module {error.name!r}; looked in the current directory, {here}{_beside()}, and in the "
             f"installed packages{_where_else(module_name, attribute)}"

@@ -36,7 +36,7 @@ def read_splits(
         data: What `read_rows` takes.
         eval_data: The same, for the held-out rows; by default a share of `data`.
         prompt: The field with the prompt.
-        eval_share: From 0 to 0.5: the share of the rows that is held out.
+        eval_share: From 0 to 0.5: the share of the rows that is held out, one row in `round(1 / eval_share)`.
 
     Raises:
         UsageError: data that cannot be read, or a share outside of 0 to 0.5.
