@@ -120,6 +120,11 @@ class OldGym(HotCold):
 
 
 class Pixels(HotCold):
+    closed: ClassVar[list[str]] = []
+
+    def close(self):
+        self.closed.append("closed")
+
     def reset(self, *, seed=None, options=None):
         return [0, 1, 2], {}
 

@@ -14,7 +14,7 @@ import pytest
 
 import verbatim
 from e2e.tiny_runs import TOML, build_tiny_model, train_lines, workplace
-from environments.brought import HotCold, Lucky, Vault, exact, lucky, make_game
+from environments.brought import HotCold, Lucky, Pixels, Vault, exact, lucky, make_game
 from verbatim import Message, Trajectory
 from verbatim.cli.main import main
 from verbatim.envcheck import CheckSettings, check_environment
@@ -163,6 +163,13 @@ def test_a_function_that_makes_one_is_taken_too():
 )
 def test_an_environment_of_another_interface_says_so_in_its_episode(name: str, words: str):
     assert words in str(play(brought(name), [say("1")]).error)
+
+
+def test_an_object_whose_reset_fails_is_closed():
+    environment = brought("Pixels")
+    Pixels.closed.clear()
+    assert play(environment, [say("1")]).error is not None
+    assert Pixels.closed == ["closed"]
 
 
 # ---- a reward function with a data set

@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim.environments.base import Episode, Reply, Score
 from verbatim.environments.single_turn import opened_with
-from verbatim.environments.tool_class import called, made, maker, name_of
+from verbatim.environments.tool_class import called, closed_on_failure, made, maker, name_of
 from verbatim.errors import ComponentError, EnvironmentFault, UsageError
 from verbatim.texts import shown
 from verbatim.tools.function_tool import in_thread
@@ -60,10 +60,11 @@ class GymnasiumStyle:
     async def start(self, example: Example, seed: int) -> Episode:
         """Make an environment and reset it to the example's seed."""
         one = await in_thread(self._make)
-        given = await called(functools.partial(one.reset, seed=example.payload["seed"]))
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise EnvironmentFault(f"{self._name}.reset returned {shown(given)}; expected (observation, info)")
-        opening: Message = {"role": "user", "content": _text(given[0], f"{self._name}.reset")}
+        async with closed_on_failure(one):
+            given = await called(functools.partial(one.reset, seed=example.payload["seed"]))
+            if not isinstance(given, tuple) or len(given) != 2:
+                raise EnvironmentFault(f"{self._name}.reset returned {shown(given)}; expected (observation, info)")
+            opening: Message = {"role": "user", "content": _text(given[0], f"{self._name}.reset")}
         return _Game(self._name, one, [*opened_with(self._system_prompt), opening])
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from verbatim.environments.base import Episode, Score
@@ -99,11 +100,16 @@ class ToolClass:
         one = await in_thread(self._make)
         fields = {**example.payload, "prompt": prompt_of(example, self._prompt)}
         fields.setdefault("seed", seed)
-        observation = await called(functools.partial(one.reset, **_taken(one.reset, fields, example)))
+        async with closed_on_failure(one):
+            observation = await called(functools.partial(one.reset, **_taken(one.reset, fields, example)))
+            messages = self._opening(example, observation)
+        return _Episode(self, one, example, messages)
+
+    def _opening(self, example: Example, observation: Any) -> list[Message]:
         messages = [*opened_with(self._system_prompt), *example.messages]
         if not example.messages and self._user_prompt is not None:
             messages.append({"role": "user", "content": self._user_prompt})
-        return _Episode(self, one, example, _with_observation(messages, observation, self._name))
+        return _with_observation(messages, observation, self._name)
 
     async def reward_of(self, one: Any, trajectory: Trajectory, example: Example, num_opening: int) -> Score:
         """What an episode earned that began with this number of messages."""
@@ -164,6 +170,19 @@ def made(make: Callable[[], Any], name: str) -> Any:
             raise
         raise ComponentError(f"{name}() raised {told(error)}; expected a class that can be made without arguments, or "
                              "with those of args") from error  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def closed_on_failure(one: Any) -> AsyncIterator[None]:
+    """Close the object of an episode that fails before it begins; nothing else would."""
+    try:
+        yield
+    except Exception:
+        close = getattr(one, "close", None)
+        if callable(close):
+            with contextlib.suppress(Exception):  # what failed first is told
+                await called(close)
+        raise
 
 
 async def called(function: Callable[..., Any]) -> Any:
