@@ -38,7 +38,8 @@ PLAYED = Turn(prompt_ids=[1, 2, 99], completion_ids=[7, 7], logprobs=[-1.0, -1.0
 EMPTY = Turn(prompt_ids=[5], completion_ids=[])
 FULL = Trajectory(
     example_id="x", turns=(FIRST, SECOND, PLAYED, EMPTY), messages=({"role": "user", "content": "é\u202e <b>"},),
-    tools=({"type": "function"},), reward=0.1 + 0.2, reward_parts={"right": 1.0, "short": float("nan")}, env="game",
+    tools=({"type": "function"},), reward=0.1 + 0.2, reward_parts={"right": 1.0, "short": float("nan")},
+    agent_rewards={"sub/1": 0.5}, env="game",
     trajectory_id="g-0", run_id="r", group_id="g", sample_index=3, seed=2**63 - 1, advantage=-1.5, stop_reason="stop",
     truncated=True, info={"task": {"n": [1]}}, num_unrecorded_tokens=5, num_unrecorded_turns=2,
 )  # fmt: skip

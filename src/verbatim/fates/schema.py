@@ -15,6 +15,8 @@ def _field(name: str, kind: pa.DataType, about: str) -> pa.Field:
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 """A text that many rows share."""
+_NUMBERS = pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))
+"""Numbers by name."""
 
 TURN = pa.struct([
     _field("fate", _NAME, "what became of its completion: trained, or the reason why it was dropped"),
@@ -52,8 +54,8 @@ SCHEMA = pa.schema(
         _field("sample_index", pa.int32(), "its place in the group"),
         _field("seed", pa.int64(), "of its sampling"),
         _field("reward", pa.float64(), "what it earned; null = it was never scored"),
-        _field("reward_parts", pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())])),
-               "the reward's named parts"),
+        _field("reward_parts", _NUMBERS, "the reward's named parts"),
+        _field("agent_rewards", _NUMBERS, "what agents with rewards of their own earned, by agent"),
         _field("advantage", pa.float64(), "of its tokens, unless a turn has its own"),
         _field("reason", _NAME, "why nothing of it is trained; null where single turns decide"),
         _field("flags", pa.list_(_NAME), "the filters that flagged it"),

@@ -19,7 +19,9 @@ from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.trajectory_json import NOT_WRITTEN, plain, prompt_to_json, trajectory_from_json
 from verbatim.types import Experts, Turn
 
-_SAME = ("step", "messages", "tools", "info", "reward_parts", "reason", "flags", "unrecorded", "turns",
+_NUMBERS = ("reward_parts", "agent_rewards")
+"""Columns of numbers by name."""
+_SAME = ("step", "messages", "tools", "info", *_NUMBERS, "reason", "flags", "unrecorded", "turns",
          "num_turns", "num_trained_tokens", "num_sampled_tokens", "num_breaks")  # fmt: skip
 """Columns that are no plain field of the trajectory."""
 
@@ -39,9 +41,13 @@ def to_table(step: int, fates: Sequence[Fate]) -> pa.Table:
         "messages": [text[0] for text in texts],
         "tools": [text[1] for text in texts],
         "info": [text[2] for text in texts],
-        "reward_parts": [
-            [{"name": _text(name), "value": part} for name, part in record.reward_parts.items()] for record in records
-        ],
+        **{
+            column: [
+                [{"name": _text(name), "value": number} for name, number in getattr(record, column).items()]
+                for record in records
+            ]
+            for column in _NUMBERS
+        },
         "reason": [fate.reason for fate in fates],
         "flags": [list(fate.flags) for fate in fates],
         "unrecorded": [fate.unrecorded for fate in fates],
@@ -155,7 +161,7 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[Fate]:
         said = any(array is not None for array in trainer)
         fields = {name: row[name] for name in plain_columns if name not in _SAME}
         fields |= {name: json.loads(row[name]) for name in ("messages", "tools", "info")}
-        fields["reward_parts"] = {part["name"]: part["value"] for part in row["reward_parts"]}
+        fields |= {column: {each["name"]: each["value"] for each in row[column]} for column in _NUMBERS}
         fields["turns"] = [turn for _, turn, _ in own]
         yield Fate(
             trajectory=trajectory_from_json(fields), turns=tuple(fate for fate, _, _ in own), reason=row["reason"],
