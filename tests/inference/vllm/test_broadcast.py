@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from verbatim.errors import RunStopped, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.pool.servers import ServerPool
+from verbatim.inference.sending import SendOrder, SendReport, WeightStore
 from verbatim.inference.vllm.backend import vllm_backend
+from verbatim.inference.vllm.broadcast import Broadcast
 from verbatim.inference.vllm.plugin.verbatim_weight_group import GroupOver, WeightGroup, address_towards
 from verbatim.inference.vllm.settings import VllmSettings
 
@@ -88,9 +91,8 @@ async def test_each_version_arrives_at_both_bit_for_bit_in_one_group(trained: Tr
         found = pool.metrics()
         assert found["replicas/failed_checks"] == found["replicas/lost"] == 0
         assert found["replica/0/policy_version"] == found["replica/1/policy_version"] == 3
-    assert [(order.version, order.group, order.size) for order in run.sender.orders] == [
-        (0, "1", 3), (1, "1", 3), (2, "1", 3), (3, "1", 3),
-    ]  # fmt: skip
+    assert [(order.version, order.size) for order in run.sender.orders] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert len({order.group for order in run.sender.orders}) == 1
     assert [report.fault for report in run.sender.reports] == [None] * 4
     assert run.sender.reports[1].num_bytes == sum(t.nbytes for t in load_file(run.path / "model.safetensors").values())
 
@@ -125,7 +127,8 @@ async def test_a_server_that_fails_in_the_middle_ends_the_group_and_the_next_upd
         found = pool.metrics()
         assert found["replicas/failed_checks"] == found["replicas/lost"] == found["replicas/requests_resent"] == 0
         assert found["replica/0/policy_version"] == found["replica/1/policy_version"] == 2
-    assert [order.group for order in run.sender.orders] == ["1", "1", "2"]
+    first, second, third = (order.group for order in run.sender.orders)
+    assert first == second != third
 
 
 @pytest.mark.parametrize("route", ["/pause", "/start_weight_update"])
@@ -139,7 +142,7 @@ async def test_a_server_that_fails_before_holds_the_other_up_in_nothing(trained:
         run.doubles[1].fails_at = ""
         await updating
         assert run.arrived() == [True, None]
-        assert (run.sender.orders[-1].group, run.sender.orders[-1].size) == ("2", 2)
+        assert run.sender.orders[-1].size == 2 and run.sender.orders[-1].group != run.sender.orders[0].group
         assert pool.metrics()["replicas/serving"] == 2
         await run.update(pool)
         assert run.arrived() == [True, True]
@@ -172,6 +175,61 @@ async def test_a_server_that_hangs_in_the_middle_costs_the_limit_and_no_more(tra
         await run.update(pool)
         assert run.sender.reports[-1].fault is None
         assert run.arrived()[0] is True
+
+
+async def test_servers_that_outlive_a_run_make_another_group_with_the_trainer_of_the_next(trained: Trained):
+    run = Run(trained)
+    async with run.opened():
+        pass
+    first = run.sender.orders
+    run.sender = GroupSender(trained.trainer.model)
+    async with run.opened() as pool:
+        await run.update(pool)
+        assert run.arrived() == [True, True]
+    assert {order.group for order in run.sender.orders}.isdisjoint(order.group for order in first)
+
+
+class Receiving:
+    """A `VllmControl` of one worker that receives whatever is sent."""
+
+    async def num_workers(self) -> int:
+        return 1
+
+    async def load(self, info: object) -> None:
+        pass
+
+
+class Sending:
+    """A `WeightSender` that keeps its orders."""
+
+    store = WeightStore(host="127.0.0.1", port=1, on="here")
+
+    def __init__(self) -> None:
+        self.orders: list[SendOrder] = []
+
+    async def send(self, order: SendOrder) -> SendReport:
+        self.orders.append(order)
+        return SendReport()
+
+
+@pytest.mark.parametrize("leaves_first", [False, True])
+async def test_a_replica_that_is_given_up_while_it_waits_keeps_nothing_from_the_others(leaves_first: bool):
+    """As the pool does it: the call is cancelled, and the replica leaves."""
+    sender: Any = Sending()
+    broadcast = Broadcast(sender, kind="gloo", update_timeout=5.0)
+    lost, lives = (cast(Any, Receiving()) for _ in range(2))
+    broadcast.expect(["replica 0", "replica 1"], 1)
+    waiting = asyncio.create_task(broadcast.load("replica 0", lost))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    if leaves_first:
+        broadcast.leave("replica 0")
+    arriving = asyncio.create_task(broadcast.load("replica 1", lives))
+    await asyncio.sleep(0.01)
+    broadcast.leave("replica 0")
+    assert await asyncio.wait_for(arriving, 2.0) is True
+    assert [order.size for order in sender.orders] == [2] if leaves_first else [3]
 
 
 async def test_a_trainer_that_fails_ends_the_update(trained: Trained):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +67,7 @@ class Broadcast:
         self._seconds = _SHARE * update_timeout
         self._round: _Round | None = None
         self._members: tuple[VllmControl, ...] = ()
-        self._num_groups = 0
+        self._run, self._num_groups = uuid.uuid4().hex[:8], 0
         self._sizes: dict[VllmControl, int] = {}
 
     def expect(self, names: Collection[str], version: int, *, is_first: bool = False) -> None:
@@ -99,7 +100,8 @@ class Broadcast:
             return False
         now.arrived[name] = control
         self._begin_if_complete(now)
-        why = (await asyncio.shield(await now.begun))[name]
+        outcome = await asyncio.shield(now.begun)  # the others wait for it too: a replica that is given up ends none
+        why = (await asyncio.shield(outcome))[name]
         if isinstance(why, BaseException):
             raise why
         if why is not None and now.is_first:
@@ -123,7 +125,7 @@ class Broadcast:
             self._num_groups += 1
             self._members = members
         order = SendOrder(
-            version=now.version, group=str(self._num_groups), size=1 + sum(self._sizes[c] for c in members),
+            version=now.version, group=f"{self._run}-{self._num_groups}", size=1 + sum(self._sizes[c] for c in members),
             kind=self.kind, seconds=self._seconds,
         )  # fmt: skip
         sending = asyncio.create_task(self.sender.send(order))
