@@ -190,6 +190,22 @@ async def test_the_sampler_returns_the_experts_of_every_token(model, settings):
         assert sets_of(completion.routed_experts) == [layer[start_of:] for layer in expected]
 
 
+async def test_each_sequence_reads_the_keys_that_its_own_experts_computed(model, monkeypatch):
+    """Two slots with equal ids may have different experts, where two are almost tied: none reads the other's keys."""
+    asked = []
+    monkeypatch.setattr("verbatim.inference.embedded.pass_layout.shared_prefix", lambda *args: asked.append(args) or 0)
+    opening = np.random.default_rng(0).integers(0, VOCAB, 70).tolist()
+    config = TorchSettings(device="cpu", max_batch_size=16)
+    for records in (False, True):
+        asked.clear()
+        sampler = TorchSampler(model, config=config, context_length=96, return_routed_experts=records)
+        try:
+            await asyncio.gather(*(sampler.generate(request([*opening, i], seed=i)) for i in range(16)))
+        finally:
+            await sampler.close()
+        assert bool(asked) == (not records)
+
+
 async def test_after_new_weights_the_experts_with_which_a_token_was_sampled_stay(model, tmp_path):
     other = write_qwen_moe(tmp_path / "other", norm_topk_prob=True)
     changed = AutoModelForCausalLM.from_pretrained(other)

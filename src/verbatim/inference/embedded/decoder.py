@@ -88,6 +88,9 @@ class Decoder:
         if record_experts:
             with torch.inference_mode():
                 self._record = ExpertRecord(model, len(self.table.session), context_length)
+        # Equal ids have other keys and values where some were cached before an update; and in another slot, where two
+        # experts are almost tied: then the records name other experts, and each sequence has to read its own.
+        self._reads_prefixes_once = not keep_cache and self._record is None
         if settings.deterministic:
             self._refuse_row_dependent_kernels()
 
@@ -285,7 +288,7 @@ class Decoder:
         else:
             groups = ragged_groups(
                 layout, slots, counts, table.computed[slots], bytes_per_key=self._bytes_per_key, device=device,
-                ids=None if self._keep_cache else table.ids,
+                ids=table.ids if self._reads_prefixes_once else None,
             )  # fmt: skip
         plan = CachePlan(
             cache=self.cache, write_rows=write_rows, write_slots=as_tensor(layout.slots, device),
