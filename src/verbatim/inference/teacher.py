@@ -17,7 +17,7 @@ from verbatim.inference.validation import check_ids
 from verbatim.types import Float32, Int32
 
 ATTEMPTS = 5
-"""Of one request, with a pause after each failure."""
+"""Attempts of one request, with a pause after each failure."""
 TIMEOUT = 120.0
 """Seconds for one answer."""
 

@@ -140,7 +140,7 @@ def _with_tokens(fates: Sequence[Fate], samples: Sequence[TrainingSample], token
 
 
 def _dropped_fates(kind: Flatness | None, group: Group) -> list[Fate]:
-    """Of a group that the dispatcher dropped: by online difficulty filtering, or because it was too old."""
+    """The fates of a group that the dispatcher dropped: by online difficulty filtering, or because it was too old."""
     if kind is not None:
         return [Fate.of_dropped(trajectory, "difficulty") for trajectory in group.trajectories]
     return [Fate.of_dropped(t, "stale" if t.error is None else "error") for t in group.trajectories]

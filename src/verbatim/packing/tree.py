@@ -104,8 +104,10 @@ def _words(rows: Sequence[Row]) -> int:
 
 
 def _digests(routed: RoutedExperts) -> NDArray[np.uint64]:
-    """Of each token's experts, 0 where they are not known: uint64 [N]. Equal digests of other experts would only move a
-    row away from its neighbours, because what rows share is compared exactly."""
+    """A digest of each token's experts, 0 where they are not known: uint64 [N].
+
+    Equal digests of other experts would only move a row away from its neighbours: what rows share is compared exactly.
+    """
     flat = routed.experts.reshape(len(routed), -1)
     weights = np.random.default_rng(0).integers(1, 2**63, flat.shape[1], dtype=np.uint64) | np.uint64(1)
     found = np.einsum("nk,k->n", flat, weights, dtype=np.uint64, casting="unsafe") | np.uint64(1)

@@ -14,7 +14,7 @@ from verbatim.records.samples import TrainingSample
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """Of each trained token of a batch: T in all, sample by sample in the order of the batch.
+    """What the trainer computed for the T trained tokens of a batch, sample by sample in its order.
 
     Example: of two samples with masks `[F, T, T]` and `[F, F, T]`, T is 3, and the last one is the second sample's.
     """

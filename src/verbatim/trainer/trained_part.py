@@ -22,7 +22,7 @@ class TrainedPart:
     lr: float
     micro_batches: Sequence[MicroBatch] = ()
     tokens: Sequence[TrainedTokens] = ()
-    """Of each sample, if they are kept."""
+    """The tokens of each sample, if they are kept."""
 
 
 def batch_metrics(samples: Sequence[TrainingSample], parts: Sequence[TrainedPart]) -> dict[str, float]:
