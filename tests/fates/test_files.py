@@ -218,6 +218,8 @@ def test_a_run_that_an_earlier_version_began_has_its_first_steps_as_lines(tmp_pa
     log.write(1, FULL)
     log.close()
     assert [step for step, _ in read_trajectories(tmp_path)] == [1]
+    (tmp_path / "trajectories").mkdir()  # as when it goes on, before it has done a step
+    assert [step for step, _ in read_trajectories(tmp_path)] == [1]
     FateFolder(tmp_path / "trajectories").write(2, [FATE])
     assert [step for step, _ in read_trajectories(tmp_path)] == [1, 2]
 

@@ -1,10 +1,13 @@
 """How many processes train is settled before any is started."""
 
+import os
+import re
+
 import pytest
 import torch
 
 from verbatim.config import make_config
-from verbatim.errors import ConfigError, UsageError
+from verbatim.errors import ConfigError, RunStopped, UsageError
 from verbatim.run import trainer_ranks
 from verbatim.run.trainer_ranks import is_led, num_processes, open_ranks
 
@@ -33,6 +36,22 @@ def test_one_process_starts_nothing(tmp_path):
     with open_ranks(config_of(), tmp_path / "logs") as ranks:
         assert ranks is None
     assert not (tmp_path / "logs").exists()
+
+
+def test_a_process_that_does_not_come_is_named_at_the_deadline_and_ended(monkeypatch, tmp_path):
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\necho waiting for a file system >&2\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr(trainer_ranks.sys, "executable", str(hanging))
+    monkeypatch.setattr(trainer_ranks, "_START_SECONDS", 0.5)
+    said = r"rank 1 of the trainer \(process (\d+)\) did not start within 1 s \(trainer\.parallel\.deadline\)"
+    with pytest.raises(RunStopped, match=said) as caught, open_ranks(
+        config_of(parallel={"processes": 2, "deadline": 1}), tmp_path / "logs"
+    ):
+        pass
+    pid = int(re.search(said, str(caught.value))[1])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_a_launcher_says_how_many_processes_there_are_and_who_leads(monkeypatch):

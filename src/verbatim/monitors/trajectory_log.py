@@ -42,7 +42,7 @@ def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
         lines, files = path / f"{TRAJECTORIES}.jsonl", path / TRAJECTORIES
         if lines.is_file():
             yield from _read_lines(lines)
-            if not files.is_dir():
+            if not files.is_dir() or not any(files.iterdir()):
                 return
         refuse_without("pyarrow", extra="train", what=f"reading {path}")
         from verbatim.fates.files import read_fates

@@ -38,6 +38,8 @@ PARENT = "VERBATIM_TRAINER_LEADER"
 """The process id of rank 0."""
 _STATUS = {"run": 1, "usage": 2, "component": 2, "sampler": 1, "interrupted": 130}
 """What a process ends with (`verbatim.cli.exit_status`), by the kind of the failure."""
+_START_SECONDS = 600.0
+"""Seconds that a process may take to import what it needs, also where the deadline is shorter."""
 _POLL = 0.02
 _PATIENCE = 20.0
 """Seconds that the other processes have to end by themselves."""
@@ -248,7 +250,11 @@ class _Others:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, config: RunConfig) -> Any:
-        """Start them, and return the store where they are met, once all of them are there."""
+        """Start them, and return the store where they are met, once all of them are there.
+
+        Raises:
+            RunStopped: one of them ended, or did not come in time; names it, and quotes its log.
+        """
         import torch.distributed as dist
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
@@ -269,9 +275,15 @@ class _Others:
                     [sys.executable, "-m", "verbatim.run.trainer_rank"], env=variables, stdin=subprocess.DEVNULL,
                     stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
-        while not store.check([f"ready/{rank}" for rank in self._processes]):
+        limit = max(config.trainer.parallel.deadline, _START_SECONDS)
+        until = time.monotonic() + limit
+        while missing := [rank for rank in self._processes if not store.check([f"ready/{rank}"])]:
             if ended := self.ended():
                 raise RunStopped("; ".join(f"rank {rank} of the trainer {how}" for rank, how in ended.items()))
+            if time.monotonic() > until:
+                names = (f"rank {rank} of the trainer (process {self._processes[rank].pid})" for rank in missing)
+                raise RunStopped(f"{', '.join(names)} did not start within {limit:g} s (trainer.parallel.deadline)"
+                                 f"{last_lines(self._log(missing[0]))}")  # fmt: skip
             time.sleep(_POLL)
         return store
 
