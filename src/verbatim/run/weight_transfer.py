@@ -54,13 +54,14 @@ def own_address(config: RunConfig, orchestrator: str | None) -> str | None:
         orchestrator: URL of the orchestrator's host; None = it is this one.
 
     Raises:
-        UsageError: as `check_broadcast`; there is no address, or there are several.
+        UsageError: as `check_broadcast`; there is no address, there are several, or it is not one of this host.
     """
     settings = check_broadcast(config, is_trainers_host=True)
     if settings is None:
         return None
     setting = f"inference.{table_of(config.inference.backend)}.transfer_address"
     if settings.address is not None:
+        _refuse_anothers(settings.address, setting)
         return settings.address
     from verbatim.inference.vllm.plugin.verbatim_weight_group import address_towards
 
@@ -77,6 +78,16 @@ def own_address(config: RunConfig, orchestrator: str | None) -> str | None:
                          f"({', '.join(outside)}); type the one that all of them reach: {setting} = "
                          f'"{outside[0]}"')  # fmt: skip
     return outside[0]
+
+
+def _refuse_anothers(address: str, setting: str) -> None:
+    """Refuse an address on which this host cannot listen, before a model is prepared."""
+    try:
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except OSError as error:
+        raise UsageError(f"{setting} = \"{address}\": the trainer cannot listen there ({error.strerror or error}); "
+                         f"expected an address of its host ({socket.gethostname()}) that the sampler's servers reach"
+                         ) from None  # fmt: skip
 
 
 def refuse_unreachable(store: WeightStore) -> None:
