@@ -101,13 +101,17 @@ def write_file(path: Path, data: bytes, *, temporary: Path | None = None) -> Non
         raise
 
 
-def keep_aside(path: Path) -> Path:
+def keep_aside(path: Path, folder: Path | None = None) -> Path:
     """Rename a damaged file or folder, so that it is neither used nor lost; returns the new path.
+
+    Args:
+        path: What is damaged.
+        folder: Where it is kept; by default where it is.
 
     Example: `metrics.jsonl` becomes `metrics.jsonl.damaged-1`, the next one `metrics.jsonl.damaged-2`.
     """
-    number = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+    number, folder = 1, folder or path.parent
+    while (aside := folder / f"{path.name}.damaged-{number}").exists():
         number += 1
     rename(path, aside)
     return aside

@@ -148,20 +148,23 @@ def test_a_resumed_run_removes_the_files_of_steps_that_are_done_again(tmp_path: 
 
 
 @pytest.mark.parametrize("folder_instead", [False, True])
-def test_a_damaged_file_is_kept_aside_and_named(tmp_path: Path, folder_instead: bool):
-    marks = written(tmp_path, 3).marks()
-    path = tmp_path / "step-000002.parquet"
+def test_a_damaged_file_is_kept_beside_the_folder_and_named(tmp_path: Path, folder_instead: bool):
+    folder = tmp_path / "trajectories"
+    marks = written(folder, 3).marks()
+    path = folder / "step-000002.parquet"
     if folder_instead:
         path.unlink()
         path.mkdir()
     else:
         path.write_bytes(path.read_bytes()[:-1])
-    resumed = FateFolder(tmp_path)
+    resumed = FateFolder(folder)
+    aside = tmp_path / "step-000002.parquet.damaged-1"
     assert resumed.restore(3, marks) == [
-        f"{path} is damaged: its content is not what was written. It is kept as {path}.damaged-1"
+        f"{path} is damaged: its content is not what was written. It is kept as {aside}"
     ]
-    assert list(resumed.marks()) == ["1", "3"]
-    assert [step for step, _ in read_fates(tmp_path)] == [1, 3]
+    assert aside.exists() and list(resumed.marks()) == ["1", "3"]
+    assert [step for step, _ in read_fates(folder)] == [1, 3]
+    assert pd.read_parquet(folder)["step"].tolist() == [1, 3]
 
 
 def test_missing_files_are_named_in_one_sentence(tmp_path: Path):

@@ -82,7 +82,7 @@ class FateFolder:
     def restore(self, step: int, marks: Mapping[str, Mapping[str, int]] | None) -> list[str]:
         """Go back to a checkpoint: the files of later steps are removed, for these steps are done again.
 
-        A file that is not what it was is kept aside under another name.
+        A file that is not what it was is kept beside the folder, under another name.
 
         Args:
             step: The checkpoint's; 0 removes all files.
@@ -109,8 +109,8 @@ class FateFolder:
             elif _mark(path) == mark:
                 self.files[number] = mark
             else:
-                faults.append(f"{path} is damaged: its content is not what was written. It is kept as "
-                              f"{keep_aside(path)}")  # fmt: skip
+                aside = keep_aside(path, self.path.parent)  # libraries read every file of the folder
+                faults.append(f"{path} is damaged: its content is not what was written. It is kept as {aside}")
         if missing:
             name = "file of step" if len(missing) == 1 else "files of steps"
             faults.append(f"{self.path}: the {name} {ranges(missing)} {'is' if len(missing) == 1 else 'are'} missing")
