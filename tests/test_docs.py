@@ -209,7 +209,7 @@ def test_both_reward_functions_of_the_page_score(place: Path, monkeypatch):
     rewards = ["my_rewards.exact", "my_rewards.brief"]
     environment = create_environment("single_turn", {"data": [{"prompt": "2 + 2?", "answer": "4"}], "reward": rewards})
     episode = asyncio.run(environment.start(environment.examples("train")[0], 0))
-    told = Trajectory(example_id="0", messages=({"role": "assistant", "content": "4"},))
+    told = Trajectory(example_id="0", messages=(*episode.messages, {"role": "assistant", "content": "4"}))
     assert asyncio.run(episode.score(told)) == {"exact": 1.0, "brief": pytest.approx(0.99)}
 
 

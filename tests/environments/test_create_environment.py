@@ -87,7 +87,7 @@ def test_a_module_in_the_current_directory(module):
         ("my_tasks.constant", {}, "is a int; expected a class"),
         ("my_tasks.nothing", {}, "made a NoneType, which has no examples and no start"),
         ("my_tasks.Half", {}, "made a Half, which has no start; expected"),
-        ("my_tasks.Blocking", {}, "start must be `async def"),
+        ("my_tasks.Blocking", {}, r"start is a plain method; expected `async def start\("),
         ("my_tasks.NoSplit", {}, r"examples\(\) does not fit: .*; expected `def examples\(self, split\)`"),
         ("my_tasks.NoSeed", {}, r"start\(example\) does not fit: .*expected `async def start\(self, example, seed\)`"),
         ("my_tasks", {}, "there is no environment 'my_tasks'"),

@@ -161,7 +161,7 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[Fate]:
         said = any(array is not None for array in trainer)
         fields = {name: row[name] for name in plain_columns if name not in _SAME}
         fields |= {name: json.loads(row[name]) for name in ("messages", "tools", "info")}
-        fields |= {column: {each["name"]: each["value"] for each in row[column]} for column in _NUMBERS}
+        fields |= {column: {each["name"]: each["value"] for each in row.get(column) or ()} for column in _NUMBERS}
         fields["turns"] = [turn for _, turn, _ in own]
         yield Fate(
             trajectory=trajectory_from_json(fields), turns=tuple(fate for fate, _, _ in own), reason=row["reason"],
