@@ -15,7 +15,8 @@ def test_every_recipe_is_listed_with_its_first_comment(capsys):
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in listed] == sorted(recipes())
-    assert listed[0].startswith("guess_number: An agent learns binary search by calling a tool")
+    about = dict(line.split(": ", 1) for line in listed)
+    assert about["guess_number"].startswith("An agent learns binary search by calling a tool")
 
 
 def test_a_recipe_is_copied_with_its_module(tmp_path: Path, capsys):
@@ -27,7 +28,7 @@ def test_a_recipe_is_copied_with_its_module(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(("typed", "told"), [
-    (["copy"], "which one? There are guess_number"),
+    (["copy"], "which one? There are alphabet_sort, calculator,"),
     (["copy", "gues_number"], "there is no recipe 'gues_number'; did you mean guess_number?"),
     (["list", "guess_number"], "verbatim recipes list takes no name, found guess_number"),
     (["list", "--json"], "verbatim recipes has no option --json"),

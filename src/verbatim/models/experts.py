@@ -230,9 +230,10 @@ def _try_replay(model: Any) -> None:
     each = routers.routing.experts_per_token
     if each is None:
         return
-    experts_1DK = torch.arange(each).expand(1, routers.num_layers, each)
-    with routers.during(RouterPass(choices=Choices(experts_1DK, torch.ones(1, dtype=torch.bool)))):
-        tiny(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+    device = next(tiny.parameters()).device
+    experts_1DK = torch.arange(each, device=device).expand(1, routers.num_layers, each)
+    with routers.during(RouterPass(choices=Choices(experts_1DK, torch.ones(1, dtype=torch.bool, device=device)))):
+        tiny(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
 
 
 def router_modules(model: Any) -> list[nn.Module]:

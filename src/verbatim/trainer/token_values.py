@@ -11,7 +11,7 @@ from torch import Tensor
 from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.parallel.ranks import Ranks
-from verbatim.types import Float32, TrainingSample
+from verbatim.types import TrainingSample
 
 
 class TokenValues:
@@ -48,7 +48,7 @@ class TokenValues:
         self._gradients.clear()
         if ranks is not None:
             for dense in (logprobs, gradients):  # each token has a value on one rank, and 0 on the others
-                ranks.total(torch.from_numpy(dense))
+                ranks.total(dense)
             if not ranks.leads:
                 return []
         found, ahead = [], dict(self._starts)
@@ -56,7 +56,7 @@ class TokenValues:
             start = ahead[sample.trajectory_id]
             ahead[sample.trajectory_id] = start + len(sample)
             places = start + np.flatnonzero(sample.loss_mask)
-            found.append(TrainedTokens(logprobs=logprobs[places], gradients=gradients[places]))
+            found.append(TrainedTokens(logprobs=logprobs.numpy()[places], gradients=gradients.numpy()[places]))
         return found
 
     def _places(self, batch: DeviceBatch, at: slice) -> np.ndarray:
@@ -90,8 +90,9 @@ def in_order(
     return TrainedTokens.joined([of_sample[id(sample)] for sample in samples if id(sample) in of_sample])
 
 
-def _dense(found: Sequence[tuple[np.ndarray, Tensor]], size: int) -> Float32:
-    dense = np.zeros(size, dtype=np.float32)
+def _dense(found: Sequence[tuple[np.ndarray, Tensor]], size: int) -> Tensor:
+    """The values in their places in host memory, 0 elsewhere: float32 [size]."""
+    dense = torch.zeros(size, dtype=torch.float32, device="cpu")
     for places, values in found:
-        dense[places] = values.float().cpu().numpy()
+        dense.numpy()[places] = values.float().cpu().numpy()
     return dense
