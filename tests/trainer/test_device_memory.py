@@ -53,7 +53,7 @@ def test_all_of_it_is_in_host_memory_between_two_batches_and_it_trains_as_one_th
     staying, other = make_worker(qwen, tmp_path / "staying", None)
     on_device = []
     train = moving.train_batch
-    moving.train_batch = lambda samples: on_device.append(places.found(moving)) or train(samples)
+    moving.train_batch = lambda *args: on_device.append(places.found(moving)) or train(*args)
     worker.memory.leave()
     assert places.found(moving) == {HOST}
     for version in (1, 2):

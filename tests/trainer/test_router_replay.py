@@ -132,7 +132,7 @@ def test_trees_share_what_was_computed_alike():
     alike = [dataclasses.replace(s, routed_experts=None) for s in samples]
     (whole,) = pack_tree(alike, micro_batch_tokens=10_000, keep_whole=False)
     assert whole.routed_experts is None and whole.num_tokens < tree.num_tokens < rows.num_tokens
-    assert whole.num_tokens + 2 * 6 == tree.num_tokens, "the opening: that of the trajectory b, and again behind it"
+    assert whole.num_tokens + 6 == tree.num_tokens, "the opening of the trajectory b, which has other experts"
     for micro_batch in (tree, rows):
         for target, source in zip(micro_batch.targets.trajectories, micro_batch.targets.source_positions, strict=True):
             assert micro_batch.routed_experts.known[source], target
@@ -203,7 +203,8 @@ async def test_each_sequence_reads_the_keys_that_its_own_experts_computed(model,
             await asyncio.gather(*(sampler.generate(request([*opening, i], seed=i)) for i in range(16)))
         finally:
             await sampler.close()
-        assert bool(asked) == (not records)
+        largest = max((len(slots) for _, slots, _ in asked), default=0)  # the check of a new model has two rows
+        assert (largest > 2) == (not records)
 
 
 async def test_after_new_weights_the_experts_with_which_a_token_was_sampled_stay(model, tmp_path):
