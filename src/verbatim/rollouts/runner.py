@@ -105,4 +105,4 @@ class RolloutSetup:
     run_id: str = ""
     """The run that the episodes belong to; empty outside of one."""
     routing: Routing | None = None
-    """Of the model in training, whose experts the sampler returns; None = it returns none."""
+    """The routing of the model in training, whose experts the sampler returns; None = they are not returned."""

@@ -66,7 +66,7 @@ class Run:
         return time.monotonic() - began
 
     def arrived(self) -> list[bool | None]:
-        """Of each double: whether a broadcast brought exactly the published tensors; None = it read the folder."""
+        """For each double: whether a broadcast brought exactly the published tensors; None = it read the folder."""
         published = load_file(self.path / "model.safetensors")
         return [None if d.received is None else same(d.received, published) for d in self.doubles]
 

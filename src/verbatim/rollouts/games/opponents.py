@@ -35,7 +35,7 @@ class Opponent(Protocol):
     """Speaks for one player of one game."""
 
     async def say(self, talk: Sequence[Message], game: Game) -> str:
-        """The player's next action; an EnvironmentFault if there is none."""
+        """The player's next action; an EnvironmentFault where no action is left."""
 
     @property
     def info(self) -> Mapping[str, Any]:

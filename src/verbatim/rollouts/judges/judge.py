@@ -65,7 +65,7 @@ class Judge:
     cache: str | Path | None = "memory"
     """"memory", a folder, or None: answers are kept by the whole request."""
     price: Mapping[str, float] | None = None
-    """Of a million tokens, `{"prompt": 0.25, "completion": 2.0}`: adds the metric `judge/cost`."""
+    """What a million tokens cost, `{"prompt": 0.25, "completion": 2.0}`: adds the metric `judge/cost`."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the request; None leaves one out: `{"temperature": None}` for a model that takes none."""
     api_key_env: str = "OPENAI_API_KEY"

@@ -44,7 +44,7 @@ class RewardModel:
     cache: str | Path | None = "memory"
     """"memory", a folder, or None: answers are kept by the whole request."""
     price: Mapping[str, float] | None = None
-    """Of a million tokens, where the answer has a `usage`."""
+    """What a million tokens cost, where the answer has a `usage`."""
     api_key_env: str | None = None
     """The environment variable that holds the key; None = no key is sent."""
     request_timeout: float = 120.0
