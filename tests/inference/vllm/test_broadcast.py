@@ -136,11 +136,8 @@ async def test_a_server_that_fails_before_holds_the_other_up_in_nothing(trained:
     """The other one receives alone; the failed one is loaded again from the folder."""
     run = Run(trained)
     async with run.opened() as pool:
-        run.doubles[1].fails_at = route
-        updating = asyncio.create_task(run.update(pool))
-        await until(lambda: len(run.sender.orders) == 2)
-        run.doubles[1].fails_at = ""
-        await updating
+        run.doubles[1].fails_at, run.doubles[1].fails_once = route, True
+        await run.update(pool)
         assert run.arrived() == [True, None]
         assert run.sender.orders[-1].size == 2 and run.sender.orders[-1].group != run.sender.orders[0].group
         assert pool.metrics()["replicas/serving"] == 2
@@ -152,11 +149,8 @@ async def test_a_server_that_fails_before_holds_the_other_up_in_nothing(trained:
 async def test_a_server_that_refuses_to_receive_ends_the_wait_of_the_others_at_once(trained: Trained):
     run = Run(trained)
     async with run.opened() as pool:
-        run.doubles[1].fails_at = "/update_weights"
-        updating = asyncio.create_task(run.update(pool))
-        await until(lambda: len(run.sender.reports) == 2)
-        run.doubles[1].fails_at = ""
-        assert await updating < 15
+        run.doubles[1].fails_at, run.doubles[1].fails_once = "/update_weights", True
+        assert await run.update(pool) < 15
         assert "it burns" in str(run.sender.reports[-1].fault)
         assert pool.metrics()["replicas/serving"] == 2
         await run.update(pool)

@@ -49,6 +49,8 @@ class VllmDouble:
         self.fault = ""
         self.hangs_at = ""
         self.fails_at = ""
+        self.fails_once = False
+        """Whether the first failure there is the last."""
         self.gates: dict[str, asyncio.Event] = {}
         self.key: str | None = None
         self.calls: list[str] = []
@@ -135,6 +137,7 @@ class VllmDouble:
         if request.path in self.gates:
             await self.gates[request.path].wait()
         if request.path == self.fails_at:
+            self.fails_at = "" if self.fails_once else self.fails_at
             return web.json_response({"error": {"message": "it burns", "code": 500}}, status=500)
         response: web.StreamResponse = await handler(request)
         return response
