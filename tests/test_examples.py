@@ -12,7 +12,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SECONDS = 60.0
-"""Of processor time, the imports included."""
+"""Seconds of processor time, the imports included."""
 
 
 def run(script: Path, place: Path) -> str:

@@ -94,6 +94,13 @@ def test_a_trajectory_that_is_not_json_is_kept_without_its_messages_and_says_so(
     assert files.num_incomplete == 2
 
 
+def test_names_that_are_numbers_are_written_as_texts(tmp_path: Path):
+    numbered = FULL.replace(reward_parts={1: 0.5}, turns=[SECOND.replace(agent=2)])
+    FateFolder(tmp_path).write(1, [Fate.of_dropped(numbered, "stale")])
+    ((_, fate),) = read_fates(tmp_path)
+    assert fate.trajectory.reward_parts == {"1": 0.5} and fate.trajectory.turns[0].agent == "2"
+
+
 def test_the_figures_are_read_without_tokens(tmp_path: Path):
     files = FateFolder(tmp_path)
     files.write(1, [FATE])

@@ -13,13 +13,13 @@ def _field(name: str, kind: pa.DataType, about: str) -> pa.Field:
     return pa.field(name, kind, metadata={"description": about})
 
 
-_NAME = pa.dictionary(pa.int32(), pa.string())
+NAME = pa.dictionary(pa.int32(), pa.string())
 """A text that many rows share."""
 _NUMBERS = pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))
 """Numbers by name."""
 
 TURN = pa.struct([
-    _field("fate", _NAME, "what became of its completion: trained, or the reason why it was dropped"),
+    _field("fate", NAME, "what became of its completion: trained, or the reason why it was dropped"),
     _field("prompt_of_turn", pa.int32(), "the earlier turn whose context, prompt and completion, begins the prompt"),
     _field("prompt_shared", pa.int32(), "how many ids of that context do"),
     _field("prompt_new_ids", pa.list_(pa.int32()), "the prompt's ids after them"),
@@ -31,11 +31,11 @@ TURN = pa.struct([
     _field("routed_experts", pa.binary(), "the experts that computed its tokens, a file of numpy; null = not recorded"),
     _field("advantage", pa.float64(), "of its tokens; null = the trajectory's"),
     _field("reward", pa.float64(), "its own reward; null = it has none"),
-    _field("stop_reason", _NAME, "why the completion ended"),
+    _field("stop_reason", NAME, "why the completion ended"),
     _field("temperature", pa.float64(), "it was sampled at"),
-    _field("agent", _NAME, "which agent spoke"),
+    _field("agent", NAME, "which agent spoke"),
     _field("trained", pa.bool_(), "whether it was meant to be trained"),
-    _field("parse_status", _NAME, "ok, or the first thing that was wrong with its tool calls"),
+    _field("parse_status", NAME, "ok, or the first thing that was wrong with its tool calls"),
     _field("state_key", pa.string(), "names the environment state it acted in"),
     _field("tool_calls", pa.string(), "every attempted call, as JSON"),
     _field("seconds_queued", pa.float64(), "from the request to its first token processed; null = not measured"),
@@ -47,8 +47,8 @@ SCHEMA = pa.schema(
     [
         _field("step", pa.int32(), "the step that it was trained in, or dropped before"),
         _field("trajectory_id", pa.string(), "unique in the run"),
-        _field("run_id", _NAME, "the run, by the name of its folder"),
-        _field("env", _NAME, "its environment"),
+        _field("run_id", NAME, "the run, by the name of its folder"),
+        _field("env", NAME, "its environment"),
         _field("example_id", pa.string(), "the example it is about"),
         _field("group_id", pa.string(), "its group"),
         _field("sample_index", pa.int32(), "its place in the group"),
@@ -57,17 +57,17 @@ SCHEMA = pa.schema(
         _field("reward_parts", _NUMBERS, "the reward's named parts"),
         _field("agent_rewards", _NUMBERS, "what agents with rewards of their own earned, by agent"),
         _field("advantage", pa.float64(), "of its tokens, unless a turn has its own"),
-        _field("reason", _NAME, "why nothing of it is trained; null where single turns decide"),
-        _field("flags", pa.list_(_NAME), "the filters that flagged it"),
+        _field("reason", NAME, "why nothing of it is trained; null where single turns decide"),
+        _field("flags", pa.list_(NAME), "the filters that flagged it"),
         _field("error", pa.string(), "what went wrong; null = nothing"),
-        _field("stop_reason", _NAME, "why it ended"),
+        _field("stop_reason", NAME, "why it ended"),
         _field("truncated", pa.bool_(), "whether something was cut off"),
         _field("num_turns", pa.int32(), "turns"),
         _field("num_sampled_tokens", pa.int64(), "tokens that the sampler produced"),
         _field("num_trained_tokens", pa.int64(), "tokens that are trained"),
         _field("num_breaks", pa.int32(), "turns whose prompt does not extend the turn before"),
         _field("num_unrecorded_tokens", pa.int64(), "sampled tokens that are in no turn"),
-        _field("unrecorded", _NAME, "their fate"),
+        _field("unrecorded", NAME, "their fate"),
         _field("num_unrecorded_turns", pa.int32(), "turns that a server answered without token ids"),
         _field("messages", pa.string(), "the main agent's conversation, as JSON"),
         _field("tools", pa.string(), "the tool schemas beside the messages, as JSON"),

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from verbatim.fates.schema import SCHEMA, TURN
+from verbatim.fates.schema import NAME, SCHEMA, TURN
 from verbatim.texts import error_text
 from verbatim.trajectories import Fate
 from verbatim.trajectories.record import TrajectoryRecord
@@ -43,7 +43,7 @@ def to_table(step: int, fates: Sequence[Fate]) -> pa.Table:
         "info": [text[2] for text in texts],
         **{
             column: [
-                [{"name": _text(name), "value": number} for name, number in getattr(record, column).items()]
+                [{"name": _text(str(name)), "value": number} for name, number in getattr(record, column).items()]
                 for record in records
             ]
             for column in _NUMBERS
@@ -119,6 +119,8 @@ def _seconds(turns: Sequence[Turn], part: str) -> Callable[[], list[float | None
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    if kind in (NAME, pa.string()):  # an environment may name a part of its reward, or an agent, by a number
+        values = [None if value is None else _text(str(value)) for value in values]
     if pa.types.is_dictionary(kind):
         return pa.array(values, kind.value_type).dictionary_encode().cast(kind)
     return pa.array(values, kind)
