@@ -85,7 +85,7 @@ class VllmDouble:
             "dtype": "float32", "quantization": None, "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm", "prefix_caching": True, "chunked_prefill": True, "speculative": False,
             "max_lora_rank": None, "adapts_head": False, "weight_transfer": "verbatim_files",
-            "returns_routed_experts": False,
+            "returns_routed_experts": False, "nccl": None,
             "unsupported_heads": None,
         }  # fmt: skip
         self.missing: set[str] = set()
