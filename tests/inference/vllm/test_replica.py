@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rollouts.waiting import until
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.vllm.facts import ServerFacts
 from verbatim.inference.vllm.metrics import read_metrics
 from verbatim.inference.vllm.replica import VllmReplica
 
@@ -440,3 +442,5 @@ def test_every_fault_of_the_double_is_one_of_the_faulty_engine_or_of_its_routes(
         assert str(found) != str(healthy), fault
 
 
+def test_the_double_says_every_fact_that_is_asked_of_a_server(tied: TinyModel):
+    assert {field.name for field in fields(ServerFacts)} <= set(VllmDouble(tied.published).facts)
