@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.monitors import MetricsLog, Monitor, Monitors
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
+from verbatim import Trajectory
+from verbatim.monitors import Alarm, MetricsLog, Monitor, Monitors, RunInfo
+from verbatim.monitors.base import METHODS, NO_DISTRIBUTIONS, Distributions, Metrics, fault_of, open_monitors
+from verbatim.trajectories import Fate
+
+ALARM = Alarm(name="entropy_collapse", step=3, state="raised", message="entropy is 0.1", cause="lr too high",
+              advice="lower trainer.optim.lr", evidence={"entropy": 0.1})  # fmt: skip
 
 
 class Recording:
@@ -82,3 +87,84 @@ def test_a_monitor_with_an_async_method_is_reported_not_left_unawaited(caplog, r
     assert monitors.num_failures == 1
     assert "Unawaited.on_step is async and has not run" in caplog.text
     assert not recwarn.list
+
+
+# ---- the methods
+
+
+class OnlyEvaluations:
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
+        self.seen.append((step, env))
+
+
+def test_a_monitor_may_leave_out_methods():
+    heard = OnlyEvaluations()
+    monitors = Monitors([heard])
+    monitors.on_start({"max_steps": 2})
+    monitors.on_step(1, {})
+    monitors.on_trajectories(1, [])
+    monitors.on_eval(1, "game", {})
+    monitors.on_alarm(ALARM)
+    monitors.on_end({"state": "finished"})
+    monitors.close()
+    assert (heard.seen, monitors.num_failures) == ([(1, "game")], 0)
+
+
+def test_every_method_is_called_with_what_it_is_told():
+    told: list[tuple[object, ...]] = []
+
+    def method(name: str):
+        return lambda self, *arguments: told.append((name, *arguments))
+
+    monitors = Monitors([type("All", (), {name: method(name) for name in METHODS})()])
+    fates = [Fate(trajectory=Trajectory(example_id="x"), turns=())]
+    monitors.on_start({"seed": 1})
+    monitors.on_step(1, {"x": 1.0}, {"d": [2.0]})
+    monitors.on_trajectories(1, fates)
+    monitors.on_eval(1, "game", {"y": 2.0})
+    monitors.on_alarm(ALARM)
+    monitors.on_end({"state": "failed"})
+    monitors.close()
+    assert told == [
+        ("on_start", {"seed": 1}), ("on_step", 1, {"x": 1.0}, {"d": [2.0]}), ("on_trajectories", 1, fates),
+        ("on_eval", 1, "game", {"y": 2.0}), ("on_alarm", ALARM), ("on_end", {"state": "failed"}), ("close",),
+    ]  # fmt: skip
+
+
+def made_of(**attributes: object) -> object:
+    return type("Mine", (), attributes)()
+
+
+async def unawaited(self, *arguments: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("monitor", "fault"),
+    [
+        (made_of(on_stepp=print), "has a method on_stepp, which is never called; expected some of on_start, on_step, "
+                                  "on_trajectories, on_eval, on_alarm, on_end, close"),
+        (made_of(on_step=print, on_train_end=print), "has a method on_train_end, which is never called"),
+        (made_of(), "has no method of a monitor; expected some of on_start"),
+        (print, "has no method of a monitor"),
+        (made_of(on_step=print, close=7), "has close = 7; expected a method"),
+        (made_of(on_end=unawaited), "has an async method; expected plain functions"),
+    ],
+)  # fmt: skip
+def test_what_would_hear_nothing_is_no_monitor(monitor: object, fault: str):
+    assert str(fault_of(monitor)).startswith(fault)
+
+
+def test_one_method_makes_a_monitor():
+    assert [fault_of(made_of(**{name: print})) for name in METHODS] == [None] * 7
+
+
+def test_what_a_component_gives_is_refused_if_it_is_no_monitor(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    about = RunInfo(name="x", folder=tmp_path, config={})
+    good = Recording()
+    components = {"typo": lambda run: made_of(on_stop=print), "good": lambda run: good}
+    assert open_monitors(components, about) == [good]
+    assert "monitor typo could not be started" in caplog.text
+    assert "Mine has a method on_stop, which is never called; expected some of" in caplog.text

@@ -284,7 +284,7 @@ def test_what_train_cannot_use_is_refused_with_what_to_type(place, model, argume
 
 @pytest.mark.parametrize("monitor", [print, Heard, object()])
 def test_what_is_no_monitor_is_refused(place, monitor):
-    with pytest.raises(ComponentError, match=r"monitors\[0\] is .*; expected an object with on_step"):
+    with pytest.raises(ComponentError, match=r"monitors\[0\] is .*; expected .*some of .*on_start, on_step"):
         verbatim.run("run.toml", monitors=[monitor])
 
 
@@ -298,7 +298,7 @@ class Unawaited(Monitor):
     [
         (None, "monitors: found None .* expected a list"),
         (Heard(), r"expected a list: monitors=\[my_monitor\]"),
-        ([Unawaited()], r"monitors\[0\] is .* with an async method; expected plain functions"),
+        ([Unawaited()], r"monitors\[0\] is .*, which has an async method; expected plain functions"),
     ],
 )
 def test_monitors_that_would_hear_nothing_are_refused(place, monitors, expected):

@@ -17,6 +17,7 @@ from verbatim.config import load_config
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.fates.files import files_in
 from verbatim.fates.retention import Retention
+from verbatim.monitors import Alarm, read_alarms
 from verbatim.monitors.jsonl import measure, read_jsonl
 from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
 from verbatim.orchestrator.evaluate import Evaluation
@@ -190,7 +191,8 @@ def test_a_log_that_cannot_be_synced_costs_no_checkpoint(four_steps: RunFolder, 
     monkeypatch.setattr(log._writers["metrics.jsonl"], "sync", refuse)
     train(log, 4)
     save(log, 4)
-    assert sorted(CheckpointStore(four_steps.checkpoints, read_only=True).logs(4)) == ["trajectories"]
+    kept = CheckpointStore(four_steps.checkpoints, read_only=True).logs(4)
+    assert sorted(kept) == ["alarms.jsonl", "trajectories"]
     assert "metrics.jsonl could not be written to the disk: Input/output error" in caplog.text
 
 
@@ -240,3 +242,145 @@ def test_a_run_of_an_earlier_version_goes_on_without_the_episodes_that_it_did_no
     log.close()
     assert caplog.records == []
     assert [step for step, _ in read_trajectories(four_steps.eval_trajectories)] == [4, 4]
+
+
+# ---- monitors and alarms
+
+
+class Heard:
+    """Notes every call, without the console's."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.summary: dict = {}
+
+    def on_start(self, config):
+        self.calls.append(("start", config))
+
+    def on_step(self, step, metrics, distributions):
+        self.calls.append(("step", step))
+
+    def on_trajectories(self, step, fates):
+        self.calls.append(("trajectories", step, [fate.trajectory.trajectory_id for fate in fates]))
+
+    def on_eval(self, step, env, metrics):
+        self.calls.append(("eval", step, env))
+
+    def on_alarm(self, alarm):
+        self.calls.append(("alarm", alarm.name, alarm.step, alarm.state))
+
+    def on_end(self, summary):
+        self.calls.append(("end", summary["state"], summary["steps"]))
+        self.summary = summary
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+class EverySecondStep:
+    """Raises an alarm at even steps, and at every evaluation of step 0."""
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+
+    def on_step(self, step, metrics, fates):
+        self.num_seen += len(fates)
+        if step % 2 == 0:
+            yield Alarm(name="even", step=step, state="raised", message=f"{self.num_seen} seen", cause="", advice="")
+
+    def on_eval(self, step, env, metrics):
+        return [Alarm(name="evaluated", step=step, state="raised", message="", cause="", advice="", env=env)]
+
+    def state_dict(self):
+        return {"num_seen": self.num_seen}
+
+    def load_state_dict(self, state):
+        self.num_seen = state["num_seen"]
+
+
+def watched(folder: RunFolder, first_step: int, detector: object, heard: Heard) -> RunLog:
+    return RunLog(
+        folder, title="x", max_steps=9, first_step=first_step, trajectories=None, monitors=[heard], detector=detector,
+        store=CheckpointStore(folder.checkpoints), environments={}, earlier_seconds=5.0, started=time.monotonic(),
+    )  # fmt: skip
+
+
+def test_monitors_hear_of_a_step_its_trajectories_its_alarms_and_the_end_in_this_order(folder: RunFolder):
+    heard = Heard()
+    log = watched(folder, 0, EverySecondStep(), heard)
+    log.start({"max_steps": 9})
+    evaluate(log, 0)
+    train(log, 1)
+    train(log, 2)
+    log.close("finished")
+    assert heard.calls == [
+        ("start", {"max_steps": 9}),
+        ("eval", 0, "game"), ("alarm", "evaluated", 0, "raised"),
+        ("step", 1), ("trajectories", 1, ["1-0", "1-1"]),
+        ("step", 2), ("trajectories", 2, ["2-0", "2-1"]), ("alarm", "even", 2, "raised"),
+        ("end", "finished", 2), ("close",),
+    ]  # fmt: skip
+    assert [(alarm.name, alarm.step, alarm.message, alarm.env) for alarm in read_alarms(folder.alarms)] == [
+        ("evaluated", 0, "", "game"), ("even", 2, "4 seen", None)
+    ]
+
+
+def test_the_last_summary_has_the_last_metrics_the_evaluations_and_the_ledger(folder: RunFolder):
+    heard = Heard()
+    log = watched(folder, 0, None, heard)
+    evaluate(log, 0)
+    for step in (1, 2):
+        log.on_step(step, {"loss": step / 2, "ledger/sampled": 10 * step, "ledger/trained": 8 * step}, [])
+    log.close("failed")
+    summary = heard.summary
+    assert 5.0 <= summary.pop("seconds") < 60
+    results = summary.pop("results")
+    assert (results["steps"], results["success_before_rl"], results["trained_tokens"]) == (2, 1.0, 16)
+    assert summary == {
+        "state": "failed", "steps": 2, "metrics": {"loss": 1.0, "ledger/sampled": 20, "ledger/trained": 16},
+        "evals": {"game": {"success": 1.0, "episodes": 2, "failed": 0}}, "ledger": {"sampled": 20, "trained": 16},
+    }  # fmt: skip
+
+
+def test_alarms_go_back_to_the_checkpoint_and_the_detector_goes_on_from_its_state(folder: RunFolder):
+    log = watched(folder, 0, EverySecondStep(), Heard())
+    for step in (1, 2, 3, 4):
+        train(log, step)
+        if step == 3:
+            save(log, step)
+    log.close("stopped")
+    assert [alarm.step for alarm in read_alarms(folder.alarms)] == [2, 4]
+    detector = EverySecondStep()
+    detector.load_state_dict(read_json(folder.checkpoints / "step_000003" / "orchestrator.json")["alarms"])
+    log = watched(folder, 3, detector, Heard())
+    train(log, 4)
+    log.close("finished")
+    assert [(alarm.step, alarm.message) for alarm in read_alarms(folder.alarms)] == [(2, "4 seen"), (4, "8 seen")]
+
+
+def test_a_detector_that_fails_is_told_once_and_costs_nothing_else(folder: RunFolder, caplog):
+    class Failing(EverySecondStep):
+        def on_step(self, step, metrics, fates):
+            yield Alarm(name="first", step=step, state="raised", message="", cause="", advice="")
+            raise ZeroDivisionError("no steps")
+
+    heard = Heard()
+    log = watched(folder, 0, Failing(), heard)
+    train(log, 1)
+    train(log, 2)
+    save(log, 2)
+    log.close("finished")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == [
+        "alarms: Failing failed; the run goes on without alarms"
+    ]
+    assert steps_of(folder)[0] == [1, 2]
+    assert read_alarms(folder.alarms) == []
+
+
+def test_a_metrics_log_that_cannot_be_read_costs_the_last_summary_its_figures(folder: RunFolder, caplog):
+    heard = Heard()
+    log = watched(folder, 0, None, heard)
+    folder.metrics.write_text("nonsense\n")
+    log.close("stopped")
+    assert (heard.summary["state"], heard.summary["steps"], heard.summary["results"]) == ("stopped", 0, {})
+    assert "the summary for the monitors leaves out what it cannot read" in caplog.text

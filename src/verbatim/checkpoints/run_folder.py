@@ -3,7 +3,7 @@
 ```
 runs/guess_number/latest -> 20260131-142501
 runs/guess_number/20260131-142501/
-    config.toml  metrics.jsonl  eval_trajectories.jsonl  learning_curve.png
+    config.toml  metrics.jsonl  alarms.jsonl  eval_trajectories.jsonl  learning_curve.png
     trajectories/  checkpoints/  weights/  exchange/  logs/    and at the end: summary.json  summary.txt  final/
 ```
 """
@@ -42,7 +42,7 @@ ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 _LEFT = {
     ORCHESTRATOR: (
         ".trainer_state", "states", ".final.partial", ".summary.json.tmp", ".learning_curve.png.tmp",
-        ".metrics.jsonl.tmp", ".trajectories.jsonl.tmp", ".eval_trajectories.jsonl.tmp",
+        ".metrics.jsonl.tmp", ".alarms.jsonl.tmp", ".trajectories.jsonl.tmp", ".eval_trajectories.jsonl.tmp",
     ),
     TRAINER: (".model.partial", ".warm_start.partial"),
 }  # fmt: skip
@@ -64,6 +64,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         """Folder of a `CheckpointStore`."""
         self.metrics = path / "metrics.jsonl"
+        self.alarms = path / "alarms.jsonl"
+        """What went wrong on the way: one line for each alarm that was raised or cleared."""
         self.trajectories = path / "trajectories"
         """What was sampled and what became of it: a Parquet file for each step."""
         self.eval_trajectories = path / "eval_trajectories.jsonl"

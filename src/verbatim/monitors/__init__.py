@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from verbatim.monitors.alarm import Alarm, Detector
+from verbatim.monitors.alarm_log import AlarmLog, read_alarms
 from verbatim.monitors.base import Monitor, Monitors, RunInfo
 from verbatim.monitors.console import Console
 from verbatim.monitors.jsonl import JsonlWriter, read_jsonl
@@ -17,7 +19,10 @@ starts, a component gives a `Monitor`."""
 
 __all__ = [
     "MONITORS",
+    "Alarm",
+    "AlarmLog",
     "Console",
+    "Detector",
     "JsonlWriter",
     "LearningCurve",
     "MetricsLog",
@@ -25,6 +30,7 @@ __all__ = [
     "Monitors",
     "RunInfo",
     "TrajectoryLog",
+    "read_alarms",
     "read_jsonl",
     "read_trajectories",
 ]

@@ -12,7 +12,10 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from verbatim.config.secrets import without_secrets
+from verbatim.errors import UsageError
 from verbatim.machine_faults import describe, is_machine_fault
+from verbatim.monitors.alarm import Alarm
+from verbatim.trajectories import Fate
 
 logger = logging.getLogger(__name__)
 
@@ -25,19 +28,70 @@ NO_DISTRIBUTIONS: Distributions = MappingProxyType({})
 
 
 class Monitor(Protocol):
-    """Listens to a run. It never decides anything, and the run goes on without it."""
+    """Listens to a run. It never decides anything, and the run goes on without it.
+
+    A monitor has at least one of these methods and may leave out the others; a subclass inherits those that it does not
+    write. The methods are called one at a time, and the run waits for them.
+    """
+
+    # Each returns explicitly: mypy takes a method without a statement for an abstract one.
+
+    def on_start(self, config: Mapping[str, Any]) -> None:
+        """The run begins, or goes on: called before any other method, with the whole configuration as plain values,
+        without secrets."""
+        return
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """A step is done, the batch trained; the first is step 1."""
+        return
+
+    def on_trajectories(self, step: int, fates: Sequence[Fate]) -> None:
+        """Every trajectory whose fate was decided with this step, after `on_step`: those of its batch, and those that
+        were dropped before they came into one."""
+        return
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
         """The policy was evaluated on one environment after this step; 0 is before the first."""
+        return
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        """An alarm was raised or cleared, after the step or the evaluation that showed it."""
+        return
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """This process of the run ends: the summary of `verbatim.run.ending`, with `state` "finished", "stopped" or
+        "failed"."""
+        return
 
     def close(self) -> None:
-        """The run is over."""
+        """The last call: release what is held."""
+        return
 
 
-METHODS = ("on_step", "on_eval", "close")
+METHODS = ("on_start", "on_step", "on_trajectories", "on_eval", "on_alarm", "on_end", "close")
+
+
+def fault_of(monitor: object) -> str | None:
+    """Why this is no monitor, as one clause; None where it is one. A class is judged by what its instances have.
+
+    >>> class Typo:
+    ...     def on_stepp(self, step, metrics, distributions): ...
+    >>> fault_of(Typo())
+    'has a method on_stepp, which is never called; expected some of on_start, on_step, on_trajectories, on_eval, \
+on_alarm, on_end, close'
+    """
+    expected = f"expected some of {', '.join(METHODS)}"
+    unknown = [name for name in dir(monitor) if name.startswith("on_") and name not in METHODS]
+    if unknown:
+        return f"has a method {unknown[0]}, which is never called; {expected}"
+    if not any(callable(getattr(monitor, name, None)) for name in METHODS):
+        return f"has no method of a monitor; {expected}"
+    uncalled = next((name for name in METHODS if not callable(getattr(monitor, name, print))), None)
+    if uncalled is not None:
+        return f"has {uncalled} = {getattr(monitor, uncalled)!r}; expected a method"
+    if any(inspect.iscoroutinefunction(getattr(monitor, name, None)) for name in METHODS):
+        return "has an async method; expected plain functions: def on_step(self, ...)"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +112,15 @@ OpenMonitor = Callable[[RunInfo], Monitor]
 
 
 def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[Monitor]:
-    """Start them, by the name of their table. One that raises is reported, and the run goes on without it."""
+    """Start them, by the name of their table. One that raises, or gives no monitor, is reported, and the run goes on
+    without it."""
     monitors = []
     for name, component in components.items():
         try:
-            monitors.append(component(run))
+            monitor = component(run)
+            if (fault := fault_of(monitor)) is not None:
+                raise UsageError(f"{type(monitor).__name__} {fault}")
+            monitors.append(monitor)
         except Exception as error:  # noqa: BLE001  as below; without a traceback, which may quote a key
             logger.error("monitor %s could not be started, and the run goes on without it: %s: %s", name,
                          type(error).__name__, without_secrets(str(error)))  # fmt: skip
@@ -76,17 +134,31 @@ class Monitors:
         self.monitors = tuple(monitors)
         self.num_failures = 0
 
+    def on_start(self, config: Mapping[str, Any]) -> None:
+        self._tell("on_start", config)
+
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        for monitor in self.monitors:
-            self._guard(monitor, functools.partial(monitor.on_step, step, metrics, distributions))
+        self._tell("on_step", step, metrics, distributions)
+
+    def on_trajectories(self, step: int, fates: Sequence[Fate]) -> None:
+        self._tell("on_trajectories", step, fates)
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        for monitor in self.monitors:
-            self._guard(monitor, functools.partial(monitor.on_eval, step, env, metrics))
+        self._tell("on_eval", step, env, metrics)
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        self._tell("on_alarm", alarm)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        self._tell("on_end", summary)
 
     def close(self) -> None:
+        self._tell("close")
+
+    def _tell(self, method: str, *arguments: object) -> None:
         for monitor in self.monitors:
-            self._guard(monitor, monitor.close)
+            if (call := getattr(monitor, method, None)) is not None:
+                self._guard(monitor, functools.partial(call, *arguments))
 
     def _guard(self, monitor: Monitor, call: Callable[[], object]) -> None:
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import rich.console
 from rich.text import Text
 
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
+from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
 from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.plain_console import PlainConsole
 
@@ -34,7 +34,7 @@ SECONDS_BETWEEN = 5.0
 """On a terminal, a step that ends sooner after the last line is shown in the bar alone."""
 
 
-class Console:
+class Console(Monitor):
     """Prints steps and evaluations. On a terminal there is a bar with the time left, lines have as many columns as fit,
     and of quick steps not every one has a line. Elsewhere every step has a whole line.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from verbatim.errors import UsageError
 from verbatim.imports import is_installed
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
+from verbatim.monitors.base import Metrics, Monitor
 from verbatim.monitors.jsonl import read_jsonl
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,9 @@ def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapp
     temporary.replace(path)
 
 
-class LearningCurve:
-    """Draws the curve after every evaluation and at the end. Without matplotlib it says so once and draws nothing."""
+class LearningCurve(Monitor):
+    """Draws the curve after every evaluation and at the end: a drawing costs as much as a small step. Without
+    matplotlib it says so once and draws nothing."""
 
     def __init__(
         self, metrics_path: Path, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None
@@ -95,9 +96,6 @@ class LearningCurve:
         self.available = _has_matplotlib()
         if not self.available:
             logger.warning("no %s for this run: %s", path.name, INSTALL)
-
-    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        """Nothing: a drawing costs as much as a small step."""
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
         """Draw again, from the log: listed after the `MetricsLog`, this evaluation is in it."""

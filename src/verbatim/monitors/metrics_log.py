@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
+from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
 from verbatim.monitors.jsonl import JsonlWriter, LogMark
 
 
-class MetricsLog:
+class MetricsLog(Monitor):
     """`{"step": 3, "kind": "train", "time": 1767225600.5, "metrics": {...}}`, or `"kind": "eval"` with `"env"`.
 
     `time` is when the line was written, in seconds since 1970 (UTC). `mark` is as for `JsonlWriter`.

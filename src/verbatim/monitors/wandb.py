@@ -27,7 +27,7 @@ from verbatim.config.secrets import without_secrets
 from verbatim.disk import write_file
 from verbatim.errors import UsageError
 from verbatim.imports import is_installed
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, RunInfo
+from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Wandb:
         return WandbMonitor(self, run)
 
 
-class WandbMonitor:
+class WandbMonitor(Monitor):
     """One record. Its methods return at once, but for `close`, which waits for the upload until its deadline."""
 
     def __init__(self, settings: Wandb, run: RunInfo) -> None:

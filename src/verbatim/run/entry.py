@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import os
 import threading
@@ -16,7 +15,7 @@ from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.config import load_config, make_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import ComponentError, ConfigError, NothingTrained, RunStopped, UsageError
-from verbatim.monitors.base import METHODS, Monitor
+from verbatim.monitors.base import METHODS, Monitor, fault_of
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_in_program
 from verbatim.run.execute import execute
@@ -52,7 +51,7 @@ def run(
         config: A TOML file, or the same tables in Python: `{"model": {"name": "..."}, "orchestrator": {...}}`.
         resume: Continue a run: True for the latest of this name, or a run folder.
         environments: What further ids of environments stand for: classes, functions or instances.
-        monitors: Listeners, with the methods of `verbatim.monitors.Monitor`.
+        monitors: Listeners, with some of the methods of `verbatim.monitors.Monitor`.
         quiet: Print no progress. Warnings are still logged.
         settings: Tables and keys that replace those of `config`: `max_steps=20, trainer={"optim": {"lr": 1e-4}}`.
 
@@ -204,13 +203,9 @@ def _check_arguments(resume: object, environments: object, monitors: Sequence[Mo
         raise ComponentError(f"{caller}(): monitors: found {shown(monitors, 80)} ({type(monitors).__name__}), "
                              "expected a list: monitors=[my_monitor]")  # fmt: skip
     for number, monitor in enumerate(monitors):
-        missing = [name for name in METHODS if not callable(getattr(monitor, name, None))]
-        if missing or isinstance(monitor, type):
-            raise ComponentError(
-                f"{caller}(): monitors[{number}] is {shown(monitor, 80)}; expected an object with on_step(step, "
-                "metrics, distributions), on_eval(step, env, metrics) and close(); a subclass of "
-                "verbatim.monitors.Monitor inherits those that it does not write"
-            )
-        if any(inspect.iscoroutinefunction(getattr(monitor, name)) for name in METHODS):
-            raise ComponentError(f"{caller}(): monitors[{number}] is {shown(monitor, 80)}, with an async "
-                                 "method; expected plain functions: def on_step(self, ...)")  # fmt: skip
+        where = f"{caller}(): monitors[{number}] is {shown(monitor, 80)}"
+        if isinstance(monitor, type):
+            raise ComponentError(f"{where}, a class; expected an object with some of the methods {', '.join(METHODS)}: "
+                                 f"monitors=[{monitor.__name__}()]")  # fmt: skip
+        if (fault := fault_of(monitor)) is not None:
+            raise ComponentError(f"{where}, which {fault}")

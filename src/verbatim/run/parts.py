@@ -14,7 +14,7 @@ from verbatim.curriculum import ExampleSchedule, PoolRules
 from verbatim.environments.resolve import examples_of
 from verbatim.errors import ComponentError
 from verbatim.losses import Loss
-from verbatim.monitors.base import OpenMonitor
+from verbatim.monitors.base import METHODS, OpenMonitor, fault_of
 from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.staleness import capped_settings
@@ -37,13 +37,17 @@ def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
     """The monitors of [monitor], by the name of their table; none of them is started.
 
     Raises:
-        UsageError: a package that one of them needs is missing, or it refuses its knobs.
+        UsageError: a package that one of them needs is missing, it refuses its knobs, or its class has a method that
+            looks like a monitor's and is none.
     """
     table = component_tables().monitors
-    return {
-        key: resolve(component, table, what="monitor", where=f"monitor.{key}")
-        for key, component in config.monitor.components.items()
-    }
+    made: dict[str, OpenMonitor] = {}
+    for key, component in config.monitor.components.items():
+        made[key] = resolve(component, table, what="monitor", where=f"monitor.{key}")
+        kind = getattr(made[key], "func", None)
+        if isinstance(kind, type) and any(hasattr(kind, name) for name in METHODS) and (fault := fault_of(kind)):
+            raise ComponentError(f"[monitor.{key}]: {kind.__qualname__} {fault}")
+    return made
 
 
 def make_rules(config: RunConfig, environments: Environments) -> dict[str, GroupRules]:

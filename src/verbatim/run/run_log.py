@@ -1,4 +1,4 @@
-"""Writes everything a run logs: metrics, trajectories, the console, checkpoints, the summary."""
+"""Writes everything a run logs: metrics, trajectories, alarms, the console, checkpoints, the summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from verbatim.checkpoints import CONFIG, CheckpointStore, RunFolder, write_json,
 from verbatim.environments.base import Environment
 from verbatim.errors import CheckpointError, RunStopped
 from verbatim.fates.retention import Retention
+from verbatim.monitors.alarm import Alarm, Detector
+from verbatim.monitors.alarm_log import AlarmLog, is_alarm
 from verbatim.monitors.base import Monitor, Monitors
 from verbatim.monitors.console import Console
 from verbatim.monitors.jsonl import JsonlWriter, LogMark
@@ -28,6 +30,7 @@ from verbatim.monitors.restore import restore
 from verbatim.monitors.trajectory_log import TRAJECTORIES, TrajectoryLog, is_trajectory
 from verbatim.orchestrator.assemble import rollout_distributions
 from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.run.ending import RunState, ending
 from verbatim.run.fate_log import FateLog
 from verbatim.run.summary import best_constants, summary_of
 from verbatim.texts import error_text
@@ -37,6 +40,9 @@ from verbatim.trajectory_json import NOT_WRITTEN
 from verbatim.transport import TrainerLink
 
 logger = logging.getLogger(__name__)
+
+ALARMS = "alarms"
+"""The key of a checkpoint's state that holds what the detector remembers."""
 
 
 class RunLog:
@@ -48,7 +54,8 @@ class RunLog:
         first_step: Steps that an earlier process did; what that process logged beyond them is dropped. What is
             missing or damaged in its logs is told, and the run goes on without it.
         trajectories: How many trajectories are kept, those of evaluations in a log of their own; None = none.
-        monitors: Those that listen beside the console, the metrics log and the learning curve.
+        monitors: Those that listen beside the console, the logs and the learning curve.
+        detector: What raises alarms; what a checkpoint holds of it is loaded already.
         environments: Those that are evaluated, by label; with none there is no log of evaluated trajectories.
         earlier_seconds: What earlier processes of this run took.
         started: `time.monotonic()` when this process began.
@@ -64,6 +71,7 @@ class RunLog:
         trajectories: Retention | None,
         console: rich.console.Console | None = None,
         monitors: Sequence[Monitor] = (),
+        detector: Detector | None = None,
         store: CheckpointStore,
         environments: Mapping[str, Environment],
         earlier_seconds: float,
@@ -74,8 +82,10 @@ class RunLog:
         self._earlier_seconds = earlier_seconds
         self._started = started
         self._best_constant = best_constants(environments)
+        self._detector = detector
         metrics = MetricsLog(folder.metrics, mark=self._go_back(folder.metrics, first_step, is_metrics))
-        self._writers: dict[str, JsonlWriter] = {folder.metrics.name: metrics.writer}
+        alarms = AlarmLog(folder.alarms, self._go_back(folder.alarms, first_step, is_alarm))
+        self._writers: dict[str, JsonlWriter] = {log.writer.path.name: log.writer for log in (metrics, alarms)}
         self._fates = FateLog(folder.trajectories, store=store, first_step=first_step, retention=trajectories)
         earlier = folder.trajectories.with_suffix(".jsonl")
         if earlier.is_file():  # of a run that an earlier version began
@@ -88,7 +98,7 @@ class RunLog:
         curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
         self._num_incomplete = 0
         shown = Console(max_steps, console=console, first_step=first_step)
-        self._monitors = Monitors([metrics, shown, curve, *monitors])
+        self._monitors = Monitors([metrics, alarms, shown, curve, *monitors])
 
     def _go_back(self, path: Path, step: int, is_record: Callable[[Any], bool]) -> LogMark:
         """Bring a log back to the checkpoint of this step; where it is damaged, say so, and not again next time."""
@@ -96,7 +106,7 @@ class RunLog:
         checkpoints = [number for number in self._store.steps() if number <= step]
         found = restore(path, step=step, mark=_mark(logs.get(path.name)), is_record=is_record,
                         checkpoints=checkpoints, every_step=path == self._folder.metrics,
-                        some_steps=path == self._folder.eval_trajectories)  # fmt: skip
+                        some_steps=path in (self._folder.eval_trajectories, self._folder.alarms))  # fmt: skip
         if found.fault is not None:
             logger.warning("%s", found.fault)
             for number, mark in found.earlier.items():
@@ -109,11 +119,30 @@ class RunLog:
         """Wall-clock time of the run so far, over all its processes."""
         return self._earlier_seconds + time.monotonic() - self._started
 
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Tell the monitors that the run begins; `config` has no secrets."""
+        self._monitors.on_start(config)
+
     def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> None:
         """The batch of this step was trained."""
         trajectories = [fate.trajectory for fate in fates]
         self._monitors.on_step(step, metrics, rollout_distributions(trajectories, step - 1))
+        self._monitors.on_trajectories(step, fates)
+        self._detect(lambda detector: detector.on_step(step, metrics, fates))
         self._fates.write(step, fates)
+
+    def _detect(self, look: Callable[[Detector], Iterable[Alarm]]) -> None:
+        """Tell the monitors of the alarms that the detector raises now."""
+        if self._detector is None:
+            return
+        try:
+            alarms = list(look(self._detector))
+        except Exception:  # as with monitors: it must not cost hours of training
+            logger.exception("alarms: %s failed; the run goes on without alarms", type(self._detector).__name__)
+            self._detector = None
+            return
+        for alarm in alarms:
+            self._monitors.on_alarm(alarm)
 
     def _write(self, log: TrajectoryLog, step: int, trajectory: TrajectoryRecord) -> None:
         """One record; where its messages or its info are not JSON, the rest of it."""
@@ -131,6 +160,7 @@ class RunLog:
         """The policy after this step was evaluated; 0 is before the first."""
         metrics = {**evaluation.metrics, "episodes": evaluation.num_episodes, "failed": evaluation.num_failed}
         self._monitors.on_eval(step, evaluation.env, metrics)
+        self._detect(lambda detector: detector.on_eval(step, evaluation.env, metrics))
         if self._eval_log is None:
             return
         try:
@@ -159,7 +189,8 @@ class RunLog:
             except (RunStopped, OSError) as error:
                 shutil.rmtree(trainer_state, ignore_errors=True)
                 raise self._store.refused(step, error) from error
-        await asyncio.to_thread(self._seal, step, {**state, "seconds": self.seconds}, trainer_state)
+        alarms = {} if self._detector is None else {ALARMS: self._detector.state_dict()}
+        await asyncio.to_thread(self._seal, step, {**state, "seconds": self.seconds, **alarms}, trainer_state)
 
     def _seal(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
         try:
@@ -184,8 +215,9 @@ class RunLog:
         with _told(self._writers.pop(log.writer.path.name)):
             log.close()
 
-    def close(self) -> None:
-        """Close files, draw the curve."""
+    def close(self, state: RunState = "stopped") -> None:
+        """Tell the monitors how this process of the run ended, close files, draw the curve."""
+        self._monitors.on_end(ending(self._folder.metrics, self._best_constant, state=state, seconds=self.seconds))
         self._monitors.close()
         if self._eval_log is not None:
             self._close(self._eval_log)

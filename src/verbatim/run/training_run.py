@@ -26,6 +26,7 @@ from verbatim.orchestrator.sending_trainer import SendingTrainer
 from verbatim.rollouts import EpisodeTally, RolloutSetup
 from verbatim.rollouts.main_loop import Ask
 from verbatim.run.check import find_routing
+from verbatim.run.ending import RunState
 from verbatim.run.environments import Environments
 from verbatim.run.parts import make_dispatcher, make_logprob_models, make_rules, make_schedule
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
@@ -130,9 +131,18 @@ class TrainingRun:
             earlier_seconds=state.get("seconds", 0.0),
             started=self.started,
         )
-        async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self._log.close)
-            return await self._open_rollouts(side, state, stack)
+        ended: RunState = "failed"
+        try:
+            await asyncio.to_thread(self._log.start, about.config)
+            async with contextlib.AsyncExitStack() as stack:
+                finished = await self._open_rollouts(side, state, stack)
+            ended = "finished" if finished else "stopped"
+            return finished
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            ended = "stopped"
+            raise
+        finally:
+            self._log.close(ended)
 
     async def _open_rollouts(self, side: TrainerSide, state: dict[str, Any], stack: contextlib.AsyncExitStack) -> bool:
         from verbatim.models.loading import load_tokenizer

@@ -1,0 +1,53 @@
+"""Defines an alarm, and what raises alarms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from verbatim.trajectories import Fate
+
+State = Literal["raised", "cleared"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """Something is wrong with a run, or no longer wrong."""
+
+    name: str
+    """Of the kind, such as `entropy_collapse`."""
+    step: int
+    """Steps done when it was noticed; 0 is before the first."""
+    state: State
+    """"cleared": what was raised under this name, for this environment, is over."""
+    message: str
+    """One sentence: what is seen, with its numbers."""
+    cause: str
+    """What most often causes it."""
+    advice: str
+    """The key to change, and to what: `lower trainer.optim.lr (now 3e-4)`."""
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that show it, by name."""
+    env: str | None = None
+    """The environment that it is about; None = the run."""
+    trajectory_ids: tuple[str, ...] = ()
+    """Trajectories that show it."""
+
+
+class Detector(Protocol):
+    """Raises alarms. The run calls it after each step and each evaluation, on the thread and in the order of the
+    monitors, and passes what it returns to their `on_alarm`. One that raises an exception is reported, and the run goes
+    on without it."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> Iterable[Alarm]:
+        """What this step shows. Metrics and fates are those of `Monitor.on_step` and `Monitor.on_trajectories`."""
+
+    def on_eval(self, step: int, env: str, metrics: Mapping[str, float]) -> Iterable[Alarm]:
+        """What this evaluation shows; metrics are those of `Monitor.on_eval`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on watching, as plain JSON values: stored in each checkpoint."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`. Not called for a checkpoint that has none."""

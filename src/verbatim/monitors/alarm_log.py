@@ -1,0 +1,59 @@
+"""Writes and reads the alarms of a run as JSON lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from verbatim.monitors.alarm import Alarm
+from verbatim.monitors.base import Monitor
+from verbatim.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
+
+_FIELDS = tuple(f.name for f in fields(Alarm))
+
+
+class AlarmLog(Monitor):
+    """One object for each alarm, with its fields. `mark` is as for `JsonlWriter`."""
+
+    def __init__(self, path: Path, mark: LogMark | None = None) -> None:
+        self.writer = JsonlWriter(path, mark)
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        self.writer.write({name: getattr(alarm, name) for name in _FIELDS})
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def alarm_from_json(record: Mapping[str, Any]) -> Alarm:
+    """The alarm of one line of `alarms.jsonl`; fields of later versions are left out.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    known = {name: record[name] for name in _FIELDS if name in record}
+    if known.get("state") not in ("raised", "cleared"):
+        raise ValueError(f'state: found {known.get("state")!r}, expected "raised" or "cleared"')
+    known["evidence"] = {name: float(value) for name, value in known.get("evidence", {}).items()}
+    known["trajectory_ids"] = tuple(known.get("trajectory_ids", ()))
+    return Alarm(**known)
+
+
+def read_alarms(path: Path) -> list[Alarm]:
+    """The alarms of an `alarms.jsonl`, in order; empty where there is no such file.
+
+    Raises:
+        UsageError: a line that is no JSON object.
+        TypeError, ValueError: one that is no alarm.
+    """
+    return [alarm_from_json(record) for record in read_jsonl(path)] if path.is_file() else []
+
+
+def is_alarm(record: Any) -> bool:
+    """Whether a value is a line that `AlarmLog` writes."""
+    try:
+        return type(alarm_from_json(record).step) is int
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return False

@@ -1,0 +1,54 @@
+"""Says how a run stands when its process ends: what the monitors are told last, read from the metrics log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from verbatim.errors import UsageError
+from verbatim.monitors.jsonl import read_jsonl
+from verbatim.run.summary import summary_of
+
+logger = logging.getLogger(__name__)
+
+RunState = Literal["finished", "stopped", "failed"]
+"""All steps were taken; it was asked to end before; or an error ended it."""
+
+_LEDGER = "ledger/"
+
+
+def ending(
+    metrics_path: Path, best_constant: Mapping[str, float], *, state: RunState, seconds: float
+) -> dict[str, Any]:  # fmt: skip
+    """What `Monitor.on_end` is told, as plain values.
+
+    Args:
+        metrics_path: The run's metrics log. Where it cannot be read, that is logged, and its figures are left out.
+        best_constant: As for `summary_of`.
+        state: How the process ended.
+        seconds: Wall-clock time of the run, over all its processes.
+
+    Returns:
+        `state`; `steps` done; `seconds`; `metrics` of the last step; `evals`, the metrics of the last evaluation by
+        environment; `ledger`, the tokens of the run by what became of them; `results`, the figures of `summary.json`.
+    """
+    metrics: Mapping[str, Any] = {}
+    evals: dict[str, Mapping[str, Any]] = {}
+    results: Mapping[str, Any] = {}
+    steps = 0
+    try:
+        for record in read_jsonl(metrics_path):
+            if record["kind"] == "eval":
+                evals[record["env"]] = record["metrics"]
+            else:
+                steps, metrics = record["step"], record["metrics"]
+        results = summary_of(metrics_path, best_constant)
+    except (UsageError, OSError) as error:
+        logger.error("the summary for the monitors leaves out what it cannot read: %s", error)
+    ledger = {name.removeprefix(_LEDGER): value for name, value in metrics.items() if name.startswith(_LEDGER)}
+    return {
+        "state": state, "steps": steps, "seconds": round(seconds, 1), "metrics": metrics, "evals": evals,
+        "ledger": ledger, "results": results,
+    }  # fmt: skip

@@ -1,0 +1,65 @@
+"""An alarm that is read back is the one that was written."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from verbatim.errors import UsageError
+from verbatim.monitors import Alarm, AlarmLog, read_alarms
+from verbatim.monitors.alarm_log import is_alarm
+
+RAISED = Alarm(
+    name="reward_hacking", step=12, state="raised", message="the reward rises, and lengths too", cause="a weak grader",
+    advice="read trajectory a", evidence={"completion_tokens": 512.0, "mismatch_kl": math.inf}, env="game",
+    trajectory_ids=("a", "b"),
+)  # fmt: skip
+CLEARED = Alarm(name="reward_hacking", step=20, state="cleared", message="lengths fell", cause="", advice="")
+
+
+def test_alarms_are_one_line_each_with_their_fields(tmp_path: Path):
+    path = tmp_path / "alarms.jsonl"
+    log = AlarmLog(path)
+    log.on_alarm(RAISED)
+    log.on_alarm(CLEARED)
+    log.close()
+    assert json.loads(path.read_text().splitlines()[0]) == {
+        "name": "reward_hacking", "step": 12, "state": "raised", "message": "the reward rises, and lengths too",
+        "cause": "a weak grader", "advice": "read trajectory a",
+        "evidence": {"completion_tokens": 512.0, "mismatch_kl": "Infinity"}, "env": "game",
+        "trajectory_ids": ["a", "b"],
+    }  # fmt: skip
+    assert read_alarms(path) == [RAISED, CLEARED]
+
+
+def test_a_run_without_alarms_has_none(tmp_path: Path):
+    assert read_alarms(tmp_path / "alarms.jsonl") == []
+
+
+def test_fields_of_a_later_version_are_left_out(tmp_path: Path):
+    path = tmp_path / "alarms.jsonl"
+    log = AlarmLog(path)
+    log.on_alarm(CLEARED)
+    log.close()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "severity": "high"}) + "\n")
+    assert read_alarms(path) == [CLEARED]
+
+
+@pytest.mark.parametrize("record", [
+    None, 3, [], {}, {"name": "x"},
+    {"name": "x", "step": "3", "state": "raised", "message": "", "cause": "", "advice": ""},
+    {"name": "x", "step": 3, "state": "up", "message": "", "cause": "", "advice": ""},
+    {"name": "x", "step": 3, "state": "raised", "message": "", "cause": "", "advice": "", "evidence": 7},
+])  # fmt: skip
+def test_another_record_is_no_alarm(record: object):
+    assert not is_alarm(record)
+
+
+def test_a_damaged_log_is_named(tmp_path: Path):
+    path = tmp_path / "alarms.jsonl"
+    path.write_text("nonsense\n")
+    with pytest.raises(UsageError, match=r"alarms.jsonl:1: expected a JSON object"):
+        read_alarms(path)
