@@ -1,0 +1,246 @@
+"""Reads the fields of chat requests: each is honoured, known to have no effect, or refused by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from verbatim.inference.base import MOST_STOP_IDS, SamplingParams
+from verbatim.inference.chat.protocol import UNENFORCEABLE, Options, RequestedSampling, ToolChoice
+from verbatim.inference.http.protocol import brief
+from verbatim.renderers.responses import MAX_DEPTH, is_shallow
+
+MOST_MESSAGES = 20_000
+"""Most messages, items or content parts of one list."""
+MOST_TOOLS = 1024
+MOST_STOPS = 16
+LONGEST_STOP = 256
+"""Characters of a stop string."""
+_LONGEST_NAME = 1024
+_LARGEST_FLOAT = 1.7e308
+_NOT_TEXT = "\ufffd"
+
+
+class BadField(ValueError):
+    """A field that is refused; the message says what was found and what was expected.
+
+    Args:
+        field: Its name; inside of objects dotted, in lists without the index: "messages.content".
+        message: One sentence, which names the field.
+        unknown: Whether no protocol of ours knows a field of this name.
+    """
+
+    def __init__(self, field: str, message: str, *, unknown: bool = False) -> None:
+        super().__init__(message)
+        self.field, self.unknown = field, unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """The fields that a protocol knows. Any other is refused, unless its value is null."""
+
+    honoured: Collection[str]
+    """Fields that are read."""
+    without_effect: Collection[str] = ()
+    """Fields that change neither the prompt nor the sampling: any value is accepted."""
+    neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Fields that are accepted only with these values, at which they ask for nothing; () = null only."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names in this protocol of fields in `UNENFORCEABLE`."""
+
+    def check(self, body: Mapping[str, Any], options: Options, where: str = "") -> tuple[str, ...]:
+        """Refuse what cannot be honoured.
+
+        Args:
+            body: The object; null values count as absent.
+            options: Names fields that are let pass.
+            where: Path of the object, for messages: "stream_options"; "" = the request itself.
+
+        Returns:
+            The fields that were let pass without effect.
+
+        Raises:
+            BadField: names the first field that is refused.
+        """
+        passed: list[str] = []
+        for name, value in body.items():
+            if value is None or name in self.honoured or name in self.without_effect:
+                continue
+            path = f"{where}.{name}"[:120] if where else name[:80]
+            if name not in self.neutral:
+                raise BadField(
+                    _path(path), f"{path} = {brief(value)} is not a field that this server knows", unknown=True
+                )
+            if any(type(value) is type(ok) and value == ok for ok in self.neutral[name]):
+                continue
+            if self.aliases.get(name, name) in options.unenforced & UNENFORCEABLE:
+                passed.append(name)
+                continue
+            accepted = self.neutral[name]
+            hint = f"; only {' or '.join(map(brief, accepted))} is accepted" if accepted else ""
+            raise BadField(_path(path), f"{path} = {brief(value)} cannot be honoured here{hint}")
+        return tuple(passed)
+
+
+def check_depth(body: Mapping[str, Any]) -> None:
+    """Refuse a body that is nested so deeply that later readers would overflow the stack."""
+    if not is_shallow(body):
+        raise BadField("", f"the request is nested deeper than {MAX_DEPTH} levels")
+
+
+def read_text(given: Mapping[str, Any], name: str, default: str = "", *, most: int | None = None) -> str:
+    """A text; `default` where it is missing or null."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, str) or (most is not None and len(value) > most):
+        size = "" if most is None else f" of at most {most} characters"
+        raise BadField(name, f"{name} = {brief(value)}; expected a text{size}")
+    return value
+
+
+def read_session(given: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    """The session in our own part of a body, or else in the header that vLLM's clients use."""
+    return read_text(given, "session", most=_LONGEST_NAME) or headers.get("x-session-id", "")[:_LONGEST_NAME]
+
+
+def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """True or false."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BadField(name, f"{name} = {brief(value)}; expected true or false")
+    return value
+
+
+def read_integer(given: Mapping[str, Any], name: str, *, least: int, most: int = 2**31 - 1) -> int | None:
+    """An integer; None where it is missing or null."""
+    value = given.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not least <= value <= most:
+        raise BadField(name, f"{name} = {brief(value)}; expected an integer from {least} to {most}")
+    return value
+
+
+def read_list(given: Mapping[str, Any], name: str, *, most: int) -> list[Any]:
+    """A list; empty where it is missing or null."""
+    value = given.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadField(name, f"{name}: expected a list, found {brief(value)}")
+    if len(value) > most:
+        raise BadField(name, f"{name}: {len(value)} entries; at most {most} are accepted")
+    return value
+
+
+def read_object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An object; empty where it is missing or null."""
+    value = given.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadField(name, f"{name}: expected an object, found {brief(value)}")
+    return value
+
+
+def read_sampling(given: Mapping[str, Any], *, max_tokens: Sequence[str], seed: int | None = None) -> RequestedSampling:
+    """The sampling parameters of a body.
+
+    Args:
+        given: The body; only fields of its protocol are left in it.
+        max_tokens: Names of the limit, the strongest first.
+        seed: Replaces that of the body.
+    """
+    limits = [read_integer(given, name, least=1) for name in max_tokens]
+    values: dict[str, Any] = {name: _read_number(given, name) for name in ("temperature", "top_p", "min_p")}
+    top_k = read_integer(given, "top_k", least=-1)
+    values["top_k"] = 0 if top_k == -1 else top_k  # "off" in vLLM
+    for name, value in values.items():
+        if value is not None:
+            try:
+                SamplingParams(**{name: value})
+            except ValueError as error:
+                raise BadField(name, str(error).removeprefix("sampling: ")) from None
+    stops = read_list(given, "stop_token_ids", most=MOST_STOP_IDS // 2)
+    if not all(type(i) is int and 0 <= i < 2**31 for i in stops):
+        raise BadField("stop_token_ids", f"stop_token_ids: expected token ids, found {brief(stops)}")
+    return RequestedSampling(
+        **values, max_tokens=next((limit for limit in limits if limit is not None), None),
+        seed=read_integer(given, "seed", least=-(2**63), most=2**63 - 1) if seed is None else seed,
+        stop_token_ids=tuple(stops), ignore_eos=read_flag(given, "ignore_eos"),
+    )  # fmt: skip
+
+
+def _read_number(given: Mapping[str, Any], name: str) -> float | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT or math.isnan(value):
+        raise BadField(name, f"{name} = {brief(value)}; expected a number")
+    return float(value)
+
+
+def read_stops(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Stop strings: one text or a list of texts; empty texts are left out."""
+    value = given.get(name)
+    stops = [value] if isinstance(value, str) else read_list(given, name, most=MOST_STOPS)
+    for stop in stops:
+        if not isinstance(stop, str) or len(stop) > LONGEST_STOP:
+            raise BadField(name, f"{name}: expected texts of at most {LONGEST_STOP} characters, found {brief(stop)}")
+        if _NOT_TEXT in stop or any("\ud800" <= c <= "\udfff" for c in stop):
+            raise BadField(name, f"{name}: {brief(stop)} holds a character that stands for bytes that are no text")
+    return tuple(dict.fromkeys(stop for stop in stops if stop))
+
+
+def check_tool_choice(choice: ToolChoice, name: str, tools: Sequence[Mapping[str, Any]], options: Options) -> None:
+    """Refuse a call that the request wants to force.
+
+    Only a mask over the vocabulary can force a call. It would change the distribution that tokens are sampled from,
+    and the trainer could not compute their logprobs again.
+    """
+    if choice not in ("required", "named"):
+        return
+    names = [tool["function"]["name"] for tool in tools]
+    if not names:
+        raise BadField("tool_choice", "tool_choice asks for a call of a tool, but the request has no tools")
+    if choice == "named" and name not in names:
+        raise BadField("tool_choice", f"tool_choice names {brief(name)}, which is not among the request's tools")
+    if "tool_choice" not in options.unenforced:
+        wanted = "a call of some tool" if choice == "required" else f"a call of {brief(name)}"
+        raise BadField("tool_choice", f"tool_choice asks for {wanted}, which cannot be forced here: tokens are sampled "
+                       'from the model\'s own distribution, without a grammar. Send "auto" or "none"')  # fmt: skip
+
+
+def as_tool_choice(value: object, accepted: Mapping[str, ToolChoice]) -> ToolChoice:
+    """The choice that one word stands for."""
+    if value is None:
+        return "auto"
+    if isinstance(value, str) and value in accepted:
+        return accepted[value]
+    raise BadField("tool_choice", f"tool_choice = {brief(value)}; expected one of {', '.join(accepted)}, or a "
+                   "function by its name")  # fmt: skip
+
+
+def object_of(value: object, where: str) -> dict[str, Any]:
+    """The value, which has to be an object."""
+    if not isinstance(value, dict):
+        raise BadField(_path(where), f"{where}: expected an object, found {brief(value)}")
+    return cast("dict[str, Any]", value)
+
+
+def text_of(value: object, where: str) -> str:
+    """The value, which has to be a text."""
+    if not isinstance(value, str):
+        raise BadField(_path(where), f"{where}: expected a text, found {brief(value)}")
+    return value
+
+
+def _path(where: str) -> str:
+    """The name of a field without the places in lists: "messages.content" of "messages[3].content"."""
+    return "".join(part.partition("]")[2] if k else part for k, part in enumerate(where.split("[")))

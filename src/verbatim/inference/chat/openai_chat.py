@@ -1,0 +1,188 @@
+"""Reads and answers OpenAI's chat completions, with what vLLM adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from verbatim.inference.chat.fields import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    BadField,
+    Fields,
+    as_tool_choice,
+    check_depth,
+    check_tool_choice,
+    object_of,
+    read_flag,
+    read_integer,
+    read_list,
+    read_object,
+    read_sampling,
+    read_session,
+    read_stops,
+    read_text,
+    text_of,
+)
+from verbatim.inference.chat.messages import call_of, function_tool, joined_text
+from verbatim.inference.chat.openai_chat_stream import OpenAIChatStream
+from verbatim.inference.chat.openai_form import choice_body, error_body, usage_of
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, ProtocolRefusal, Stamp, ToolChoice
+from verbatim.inference.http.protocol import OURS, brief
+from verbatim.types import Message
+
+FIELDS = Fields(
+    honoured={
+        "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p",
+        "max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "logprobs",
+        "stream", "stream_options", "return_token_ids", OURS,
+    },
+    without_effect={
+        "user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options", "cache_salt", "request_id", "priority", "skip_special_tokens",
+        "spaces_between_special_tokens", "cache_control",
+    },
+    neutral={
+        "response_format": ({"type": "text"},), "reasoning_effort": (), "verbosity": ("medium",),
+        "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "repetition_penalty": (1, 1.0),
+        "logit_bias": ({},), "top_logprobs": (0,), "store": (False,), "modalities": (["text"],), "audio": (),
+        "prediction": (), "web_search_options": (), "functions": ([],), "function_call": (), "moderation": (),
+        "best_of": (1,), "min_tokens": (0,), "bad_words": ([],), "prompt_logprobs": (), "echo": (False,),
+        "add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template_kwargs": ({},),
+        "include_stop_str_in_output": (False,), "include_reasoning": (True,),
+    },
+)  # fmt: skip
+"""What this server does with each field of a request."""
+_MESSAGE = Fields(
+    honoured={"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"},
+    without_effect={"id", "status", "annotations", "cache_control", "provider_specific_fields"},
+    neutral={"refusal": (), "audio": (), "function_call": ()},
+)
+_CALL = Fields(honoured={"id", "type", "function"},
+               without_effect={"index", "provider_specific_fields", "extra_content", "cache_control"})  # fmt: skip
+_STREAM_OPTIONS = Fields(honoured={"include_usage"}, without_effect={"include_obfuscation", "continuous_usage_stats"})
+_OURS = Fields(honoured={"session", "seed"})
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Roles of the protocol and what templates call them."""
+_CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
+_NO_OPTIONS = Options()
+
+
+@dataclass(frozen=True)
+class OpenAIChat:
+    """The chat completions of OpenAI: `POST /v1/chat/completions`."""
+
+    options: Options = field(default_factory=Options)
+    name: str = "openai_chat"
+
+    def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
+        """The request in a body.
+
+        Raises:
+            ProtocolRefusal: a field that is invalid, or that cannot be honoured.
+        """
+        try:
+            return self._read(body, headers)
+        except BadField as bad:
+            raise ProtocolRefusal(400, self.error(400, str(bad), bad.field), str(bad),
+                                  "other" if bad.unknown else bad.field) from None  # fmt: skip
+
+    def _read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
+        check_depth(body)
+        unenforced = FIELDS.check(body, self.options)
+        ours = read_object(body, OURS)
+        _OURS.check(ours, _NO_OPTIONS, OURS)
+        messages = read_list(body, "messages", most=MOST_MESSAGES)
+        if not messages:
+            raise BadField("messages", "messages: expected a list of at least one message, found "
+                           f"{brief(body.get('messages'))}")  # fmt: skip
+        given = read_list(body, "tools", most=MOST_TOOLS)
+        tools = tuple(_read_tool(tool, f"tools[{k}]") for k, tool in enumerate(given))
+        choice, name = _read_tool_choice(body.get("tool_choice"), tools)
+        check_tool_choice(choice, name, tools, self.options)
+        if choice in ("required", "named"):
+            unenforced += ("tool_choice",)
+        stream_options = read_object(body, "stream_options")
+        _STREAM_OPTIONS.check(stream_options, _NO_OPTIONS, "stream_options")
+        return ChatRequest(
+            protocol=self.name, model=read_text(body, "model"),
+            messages=tuple(_read_message(message, f"messages[{k}]") for k, message in enumerate(messages)),
+            tools=tools, tool_choice=choice, tool_name=name,
+            parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
+            sampling=read_sampling(body, max_tokens=("max_completion_tokens", "max_tokens"),
+                                   seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)),
+            stop=read_stops(body, "stop"), n=read_integer(body, "n", least=1, most=self.options.max_n) or 1,
+            stream=read_flag(body, "stream"), include_usage=read_flag(stream_options, "include_usage"),
+            include_logprobs=read_flag(body, "logprobs"), include_token_ids=read_flag(body, "return_token_ids"),
+            session=read_session(ours, headers), unenforced=unenforced,
+        )  # fmt: skip
+
+    def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
+        """The whole answer."""
+        answer: dict[str, Any] = {
+            "id": f"chatcmpl-{stamp.id}", "object": "chat.completion", "created": stamp.created, "model": stamp.model,
+            "choices": [choice_body(request, reply, index) for index, reply in enumerate(replies)],
+            "usage": usage_of(replies),
+        }  # fmt: skip
+        if request.include_token_ids and replies[0].prompt_ids is not None:
+            answer["prompt_token_ids"] = replies[0].prompt_ids.tolist()
+        if len(replies) == 1 and OURS in answer["choices"][0]:
+            answer[OURS] = answer["choices"][0].pop(OURS)
+        return answer
+
+    def stream(self, request: ChatRequest, stamp: Stamp) -> OpenAIChatStream:
+        """The writer of a streamed answer."""
+        return OpenAIChatStream(request, stamp)
+
+    def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
+        """The body of an error."""
+        return error_body(status, message, field, kind)
+
+
+def _read_message(value: object, where: str) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise BadField("messages", f"{where}: expected an object with a role, found {brief(value)}")
+    _MESSAGE.check(value, _NO_OPTIONS, where)
+    role = _ROLES.get(value["role"])
+    if role is None:
+        raise BadField("messages.role", f"{where}.role = {brief(value['role'])}; expected one of {', '.join(_ROLES)}")
+    message: dict[str, Any] = {"role": role, "content": joined_text(value.get("content"), f"{where}.content")}
+    if value.get("name") is not None:
+        message["name"] = text_of(value["name"], f"{where}.name")
+    if role == "assistant":
+        reasoning = value.get("reasoning_content")
+        reasoning = value.get("reasoning") if reasoning is None else reasoning
+        if reasoning is not None:
+            message["reasoning_content"] = text_of(reasoning, f"{where}.reasoning_content")
+        calls = read_list(value, "tool_calls", most=MOST_TOOLS) if value.get("tool_calls") is not None else []
+        if calls:
+            message["tool_calls"] = [_read_call(call, f"{where}.tool_calls") for call in calls]
+    if role == "tool" and value.get("tool_call_id") is not None:
+        message["tool_call_id"] = text_of(value["tool_call_id"], f"{where}.tool_call_id")
+    return cast(Message, message)
+
+
+def _read_call(value: object, where: str) -> Any:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadField("messages.tool_calls", f"{where}: expected calls of functions, found {brief(value)}")
+    _CALL.check(value, _NO_OPTIONS, where)
+    return call_of(function["name"], function.get("arguments"), value.get("id"), where)
+
+
+def _read_tool(value: Any, where: str) -> dict[str, Any]:
+    is_function = isinstance(value, dict) and value.get("type", "function") == "function"
+    if not is_function or not isinstance(value.get("function"), dict):
+        raise BadField("tools", f"tools: expected functions with a name, found {brief(value)}")
+    return function_tool(value["function"], where)
+
+
+def _read_tool_choice(value: object, tools: Sequence[Mapping[str, Any]]) -> tuple[ToolChoice, str]:
+    if not isinstance(value, dict):
+        return as_tool_choice(value, _CHOICES), ""
+    if value.get("type") == "function":
+        function = object_of(value.get("function"), "tool_choice.function")
+        return "named", text_of(function.get("name"), "tool_choice.function.name")
+    raise BadField("tool_choice", f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a "
+                   "function by its name")  # fmt: skip

@@ -1,0 +1,76 @@
+"""Finds stop strings in sampled ids. A completion ends with the token that completes one.
+
+The ids stay whole tokens: the one that completes a stop string is part of the completion, with its logprob, even where
+its text goes on. Only the text of the answer is cut, before the stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from verbatim.types import Int32
+
+Decode = Callable[[Int32], str]
+"""The text of ids. The text of a prefix is a prefix of the text, but for U+FFFD at its end."""
+_BYTES_OF_A_CHARACTER = 4
+_MARGIN = 8
+
+
+def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, str] | None:
+    """The first stop string in the text of a completion.
+
+    Returns:
+        The number of ids up to the one that completes it, and the string; of several that this id completes, the one
+        that begins first. None = the text holds none.
+
+    Example: the ids of "ab", "c;", "d" with the stops [";", "d"] give (2, ";").
+    """
+    if not stops or not len(ids) or _first(decode(ids), stops) is None:
+        return None
+    least, most = 1, len(ids)
+    while least < most:
+        middle = (least + most) // 2
+        if _first(decode(ids[:middle]), stops) is None:
+            least = middle + 1
+        else:
+            most = middle
+    found = _first(decode(ids[:least]), stops)
+    assert found is not None
+    return least, found
+
+
+def _first(text: str, stops: Sequence[str]) -> str | None:
+    places = [(place, number) for number, stop in enumerate(stops) if (place := text.find(stop)) >= 0]
+    return stops[min(places)[1]] if places else None
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of a text that may turn out to be the beginning of a stop string.
+
+    >>> held_back("one two\\nObs", ["\\nObservation:", "x"])
+    4
+    """
+    most = max((len(stop) for stop in stops), default=1) - 1
+    sizes = range(min(most, len(text)), 0, -1)
+    return next((n for n in sizes if any(len(stop) > n and stop.startswith(text[-n:]) for stop in stops)), 0)
+
+
+class StopWatch:
+    """Says while tokens are drawn whether one has completed a stop string, by the text of the last tokens alone.
+
+    Args:
+        stops: At least one stop string.
+        decode: Called on the thread that draws.
+    """
+
+    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+        self._stops, self._decode = stops, decode
+        self._reach = _BYTES_OF_A_CHARACTER * max(map(len, stops)) + _MARGIN
+        self._ids: list[int] = []
+
+    def __call__(self, ids: Sequence[int]) -> bool:
+        """Take the ids drawn since the last call, in order; whether the completion ends with the last of them."""
+        self._ids = [*self._ids, *ids][-self._reach - len(ids) :]
+        return _first(self._decode(np.array(self._ids, dtype=np.int32)), self._stops) is not None

@@ -1,0 +1,58 @@
+"""Replies and requests for tests of chat protocols, and the events of a stream as clients read them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from verbatim.inference.chat.protocol import ChatReply
+from verbatim.types import StopReason, ToolCall
+
+texts = st.text(st.characters(codec="utf-8"), max_size=30)
+"""Any text that has bytes: line ends of all kinds, quotes, characters beyond the first plane."""
+names = st.text(st.characters(codec="utf-8", categories=("L", "N")), min_size=1, max_size=8)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6,
+)  # fmt: skip
+good_calls = st.builds(
+    lambda name, arguments, number: ToolCall(name=name, arguments=arguments, raw="{}", id=f"call_{number}"),
+    names, st.dictionaries(names, json_values, max_size=3), st.integers(0, 99),
+)  # fmt: skip
+broken_calls = st.builds(
+    lambda name, raw, number: ToolCall(name=name, arguments=None, status="invalid_json", raw=raw, id=f"call_{number}"),
+    st.none() | names, texts, st.integers(0, 99),
+)  # fmt: skip
+
+
+def ids_of(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@st.composite
+def replies(draw: st.DrawFn, *, calls: Any = good_calls | broken_calls) -> ChatReply:
+    """Any reply, with as many tokens as are drawn; their texts have nothing to do with those of the message."""
+    tokens = draw(st.lists(texts, max_size=8))
+    called = draw(st.lists(calls, max_size=3))
+    return ChatReply(
+        content=draw(texts), reasoning_content=draw(st.none() | texts), tool_calls=tuple(called),
+        stop_reason=draw(st.sampled_from([StopReason.STOP, StopReason.LENGTH])),
+        stop_string=draw(st.none() | st.just("END")), ids=ids_of(*range(len(tokens))),
+        logprobs=-np.arange(len(tokens), dtype=np.float32), policy_versions=np.zeros(len(tokens), np.int32),
+        token_texts=tuple(tokens), prompt_ids=ids_of(7, 8, 9), num_prompt_tokens=3, seed=5,
+    )  # fmt: skip
+
+
+def events_of(stream: bytes) -> list[tuple[str | None, Any]]:
+    """(name, data) of each event, as the standard of server-sent events has it; data that is no JSON as text."""
+    found = []
+    for block in stream.decode("ascii").split("\n\n"):
+        fields = [line.split(": ", 1) for line in block.split("\n") if line and not line.startswith(":")]
+        if fields:
+            given = dict(fields)
+            data = given["data"]
+            found.append((given.get("event"), json.loads(data) if data.startswith("{") else data))
+    return found
