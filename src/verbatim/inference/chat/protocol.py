@@ -222,9 +222,10 @@ class Options:
 
 UNENFORCEABLE = frozenset({
     "tool_choice", "response_format", "reasoning_effort", "verbosity", "frequency_penalty", "presence_penalty",
-    "logit_bias", "seed",
+    "logit_bias", "thinking", "context_management", "truncation",
 })  # fmt: skip
-"""Fields that `Options.unenforced` may name, by their names in OpenAI's chat completions."""
+"""Fields that `Options.unenforced` may name: by their names in OpenAI's chat completions, or else in the protocol that
+has them."""
 
 
 class ChatStream(Protocol):

@@ -1,0 +1,226 @@
+"""Reads and answers Anthropic's Messages, and counts the tokens of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from verbatim.inference.chat.anthropic_form import UNREADABLE, content_blocks, error_body, stop_of, usage_of
+from verbatim.inference.chat.anthropic_stream import AnthropicStream
+from verbatim.inference.chat.fields import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    BadField,
+    Fields,
+    as_tool_choice,
+    check_depth,
+    check_tool_choice,
+    object_of,
+    read_flag,
+    read_integer,
+    read_list,
+    read_object,
+    read_sampling,
+    read_session,
+    read_stops,
+    read_text,
+    text_of,
+)
+from verbatim.inference.chat.messages import call_of, function_tool, joined_text
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, ProtocolRefusal, Stamp, ToolChoice
+from verbatim.inference.http.protocol import OURS, brief
+from verbatim.types import Message, MessageToolCall
+
+FIELDS = Fields(
+    honoured={
+        "model", "max_tokens", "messages", "system", "tools", "tool_choice", "temperature", "top_p", "top_k",
+        "stop_sequences", "stream", "thinking", "output_config", OURS,
+    },
+    without_effect={"metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id",
+                    "workspace_id", "betas"},
+    neutral={"output_format": (), "context_management": (), "container": (), "mcp_servers": ([],), "diagnostics": ()},
+    aliases={"output_format": "response_format"},
+)  # fmt: skip
+"""What this server does with each field of a request."""
+_OUTPUT = Fields(honoured=(), neutral={"effort": (), "format": ()},
+                 aliases={"effort": "reasoning_effort", "format": "response_format"})  # fmt: skip
+_THINKING = Fields(honoured={"type", "budget_tokens"}, neutral={"display": ("summarized",)})
+_TOOL = Fields(
+    honoured={"name", "description", "input_schema", "type"},
+    without_effect={"cache_control", "strict", "eager_input_streaming"},
+    neutral={"defer_loading": (False,), "allowed_callers": (["direct"],), "input_examples": ([],)},
+)
+_MESSAGE = Fields(honoured={"role", "content"}, without_effect={"id", "cache_control"})
+_OURS = Fields(honoured={"session", "seed"})
+_CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
+_NO_OPTIONS = Options()
+
+
+@dataclass(frozen=True)
+class AnthropicMessages:
+    """The Messages API of Anthropic: `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+    options: Options = field(default_factory=Options)
+    name: str = "anthropic_messages"
+
+    def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
+        """The request in a body.
+
+        Raises:
+            ProtocolRefusal: a field that is invalid, or that cannot be honoured.
+        """
+        return self._refusing(body, headers, needs_limit=True)
+
+    def read_count(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
+        """The request in a body whose tokens are to be counted: it needs no `max_tokens`.
+
+        Raises:
+            ProtocolRefusal: as `read`.
+        """
+        return self._refusing(body, headers, needs_limit=False)
+
+    def count(self, num_prompt_tokens: int) -> dict[str, Any]:
+        """The answer to a request for a count."""
+        return {"input_tokens": num_prompt_tokens}
+
+    def _refusing(self, body: Mapping[str, Any], headers: Mapping[str, str], *, needs_limit: bool) -> ChatRequest:
+        try:
+            return self._read(body, headers, needs_limit=needs_limit)
+        except BadField as bad:
+            raise ProtocolRefusal(400, self.error(400, str(bad), bad.field), str(bad),
+                                  "other" if bad.unknown else bad.field) from None  # fmt: skip
+
+    def _read(self, body: Mapping[str, Any], headers: Mapping[str, str], *, needs_limit: bool) -> ChatRequest:
+        check_depth(body)
+        unenforced = FIELDS.check(body, self.options)
+        unenforced += _OUTPUT.check(read_object(body, "output_config"), self.options, "output_config")
+        unenforced += self._check_thinking(read_object(body, "thinking"))
+        ours = read_object(body, OURS)
+        _OURS.check(ours, _NO_OPTIONS, OURS)
+        if needs_limit and body.get("max_tokens") is None:
+            raise BadField("max_tokens", "max_tokens: expected the most tokens of the answer, found nothing")
+        tools = tuple(
+            _read_tool(tool, f"tools[{k}]") for k, tool in enumerate(read_list(body, "tools", most=MOST_TOOLS))
+        )
+        given = read_object(body, "tool_choice")
+        choice, name = _read_tool_choice(given)
+        check_tool_choice(choice, name, tools, self.options)
+        if choice in ("required", "named"):
+            unenforced += ("tool_choice",)
+        return ChatRequest(
+            protocol=self.name, model=read_text(body, "model"), messages=_read_messages(body), tools=tools,
+            tool_choice=choice, tool_name=name,
+            parallel_tool_calls=not read_flag(given, "disable_parallel_tool_use"),
+            sampling=read_sampling(body, max_tokens=("max_tokens",),
+                                   seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)),
+            stop=read_stops(body, "stop_sequences"), stream=read_flag(body, "stream"), include_usage=True,
+            session=read_session(ours, headers), unenforced=unenforced,
+        )  # fmt: skip
+
+    def _check_thinking(self, thinking: Mapping[str, Any]) -> tuple[str, ...]:
+        """Thinking is as the model's chat template has it; the budget is a target in the protocol, no limit."""
+        _THINKING.check(thinking, self.options, "thinking")
+        kind = thinking.get("type")
+        if kind == "disabled":
+            if "thinking" in self.options.unenforced:
+                return ("thinking",)
+            raise BadField("thinking", "thinking = disabled cannot be honoured here: whether the model thinks is "
+                           "decided by its chat template; leave thinking out")  # fmt: skip
+        if kind not in (None, "enabled", "adaptive", "between_tools"):
+            raise BadField("thinking", f"thinking.type = {brief(kind)}; expected enabled, adaptive or between_tools")
+        read_integer(thinking, "budget_tokens", least=1)
+        return ()
+
+    def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
+        """The whole answer."""
+        (reply,) = replies
+        return {"id": f"msg_{stamp.id}", "type": "message", "role": "assistant", "model": stamp.model,
+                "content": content_blocks(reply), **stop_of(reply), "usage": usage_of(reply)}  # fmt: skip
+
+    def stream(self, request: ChatRequest, stamp: Stamp) -> AnthropicStream:
+        """The writer of a streamed answer."""
+        return AnthropicStream(stamp)
+
+    def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
+        """The body of an error; the protocol has no place for the field beside the message."""
+        return error_body(status, message, kind)
+
+
+def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
+    given = read_list(body, "messages", most=MOST_MESSAGES)
+    if not given:
+        raise BadField("messages", f"messages: expected a list of at least one message, found {brief(given)}")
+    found: list[Message] = []
+    system = joined_text(body.get("system"), "system")
+    if system:
+        found.append({"role": "system", "content": system})
+    for k, message in enumerate(given):
+        where = f"messages[{k}]"
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise BadField("messages.role", f"{where}: expected an object with the role user or assistant, found "
+                           f"{brief(message)}")  # fmt: skip
+        _MESSAGE.check(message, _NO_OPTIONS, where)
+        content = message.get("content")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+            raise BadField("messages.content", f"{where}.content: expected text or blocks, found {brief(content)}")
+        if len(blocks) > MOST_MESSAGES:
+            raise BadField("messages.content", f"{where}.content: more than {MOST_MESSAGES} blocks")
+        if message["role"] == "assistant":
+            found.append(_assistant(blocks, f"{where}.content"))
+        else:
+            found += _said(blocks, message["role"], f"{where}.content")
+    if found[-1]["role"] == "assistant":
+        raise BadField("messages", "messages: the last one is the assistant's, which would have to be continued; that "
+                       "is not supported: end with a message of the user")  # fmt: skip
+    return tuple(found)
+
+
+def _said(blocks: Sequence[dict[str, Any]], role: str, where: str) -> list[Message]:
+    """The messages in the blocks of one: a tool message for each result, and between them what the user says."""
+    found: list[Message] = []
+    for block in blocks:
+        if block.get("type") == "tool_result" and role == "user":
+            content = joined_text(block.get("content"), f"{where}.content")
+            found.append({"role": "tool", "content": content,
+                          "tool_call_id": text_of(block.get("tool_use_id"), f"{where}.tool_use_id")})  # fmt: skip
+        elif found and found[-1]["role"] == role:
+            found[-1]["content"] += joined_text([block], where)
+        else:
+            found.append({"role": role, "content": joined_text([block], where)})
+    return found or [{"role": role, "content": ""}]
+
+
+def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> Message:
+    texts, thoughts, calls = list[str](), list[str](), list[MessageToolCall]()
+    for block in blocks:
+        if block.get("type") == "thinking":
+            thoughts.append(text_of(block.get("thinking"), f"{where}.thinking"))
+        elif block.get("type") == "tool_use":
+            given = object_of(block.get("input"), f"{where}.input")
+            arguments = given[UNREADABLE] if list(given) == [UNREADABLE] else given
+            calls.append(call_of(block.get("name"), arguments, block.get("id"), where))
+        else:
+            texts.append(joined_text([block], where))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return cast(Message, message)
+
+
+def _read_tool(value: object, where: str) -> dict[str, Any]:
+    tool = object_of(value, where)
+    if tool.get("type", "custom") not in ("custom", None):
+        raise BadField("tools", f"{where}: a tool of type {brief(tool['type'])} cannot be run here; only tools with an "
+                       "input_schema, which the client runs, are accepted")  # fmt: skip
+    _TOOL.check(tool, _NO_OPTIONS, where)
+    named = {"name": "name", "description": "description", "parameters": "input_schema"}
+    return function_tool({key: tool[theirs] for key, theirs in named.items() if theirs in tool}, where)
+
+
+def _read_tool_choice(given: Mapping[str, Any]) -> tuple[ToolChoice, str]:
+    choice = as_tool_choice(given.get("type"), _CHOICES)
+    return choice, text_of(given.get("name"), "tool_choice.name") if choice == "named" else ""

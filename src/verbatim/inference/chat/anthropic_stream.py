@@ -1,0 +1,96 @@
+"""Streams Anthropic's Messages: a start, blocks one after the other, their end with the counts, and the stop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from verbatim.inference.chat.anthropic_form import SIGNATURE, call_block, error_body, stop_of, usage_of
+from verbatim.inference.chat.protocol import ChatDelta, ChatReply, Stamp, pieces
+from verbatim.inference.chat.streaming import Said, event
+
+_EMPTY: dict[str, dict[str, Any]] = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""}, "text": {"type": "text", "text": ""},
+}  # fmt: skip
+
+
+class AnthropicStream:
+    """Writes the events of one message.
+
+    Args:
+        stamp: Identifies the answer.
+    """
+
+    def __init__(self, stamp: Stamp) -> None:
+        self._stamp = stamp
+        self._said = Said()
+        self._block = -1
+        self._open: str | None = None
+        """The kind of the open block."""
+
+    def begin(self, num_prompt_tokens: int) -> bytes:
+        """The message without content."""
+        message: dict[str, Any] = {
+            "id": f"msg_{self._stamp.id}", "type": "message", "role": "assistant", "model": self._stamp.model,
+            "content": [], "stop_reason": None, "stop_sequence": None,
+            "usage": {"input_tokens": num_prompt_tokens, "cache_creation_input_tokens": 0,
+                      "cache_read_input_tokens": 0, "output_tokens": 0},
+        }  # fmt: skip
+        return _event("message_start", message=message)
+
+    def delta(self, delta: ChatDelta) -> bytes:
+        """Thinking, then text."""
+        self._said.add(delta)
+        return b"".join(self._texts(delta))
+
+    def end(self, replies: Sequence[ChatReply]) -> bytes:
+        """The rest of the texts, the calls, and how the message ended."""
+        (reply,) = replies
+        events = [*self._texts(self._said.rest(reply)), *self._close()]
+        for call in reply.tool_calls:
+            block = call_block(call)
+            events += self._start("tool_use", {**block, "input": {}})
+            for piece in pieces(json.dumps(block["input"], ensure_ascii=False)):
+                events.append(self._delta({"type": "input_json_delta", "partial_json": piece}))
+            events += self._close()
+        events.append(_event("message_delta", delta=stop_of(reply), usage=usage_of(reply)))
+        return b"".join([*events, _event("message_stop")])
+
+    def error(self, status: int, message: str) -> bytes:
+        """An error in place of the end."""
+        return event(error_body(status, message), "error")
+
+    def ping(self) -> bytes:
+        """The protocol's own ping."""
+        return _event("ping")
+
+    def _texts(self, delta: ChatDelta) -> list[bytes]:
+        events: list[bytes] = []
+        if delta.reasoning:
+            assert self._open in (None, "thinking"), "thinking comes before text"
+            events += [] if self._open == "thinking" else self._start("thinking", _EMPTY["thinking"])
+            events.append(self._delta({"type": "thinking_delta", "thinking": delta.reasoning}))
+        if delta.content:
+            events += [] if self._open == "text" else [*self._close(), *self._start("text", _EMPTY["text"])]
+            events.append(self._delta({"type": "text_delta", "text": delta.content}))
+        return events
+
+    def _start(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+        self._block += 1
+        self._open = kind
+        return [_event("content_block_start", index=self._block, content_block=block)]
+
+    def _close(self) -> list[bytes]:
+        if self._open is None:
+            return []
+        signed = [self._delta({"type": "signature_delta", "signature": SIGNATURE})] if self._open == "thinking" else []
+        self._open = None
+        return [*signed, _event("content_block_stop", index=self._block)]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._block, delta=delta)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
