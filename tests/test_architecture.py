@@ -34,9 +34,9 @@ ORDER = (
     ("transport", "checkpoints", "fates"),
     ("monitors",),
     ("trainer", "orchestrator"),
-    ("doctor", "viewer", "envcheck"),
+    ("doctor", "envcheck"),
     ("run",),
-    ("plan",),
+    ("plan", "viewer"),
     ("cli", "recipes"),
 )
 """Left to right: a package imports from rows above its own, never from below, and not from its neighbours in the

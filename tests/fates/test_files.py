@@ -248,3 +248,24 @@ def test_what_cannot_be_read_is_named(tmp_path: Path):
     pq.write_table(table, path)
     with pytest.raises(UsageError, match="was written in format 9; this version of Verbatim reads 1"):
         list(read_fates(path))
+
+
+# ---- row groups
+
+
+def test_long_trajectories_are_read_without_their_neighbours(tmp_path: Path):
+    """Reading one row reads its row group: short ones lie together, a long one alone."""
+    long = FULL.replace(messages=({"role": "user", "content": "x" * 5_000_000},), trajectory_id="long")
+    short = [FULL.replace(trajectory_id=f"t{i}") for i in range(130)]
+    FateFolder(tmp_path).write(1, [Fate.of_dropped(t, "stale") for t in (*short[:2], long, *short[2:])])
+    with pq.ParquetFile(tmp_path / "step-000001.parquet") as file:
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    assert sizes == [2, 1, 64, 64]
+    assert [fate.trajectory.trajectory_id for _, fate in read_fates(tmp_path)] == ["t0", "t1", "long", *(
+        f"t{i}" for i in range(2, 130)
+    )]  # fmt: skip
+
+
+def test_a_step_without_trajectories_has_a_file_too(tmp_path: Path):
+    FateFolder(tmp_path).write(1, [])
+    assert list(read_fates(tmp_path)) == [] and read_figures(tmp_path).num_rows == 0

@@ -40,6 +40,7 @@ COMMANDS = {
     "serve": ("verbatim.cli.serve_command", "a model behind HTTP: token ids or chat completions"),
     "inference": ("verbatim.cli.inference_command", "only the inference backend of a run, for a run on another host"),
     "export": ("verbatim.cli.export_command", "write a run's trajectories as JSON lines"),
+    "view": ("verbatim.cli.view_command", "show runs as a page, or write them as an HTML file"),
     "doctor": ("verbatim.cli.doctor_command", "say why prompts do not extend what was sampled"),
     "plan": ("verbatim.cli.plan_command", "say whether a run fits into memory, and how long a step takes"),
     "config": ("verbatim.cli.config_command", "print the resolved configuration, and check it"),

@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verbatim.disk import keep_aside, make_folder, write_file
@@ -33,7 +35,9 @@ from verbatim.trajectory_json import NOT_WRITTEN
 logger = logging.getLogger(__name__)
 
 _ROWS = 64
-"""Rows of a row group: what is read at once to see one trajectory."""
+"""Most rows of a row group: what is read at once to see one trajectory."""
+_ROW_GROUP_BYTES = 4 * 2**20
+"""Bytes in memory from which on a row group has fewer rows."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
 _FLOATS = [f"turns.list.element.{name}.list.element" for name in ("logprobs", "trainer_logprobs", "gradients")]
 """Columns of numbers that hardly repeat: their bytes are grouped by place instead of looked up in a dictionary."""
@@ -192,10 +196,45 @@ def _check(file: pq.ParquetFile, path: Path) -> None:
 def _to_bytes(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     others = [name for name in _leaves(SCHEMA) if name not in _FLOATS]
-    pq.write_table(table, sink, compression="zstd", row_group_size=_ROWS, use_dictionary=others,
-                   column_encoding=dict.fromkeys(_FLOATS, "BYTE_STREAM_SPLIT"))  # fmt: skip
+    with pq.ParquetWriter(sink, table.schema, compression="zstd", use_dictionary=others,
+                          column_encoding=dict.fromkeys(_FLOATS, "BYTE_STREAM_SPLIT")) as writer:  # fmt: skip
+        for start, end in row_groups(weights(table)):
+            writer.write_table(table.slice(start, end - start), row_group_size=_ROWS)
     data: bytes = sink.getvalue().to_pybytes()
     return data
+
+
+def weights(table: pa.Table) -> list[int]:
+    """About how many bytes each row takes in memory: its tokens and its texts."""
+    texts = sum(
+        np.asarray(pc.fill_null(pc.binary_length(table.column(name)), 0)) for name in ("messages", "tools", "info")
+    )
+    turns = table.column("turns").combine_chunks()
+    first = np.asarray(turns.offsets)
+    in_turns = np.zeros(len(turns.values) + 1, dtype=np.int64)
+    for name, size in (("prompt_new_ids", 4), ("completion_ids", 20)):
+        in_turns[1:] += size * np.diff(np.asarray(turns.values.field(name).offsets))
+    experts, calls = turns.values.field("routed_experts"), turns.values.field("tool_calls")
+    in_turns[1:] += sum(np.asarray(pc.fill_null(pc.binary_length(column), 0)) for column in (experts, calls))
+    ends = np.cumsum(in_turns)
+    found: list[int] = (texts + ends[first[1:]] - ends[first[:-1]]).tolist()
+    return found
+
+
+def row_groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rows that are stored, and read, together: at most `_ROWS`, and where they are long about `_ROW_GROUP_BYTES`.
+
+    >>> list(row_groups([10, 10, 9_000_000, 10, 10]))
+    [(0, 2), (2, 3), (3, 5)]
+    """
+    start, total = 0, 0
+    for row, size in enumerate(sizes):
+        if row > start and (row - start == _ROWS or total + size > _ROW_GROUP_BYTES):
+            yield start, row
+            start, total = row, 0
+        total += size
+    if start < len(sizes) or not sizes:
+        yield start, len(sizes)
 
 
 def _leaves(schema: pa.Schema) -> list[str]:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,10 @@ from verbatim.types import Experts, Turn
 
 _NUMBERS = ("reward_parts", "agent_rewards")
 """Columns of numbers by name."""
-_SAME = ("step", "messages", "tools", "info", *_NUMBERS, "reason", "flags", "unrecorded", "turns",
-         "num_turns", "num_trained_tokens", "num_sampled_tokens", "num_breaks")  # fmt: skip
+_OF_ROW = ("step", "reason", "flags", "unrecorded", "num_turns", "num_trained_tokens", "num_sampled_tokens",
+           "num_breaks")  # fmt: skip
+"""Columns that are no field of a trajectory."""
+_SAME = (*_OF_ROW, "messages", "tools", "info", "turns", *_NUMBERS)
 """Columns that are no plain field of the trajectory."""
 
 
@@ -154,22 +157,48 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[Fate]:
     Raises:
         ValueError, KeyError, TypeError: the rows are no fates.
     """
+    for found in records_of(table):
+        trainer, gradients = (tuple(turn[name] for turn in found.turns) for name in ("trainer_logprobs", "gradients"))
+        said = any(array is not None for array in trainer)
+        yield Fate(
+            trajectory=trajectory_from_json(found.record), turns=found.fates, reason=found.row["reason"],
+            unrecorded=found.row["unrecorded"], flags=tuple(found.row["flags"]),
+            trainer_logprobs=trainer if said else (), gradients=gradients if said else (),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFate:
+    """A row as it is stored: prompts are not put together."""
+
+    record: Mapping[str, Any]
+    """The trajectory as `trajectory_from_json` takes it."""
+    row: Mapping[str, Any]
+    """What the row has beside it: `step`, `reason`, `flags`, `unrecorded` and counts."""
+    fates: tuple[str, ...]
+    """The fate of each turn's completion."""
+    turns: tuple[Mapping[str, NDArray[Any] | None], ...]
+    """The arrays of each turn, by column; `trainer_logprobs` and `gradients` are in no trajectory."""
+
+
+def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredFate]:
+    """The rows of a table, one after the other.
+
+    Raises:
+        ValueError, KeyError, TypeError: the rows are no fates.
+    """
     plain_columns = [name for name in table.schema.names if name != "turns"]
     rows = table.select(plain_columns).to_pylist()
     turns = _read_turns(table.column("turns"))
     for row in rows:
         own = [next(turns) for _ in range(row["num_turns"])]
-        trainer, gradients = (tuple(tokens[name] for _, _, tokens in own) for name in ("trainer_logprobs", "gradients"))
-        said = any(array is not None for array in trainer)
         fields = {name: row[name] for name in plain_columns if name not in _SAME}
         fields |= {name: json.loads(row[name]) for name in ("messages", "tools", "info")}
         fields |= {column: {each["name"]: each["value"] for each in row.get(column) or ()} for column in _NUMBERS}
         fields["turns"] = [turn for _, turn, _ in own]
-        yield Fate(
-            trajectory=trajectory_from_json(fields), turns=tuple(fate for fate, _, _ in own), reason=row["reason"],
-            unrecorded=row["unrecorded"], flags=tuple(row["flags"]), trainer_logprobs=trainer if said else (),
-            gradients=gradients if said else (),
-        )  # fmt: skip
+        beside = {name: row[name] for name in _OF_ROW if name in row}
+        yield StoredFate(record=fields, row=beside, fates=tuple(fate for fate, _, _ in own),
+                         turns=tuple(tokens for _, _, tokens in own))  # fmt: skip
 
 
 _Tokens = Mapping[str, NDArray[Any] | None]

@@ -1,0 +1,121 @@
+"""`verbatim view RUN`: shows runs as a page in the browser, or writes one as an HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verbatim.cli import exit_status
+from verbatim.cli.interrupts import two_presses
+from verbatim.errors import UsageError
+from verbatim.plain_console import PlainConsole
+from verbatim.rollouts.main_loop import run_main
+from verbatim.run.logs import log_to_console
+
+if TYPE_CHECKING:
+    from verbatim.viewer.assets import Asset
+    from verbatim.viewer.run_view import RunView
+
+_FILTERS = ("kind", "env", "step", "reward", "stop-reason", "reason", "flag", "group", "text")
+_TRAJECTORIES = 200
+_PORT = 8642
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare RUN, --port, --no-open, --model, --export and the filters of an export."""
+    parser.epilog = "Ctrl-C ends it, with exit status 0. The page can be reached from this machine only"
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run, such as runs/NAME/latest")
+    add("--port", type=int, help="(8642, or a free one where it is taken); 0 takes a free one")
+    add("--no-open", action="store_true", help="print the address only, and open no browser")
+    add("--model", type=Path, metavar="FOLDER", help="whose tokenizer reads the ids; found in the run folder")
+    add("--export", type=Path, metavar="FILE", help="write the page with its data into a new HTML file instead")
+    export = parser.add_argument_group("what --export takes; the filters of the page")
+    add = export.add_argument
+    add("--trajectories", type=int, metavar="N", help=f"at most so many of those that pass ({_TRAJECTORIES})")
+    add("--sort", metavar="COLUMN", help="which first: -reward, reward, -num_breaks, ... (the newest step)")
+    add("--kind", choices=("train", "eval"), help="of training, or of evaluations")
+    add("--env", metavar="NAME", help="of an environment")
+    add("--step", metavar="RANGE", help="of these steps: 7, 3-9, 3-")
+    add("--reward", metavar="RANGE", help="with such a reward: 1, 0-0.5")
+    add("--stop-reason", metavar="NAME", help="that ended so")
+    add("--reason", metavar="NAME", help='dropped as a whole for this reason; "(none)": not')
+    add("--flag", metavar="NAME", help="flagged by a filter")
+    add("--group", metavar="ID", help="of a group")
+    add("--text", metavar="TEXT", help="with this in an id, an example, an error or a message")
+    add("--breaks", action="store_true", help="with a break")
+    add("--errors", action="store_true", help="with an error")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C, or write the file.
+
+    Raises:
+        UsageError: an unknown option, a folder that is no run, a missing package, a port that is taken, or a file that
+            is there already.
+    """
+    if args.overrides:
+        raise UsageError(f"verbatim view has no option {args.overrides[0]}; see verbatim view --help")
+    from verbatim.viewer.serve import refuse_without_packages
+
+    refuse_without_packages()
+    from verbatim.viewer.assets import load_assets
+    from verbatim.viewer.run_view import RunView
+
+    log_to_console(PlainConsole(stderr=True), logging.WARNING)
+    filters = _filters(args)
+    runs = [RunView(folder, model=args.model) for folder in args.runs]
+    assets = load_assets()
+    if args.export is None:
+        asked = [f"--{name}" for name in (*_FILTERS, "breaks", "errors", "trajectories", "sort") if _value(args, name)]
+        if asked:
+            raise UsageError(f"{asked[0]} is for --export FILE; the page has filters of its own")
+        stop = asyncio.Event()
+
+        def ask(loop: asyncio.AbstractEventLoop) -> bool:
+            loop.call_soon_threadsafe(stop.set)
+            return True
+
+        run_main(_serve(args, runs, assets, stop), two_presses(ask))
+        return exit_status.FINISHED
+    from verbatim.viewer.export import export
+
+    count = _TRAJECTORIES if args.trajectories is None else args.trajectories
+    if count < 0:
+        raise UsageError(f"--trajectories {count}: expected a number from 0 on")
+    written = export(runs, assets, args.export, filters=filters, sort=args.sort or "", most=count)
+    PlainConsole().print(f"wrote {written.trajectories:,} of {written.of_total:,} trajectories to {args.export} "
+                         f"({written.size / 1e6:.1f} MB)", soft_wrap=True)  # fmt: skip
+    return exit_status.FINISHED
+
+
+def _value(args: argparse.Namespace, name: str) -> object:
+    return getattr(args, name.replace("-", "_"))
+
+
+def _filters(args: argparse.Namespace) -> dict[str, list[str]]:
+    found = {name.replace("-", "_"): [str(value)] for name in _FILTERS if (value := _value(args, name)) is not None}
+    return found | {name: ["1"] for name in ("breaks", "errors") if getattr(args, name)}
+
+
+async def _serve(args: argparse.Namespace, runs: list[RunView], assets: dict[str, Asset], stop: asyncio.Event) -> None:
+    from verbatim.viewer.serve import serve_runs
+
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            port = _PORT if args.port is None else args.port
+            url = await stack.enter_async_context(serve_runs(runs, assets, port=port))
+        except UsageError:
+            if args.port is not None:
+                raise
+            url = await stack.enter_async_context(serve_runs(runs, assets))
+        console = PlainConsole()
+        console.print(f"{url}  (Ctrl-C ends it)", soft_wrap=True)
+        if not args.no_open:
+            await asyncio.to_thread(webbrowser.open, url)
+        await stop.wait()

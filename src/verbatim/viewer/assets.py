@@ -1,0 +1,40 @@
+"""Holds the page: the built files of the folder `assets`, which the wheel brings along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from verbatim.errors import UsageError
+
+FOLDER = Path(__file__).parent / "assets"
+INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png",
+    ".ico": "image/x-icon", ".txt": "text/plain", ".json": "application/json",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asset:
+    """One file of the page."""
+
+    data: bytes
+    content_type: str
+
+
+def load_assets(folder: Path = FOLDER) -> dict[str, Asset]:
+    """The files by their path in the folder; only these can be asked for.
+
+    Raises:
+        UsageError: the page is not there.
+    """
+    found = {
+        path.relative_to(folder).as_posix(): Asset(path.read_bytes(), _TYPES[path.suffix])
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix in _TYPES
+    }
+    if INDEX not in found:
+        raise UsageError(f"the page is missing: there is no {folder / INDEX}. Build it, as viewer/README.md says, or "
+                         "install the wheel")  # fmt: skip
+    return found

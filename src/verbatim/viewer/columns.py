@@ -1,0 +1,189 @@
+"""Defines the index's columns, and makes them from fate files and from JSON lines.
+
+A row of the index says what the table of trajectories shows, and where its record is: in the file of a step or in JSON
+lines, and there at which row or byte.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from verbatim.errors import UsageError
+from verbatim.fates.schema import VERSION, VERSION_KEY
+from verbatim.texts import cut
+
+TRAIN, EVAL = "train", "eval"
+LONGEST_ERROR = 300
+"""Characters of an error that the index keeps."""
+
+FATES, EVALUATIONS, EARLIER = 0, 1, 2
+"""Where a record is: in a fate file, in `eval_trajectories.jsonl`, or in an earlier version's `trajectories.jsonl`."""
+
+_NAME = pa.dictionary(pa.int32(), pa.string())
+COLUMNS = pa.schema([
+    ("source", pa.int8()), ("file", pa.int32()), ("place", pa.int64()), ("kind", _NAME), ("step", pa.int32()),
+    ("trajectory_id", pa.string()), ("env", _NAME), ("example_id", pa.string()), ("group_id", pa.string()),
+    ("sample_index", pa.int32()), ("reward", pa.float64()), ("advantage", pa.float64()), ("reason", _NAME),
+    ("flags", pa.list_(pa.string())), ("error", pa.string()), ("stop_reason", _NAME), ("truncated", pa.bool_()),
+    ("num_turns", pa.int32()), ("num_sampled_tokens", pa.int64()), ("num_trained_tokens", pa.int64()),
+    ("num_breaks", pa.int32()),
+])  # fmt: skip
+"""`place` is the row in the file of step `file`, or the byte in the JSON lines at which the record begins."""
+
+_PLACES = ("source", "file", "place", "kind")
+_STORED = [name for name in COLUMNS.names if name not in _PLACES]
+SHOWN = [name for name in COLUMNS.names if name not in ("source", "file", "place")]
+"""The columns that a row of the API has under the same names."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record is."""
+
+    source: int
+    file: int
+    place: int
+
+    @property
+    def key(self) -> str:
+        """As the API names it.
+
+        >>> Place(FATES, 12, 5).key, Place(EVALUATIONS, 0, 1730).key
+        ('~12.5', '~e1730')
+        """
+        return f"~{self.file}.{self.place}" if self.source == FATES else f"~{'eo'[self.source - 1]}{self.place}"
+
+    @classmethod
+    def of(cls, key: str) -> Place | None:
+        """The inverse of `key`; None for any other text."""
+        name = key.removeprefix("~")
+        if name == key or not key.isascii():
+            return None
+        file, dot, row = name.partition(".")
+        if dot and file.isdigit() and row.isdigit() and len(name) < 20:
+            return cls(FATES, int(file), int(row))
+        if name[:1] in ("e", "o") and name[1:].isdigit() and len(name) < 20:
+            return cls(EVALUATIONS if name[0] == "e" else EARLIER, 0, int(name[1:]))
+        return None
+
+
+def group_key(kind: str, env: str | None, step: int, group_id: str | None) -> str:
+    """Names a group: ids of evaluated groups repeat with each evaluation, and with each environment."""
+    parts = [kind, env or "", step if kind == EVAL else 0, group_id or ""]
+    return "~" + base64.urlsafe_b64encode(json.dumps(parts).encode()).decode().rstrip("=")
+
+
+def group_of(key: str) -> tuple[str, str, int, str] | None:
+    """The inverse of `group_key`: kind, environment, step (0 in training) and id; None for any other text."""
+    if not key.startswith("~"):
+        return None
+    try:
+        kind, env, step, group_id = json.loads(base64.urlsafe_b64decode(key[1:] + "=" * (-len(key[1:]) % 4)))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if not (isinstance(kind, str) and isinstance(env, str) and isinstance(group_id, str) and type(step) is int):
+        return None
+    return kind, env, step, group_id
+
+
+def read_columns(path: Path, step: int) -> pa.Table:
+    """The index's rows of a fate file.
+
+    Raises:
+        UsageError: it is damaged, or no file of ours.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            found = (file.schema_arrow.metadata or {}).get(VERSION_KEY)
+            if found != VERSION:
+                raise UsageError(f"{path.name} holds no trajectories that this version of Verbatim reads")
+            table = file.read(columns=_STORED, use_threads=False)
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path.name} cannot be read: {cut(str(error), 200)}") from error
+    try:
+        columns = {name: table.column(name).combine_chunks() for name in _STORED}
+        columns["error"] = pc.utf8_slice_codeunits(columns["error"], 0, LONGEST_ERROR)
+        flags = columns["flags"]
+        columns["flags"] = pa.ListArray.from_arrays(flags.offsets, pc.cast(flags.values, pa.string()))
+        return _located(columns, FATES, step, np.arange(table.num_rows), TRAIN)
+    except (pa.ArrowException, KeyError, ValueError, TypeError) as error:
+        raise UsageError(f"{path.name} has other columns than trajectories of ours: {cut(str(error), 200)}") from error
+
+
+def from_records(records: Sequence[tuple[int, Mapping[str, Any]]], source: int) -> pa.Table:
+    """The index's rows of JSON lines: each with the byte at which its line begins, as `line_columns` has them."""
+    columns = {
+        name: pa.array([record.get(name) for _, record in records], COLUMNS.field(name).type) for name in _STORED
+    }
+    places = np.array([place for place, _ in records], dtype=np.int64)
+    return _located(columns, source, 0, places, EVAL if source == EVALUATIONS else TRAIN)
+
+
+def _located(columns: Mapping[str, Any], source: int, file: int, places: Any, kind: str) -> pa.Table:
+    count = len(places)
+    where = {
+        "source": pa.array(np.full(count, source, np.int8)), "file": pa.array(np.full(count, file, np.int32)),
+        "place": pa.array(places, pa.int64()),
+        "kind": pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), [kind]),
+    }  # fmt: skip
+    all_columns = {**columns, **where}
+    return pa.Table.from_arrays([all_columns[field.name].cast(field.type) for field in COLUMNS], schema=COLUMNS)
+
+
+def line_columns(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The index's columns of a line `{"step": ..., "trajectory": ...}`, worked out without putting prompts together.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is no such line.
+    """
+    record, step = line["trajectory"], line["step"]
+    turns = record["turns"]
+    sampled = sum(len(turn["completion_ids"]) for turn in turns) + record.get("num_unrecorded_tokens", 0)
+    error = record["error"]
+    return {
+        "step": int(step), "trajectory_id": _text(record["trajectory_id"]), "env": _text(record["env"]),
+        "example_id": _text(record["example_id"]), "group_id": _text(record["group_id"]),
+        "sample_index": int(record["sample_index"]), "reward": _number(record["reward"]),
+        "advantage": _number(record["advantage"]), "reason": None, "flags": [],
+        "error": None if error is None else _text(error)[:LONGEST_ERROR], "stop_reason": record["stop_reason"],
+        "truncated": bool(record["truncated"]), "num_turns": len(turns), "num_sampled_tokens": sampled,
+        "num_breaks": num_breaks(turns),
+    }  # fmt: skip
+
+
+def num_breaks(turns: Sequence[Mapping[str, Any]]) -> int:
+    """Turns whose prompt does not extend the turn before: one that does is stored as all of that turn's context, and
+    what is new.
+
+    >>> first = {"prompt": {"of_turn": None, "shared": 0, "new_ids": [1, 2]}, "completion_ids": [3]}
+    >>> num_breaks([first, {"prompt": {"of_turn": 0, "shared": 2, "new_ids": [9]}, "completion_ids": [4]}])
+    1
+    """
+    found, context = 0, 0
+    for index, turn in enumerate(turns):
+        prompt = turn["prompt"]
+        if index and not (prompt["of_turn"] == index - 1 and prompt["shared"] == context):
+            found += 1
+        context = prompt["shared"] + len(prompt["new_ids"]) + len(turn["completion_ids"])
+    return found
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _text(value: Any) -> str:
+    """Without lone surrogates, which Arrow does not store."""
+    return str(value).encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,144 @@
+"""Makes the answer about one trajectory: its turns, and tokens in parts that a page can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verbatim.errors import UsageError
+from verbatim.trajectories.fate import TRAINED
+from verbatim.viewer.query import number
+from verbatim.viewer.records import Arrays, FoundTrajectory
+
+MOST_OF_A_TURN, MOST_OF_ALL = 20_000, 60_000
+"""Tokens of one turn, and of all turns, in one answer."""
+LONGEST_TEXT = 200_000
+"""Characters of a text in an answer."""
+_PARALLEL = ("logprobs", "trainer_logprobs", "gradients", "teacher_logprobs", "policy_versions")
+"""Values of each completion id."""
+_LARGEST_INTEGER = 2**53
+_PLAIN = ("stop_reason", "temperature", "parse_status", "tool_calls", "state_key", "timing")
+Part = dict[str, Any]
+
+
+def turn_answers(found: FoundTrajectory, breaks: Mapping[int, Mapping[str, Any]]) -> list[Part]:
+    """Every turn, with the first tokens of each."""
+    left, answers = MOST_OF_ALL, []
+    prompts = prompt_lengths(found)
+    contexts = [length + len(_array(arrays, "completion_ids")) for length, arrays in
+                zip(prompts, found.arrays, strict=True)]  # fmt: skip
+    turns: Sequence[Mapping[str, Any]] = found.record["turns"]
+    for index, (turn, arrays, fate) in enumerate(zip(turns, found.arrays, found.fates, strict=True)):
+        prompt = turn["prompt"]
+        part = tokens_part(arrays, 0, min(left, MOST_OF_A_TURN))
+        left -= len(part["prompt_new_ids"]) + len(part["completion_ids"])
+        completion = len(_array(arrays, "completion_ids"))
+        of_turn = prompt["of_turn"]
+        answers.append({
+            "index": index, "agent": turn["agent"], "fate": fate, "trained": turn.get("trained", True),
+            "advantage": _single(turn["advantage"]), "reward": _single(turn["reward"]),
+            **{name: turn.get(name) for name in _PLAIN},
+            "prompt_of_turn": of_turn, "prompt_shared": prompt["shared"],
+            "extends": of_turn if of_turn is not None and prompt["shared"] == contexts[of_turn] else None,
+            "num_prompt_tokens": prompts[index], "num_prompt_new": len(_array(arrays, "prompt_new_ids")),
+            "num_completion": completion, "num_trained": completion if fate == TRAINED else None if fate is None else 0,
+            "break": breaks.get(index), **part,
+        })  # fmt: skip
+    return answers
+
+
+def prompt_lengths(found: FoundTrajectory) -> list[int]:
+    """Tokens of the whole prompt of each turn."""
+    return [turn["prompt"]["shared"] + len(_array(arrays, "prompt_new_ids"))
+            for turn, arrays in zip(found.record["turns"], found.arrays, strict=True)]  # fmt: skip
+
+
+def tokens_part(arrays: Arrays, offset: int, most: int) -> Part:
+    """A part of a turn's tokens: what is new in its prompt, then its completion, from `offset` on.
+
+    Example: a turn of 3 new prompt ids and a completion of 4; `offset = 2, most = 3` gives the last prompt id and the
+    first two of the completion, and `tokens_omitted` 2.
+    """
+    prompt, completion = _array(arrays, "prompt_new_ids"), _array(arrays, "completion_ids")
+    end = min(len(prompt) + len(completion), offset + max(0, most))
+    first, last = max(0, offset - len(prompt)), max(0, end - len(prompt))
+    part: Part = {
+        "offset": offset, "prompt_new_ids": prompt[offset:end], "completion_ids": completion[first:last],
+        "tokens_omitted": len(prompt) + len(completion) - end,
+    }  # fmt: skip
+    for name in _PARALLEL:
+        values = arrays.get(name)
+        part[name] = None if values is None else np.ascontiguousarray(values[first:last])
+    return part
+
+
+def one_part(found: FoundTrajectory, turn: int, offset: int) -> Part:
+    """More tokens of one turn.
+
+    Raises:
+        UsageError: no such turn, or no such offset.
+    """
+    if not 0 <= turn < len(found.arrays):
+        raise UsageError(f"turn = {turn}; the trajectory has turns 0 to {len(found.arrays) - 1}")
+    arrays = found.arrays[turn]
+    total = len(_array(arrays, "prompt_new_ids")) + len(_array(arrays, "completion_ids"))
+    if not 0 <= offset <= total:
+        raise UsageError(f"offset = {offset}; turn {turn} has {total} tokens")
+    return {"index": turn, **tokens_part(arrays, offset, MOST_OF_A_TURN)}
+
+
+def ids_of(parts: Sequence[Mapping[str, Any]]) -> set[int]:
+    """The ids in these answers."""
+    lists = [part[name] for part in parts for name in ("prompt_new_ids", "completion_ids")]
+    return set(np.unique(np.concatenate(lists)).tolist()) if lists else set()
+
+
+def cut_texts(value: Any, path: str, cuts: list[Part]) -> Any:
+    """The value with long texts cut; `cuts` gets a path, the whole length and what is shown of each."""
+    if isinstance(value, str):
+        if len(value) <= LONGEST_TEXT:
+            return value
+        cuts.append({"path": path, "length": len(value), "shown": LONGEST_TEXT})
+        return value[:LONGEST_TEXT]
+    if isinstance(value, Mapping):
+        return {key: cut_texts(inner, f"{path}/{_escaped(str(key))}", cuts) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [cut_texts(inner, f"{path}/{index}", cuts) for index, inner in enumerate(value)]
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST_INTEGER:
+        return str(value)
+    return value
+
+
+def text_at(record: Mapping[str, Any], path: str) -> str:
+    """The whole text at a path such as `messages/3/content`, in which `~1` stands for `/` and `~0` for `~` (RFC 6901).
+
+    Raises:
+        UsageError: there is no text.
+    """
+    value: Any = record
+    for part in path.split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list | tuple) and name.isascii() and name.isdigit() and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, Mapping) and name in value:
+            value = value[name]
+        else:
+            raise UsageError(f"path = {path!r}: there is nothing")
+    if not isinstance(value, str):
+        raise UsageError(f"path = {path!r}: a {type(value).__name__}; expected a text")
+    return value
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _array(arrays: Arrays, name: str) -> Any:
+    values = arrays.get(name)
+    return np.empty(0, dtype=np.int32) if values is None else values
+
+
+def _single(value: float | str | None) -> float | str | None:
+    return value if isinstance(value, str) else number(value)

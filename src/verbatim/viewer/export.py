@@ -1,0 +1,164 @@
+"""Writes runs as one HTML file that opens from disk: the page, and the API's answers as compressed JSON.
+
+Each answer is a block `<script type="application/json" data-url="..." data-encoding="gzip-base64">`. Base64 has no
+character that ends a script, so nothing in the data can.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+from verbatim.disk import rename
+from verbatim.errors import UsageError
+from verbatim.viewer.assets import INDEX, Asset
+from verbatim.viewer.encoding import to_json
+from verbatim.viewer.query import Filters
+from verbatim.viewer.run_view import MOST_ROWS, RunView
+
+VERSION = 1
+_LEVEL = 6
+_PATIENCE = 0.05
+_SCRIPT = re.compile(r'<script\b[^>]*\bsrc="\.?/?([^"]+)"[^>]*>\s*</script>')
+_STYLE = re.compile(r'<link\b[^>]*\brel="stylesheet"[^>]*>')
+_HREF = re.compile(r'\bhref="\.?/?([^"]+)"')
+_OTHER_LINK = re.compile(r'<link\b[^>]*\brel="(?:modulepreload|preload)"[^>]*>')
+_END = re.compile(r"</(?=script)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What an export holds."""
+
+    trajectories: int
+    of_total: int
+    size: int
+    """Bytes of the file."""
+
+
+def export(
+    runs: Sequence[RunView], assets: Mapping[str, Asset], path: Path, *, filters: Mapping[str, Sequence[str]],
+    sort: str = "", most: int,
+) -> Written:  # fmt: skip
+    """Write the file.
+
+    Args:
+        runs: Read here; no thread follows them.
+        assets: The page: one document with one script and one stylesheet.
+        path: A new file.
+        filters: As the API takes them.
+        sort: Which trajectories first, as the API takes it.
+        most: Trajectories of each run.
+
+    Raises:
+        UsageError: the file is there already, or a filter is none.
+        OSError: it cannot be written.
+    """
+    if path.exists():
+        raise UsageError(f"--export {path} is there already; name a new file")
+    asked = Filters.of(filters)
+    begin, end = _page(assets)
+    partial = path.with_name(f".{path.name}.partial")
+    count = total = 0
+    try:
+        with partial.open("wb") as file:
+            file.write(begin)
+            for run in runs:
+                run.read_all()
+            total = sum(run.about()["num_trajectories"] for run in runs)
+            marker = to_json({"version": VERSION, "of_total": total})
+            file.write(b'<script type="application/json" id="verbatim-export">' + marker + b"</script>\n")
+            _write(file, "/api/runs", [{"id": number, **run.about()} for number, run in enumerate(runs)])
+            for number, run in enumerate(runs):
+                for url, answer in _answers(run, asked, sort, most):
+                    count += url.startswith("/trajectories/")
+                    _write(file, f"/api/runs/{number}{url}", answer)
+            file.write(end)
+        size = partial.stat().st_size
+        rename(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return Written(count, total, size)
+
+
+def _answers(run: RunView, filters: Filters, sort: str, most: int) -> Iterator[tuple[str, Any]]:
+    """Each answer with what stands behind the run in its address."""
+    yield "/metrics", run.metrics(None)
+    yield "/config", run.config()
+    yield "/summary", run.summary()
+    yield "/facets", run.facets()
+    rows: list[dict[str, Any]] = []
+    while len(rows) < most:
+        found = run.rows(filters, sort=sort, offset=len(rows), limit=min(MOST_ROWS, most - len(rows)))
+        if found["pending"]:  # messages are being searched
+            time.sleep(_PATIENCE)
+            continue
+        rows += found["rows"]
+        if not found["rows"]:
+            break
+    yield "/trajectories", {"total": len(rows), "matched": len(rows), "pending": False, "rows": rows}
+    for row in rows:
+        yield f"/trajectories/{quote(row['key'], safe='~.')}", _or_problem(run.trajectory, row["key"])
+    for key in dict.fromkeys(row["group_key"] for row in rows):
+        yield f"/groups/{quote(key, safe='~.=')}", _or_problem(run.group, key)
+
+
+def _or_problem(read: Callable[[str], dict[str, Any]], key: str) -> dict[str, Any]:
+    try:
+        return read(key)
+    except (UsageError, LookupError) as error:
+        return {"error": str(error)}
+
+
+def _write(file: BinaryIO, url: str, answer: Any) -> None:
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=_LEVEL, mtime=0) as stream:
+        stream.write(to_json(answer))
+    file.write(f'<script type="application/json" data-url="{url}" data-encoding="gzip-base64">'.encode())
+    file.write(base64.b64encode(packed.getvalue()))
+    file.write(b"</script>\n")
+
+
+def _page(assets: Mapping[str, Asset]) -> tuple[bytes, bytes]:
+    """The document before and behind the data, with script and style inside and a policy that allows only these."""
+    page = assets[INDEX].data.decode()
+    scripts, styles = _SCRIPT.findall(page), _STYLE.findall(page)
+    if len(scripts) > 1 or len(styles) > 1:
+        raise UsageError(f"the page has {len(scripts)} scripts and {len(styles)} stylesheets; an export takes one each")
+    policy = ["default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
+    style = script = ""
+    if styles:
+        style = _text(assets, _HREF.findall(styles[0])[0])
+        assert "</style" not in style.lower(), "a stylesheet cannot hold the end of its element"
+        policy.append(f"style-src {_hash(style)}")
+    if scripts:
+        script = _END.sub(r"<\\/", _text(assets, scripts[0]))
+        policy.append(f"script-src {_hash(script)}")
+    page = _OTHER_LINK.sub("", _STYLE.sub("", _SCRIPT.sub("", page)))
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{"; ".join(policy)}">'
+    if style:
+        head += f"<style>{style}</style>"
+    if "<head>" not in page or "</body>" not in page:
+        page = f"<!doctype html><html><head></head><body>{page}</body></html>"
+    begin, _, end = page.replace("<head>", "<head>" + head, 1).rpartition("</body>")
+    tail = (f'<script type="module">{script}</script>' if script else "") + "</body>" + end
+    return begin.encode() + b"\n", tail.encode()
+
+
+def _text(assets: Mapping[str, Asset], name: str) -> str:
+    if name not in assets:
+        raise UsageError(f"the page asks for {name}, which is not among its files")
+    return assets[name].data.decode()
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,104 @@
+"""Draws the trajectories of a group as a prefix tree: what they share stands once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbatim.token_tree import Int32, TokenPath, common_prefix_length
+from verbatim.trajectories.fate import TRAINED
+from verbatim.types import Trajectory
+
+_SHOWN = 64
+"""Ids at the beginning of a node whose text is shown."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaf:
+    """A sequence that no other one of its trajectory begins with."""
+
+    ids: Int32
+    trained: NDArray[np.bool_]
+    trajectory: int
+
+
+def group_tree(
+    group: Sequence[tuple[Trajectory, Sequence[str | None]]], text: Callable[[Sequence[int]], str | None]
+) -> list[dict[str, Any]]:
+    """The nodes, each after its parent.
+
+    Example: the sequences `[1, 2, 3]` and `[1, 2, 4, 5]` give three nodes: 2 tokens that both share from 0 on, and
+    from 2 on 1 and 2 tokens.
+
+    Args:
+        group: Each trajectory with the fates of its turns.
+        text: Decodes the first ids of a node.
+    """
+    leaves = [leaf for index, (trajectory, fates) in enumerate(group) for leaf in _leaves(trajectory, fates, index)]
+    leaves.sort(key=lambda leaf: leaf.ids.astype(">u4").tobytes())
+    shared = [common_prefix_length(a.ids, b.ids) for a, b in pairwise(leaves)]
+    nodes: list[dict[str, Any]] = []
+    _add_nodes(nodes, leaves, shared, 0, len(leaves), start=0, parent=None)
+    for node in nodes:
+        first: _Leaf = node.pop("leaf")
+        ids = first.ids[node["start"] : node["start"] + min(node["num_tokens"], _SHOWN)]
+        node["text"] = text(ids.tolist())
+    return nodes
+
+
+def _leaves(trajectory: Trajectory, fates: Sequence[str | None], index: int) -> list[_Leaf]:
+    turns = trajectory.turns
+    ends: list[TokenPath] = []
+    for place, turn in enumerate(turns):
+        later = turns[place + 1 :]
+        if not any(other.path.starts_with(turn.path) for other in later) and not any(
+            end.starts_with(turn.path) for end in ends
+        ):
+            ends.append(turn.path)
+    leaves = []
+    for end in ends:
+        ids = end.ids()
+        trained = np.zeros(len(ids), dtype=bool)
+        for turn, fate in zip(turns, fates, strict=True):
+            if fate == TRAINED and end.starts_with(turn.path):
+                trained[turn.num_prompt_tokens : turn.path.length] = True
+        leaves.append(_Leaf(ids, trained, index))
+    return leaves
+
+
+def _add_nodes(
+    nodes: list[dict[str, Any]], leaves: Sequence[_Leaf], shared: Sequence[int], first: int, last: int, *, start: int,
+    parent: int | None,
+) -> None:  # fmt: skip
+    """The nodes of the leaves `first` to `last`, which are equal up to `start`, in the order of the leaves."""
+    waiting = [(first, last, start, parent)]
+    while waiting:
+        first, last, start, parent = waiting.pop()
+        if first == last:
+            continue
+        # Leaves that go on with the same token share more than `start` with their neighbour.
+        ends = [place + 1 for place in range(first, last - 1) if shared[place] <= start]
+        parts = list(zip([first, *ends], [*ends, last], strict=True))
+        if len(parts) > 1:
+            waiting += [(a, b, start, parent) for a, b in reversed(parts)]
+            continue
+        end = min([len(leaves[first].ids), *shared[first : last - 1]])
+        inside = leaves[first:last]
+        number = parent
+        if end > start:
+            number = len(nodes)
+            trained = np.logical_or.reduce([leaf.trained[start:end] for leaf in inside])
+            nodes.append({
+                "id": number, "parent": parent, "start": start, "num_tokens": end - start, "leaf": leaves[first],
+                "trajectories": sorted({leaf.trajectory for leaf in inside}), "trained": int(trained.sum()),
+            })  # fmt: skip
+        # A leaf that ends here adds nothing more.
+        rest = first
+        while rest < last and len(leaves[rest].ids) == end:
+            rest += 1
+        waiting.append((rest, last, end, number))

@@ -1,0 +1,192 @@
+"""Indexes the trajectories of a run folder, and follows it while the run goes on.
+
+The figures of all trajectories lie in one Arrow table in memory (about 200 bytes for each); tokens and texts stay on
+disk. The files of the newest steps are read first, so that a page has something to show while a long run is indexed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from verbatim.errors import UsageError
+from verbatim.fates.files import files_in
+from verbatim.texts import cut
+from verbatim.viewer.columns import COLUMNS, EARLIER, EVALUATIONS, FATES, from_records, line_columns, read_columns
+from verbatim.viewer.lines import FollowedLines
+
+_PUBLISH_SECONDS = 0.25
+"""How often the rows read so far are shown while a folder is indexed."""
+_LINES_AT_ONCE = 2000
+_LARGEST_CHUNK = 2**26
+"""Bytes of JSON lines that are made into rows at once."""
+_PROBLEMS = 50
+"""Most problems that are listed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What is known of a folder at one time."""
+
+    table: pa.Table
+    """One row for each trajectory; columns as in `COLUMNS`, in no order."""
+    version: int = 0
+    """Grows with each change."""
+    generation: int = 0
+    """Grows where what was there is no longer: a run was resumed from an earlier step."""
+    indexed: float = 0.0
+    """The share of the folder's bytes that were read: 1 when nothing is left."""
+    problems: tuple[str, ...] = ()
+    """Files and lines that cannot be read, a sentence each."""
+
+
+_Mark = tuple[int, int, int]
+
+
+@dataclass(eq=False)
+class RunIndex:
+    """The index of one run folder. `refresh` is called by one thread; `snapshot` may be read by any."""
+
+    folder: Path
+    snapshot: Snapshot = field(default_factory=lambda: Snapshot(COLUMNS.empty_table()))
+    _files: dict[int, _Mark] = field(default_factory=dict)
+    """The fate files in the table."""
+    _bad: dict[int, tuple[_Mark, str]] = field(default_factory=dict)
+    """Those that cannot be read, and why."""
+    _line_problems: dict[int, list[str]] = field(default_factory=dict)
+    _new: list[pa.Table] = field(default_factory=list)
+    _gone: list[tuple[int, int | None]] = field(default_factory=list)
+    """Source, and file of it (None: all), whose rows are no longer there."""
+    _rewritten: bool = False
+    _read: int = 0
+    _left: int = 0
+
+    def __post_init__(self) -> None:
+        self._lines = {
+            EVALUATIONS: FollowedLines(self.folder / "eval_trajectories.jsonl"),
+            EARLIER: FollowedLines(self.folder / "trajectories.jsonl"),
+        }
+        self._published = 0.0
+
+    def refresh(self, stop: threading.Event | None = None) -> None:
+        """Take in what is new, and let go of what is gone. Rows read so far are published while it goes on."""
+        self._rewritten, self._read = False, 0
+        self._published = time.monotonic()
+        new = self._new_files()
+        for source, lines in self._lines.items():
+            if lines.was_rewritten():
+                self._forget(source)
+        self._left = sum(mark[1] for _, _, mark in new)
+        self._left += sum(max(0, lines.size - lines.end) for lines in self._lines.values())
+        for size in self._take_in(new):
+            self._read, self._left = self._read + size, max(0, self._left - size)
+            if stop is not None and stop.is_set():
+                return
+            if time.monotonic() - self._published > _PUBLISH_SECONDS:
+                self._publish()
+        self._left = 0
+        self._publish()
+
+    def _take_in(self, new: list[tuple[int, Path, _Mark]]) -> Iterator[int]:
+        """Reads one piece after the other; gives the bytes of each."""
+        for step, path, mark in new:
+            try:
+                self._new.append(read_columns(path, step))
+                self._files[step] = mark
+            except UsageError as error:
+                self._bad[step] = (mark, str(error))
+            yield mark[1]
+        for source, lines in self._lines.items():
+            yield from self._take_lines(source, lines)
+
+    def _new_files(self) -> list[tuple[int, Path, _Mark]]:
+        """Fate files that are not in the table as they are now, the newest first."""
+        found: dict[int, tuple[Path, _Mark]] = {}
+        for step, path in files_in(self.folder / "trajectories").items():
+            with contextlib.suppress(FileNotFoundError):  # retention, or a resume, has removed it meanwhile
+                stat = path.stat()
+                found[step] = (path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        gone = [step for step, mark in self._files.items() if found.get(step, (None, None))[1] != mark]
+        oldest = min(found, default=0)
+        self._rewritten |= any(step >= oldest for step in gone)
+        for step in gone:
+            del self._files[step]
+            self._gone.append((FATES, step))
+        self._bad = {step: bad for step, bad in self._bad.items() if step in found and found[step][1] == bad[0]}
+        fresh = [step for step in found if step not in self._files and step not in self._bad]
+        return [(step, *found[step]) for step in sorted(fresh, reverse=True)]
+
+    def _forget(self, source: int) -> None:
+        self._lines[source].restart()
+        self._line_problems.pop(source, None)
+        self._gone.append((source, None))
+        self._rewritten = True
+
+    def _take_lines(self, source: int, lines: FollowedLines) -> Iterator[int]:
+        problems = self._line_problems.setdefault(source, [])
+        records, size = [], 0
+        try:
+            for place, line in lines.new_lines():
+                size += len(line)
+                try:
+                    records.append((place, line_columns(json.loads(line))))
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                    problems.append(f"{lines.path.name}, byte {place:,}: no trajectory of ours "
+                                    f"({type(error).__name__}: {cut(str(error), 100)})")  # fmt: skip
+                if len(records) >= _LINES_AT_ONCE or size > _LARGEST_CHUNK:
+                    self._take_records(records, source)
+                    yield size
+                    records, size = [], 0
+        except OSError as error:
+            problems.append(f"{lines.path.name} cannot be read: {error.strerror or error}")
+        self._take_records(records, source)
+        yield size
+
+    def _take_records(self, records: list[tuple[int, dict[str, object]]], source: int) -> None:
+        if not records:
+            return
+        try:
+            self._new.append(from_records(records, source))
+        except (pa.ArrowException, OverflowError, TypeError, ValueError):  # a value of another kind in one of them
+            if len(records) == 1:
+                name = self._lines[source].path.name
+                self._line_problems[source].append(f"{name}, byte {records[0][0]:,}: no trajectory of ours")
+                return
+            for record in records:
+                self._take_records([record], source)
+
+    def _publish(self) -> None:
+        before = self.snapshot
+        self._published = time.monotonic()
+        problems = [why for _, (_, why) in sorted(self._bad.items())]
+        problems += [why for _, found in sorted(self._line_problems.items()) for why in found]
+        if len(problems) > _PROBLEMS:
+            problems = [*problems[:_PROBLEMS], f"and {len(problems) - _PROBLEMS:,} more"]
+        changed = bool(self._new or self._gone)
+        indexed = 1.0 if not self._left else self._read / max(1, self._read + self._left)
+        if not changed and indexed == before.indexed and tuple(problems) == before.problems:
+            return
+        self.snapshot = Snapshot(
+            table=self._merged(before.table) if changed else before.table, version=before.version + 1,
+            generation=before.generation + int(self._rewritten and bool(self._gone)), indexed=indexed,
+            problems=tuple(problems),
+        )  # fmt: skip
+        self._new, self._gone = [], []
+
+    def _merged(self, table: pa.Table) -> pa.Table:
+        if self._gone:
+            sources, files = np.asarray(table.column("source")), np.asarray(table.column("file"))
+            kept = np.ones(len(sources), dtype=bool)
+            for source, file in self._gone:
+                kept &= ~((sources == source) & ((file is None) | (files == file)))
+            table = table.filter(pa.array(kept))
+        merged: pa.Table = pa.concat_tables([table, *self._new]).unify_dictionaries().combine_chunks()
+        return merged

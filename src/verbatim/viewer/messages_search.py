@@ -1,0 +1,169 @@
+"""Searches the messages of a run's trajectories for a text, file by file, on a thread."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from verbatim.viewer.columns import EARLIER, EVALUATIONS, FATES
+from verbatim.viewer.index import Snapshot
+
+_KEPT = 4
+"""Searches whose results are kept; an older one is given up."""
+_LINE_FILES = {EVALUATIONS: "eval_trajectories.jsonl", EARLIER: "trajectories.jsonl"}
+Hits = set[tuple[int, int, int]]
+"""Source, file and place of the trajectories that were found."""
+
+
+@dataclass(eq=False)
+class _Search:
+    text: str
+    hits: Hits = field(default_factory=set)
+    done: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The files that were searched, by source and step, and how far."""
+    version: int = -1
+    """The snapshot that was searched to its end."""
+    given_up: bool = False
+
+
+class MessageSearch:
+    """The searches of one run. Each goes on by itself once it was asked for; `found` says what it has so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._searches: OrderedDict[str, _Search] = OrderedDict()
+        self._generation = -1
+        self._wanted = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._snapshot: Snapshot | None = None
+        self._closed = False
+
+    def found(self, snapshot: Snapshot, text: str) -> tuple[NDArray[np.bool_], bool]:
+        """Which rows of a snapshot have the text in their messages, and whether the search goes on."""
+        with self._wanted:
+            if snapshot.generation != self._generation:
+                self._give_up_all()
+                self._generation = snapshot.generation
+            search = self._searches.pop(text, None) or _Search(text)
+            self._searches[text] = search
+            while len(self._searches) > _KEPT:
+                self._searches.popitem(last=False)[1].given_up = True
+            self._snapshot = snapshot
+            pending = search.version != snapshot.version
+            if pending:
+                self._wake()
+            hits = list(search.hits)
+        return _rows_of(snapshot.table, hits), pending
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._wanted:
+            self._closed = True
+            self._give_up_all()
+            self._wanted.notify_all()
+
+    def _give_up_all(self) -> None:
+        for search in self._searches.values():
+            search.given_up = True
+        self._searches.clear()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="message-search", daemon=True)
+            self._thread.start()
+        self._wanted.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._wanted:
+                self._wanted.wait_for(lambda: self._closed or self._next() is not None)
+                if self._closed:
+                    return
+                search, snapshot = self._next(), self._snapshot
+            assert search is not None and snapshot is not None
+            for place, hits in self._scan(search, snapshot):
+                with self._wanted:
+                    if search.given_up:
+                        break
+                    search.hits |= hits
+                    search.done[place[:2]] = place[2]
+            else:
+                search.version = snapshot.version
+
+    def _next(self) -> _Search | None:
+        """The search that was asked for last among those that are not over."""
+        version = -1 if self._snapshot is None else self._snapshot.version
+        return next((s for s in reversed(self._searches.values()) if s.version != version), None)
+
+    def _scan(self, search: _Search, snapshot: Snapshot) -> Iterator[tuple[tuple[int, int, int], Hits]]:
+        """Source, file and how far, and what was found there, of what was not searched yet; newest files first."""
+        needle = json.dumps(search.text)[1:-1]
+        sources, files = (np.asarray(snapshot.table.column(name)) for name in ("source", "file"))
+        for file in np.unique(files[sources == FATES])[::-1].tolist():
+            if (FATES, file) not in search.done:
+                path = self._folder / "trajectories" / f"step-{file:06d}.parquet"
+                yield (FATES, file, 1), {(FATES, file, row) for row in _rows_in_file(path, needle, search)}
+        for source, name in _LINE_FILES.items():
+            places = np.asarray(snapshot.table.column("place"))[sources == source]
+            places = np.sort(places[places > search.done.get((source, 0), -1)])
+            for part in np.array_split(places, max(1, len(places) // 500)):
+                if len(part):
+                    hits = _places_in_lines(self._folder / name, part.tolist(), search.text)
+                    yield (source, 0, int(part[-1])), {(source, 0, place) for place in hits}
+
+
+def _rows_of(table: pa.Table, hits: list[tuple[int, int, int]]) -> NDArray[np.bool_]:
+    found = np.zeros(table.num_rows, dtype=bool)
+    if not hits:
+        return found
+    names = ("source", "file", "place")
+    kinds = [("source", np.int8), ("file", np.int32), ("place", np.int64)]
+    wanted = np.array(hits, dtype=kinds)
+    rows = np.empty(table.num_rows, dtype=kinds)
+    for name in names:
+        rows[name] = np.asarray(table.column(name))
+    return np.isin(rows, wanted)
+
+
+def _rows_in_file(path: Path, needle: str, search: _Search) -> list[int]:
+    """Rows whose messages, as JSON, have the needle; none of a file that cannot be read: the index says so."""
+    found: list[int] = []
+    try:
+        with pq.ParquetFile(path) as file:
+            first = 0
+            for group in range(file.num_row_groups):
+                if search.given_up:
+                    return found
+                column = file.read_row_group(group, columns=["messages"], use_threads=False).column(0)
+                hits = np.asarray(pc.match_substring(column, needle, ignore_case=True))
+                found += (np.flatnonzero(hits) + first).tolist()
+                first += len(column)
+    except (pa.ArrowException, OSError, ValueError, KeyError):
+        pass
+    return found
+
+
+def _places_in_lines(path: Path, places: list[int], text: str) -> list[int]:
+    found: list[int] = []
+    wanted = json.dumps(text, ensure_ascii=False)[1:-1].lower()
+    try:
+        with path.open("rb") as file:
+            for place in places:
+                file.seek(place)
+                messages: Any = json.loads(file.readline())["trajectory"]["messages"]
+                if wanted in json.dumps(messages, ensure_ascii=False).lower():
+                    found.append(place)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return found

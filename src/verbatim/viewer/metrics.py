@@ -1,0 +1,152 @@
+"""Follows the metrics and the alarms of a run, as columns."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verbatim.run.intervals import Z95, wilson
+from verbatim.texts import cut
+from verbatim.viewer.lines import FollowedLines
+
+_MOST_COLUMNS = 5_000
+"""Names of metrics that are kept."""
+
+
+class MetricsFollower:
+    """The columns of `metrics.jsonl`, its evaluations, and `alarms.jsonl`. Used by one thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines = FollowedLines(folder / "metrics.jsonl")
+        self._alarm_lines = FollowedLines(folder / "alarms.jsonl")
+        self.generation = 0
+        """Grows where the history was rewritten."""
+        self._clear()
+        self.alarms: list[dict[str, Any]] = []
+
+    def _clear(self) -> None:
+        self.steps: list[int] = []
+        self._columns: dict[str, array[float]] = {}
+        self.evals: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+
+    @property
+    def last_step(self) -> int:
+        """The newest step; 0 before the first."""
+        return self.steps[-1] if self.steps else 0
+
+    def refresh(self) -> None:
+        """Take in the lines that are new."""
+        if self._lines.was_rewritten():
+            self._lines.restart()
+            self._clear()
+            self.generation += 1
+        try:
+            for place, line in self._lines.new_lines():
+                self._take(place, line)
+        except OSError as error:
+            self._complain(f"metrics.jsonl cannot be read: {error.strerror or error}")
+        if self._alarm_lines.was_rewritten():
+            self._alarm_lines.restart()
+            self.alarms = []
+            self.generation += 1
+        try:
+            for place, line in self._alarm_lines.new_lines():
+                alarm = _read(line)
+                if alarm is None or not isinstance(alarm.get("name"), str) or not isinstance(alarm.get("step"), int):
+                    self._complain(f"alarms.jsonl, byte {place:,}: no alarm")
+                else:
+                    self.alarms.append(_numbers(alarm))
+        except OSError as error:
+            self._complain(f"alarms.jsonl cannot be read: {error.strerror or error}")
+
+    def answer(self, after: int | None = None) -> dict[str, Any]:
+        """The API's answer: the steps behind `after`, or all; evaluations and alarms are always whole."""
+        first = 0
+        if after is not None:
+            first = next((place for place, step in enumerate(self.steps) if step > after), len(self.steps))
+        return {
+            "generation": self.generation, "steps": self.steps[first:],
+            "columns": {name: column[first:].tolist() for name, column in self._columns.items()},
+            "evals": self.evals, "alarms": self.alarms,
+        }  # fmt: skip
+
+    @property
+    def names(self) -> list[str]:
+        """Every metric that any step or evaluation has."""
+        evals = (name for each in self.evals for name in each["metrics"] if name != "intervals")
+        return list(dict.fromkeys([*self._columns, *evals]))
+
+    def _take(self, place: int, line: bytes) -> None:
+        record = _read(line)
+        metrics = None if record is None else record.get("metrics")
+        if record is None or not isinstance(metrics, dict) or type(record.get("step")) is not int:
+            self._complain(f"metrics.jsonl, byte {place:,}: no metrics")
+            return
+        if record.get("kind") == "eval":
+            found = {name: _number(value) for name, value in metrics.items()}
+            self.evals.append({"step": record["step"], "env": str(record.get("env")),
+                               "metrics": {**found, "intervals": intervals(metrics)}})  # fmt: skip
+            return
+        self.steps.append(record["step"])
+        for name, value in metrics.items():
+            if name not in self._columns and len(self._columns) < _MOST_COLUMNS:
+                self._columns[name] = array("d", [math.nan]) * (len(self.steps) - 1)
+            if name in self._columns:
+                number = _number(value)
+                self._columns[name].append(math.nan if number is None else number)
+        for column in self._columns.values():
+            if len(column) < len(self.steps):
+                column.append(math.nan)
+
+    def _complain(self, problem: str) -> None:
+        if len(self.problems) < 20 and problem not in self.problems:
+            self.problems.append(problem)
+
+
+def intervals(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
+    """95% intervals of an evaluation: Wilson's of the success rate, and of the mean reward that of the normal
+    distribution, mean +- 1.96 std / sqrt(n). Episodes count as independent.
+
+    Example: 40 successes of 200 episodes give `{"success": [0.150, 0.261]}`, rounded.
+    """
+    found: dict[str, list[float]] = {}
+    episodes = _number(metrics.get("episodes"))
+    failed = _number(metrics.get("failed")) or 0.0
+    if episodes is None or episodes < 1:
+        return found
+    success = _number(metrics.get("success"))
+    if success is not None and 0 <= success <= 1:
+        found["success"] = list(wilson(success * episodes, int(episodes)))
+    mean, std = _number(metrics.get("reward/mean")), _number(metrics.get("reward/std"))
+    if mean is not None and std is not None and episodes > failed:
+        half = Z95 * std / math.sqrt(episodes - failed)
+        found["reward/mean"] = [mean - half, mean + half]
+    return found
+
+
+def _read(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _numbers(alarm: dict[str, Any]) -> dict[str, Any]:
+    """The alarm with texts of a length that a page can show."""
+    return {key: cut(value) if isinstance(value, str) else value for key, value in alarm.items()}

@@ -1,0 +1,104 @@
+"""Reads one trajectory from a run folder, by its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from verbatim.errors import UsageError
+from verbatim.fates.table import records_of
+from verbatim.texts import cut
+from verbatim.trajectory_json import trajectory_from_json
+from verbatim.types import Trajectory
+from verbatim.viewer.columns import EVALUATIONS, FATES, Place
+
+_TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", "trainer_logprobs", "gradients")
+_KINDS = {"prompt_new_ids": np.int32, "completion_ids": np.int32, "policy_versions": np.int32}
+
+Arrays = Mapping[str, NDArray[Any] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundTrajectory:
+    """A record as it is stored."""
+
+    step: int
+    record: Mapping[str, Any]
+    """As `trajectory_from_json` takes it; prompts are not put together."""
+    fates: Sequence[str | None]
+    """The fate of each turn; None where the run folder has none."""
+    arrays: Sequence[Arrays]
+    """The tokens of each turn, by column: `prompt_new_ids`, `completion_ids`, `logprobs`, `policy_versions`,
+    `trainer_logprobs`, `gradients`; None where there are none."""
+    row: Mapping[str, Any]
+    """What a fate file has beside the record: `reason`, `flags`, `unrecorded`."""
+
+    def trajectory(self) -> Trajectory:
+        """The record as a trajectory.
+
+        Raises:
+            UsageError: it is none.
+        """
+        try:
+            return trajectory_from_json(self.record)
+        except (KeyError, TypeError, ValueError, AssertionError, IndexError) as error:
+            raise UsageError(f"the record is no trajectory of ours ({type(error).__name__}: "
+                             f"{cut(str(error), 200)})") from error  # fmt: skip
+
+
+def read_record(folder: Path, place: Place) -> FoundTrajectory:
+    """The trajectory at a place of a run folder.
+
+    Raises:
+        UsageError: nothing is there any more, or it is damaged; says where.
+    """
+    if place.source == FATES:
+        path = folder / "trajectories" / f"step-{place.file:06d}.parquet"
+        where = f"row {place.place} of {path.name}"
+    else:
+        path = folder / ("eval_trajectories.jsonl" if place.source == EVALUATIONS else "trajectories.jsonl")
+        where = f"byte {place.place} of {path.name}"
+    try:
+        return _read_fate(path, place.place) if place.source == FATES else _read_line(path, place.place)
+    except FileNotFoundError:
+        raise UsageError(f"{where}: the file is no longer there") from None
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError,
+            RecursionError) as error:  # fmt: skip
+        raise UsageError(f"{where} cannot be read ({type(error).__name__}: {cut(str(error), 200)})") from error
+
+
+def _read_fate(path: Path, row: int) -> FoundTrajectory:
+    with pq.ParquetFile(path) as file:
+        first = 0
+        for group in range(file.num_row_groups):
+            count = file.metadata.row_group(group).num_rows
+            if row < first + count:
+                table = file.read_row_group(group, use_threads=False).take([row - first])
+                (found,) = records_of(table)
+                return FoundTrajectory(step=found.row["step"], record=found.record, fates=found.fates,
+                                       arrays=found.turns, row=found.row)  # fmt: skip
+            first += count
+    raise IndexError(f"the file has {first} rows")
+
+
+def _read_line(path: Path, place: int) -> FoundTrajectory:
+    with path.open("rb") as file:
+        file.seek(place)
+        line = json.loads(file.readline())
+    record = line["trajectory"]
+    arrays = []
+    for turn in record["turns"]:
+        columns = {**turn, "prompt_new_ids": turn["prompt"]["new_ids"]}
+        arrays.append({
+            name: None if columns.get(name) is None else np.array(columns[name], dtype=_KINDS.get(name, np.float32))
+            for name in _TOKENS
+        })  # fmt: skip
+    return FoundTrajectory(step=int(line["step"]), record=record, fates=[None] * len(arrays), arrays=arrays, row={})

@@ -1,0 +1,127 @@
+"""Reads what a run folder says of the run as a whole: name, steps, and whether it goes on."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from verbatim.checkpoints.lock import is_locked
+from verbatim.checkpoints.run_folder import ORCHESTRATOR, TRAINER
+from verbatim.checkpoints.stored_config import CONFIG
+from verbatim.config.secrets import redacted
+from verbatim.errors import UsageError
+from verbatim.texts import cut, end_of_file
+
+_LOCKS = Path("/proc/locks")
+_PARTS = (CONFIG, "metrics.jsonl", "trajectories", "trajectories.jsonl", "eval_trajectories.jsonl")
+
+
+def check_run(folder: Path) -> None:
+    """Refuse a folder that is no run.
+
+    Raises:
+        UsageError: says what was found, and what to type.
+    """
+    if any((folder / part).exists() for part in _PARTS):
+        return
+    if not folder.exists():
+        raise UsageError(f"there is no folder {folder}; {_near(folder.parent)}")
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file; expected the folder of a run, such as runs/NAME/latest")
+    names = sorted(path.name for path in folder.iterdir())
+    found = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
+    raise UsageError(f"{folder} is no run folder: it has no {CONFIG}, no metrics.jsonl and no trajectories; found "
+                     f"{found}. {_near(folder)}")  # fmt: skip
+
+
+def _near(folder: Path) -> str:
+    """What to type instead."""
+    for pattern in (CONFIG, f"*/{CONFIG}", f"*/*/{CONFIG}", f"runs/*/*/{CONFIG}"):
+        try:
+            runs = sorted(path.parent for path in folder.glob(pattern))
+        except OSError:
+            continue
+        if runs:
+            latest = next((run for run in runs if run.name == "latest"), runs[-1])
+            return f"Type verbatim view {latest}"
+    return "Type verbatim view FOLDER with the folder of a run, such as runs/NAME/latest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """A run as a whole."""
+
+    name: str
+    state: str
+    """running, finished, stopped (it can be resumed), failed (its log ends with an error) or unknown."""
+    max_steps: int | None
+
+
+def read_state(folder: Path) -> RunState:
+    """What the folder says now."""
+    config = read_config(folder)
+    name, steps = config.get("name"), config.get("max_steps")
+    return RunState(name=name if isinstance(name, str) and name else folder.resolve().name, state=_state(folder),
+                    max_steps=steps if type(steps) is int else None)  # fmt: skip
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The stored configuration; empty where it is missing or damaged."""
+    try:
+        return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def config_text(folder: Path) -> str:
+    """The stored configuration as TOML without secrets; a note where it is missing or damaged."""
+    try:
+        text = (folder / CONFIG).read_text(encoding="utf-8")
+        config = tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"# {CONFIG} cannot be read: {cut(str(error), 200)}\n"
+    safe = redacted(config)
+    return text if safe == config else tomli_w.dumps(safe)
+
+
+def summary_text(folder: Path) -> str | None:
+    """What the run printed at its end; None before."""
+    for name in ("summary.txt", "summary.json"):
+        try:
+            return (folder / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+    return None
+
+
+def _state(folder: Path) -> str:
+    locks = [folder / f"{role}.lock" for role in (ORCHESTRATOR, TRAINER)]
+    if any(_is_held(lock) for lock in locks):
+        return "running"
+    if (folder / "summary.json").is_file():
+        return "finished"
+    if not any(lock.is_file() for lock in locks):
+        return "unknown"
+    try:
+        last = end_of_file(folder / "logs" / f"{ORCHESTRATOR}.log", most=2**16)[-40:]
+    except OSError:
+        last = []
+    return "failed" if any(" ERROR " in line or " CRITICAL " in line for line in last) else "stopped"
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process holds a lock. The system's list of locks is read, since asking for the lock could get in the
+    way of a run that starts in this very moment."""
+    try:
+        inode = lock.stat().st_ino
+    except OSError:
+        return False
+    try:
+        held = _LOCKS.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return is_locked(lock)
+    return any(f":{inode} " in line and "FLOCK" in line and "->" not in line for line in held.splitlines())

@@ -1,0 +1,310 @@
+"""Answers every question of the API about one run folder. Blocking: called on threads, never on the event loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from verbatim.errors import UsageError, VerbatimError
+from verbatim.texts import error_text
+from verbatim.trajectory_json import plain, trajectory_to_json
+from verbatim.viewer import details, query
+from verbatim.viewer.breaks import BreakReader
+from verbatim.viewer.columns import Place
+from verbatim.viewer.group_tree import group_tree
+from verbatim.viewer.index import RunIndex, Snapshot
+from verbatim.viewer.messages_search import MessageSearch
+from verbatim.viewer.metrics import MetricsFollower
+from verbatim.viewer.query import Filters, Rows
+from verbatim.viewer.records import FoundTrajectory, read_record
+from verbatim.viewer.run_state import check_run, config_text, read_state, summary_text
+from verbatim.viewer.tokenizer import RunTokenizer, find_tokenizer
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 1000
+"""Rows of one answer."""
+_KEPT_ORDERS = 8
+_WARM_UP_SECONDS = 3.0
+"""From the start: the page draws first."""
+_FOLLOW_SECONDS = 1.0
+_LARGEST_GROUP = 512
+"""Trajectories of a group that are drawn."""
+_TEXT_OF_NODE = 160
+_MISSING = "no trajectory {!r} here; it may be of a step whose file was removed, or that was done again"
+
+
+class RunView:
+    """One run folder, followed by a thread from `start` to `close`.
+
+    Args:
+        folder: The run's.
+        model: A folder with the tokenizer; None looks for the run's own.
+
+    Raises:
+        UsageError: the folder is no run.
+    """
+
+    def __init__(self, folder: Path, *, model: Path | None = None) -> None:
+        check_run(folder)
+        self.folder = folder
+        self._model = model
+        self._index = RunIndex(folder)
+        self._metrics = MetricsFollower(folder)
+        self._search = MessageSearch(folder)
+        self._orders: OrderedDict[tuple[int, Filters, str], Rows] = OrderedDict()
+        self._facets: tuple[int, dict[str, Any]] | None = None
+        self._lock, self._metrics_lock = threading.Lock(), threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # ---- following
+
+    def start(self) -> None:
+        """Follow the folder from now on."""
+        self._thread = threading.Thread(target=self._follow, name=f"index of {self.folder.name}", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        failed, warm_at = "", time.monotonic() + _WARM_UP_SECONDS
+        while not self._stop.is_set():
+            try:
+                self._index.refresh(self._stop)
+                failed = ""
+            except Exception as error:  # noqa: BLE001  the page stays, and the next look may succeed
+                if (told := error_text(error)) != failed:
+                    logger.warning("%s could not be read: %s", self.folder, told)
+                failed = told
+            self._stop.wait(_FOLLOW_SECONDS)
+            if time.monotonic() > warm_at and not self._stop.is_set():
+                self._breaks.warm_up()
+                warm_at = math.inf
+
+    def read_all(self) -> None:
+        """Read everything now, without a thread."""
+        self._index.refresh()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._stop.set()
+        self._search.close()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    # ---- the run
+
+    def about(self) -> dict[str, Any]:
+        """The run's line in `/api/runs`."""
+        snapshot, state = self._index.snapshot, read_state(self.folder)
+        with self._metrics_lock:
+            self._metrics.refresh()
+            step, alarms = self._metrics.last_step, len(self._metrics.alarms)
+            generation, problems = self._metrics.generation, list(self._metrics.problems)
+        tokenizer, why = self._tokenizer
+        return {
+            "name": state.name, "folder": str(self.folder), "state": state.state, "step": step,
+            "max_steps": state.max_steps, "num_trajectories": snapshot.table.num_rows, "num_alarms": alarms,
+            "indexed": snapshot.indexed, "generation": generation + snapshot.generation, "version": snapshot.version,
+            "problems": [*snapshot.problems, *problems], "tokenizer": None if tokenizer is None else
+            tokenizer.name_or_path, "tokenizer_problem": why, "forked_from": None,
+        }  # fmt: skip
+
+    def metrics(self, after: int | None) -> dict[str, Any]:
+        """`/metrics`."""
+        with self._metrics_lock:
+            self._metrics.refresh()
+            answer = self._metrics.answer(after)
+        answer["generation"] += self._index.snapshot.generation
+        return {**answer, "names": {}}
+
+    def config(self) -> dict[str, Any]:
+        """`/config`."""
+        return {"toml": config_text(self.folder)}
+
+    def summary(self) -> dict[str, Any]:
+        """`/summary`."""
+        return {"text": summary_text(self.folder)}
+
+    # ---- the table
+
+    def rows(self, filters: Filters, *, sort: str = "", offset: int = 0, limit: int = 100) -> dict[str, Any]:
+        """`/trajectories`: some of the rows that pass.
+
+        Raises:
+            UsageError: no such column to sort by, or numbers below 0.
+        """
+        if offset < 0 or not 0 <= limit <= MOST_ROWS:
+            raise UsageError(f"offset = {offset}, limit = {limit}; expected an offset from 0, and a limit of 0 to "
+                             f"{MOST_ROWS}")  # fmt: skip
+        snapshot = self._index.snapshot
+        order, pending = self._order(snapshot, filters, sort)
+        return {
+            "total": snapshot.table.num_rows, "matched": len(order), "pending": pending or snapshot.indexed < 1,
+            "rows": query.shown(snapshot.table, order[offset : offset + limit]),
+        }  # fmt: skip
+
+    def _order(self, snapshot: Snapshot, filters: Filters, sort: str) -> tuple[Rows, bool]:
+        in_messages, pending = None, False
+        if filters.text:
+            in_messages, pending = self._search.found(snapshot, filters.text)
+        key = (snapshot.version, filters, sort)
+        with self._lock:
+            if key in self._orders:
+                self._orders.move_to_end(key)
+                return self._orders[key], pending
+        order = query.in_order(snapshot.table, query.matching(snapshot.table, filters, in_messages), sort)
+        if not pending:
+            with self._lock:
+                self._orders[key] = order
+                while len(self._orders) > _KEPT_ORDERS:
+                    self._orders.popitem(last=False)
+        return order, pending
+
+    def facets(self) -> dict[str, Any]:
+        """`/facets`."""
+        snapshot, known = self._index.snapshot, self._facets
+        if known is None or known[0] != snapshot.version:
+            known = (snapshot.version, query.facets(snapshot.table))
+            self._facets = known
+        return known[1]
+
+    # ---- one trajectory
+
+    def trajectory(self, name: str) -> dict[str, Any]:
+        """`/trajectories/{key or id}`.
+
+        Raises:
+            LookupError: there is none.
+            UsageError: its record is damaged.
+        """
+        row, found = self._found(name)
+        cuts: list[dict[str, Any]] = []
+        record, problems = found.record, []
+        try:
+            explained = self._breaks.explain(found.trajectory())
+        except VerbatimError as error:
+            explained, problems = {}, [str(error)]
+        turns = details.turn_answers(found, explained)
+        texts = {name: details.cut_texts(record[name], name, cuts) for name in ("messages", "tools", "info", "error")}
+        answer = {
+            **row, **texts, "seed": details.cut_texts(record["seed"], "seed", cuts),
+            "run_id": record.get("run_id", ""), "unrecorded": found.row.get("unrecorded"),
+            "num_unrecorded_tokens": record.get("num_unrecorded_tokens", 0),
+            "num_unrecorded_turns": record.get("num_unrecorded_turns", 0),
+            **{name: {part: details.cut_texts(_single(value), name, cuts) for part, value in
+                      (record.get(name) or {}).items()} for name in ("reward_parts", "agent_rewards")},
+            "turns": [{**turn, "tool_calls": details.cut_texts(turn["tool_calls"], f"turns/{i}/tool_calls", cuts)}
+                      for i, turn in enumerate(turns)],
+            "cut": cuts, "problems": problems, "tokens_omitted": sum(turn["tokens_omitted"] for turn in turns),
+            **self._pieces(turns),
+        }  # fmt: skip
+        return answer
+
+    def part(self, name: str, turn: int, offset: int) -> dict[str, Any]:
+        """More tokens of a turn.
+
+        Raises:
+            LookupError: there is no such trajectory.
+            UsageError: its record is damaged, or the turn or the offset is none of it.
+        """
+        _, found = self._found(name)
+        part = details.one_part(found, turn, offset)
+        return {"turn": part, **self._pieces([part])}
+
+    def text(self, name: str, path: str) -> dict[str, Any]:
+        """A text of a trajectory, whole. Raises as `part`."""
+        _, found = self._found(name)
+        return {"path": path, "text": details.text_at(found.record, path)}
+
+    def raw(self, name: str) -> dict[str, Any]:
+        """The record as `verbatim export` writes it. Raises as `trajectory`."""
+        _, found = self._found(name)
+        record: dict[str, Any] = plain({"step": found.step, "trajectory": trajectory_to_json(found.trajectory())})
+        return record
+
+    def _found(self, name: str) -> tuple[dict[str, Any], FoundTrajectory]:
+        snapshot = self._index.snapshot
+        row = self._row_of(snapshot.table, name)
+        (shown,) = query.shown(snapshot.table, row)
+        place = Place.of(shown["key"])
+        assert place is not None
+        return shown, read_record(self.folder, place)
+
+    def _row_of(self, table: pa.Table, name: str) -> Rows:
+        """The row of a key, or the first one of a trajectory's id, those of training before those of evaluations."""
+        if (place := Place.of(name)) is not None:
+            found = np.ones(table.num_rows, dtype=bool)
+            for column in ("source", "file", "place"):
+                found &= np.asarray(table.column(column)) == getattr(place, column)
+            rows = np.flatnonzero(found)
+        else:
+            rows = np.flatnonzero(np.asarray(pc.equal(table.column("trajectory_id"), name)))
+            sources = np.asarray(table.column("source"))[rows]
+            rows = rows[np.argsort(sources == 1, kind="stable")]
+        if not len(rows):
+            raise LookupError(_MISSING.format(name[:100]))
+        return rows[:1]
+
+    # ---- a group
+
+    def group(self, name: str) -> dict[str, Any]:
+        """`/groups/{group_key or id}`: its rows, and their prefix tree.
+
+        Raises:
+            LookupError: there is none.
+            UsageError: a record of it is damaged.
+        """
+        table = self._index.snapshot.table
+        order = query.in_order(table, query.matching(table, Filters(group=name)), "sample_index")
+        if not len(order):
+            raise LookupError(f"no group {name[:100]!r} here")
+        rows = query.shown(table, order[:_LARGEST_GROUP])
+        members = []
+        for row in rows:
+            place = Place.of(row["key"])
+            assert place is not None
+            found = read_record(self.folder, place)
+            members.append((found.trajectory(), found.fates))
+        return {"rows": rows, "num_rows": len(order), "tree": {"nodes": group_tree(members, self._text_of)}}
+
+    def _text_of(self, ids: Sequence[int]) -> str | None:
+        tokenizer, _ = self._tokenizer
+        return None if tokenizer is None else tokenizer.decode(ids)[:_TEXT_OF_NODE]
+
+    # ---- the tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> tuple[RunTokenizer | None, str | None]:
+        """The tokenizer, or why there is none."""
+        folder = self._model or find_tokenizer(self.folder)
+        if folder is None:
+            return None, "the run folder has no tokenizer: ids are shown; add --model FOLDER"
+        try:
+            return RunTokenizer(folder), None
+        except ValueError as error:
+            return None, str(error)
+
+    @cached_property
+    def _breaks(self) -> BreakReader:
+        return BreakReader(self._tokenizer[0])
+
+    def _pieces(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        tokenizer, _ = self._tokenizer
+        if tokenizer is None:
+            return {"pieces": {}, "byte_pieces": [], "special": []}
+        return tokenizer.pieces(details.ids_of(parts))
+
+
+def _single(value: Any) -> Any:
+    return query.number(value) if isinstance(value, float) else value

@@ -1,0 +1,146 @@
+"""Finds a run's tokenizer and gives the text of single ids. It needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from verbatim.imports import is_installed
+
+FILE = "tokenizer.json"
+
+
+def find_tokenizer(run: Path) -> Path | None:
+    """The folder with the tokenizer of a run's model: in the run folder, or the folder that its configuration names."""
+    for folder in _candidates(run):
+        if (folder / FILE).is_file():
+            return folder
+    return None
+
+
+def _candidates(run: Path) -> Iterator[Path]:
+    yield from (run / "model", run / "final", run / "warm_start")
+    yield from sorted((run / "weights").glob("*"), reverse=True)
+    yield from sorted((run / "checkpoints").glob("*/weights"), reverse=True)
+    try:
+        model = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("model")
+    except (OSError, ValueError, RecursionError):
+        return
+    name = model.get("name") if isinstance(model, dict) else None
+    if isinstance(name, str):
+        yield Path(name).expanduser()
+
+
+class RunTokenizer:
+    """A `tokenizer.json`, with what the doctor asks of a tokenizer.
+
+    Args:
+        folder: A model's folder.
+
+    Raises:
+        ValueError: the file is none; the package `tokenizers` is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not is_installed("tokenizers"):
+            raise ValueError("texts of ids need the package tokenizers: pip install 'verbatim-rl[view]'")
+        from tokenizers import Tokenizer
+
+        self.name_or_path = str(folder)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / FILE))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{folder / FILE} is no tokenizer: {error}") from error
+        self._folder = folder
+        self.added_tokens_decoder: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a turn, where the configuration names it."""
+        token = self._config.get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The Jinja text; None where there is none, or several."""
+        try:
+            return (self._folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            template = self._config.get("chat_template")
+            return template if isinstance(template, str) else None
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        """The text of a run of ids, control tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        """An id's name in the vocabulary."""
+        name: str | None = self._tokenizer.id_to_token(token)
+        return name
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
+
+    def pieces(self, ids: Iterable[int]) -> dict[str, Any]:
+        r"""`pieces`, the text of each id; `byte_pieces`, ids that are no whole characters, with a text such as
+        `\xf0\x9f`; `special`, control tokens. Ids that the vocabulary does not have are left out."""
+        pieces: dict[int, str] = {}
+        byte_pieces, special = [], []
+        for token in sorted(set(ids)):
+            if token in self.added_tokens_decoder:
+                pieces[token] = self.added_tokens_decoder[token].content
+                special.append(token)
+                continue
+            name = self.convert_ids_to_tokens(token) if 0 <= token < 2**31 else None
+            if name is None:
+                continue
+            raw = self._bytes_of(token, name)
+            try:
+                pieces[token] = raw.decode()
+            except UnicodeDecodeError:
+                pieces[token] = "".join(f"\\x{byte:02x}" for byte in raw)
+                byte_pieces.append(token)
+        return {"pieces": pieces, "byte_pieces": byte_pieces, "special": special}
+
+    def _bytes_of(self, token: int, name: str) -> bytes:
+        if self._is_byte_level:
+            try:
+                return bytes(_BYTES[character] for character in name)
+            except KeyError:
+                return name.encode()
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            try:
+                return bytes([int(name[3:5], 16)])
+            except ValueError:
+                return name.encode()
+        if "\u2581" in name:  # a space, as SentencePiece writes it; decoding one id alone would lose the first
+            return name.replace("\u2581", " ").encode()
+        text = self.decode([token])
+        return (text or name).encode()
+
+
+def _byte_table() -> dict[str, int]:
+    """The characters by which byte-level vocabularies write bytes (Radford et al. 2019, GPT-2's encoder)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_table()

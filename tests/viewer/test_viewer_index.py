@@ -1,0 +1,175 @@
+"""The index follows a run folder: new steps, a resume, retention, torn and damaged files, old run folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from viewer_runs import make_run, read, serving, trained, trajectory
+
+from verbatim.errors import UsageError
+from verbatim.fates.files import FateFolder
+from verbatim.fates.retention import Retention
+from verbatim.monitors.trajectory_log import TrajectoryLog
+from verbatim.types import Turn
+from verbatim.viewer.query import Filters
+from verbatim.viewer.run_view import RunView
+
+
+def names(run: RunView, **filters: list[str]) -> list[str]:
+    run.read_all()
+    return [row["trajectory_id"] for row in run.rows(Filters.of(filters), sort="trajectory_id", limit=1000)["rows"]]
+
+
+def rewards(run: RunView) -> dict[str, float]:
+    return {row["trajectory_id"]: row["reward"] for row in run.rows(Filters(), limit=1000)["rows"]}
+
+
+def test_new_steps_are_taken_in(tmp_path: Path):
+    run = read(make_run(tmp_path, {1: [trained(trajectory("a"))]}))
+    before = run.about()
+    assert names(run) == ["a"] and run.about()["version"] == before["version"]
+    make_run(tmp_path, {2: [trained(trajectory("b"))]}, evals=[(2, trajectory("e"))])
+    assert names(run) == ["a", "b", "e"]
+    after = run.about()
+    assert after["version"] > before["version"] and after["generation"] == before["generation"]
+    make_run(tmp_path, evals=[(4, trajectory("f"))])
+    assert names(run) == ["a", "b", "e", "f"] and names(run, step=["4"]) == ["f"]
+
+
+def test_a_resume_that_does_steps_again_is_a_new_generation(tmp_path: Path):
+    steps = {step: [trained(trajectory(f"t{step}", reward=0.0))] for step in (1, 2, 3)}
+    run = read(make_run(tmp_path, steps, evals=[(1, trajectory("e1")), (3, trajectory("e3"))]))
+    before = run.about()["generation"]
+    files = FateFolder(tmp_path / "trajectories")
+    files.restore(1, None)
+    files.write(2, [trained(trajectory("t2", reward=1.0))])
+    lines = (tmp_path / "eval_trajectories.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "eval_trajectories.jsonl").write_text(lines[0])
+    assert names(run) == ["e1", "t1", "t2"] and rewards(run)["t2"] == 1.0
+    assert run.about()["generation"] > before
+
+
+def test_evaluations_that_were_cut_and_grew_again_are_read_again(tmp_path: Path):
+    run = read(make_run(tmp_path, evals=[(1, trajectory("e1")), (3, trajectory("e3"))]))
+    path = tmp_path / "eval_trajectories.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    os.truncate(path, len(lines[0]))  # as a resumed run does, in place
+    log = TrajectoryLog(path)
+    for step in (2, 3, 4):
+        log.write(step, trajectory(f"n{step}"))
+    log.close()
+    assert names(run) == ["e1", "n2", "n3", "n4"]
+
+
+def test_files_that_are_no_longer_kept_leave_the_table(tmp_path: Path):
+    files = FateFolder(tmp_path / "trajectories", Retention(steps=2))
+    (tmp_path / "config.toml").write_text("[model]\n")
+    for step in (1, 2):
+        files.write(step, [trained(trajectory(f"t{step}"))])
+    run = read(tmp_path)
+    before = run.about()["generation"]
+    files.write(3, [trained(trajectory("t3"))])
+    assert names(run) == ["t2", "t3"]
+    assert run.about()["generation"] == before  # nothing was done again
+
+
+def test_torn_and_foreign_files_are_named_and_the_rest_is_shown(tmp_path: Path):
+    run = read(make_run(tmp_path, {step: [trained(trajectory(f"t{step}"))] for step in (1, 2, 3)}))
+    torn = tmp_path / "trajectories" / "step-000002.parquet"
+    whole = torn.read_bytes()
+    torn.write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "trajectories" / "step-000009.parquet").write_bytes(b"")
+    assert names(run) == ["t1", "t3"]
+    first, second = run.about()["problems"]
+    assert first.startswith("step-000002.parquet cannot be read") and second.startswith("step-000009.parquet")
+    torn.write_bytes(whole)
+    (tmp_path / "trajectories" / "step-000009.parquet").unlink()
+    assert names(run) == ["t1", "t2", "t3"] and run.about()["problems"] == []
+
+
+async def test_a_row_whose_file_breaks_later_is_an_error_message(tmp_path: Path):
+    folder = make_run(tmp_path, {1: [trained(trajectory("t1"))]})
+    async with serving(folder) as client:
+        path = folder / "trajectories" / "step-000001.parquet"
+        data = bytearray(path.read_bytes())
+        data[8:200] = b"\xff" * 192
+        path.write_bytes(data)
+        error = (await client.get("trajectories/t1", status=400))["error"]
+        assert error.startswith("row 0 of step-000001.parquet cannot be read")
+        path.unlink()
+        error = (await client.get("trajectories/t1", status=400))["error"]
+        assert error == "row 0 of step-000001.parquet: the file is no longer there"
+        await client.get("trajectories")
+
+
+def test_bad_lines_are_named_and_a_torn_last_line_waits(tmp_path: Path):
+    folder = make_run(tmp_path, evals=[(1, trajectory("e1"))])
+    path = folder / "eval_trajectories.jsonl"
+    good = path.read_text()
+    deep = "[" * 100_000 + "]" * 100_000
+    wrong = json.loads(good)
+    wrong["trajectory"]["reward"] = {"no": "number"}
+    other = json.loads(good)
+    other["trajectory"] |= {"trajectory_id": "e2", "stop_reason": 5}
+    path.write_text(good + "no json\n" + deep + "\n" + json.dumps(wrong) + "\n" + json.dumps(other) + "\n" + good[:50])
+    run = read(folder)
+    assert names(run) == ["e1"]
+    problems = run.about()["problems"]
+    assert len(problems) == 4 and f"eval_trajectories.jsonl, byte {len(good)}: no trajectory" in problems[0]
+    path.write_text(path.read_text() + good[50:])
+    assert names(run) == ["e1", "e1"]
+
+
+def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path):
+    turns = (
+        Turn(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-1.0]),
+        Turn(prompt_ids=[1, 2, 3, 4], completion_ids=[5]),
+        Turn(prompt_ids=[1, 2, 3, 4, 6], completion_ids=[5]),
+        Turn(prompt_ids=[1, 2, 3, 4, 5], completion_ids=[7]),
+    )
+    old = trajectory("old", turns=turns, reward=0.5, error="é" * 400, num_unrecorded_tokens=3)
+    run = read(make_run(tmp_path, {2: [trained(trajectory("new"))]}, earlier=[(1, old), (1, trajectory("odd"))]))
+    assert names(run) == ["new", "odd", "old"]
+    row = run.rows(Filters(), sort="-num_turns")["rows"][0]
+    assert (row["kind"], row["step"], row["num_turns"], row["num_sampled_tokens"]) == ("train", 1, 4, 4 + 3)
+    assert row["num_breaks"] == old.num_breaks == 2  # neither of the last two extends the turn before
+    assert row["num_trained_tokens"] is None and row["reason"] is None and row["error"] == "é" * 300
+    found = run.trajectory("old")
+    assert found["error"] == "é" * 400 and [turn["fate"] for turn in found["turns"]] == [None] * 4
+    assert [turn["extends"] for turn in found["turns"]] == [None, 0, None, 1]
+    assert found["turns"][0]["logprobs"].tolist() == [-1.0] and found["turns"][1]["logprobs"] is None
+    assert run.group("g")["num_rows"] == 3
+
+
+def test_a_thousand_rows_in_row_groups_are_found_one_by_one(tmp_path: Path):
+    fates = [trained(trajectory(f"t{i:03}", reward=i / 8)) for i in range(200)]
+    run = read(make_run(tmp_path, {1: fates}))
+    for i in (0, 63, 64, 127, 128, 199):
+        assert run.trajectory(f"~1.{i}")["trajectory_id"] == f"t{i:03}"
+        assert run.trajectory(f"t{i:03}")["reward"] == i / 8
+
+
+@pytest.mark.parametrize("made", ["nothing", "file", "empty", "others", "parent"])
+def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path: Path, made: str):
+    path = tmp_path / "given"
+    expected = "Type verbatim view FOLDER with the folder of a run, such as runs/NAME/latest"
+    if made == "nothing":
+        found = f"there is no folder {path}"
+    elif made == "file":
+        path.write_text("x")
+        found, expected = f"{path} is a file", "expected the folder of a run, such as runs/NAME/latest"
+    else:
+        path.mkdir()
+        found = "it has no config.toml, no metrics.jsonl and no trajectories; found nothing"
+        if made == "others":
+            (path / "a.txt").write_text("x")
+            found = "found a.txt"
+        if made == "parent":
+            make_run(path / "20260101-000000")
+            found, expected = "found 20260101-000000", f"Type verbatim view {path}/20260101-000000"
+    with pytest.raises(UsageError) as error:
+        RunView(path)
+    assert found in str(error.value) and expected in str(error.value)
