@@ -13,13 +13,14 @@ CUDA_INSTALLED := $(CUDA)/.cuda-installed
 
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
-.PHONY: help install demo docs docs-links reference test test-all test-cuda-fake test-vllm faults faults-vllm lint types clean
+.PHONY: help install demo docs docs-links reference viewer test test-all test-cuda-fake test-vllm faults faults-vllm lint types clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
 	@echo "make demo      train an agent to play guess-the-number, on a CPU"
 	@echo "make docs      the documentation site in build/docs (warnings are errors); docs-links asks for every link outside"
 	@echo "make reference the generated pages and figures of docs/, anew"
+	@echo "make viewer    the page of verbatim view, built from viewer/ into src/verbatim/viewer/assets (needs Node 20 or newer; nothing else does)"
 	@echo "make test      lint, types, and the tests that take seconds and need no extras"
 	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, reasoning-gym, textarena, W&B) installed, and all tests but those of vLLM"
 	@echo "make test-cuda-fake  a build of torch for CUDA in $(CUDA) (5 GB), and the trainer and the sampler on fake CUDA tensors; no GPU needed"
@@ -62,6 +63,9 @@ docs-links: install $(DOCS_INSTALLED)
 
 reference: install
 	PYTHONPATH=docs $(BIN)/python -m docs_site
+
+viewer:
+	cd viewer && npm ci --no-audit --no-fund && npm run build
 
 test: lint types
 	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda"

@@ -1,0 +1,67 @@
+/** The page of `verbatim view`: boot, the bar above every view, and the view that the link names. */
+import { render } from "preact";
+import { useEffect } from "preact/hooks";
+import "uplot/dist/uPlot.min.css";
+import "./style/base.css";
+import "./style/views.css";
+import "./style/tokens.css";
+import { useKeys } from "./hooks";
+import { useRuns } from "./metrics";
+import { Empty } from "./parts/empty";
+import { link, useRoute, type View } from "./route";
+import { openSource } from "./source";
+import { useTheme, type Theme } from "./theme";
+import { GroupPage } from "./views/group";
+import { Overview } from "./views/overview";
+import { Trajectories } from "./views/trajectories";
+import { TrajectoryPage } from "./views/trajectory";
+
+const source = openSource();
+const THEMES: Theme[] = ["system", "light", "dark"];
+
+function App() {
+  const route = useRoute();
+  const { runs, error } = useRuns(source);
+  const { theme, choose } = useTheme();
+  const names = runs?.map(({ run }) => run.name).join(", ") ?? "";
+  useEffect(() => {
+    document.title = `${route.view === "trajectory" || route.view === "group" ? `${route.id} · ` : ""}${names || "Verbatim"}`;
+  }, [names, route.view, route.id]);
+  useKeys({ o: () => { location.hash = link("overview", route.run); }, t: () => { location.hash = link("trajectories", route.run); } });
+  const at = (view: View) => (route.view === view || (view === "trajectories" && ["trajectory", "group"].includes(route.view)) ? "page" : undefined);
+  return (
+    <>
+      <header class="bar">
+        <a class="skip" href="#main" onClick={(event) => { event.preventDefault(); document.getElementById("main")?.focus(); }}>To the content</a>
+        <span class="brand">Verbatim</span>
+        <nav aria-label="Views">
+          <a href={link("overview", route.run)} aria-current={at("overview")} title="key o">Overview</a>
+          <a href={link("trajectories", route.run)} aria-current={at("trajectories")} title="key t">Trajectories</a>
+        </nav>
+        <span class="run-names"><bdi>{names}</bdi></span>
+        {!source.live && <span class="tag">exported</span>}
+        {error && runs && <span class="tag error" role="alert">{error}</span>}
+        <label class="theme">
+          <span class="unseen">colours</span>
+          <select value={theme} onChange={(event) => choose(event.currentTarget.value as Theme)}>
+            {THEMES.map((each) => <option key={each} value={each}>{each === "system" ? "as the system" : each}</option>)}
+          </select>
+        </label>
+      </header>
+      <main id="main" tabIndex={-1} class={route.view} data-testid={`view-${route.view}`}>
+        {!runs && (error ? <Empty title="The run could not be read" why={error} /> : <p class="loading" role="status">Reading the run.</p>)}
+        {runs && runs.length === 0 && <Empty title="No run" why="Start the page with the folder of a run: verbatim view RUN." />}
+        {runs && runs.length > 0 && route.view === "overview" && <Overview source={source} runs={runs} route={route} />}
+        {runs && runs.length > 0 && route.view === "trajectories" && <Trajectories source={source} runs={runs.map(({ run }) => run)} route={route} />}
+        {runs && runs.length > 0 && route.view === "trajectory" && <TrajectoryPage source={source} runs={runs.map(({ run }) => run)} route={route} />}
+        {runs && runs.length > 0 && route.view === "group" && <GroupPage source={source} route={route} />}
+      </main>
+    </>
+  );
+}
+
+const root = document.getElementById("app");
+if (root) {
+  root.replaceChildren();
+  render(<App />, root);
+}

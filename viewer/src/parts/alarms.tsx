@@ -1,0 +1,53 @@
+/** Alarms with what they saw, what most often causes it, and what to change. */
+import { figure } from "../format";
+import { raised, type RunData } from "../metrics";
+import { link } from "../route";
+import type { Alarm } from "../types";
+import { Text } from "./text";
+
+export function AlarmList({ runs }: { runs: RunData[] }) {
+  const several = runs.length > 1;
+  const all = runs.flatMap(({ run, metrics }) => (metrics?.alarms ?? []).map((alarm) => ({ run, alarm })));
+  if (all.length === 0) return null;
+  const now = new Set(runs.flatMap(({ metrics }) => raised(metrics?.alarms ?? [])));
+  const active = all.filter(({ alarm }) => now.has(alarm)).reverse();
+  const past = all.filter(({ alarm }) => !now.has(alarm)).reverse();
+  return (
+    <section class="alarms" id="alarms" aria-label="Alarms">
+      {active.map(({ run, alarm }) => <AlarmCard key={keyOf(run.id, alarm)} alarm={alarm} run={run.id} name={several ? run.name : null} open />)}
+      {past.length > 0 && (
+        <details class="past">
+          <summary>{active.length ? "Earlier alarms" : "No alarm is raised now. Earlier alarms"} ({past.length})</summary>
+          {past.map(({ run, alarm }) => <AlarmCard key={keyOf(run.id, alarm)} alarm={alarm} run={run.id} name={several ? run.name : null} />)}
+        </details>
+      )}
+    </section>
+  );
+}
+
+function keyOf(run: number, alarm: Alarm): string {
+  return `${run} ${alarm.step} ${alarm.name} ${alarm.env} ${alarm.state}`;
+}
+
+function AlarmCard({ alarm, run, name, open = false }: { alarm: Alarm; run: number; name: string | null; open?: boolean }) {
+  const evidence = Object.entries(alarm.evidence ?? {});
+  return (
+    <details class={`alarm ${alarm.state}`} open={open}>
+      <summary>
+        <span class="kind">{alarm.state === "cleared" ? "cleared: " : ""}{alarm.name.replaceAll("_", " ")}</span>
+        <span class="step">step {alarm.step}{alarm.env ? `, ${alarm.env}` : ""}{name ? `, ${name}` : ""}</span>
+        <span class="message"><Text value={alarm.message} /></span>
+      </summary>
+      <dl>
+        {alarm.cause && <><dt>Cause</dt><dd><Text value={alarm.cause} /></dd></>}
+        {alarm.advice && <><dt>Do</dt><dd><Text value={alarm.advice} /></dd></>}
+        {evidence.length > 0 && (
+          <><dt>Seen</dt><dd>{evidence.map(([metric, value]) => <span key={metric} class="fact"><code>{metric}</code> {figure(value)}</span>)}</dd></>
+        )}
+        {alarm.trajectory_ids?.length > 0 && (
+          <><dt>Look at</dt><dd>{alarm.trajectory_ids.slice(0, 12).map((id) => <a key={id} class="fact" href={link("trajectory", run, id)}><bdi>{id}</bdi></a>)}</dd></>
+        )}
+      </dl>
+    </details>
+  );
+}

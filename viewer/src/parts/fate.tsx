@@ -1,0 +1,42 @@
+/** What became of a trajectory or a turn: a word and a colour. */
+import { percent } from "../format";
+import type { Row } from "../types";
+
+const REASONS = ["difficulty", "stale", "error", "missing_logprobs", "untrained", "over_length", "cancelled", "lost_worker",
+  "lost_replica", "unused_at_end"];
+
+/** The number of a fate's colour: 0 trained, then the reasons in an order that does not change; filters share 1. */
+export function fateColour(fate: string): number {
+  if (fate === "trained") return 0;
+  if (fate.startsWith("filter:")) return 1;
+  const at = REASONS.indexOf(fate);
+  return at < 0 ? 6 : [2, 3, 4, 5, 6, 5, 6, 6, 6, 6][at] ?? 6;
+}
+
+export function Fate({ fate }: { fate: string }) {
+  return <span class={`fate f${fateColour(fate)}`}>{fate === "trained" ? "trained" : fate}</span>;
+}
+
+export function RowFate({ row }: { row: Row }) {
+  if (row.reason) return <Fate fate={row.reason} />;
+  const { num_trained_tokens: trained, num_sampled_tokens: sampled } = row;
+  if (trained === null) return <span class="none" title="fates were not kept: of evaluations, and in run folders of earlier versions">not kept</span>;
+  if (sampled === 0) return <span class="none">nothing sampled</span>;
+  if (trained === sampled) return <Fate fate="trained" />;
+  return <span class="fate f0" title={`${trained} of ${sampled} tokens`}>{percent(trained / sampled)} trained</span>;
+}
+
+/** What a fate means. */
+export const FATE_MEANS: Record<string, string> = {
+  trained: "an optimizer step was taken on it",
+  difficulty: "its group's rewards were all equal (online difficulty filtering)",
+  stale: "too old when its batch was built (max_off_policy_steps)",
+  error: "its episode failed",
+  missing_logprobs: "the sampler gave no logprobs",
+  untrained: "of an agent that is not trained",
+  over_length: "longer than a sample may be (seq_len)",
+  cancelled: "in flight when the run stopped",
+  lost_worker: "its worker was lost",
+  lost_replica: "its replica of the sampler was lost",
+  unused_at_end: "sampled for a batch that the run did not need",
+};

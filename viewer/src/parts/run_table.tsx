@@ -1,0 +1,103 @@
+/** The runs with the figures that one looks at first. */
+import { count, figure, percent, plural } from "../format";
+import { intervalOf, last, raised, type Metrics, type RunData } from "../metrics";
+import { link } from "../route";
+import { categorical } from "../views/overview";
+
+const STATES = { running: "running", finished: "finished", stopped: "stopped", failed: "failed", unknown: "" } as const;
+
+interface Props {
+  runs: RunData[];
+  hidden: number[];
+  toggle: (id: number) => void;
+}
+
+export function RunTable({ runs, hidden, toggle }: Props) {
+  const several = runs.length > 1;
+  return (
+    <table class="runs">
+      <thead>
+        <tr>
+          <th>run</th><th>step</th><th>reward</th><th>success</th><th>evaluation</th><th>mismatch KL</th>
+          <th title="share of all sampled tokens that were trained">tokens trained</th>
+          <th title="share of the last step">sampler idle</th><th title="share of the last step">trainer idle</th>
+          <th>trajectories</th><th>alarms</th>
+        </tr>
+      </thead>
+      <tbody>
+        {runs.map(({ run, metrics }) => (
+          <tr key={run.id} class={hidden.includes(run.id) ? "off" : ""}>
+            <th scope="row">
+              {several && (
+                <input type="checkbox" aria-label={`show ${run.name}`} checked={!hidden.includes(run.id)} onChange={() => toggle(run.id)} />
+              )}
+              {several && <i class="swatch" style={{ color: `var(${categorical(run.id)})` }} />}
+              <bdi title={run.folder}>{run.name}</bdi>
+              <span class={`state ${run.state}`}>{STATES[run.state] ?? run.state}</span>
+            </th>
+            <td>
+              {count(run.step)}{run.max_steps ? <span class="of"> of {count(run.max_steps)}</span> : null}
+              {run.max_steps ? <progress max={run.max_steps} value={run.step} aria-label="progress" /> : null}
+            </td>
+            <td>{shown(metrics, "reward/mean")}</td>
+            <td>{shown(metrics, "success")}</td>
+            <td><LastEvaluation metrics={metrics} /></td>
+            <td>{shown(metrics, "mismatch_kl")}</td>
+            <td>{ratio(metrics, "ledger/trained", "ledger/sampled")}</td>
+            <td>{ratio(metrics, "time/sampler_idle", "time/step")}</td>
+            <td>{ratio(metrics, "time/trainer_idle", "time/step")}</td>
+            <td>
+              <a href={link("trajectories", run.id)}>{count(run.num_trajectories)}</a>
+              {run.indexed < 1 && <span class="of" title="the index is being built"> {percent(run.indexed)} read</span>}
+            </td>
+            <td>{alarmsOf(metrics)}</td>
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+function shown(metrics: Metrics | null, name: string) {
+  return figure(last(metrics?.columns[name]));
+}
+
+function ratio(metrics: Metrics | null, part: string, whole: string) {
+  const [a, b] = [last(metrics?.columns[part]), last(metrics?.columns[whole])];
+  return a === null || !b ? "–" : percent(Math.min(1, a / b));
+}
+
+function LastEvaluation({ metrics }: { metrics: Metrics | null }) {
+  const newest = metrics?.evals.reduce((best, each) => (each.step >= best ? each.step : best), -1) ?? -1;
+  const found = metrics?.evals.filter(({ step }) => step === newest) ?? [];
+  if (found.length === 0) return <>–</>;
+  return (
+    <>
+      {found.slice(0, 3).map((each) => {
+        const interval = intervalOf(each, "success");
+        return (
+          <span key={each.env} class="evaluation" title={`${each.env}, step ${each.step}`}>
+            {figure(round(each.metrics.success))}
+            {interval && <span class="of"> [{round(interval[0])}, {round(interval[1])}]</span>}
+          </span>
+        );
+      })}
+    </>
+  );
+}
+
+function round(value: number | null | undefined): number | null {
+  return typeof value === "number" ? Math.round(value * 1000) / 1000 : null;
+}
+
+function alarmsOf(metrics: Metrics | null) {
+  const now = raised(metrics?.alarms ?? []).length;
+  const all = metrics?.alarms.filter(({ state }) => state === "raised").length ?? 0;
+  if (now) return <a class="alarmed" href="#alarms" onClick={jump}>{plural(now, "alarm")}</a>;
+  return all ? `none now, ${count(all)} before` : "none";
+}
+
+function jump(event: Event) {
+  event.preventDefault(); // the fragment names the view
+  document.getElementById("alarms")?.scrollIntoView({ block: "nearest" });
+}

@@ -1,0 +1,215 @@
+/** The table of all trajectories: filtered, sorted and searched by the server, drawn as far as one sees it. */
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { count, figure, plural, signed } from "../format";
+import { useAnswer, useKeys, useVirtual } from "../hooks";
+import { mark } from "../marks";
+import { Empty } from "../parts/empty";
+import { RowFate } from "../parts/fate";
+import { Filters } from "../parts/filters";
+import { RunChoice } from "../parts/run_choice";
+import { useRows } from "../rows";
+import { isFiltered, queryFrom, toParams, NO_QUERY, type Query } from "../query";
+import { go, link, type Route } from "../route";
+import type { Source } from "../source";
+import { textOf, type Facets, type Row, type Run } from "../types";
+
+const HEIGHT = 30;
+
+interface Column {
+  name: keyof Row;
+  title: string;
+  about?: string;
+  number?: boolean;
+  cell: (row: Row) => preact.ComponentChildren;
+}
+
+const COLUMNS: Column[] = [
+  { name: "step", title: "step", number: true, about: "the step it was trained in, or dropped before", cell: (row) => <>{row.kind === "eval" && <span class="tag" title="of an evaluation">eval</span>}{count(row.step)}</> },
+  { name: "env", title: "environment", cell: (row) => <bdi>{row.env}</bdi> },
+  { name: "trajectory_id", title: "trajectory", cell: (row) => <bdi>{row.trajectory_id}</bdi> },
+  { name: "example_id", title: "example", cell: (row) => <bdi>{row.example_id}</bdi> },
+  { name: "reward", title: "reward", number: true, cell: (row) => <Reward value={row.reward} /> },
+  { name: "advantage", title: "advantage", number: true, cell: (row) => <span class={side(row.advantage)}>{signed(row.advantage)}</span> },
+  { name: "reason", title: "fate", about: "trained, or why not", cell: (row) => <RowFate row={row} /> },
+  { name: "stop_reason", title: "ended by", cell: (row) => <>{row.stop_reason ?? "–"}{row.truncated && <span class="tag warn" title="something was cut off">cut</span>}</> },
+  { name: "num_turns", title: "turns", number: true, cell: (row) => count(row.num_turns) },
+  { name: "num_sampled_tokens", title: "tokens", number: true, about: "sampled tokens", cell: (row) => count(row.num_sampled_tokens) },
+  { name: "num_breaks", title: "breaks", number: true, about: "turns that do not extend the turn before", cell: (row) => (row.num_breaks ? <span class="tag warn">{row.num_breaks}</span> : <span class="none">0</span>) },
+  { name: "flags", title: "flags and error", about: "filters that flagged it, and its error", cell: (row) => <Notes row={row} /> },
+];
+
+function Notes({ row }: { row: Row }) {
+  const error = row.error && textOf(row.error);
+  return (
+    <>
+      {row.flags.map((flag) => <span key={flag} class="tag">{flag}</span>)}
+      {error && <span class="tag error" title={error.slice(0, 500)}><bdi>{error.slice(0, 80)}</bdi></span>}
+    </>
+  );
+}
+
+export function side(value: number | null): string {
+  return value === null || value === 0 ? "even" : value > 0 ? "up" : "down";
+}
+
+export function Reward({ value }: { value: number | null }) {
+  return value === null ? <span class="none" title="never scored">–</span> : <>{figure(value)}</>;
+}
+
+interface Props {
+  source: Source;
+  runs: Run[];
+  route: Route;
+}
+
+export function Trajectories({ source, runs, route }: Props) {
+  const run = runs.find(({ id }) => id === route.run) ?? runs[0];
+  const query = useMemo(() => queryFrom(route.params), [route.params.toString()]);
+  const { value: facets } = useAnswer<Facets>(
+    () => source.facets(route.run), `${route.run} ${Math.floor(Math.log2((run?.num_trajectories ?? 0) + 1) * 4)}`,
+  );
+  const kind = query.kind || (facets && !facets.kind.train && facets.kind.eval ? "eval" : "train");
+  const asking = useMemo(() => ({ ...query, kind: kind === "all" ? "" : kind }), [query, kind]);
+  const key = `${route.run}?${toParams(asking)}`;
+  const rows = useRows(source, run?.id ?? 0, asking, key, run?.version ?? 0);
+  const box = useRef<HTMLDivElement>(null);
+  const search = useRef<HTMLInputElement>(null);
+  const [active, setActive] = useState(() => Number(sessionPlace.get(key)?.active ?? 0));
+  const list = useVirtual({
+    count: rows.matched, getScrollElement: () => box.current, estimateSize: () => HEIGHT, overscan: 12,
+    initialOffset: sessionPlace.get(key)?.top ?? 0,
+  });
+  const items = list.getVirtualItems();
+  const [first, end] = [items[0]?.index ?? 0, (items.at(-1)?.index ?? 0) + 1];
+  useEffect(() => rows.want(first, end), [first, end, key, rows.matched]);
+
+  // Another question begins at the top; the same one after a look at a trajectory where it was.
+  const shownKey = useRef(key);
+  useEffect(() => {
+    if (shownKey.current === key) return;
+    shownKey.current = key;
+    setActive(0);
+    box.current?.scrollTo({ top: 0 });
+  }, [key]);
+  useEffect(() => {
+    sessionPlace.set(key, { top: box.current?.scrollTop ?? 0, active });
+  });
+
+  const asked = useRef({ key: "", start: 0 });
+  if (asked.current.key !== key) asked.current = { key, start: performance.now() };
+  useEffect(() => {
+    if (!rows.fresh) return;
+    mark("table", asked.current.start, key);
+  }, [rows.fresh, key]);
+
+  const change = (changes: Partial<Query>, replace = false) =>
+    go(link("trajectories", route.run, "", toParams({ ...query, ...changes })), replace);
+  const cleared = { ...NO_QUERY, sort: query.sort, kind: query.kind };
+  const move = (to: number) => {
+    const next = Math.max(0, Math.min(rows.matched - 1, to));
+    setActive(next);
+    list.scrollToIndex(next, { align: "auto" });
+  };
+  const open = (row: Row | undefined) => row && go(link("trajectory", route.run, row.key, toParams(query)));
+  const page = Math.max(1, Math.floor((box.current?.clientHeight ?? 600) / HEIGHT) - 2);
+  const onKeyDown = (event: KeyboardEvent) => {
+    const moves: Record<string, number> = {
+      ArrowDown: active + 1, ArrowUp: active - 1, PageDown: active + page, PageUp: active - page, Home: 0, End: rows.matched - 1,
+      j: active + 1, k: active - 1,
+    };
+    const to = moves[event.key];
+    if (to !== undefined) move(to);
+    else if (event.key === "Enter") open(rows.at(active));
+    else if (event.key === "g") {
+      const row = rows.at(active);
+      if (row) go(link("group", route.run, row.group_key));
+    } else return;
+    event.preventDefault();
+  };
+  useKeys({
+    "/": (event) => { event.preventDefault(); search.current?.focus(); search.current?.select(); },
+    Escape: (event) => {
+      if (event.target === search.current) { search.current?.blur(); box.current?.focus(); }
+      else if (isFiltered(query)) change(cleared);
+    },
+    ArrowDown: (event) => { if (event.target === document.body) { box.current?.focus(); onKeyDown(event); } },
+    ArrowUp: (event) => { if (event.target === document.body) { box.current?.focus(); onKeyDown(event); } },
+  });
+
+  const sort = query.sort || "-step";
+  const onSort = (name: string) => change({ sort: sort === `-${name}` ? name : `-${name}` });
+  return (
+    <div class="trajectories">
+      <div class="filters-row">
+        <RunChoice runs={runs} run={route.run} view="trajectories" />
+        <Filters facets={facets} query={query} change={change} search={search} />
+      </div>
+      <div class="found">
+        {facets?.kind.eval && facets.kind.train ? <Kinds kind={kind} counts={facets.kind} set={(next) => change({ kind: next === "train" ? "" : next })} /> : null}
+        <span role="status">{rows.error ? "" : rows.ready ? `${count(rows.matched)} of ${plural(rows.total, "trajectory", "trajectories")}` : "Reading."}
+        </span>
+        {rows.pending && <span class="pending"> · messages are still being searched</span>}
+        {run && run.indexed < 1 && <span class="pending"> · the index has read {Math.floor(run.indexed * 100)}% of the run</span>}
+        {rows.news && <button type="button" onClick={rows.refresh}>There are new ones · show</button>}
+        {isFiltered(query) && <button type="button" onClick={() => change(cleared)}>Remove all filters</button>}
+      </div>
+      {rows.error && <Empty title="The trajectories could not be read" why={rows.error} />}
+      {!rows.error && rows.ready && rows.matched === 0 && (
+        isFiltered(query) && rows.total > 0
+          ? <Empty title={rows.pending ? "Nothing found so far" : "No trajectory fits these filters"} why={rows.pending ? "Messages are still being searched." : "Remove one of them, or press Escape to remove all."} />
+          : <Empty title="No trajectories" why={rows.why ?? (run?.state === "running"
+            ? "They appear when the first step is finished." : "This run kept none: see save_trajectories and trajectory_share in [monitor] of its configuration.")} />
+      )}
+      <div
+        class="table" role="grid" ref={box} tabIndex={0} onKeyDown={onKeyDown} hidden={rows.ready && rows.matched === 0}
+        aria-rowcount={rows.matched + 1} aria-label="Trajectories" aria-activedescendant={`row-${active}`}
+      >
+        <div class="row head" role="row" aria-rowindex={1}>
+          {COLUMNS.map(({ name, title, about, number }) => {
+            const order = sort === name ? "ascending" : sort === `-${name}` ? "descending" : "none";
+            return (
+              <div key={name} role="columnheader" aria-sort={order} class={`cell ${name}${number ? " number" : ""}`}>
+                <button type="button" tabIndex={-1} title={about} onClick={() => onSort(name)}>
+                  {title}{order === "ascending" ? " ↑" : order === "descending" ? " ↓" : ""}
+                </button>
+              </div>
+            );
+          })}
+        </div>
+        <div class="tall" style={{ height: `${list.getTotalSize()}px` }}>
+          {items.map(({ index, start }) => {
+            const row = rows.at(index);
+            return (
+              <div
+                key={index} id={`row-${index}`} role="row" data-testid="row" data-key={row?.key} aria-rowindex={index + 2} aria-selected={index === active}
+                class={`row${index === active ? " active" : ""}${row ? "" : " waiting"}`} style={{ transform: `translateY(${start}px)` }}
+                onClick={() => { setActive(index); open(row); }}
+              >
+                {row && COLUMNS.map(({ name, number, cell }) => (
+                  <div key={name} role="gridcell" class={`cell ${name}${number ? " number" : ""}`}>
+                    {name === "trajectory_id"
+                      ? <a tabIndex={-1} href={link("trajectory", route.run, row.key, toParams(query))} onClick={(event) => event.stopPropagation()}>{cell(row)}</a>
+                      : cell(row)}
+                  </div>
+                ))}
+              </div>
+            );
+          })}
+        </div>
+      </div>
+      <p class="keys">↑ ↓ choose · Enter opens · g its group · / search · Esc removes filters</p>
+    </div>
+  );
+}
+
+function Kinds({ kind, counts, set }: { kind: string; counts: Record<string, number>; set: (kind: string) => void }) {
+  const choices = [["train", `training (${count(counts.train ?? 0)})`], ["eval", `evaluation (${count(counts.eval ?? 0)})`], ["all", "both"]] as const;
+  return (
+    <span class="segments" role="radiogroup" aria-label="Of training or evaluation">
+      {choices.map(([name, label]) => <button key={name} type="button" role="radio" aria-checked={kind === name} onClick={() => set(name)}>{label}</button>)}
+    </span>
+  );
+}
+
+/** Where each question's table was left, for the way back. */
+const sessionPlace = new Map<string, { top: number; active: number }>();
