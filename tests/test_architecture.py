@@ -29,6 +29,7 @@ ORDER = (
     ("renderers", "tools"),
     ("inference", "environments"),
     ("rollouts",),
+    ("gateway",),
     ("credit", "filters", "curriculum"),
     ("losses", "packing"),
     ("transport", "checkpoints", "fates"),

@@ -1,0 +1,1 @@
+"""The gateway: agents that speak a chat protocol, in front of a sampler, recorded in exact ids."""

@@ -1,0 +1,150 @@
+"""Digests of chat messages that do not depend on how a client writes them down.
+
+A client reads an answer into objects of its own and sends it back in the next request. It may then write the arguments
+of a call in another order or with other white space, rename the ids of calls, leave out empty fields, or send content
+as parts. The digests of both are equal. Anything that a template could write otherwise is part of the digest.
+
+Example: two assistant messages, one with the content None and a call "call_7" of `add` with the arguments
+'{"b": 2, "a": 1}', the other with the content "" and a call "toolu_1" with `{"a": 1.0, "b": 2}`, have one digest. So
+have the tool's answers, to "call_7" after the first and to "toolu_1" after the second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_SYSTEM = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDigest:
+    """What identifies a message among those that may stand in its place."""
+
+    full: bytes
+    """Of the whole message."""
+    bare: bytes
+    """Of the message without its reasoning; equal to `full` where it has none."""
+
+
+class Digester:
+    """Digests the messages of one conversation, in their order: an answer of a tool refers to a call before it."""
+
+    def __init__(self) -> None:
+        self._index_of_call: dict[str, int] = {}
+
+    def digest(self, message: Mapping[str, Any]) -> MessageDigest:
+        """The digest of the next message. Costs time linear in the bytes of the message."""
+        role = str(message.get("role", ""))
+        content = text_of(message.get("content"))
+        if role == "assistant":
+            return self._of_assistant(message, content)
+        parts = ["system" if role in _SYSTEM else role, content]
+        if role == "tool":
+            call_id = str(message.get("tool_call_id") or "")
+            parts.append(str(self._index_of_call.get(call_id, f"?{call_id}")))
+        else:
+            parts.append(str(message.get("name") or ""))
+        digest = _hash(parts)
+        return MessageDigest(digest, digest)
+
+    def _of_assistant(self, message: Mapping[str, Any], content: str) -> MessageDigest:
+        """White space around content and reasoning does not count: clients and templates trim it."""
+        calls = message.get("tool_calls") or ()
+        parts = ["assistant", content.strip(), str(message.get("name") or "")]
+        for index, call in enumerate(calls):
+            self._index_of_call[str(call.get("id") or "")] = index
+            parts += [str(call["function"].get("name") or ""), canonical_arguments(call["function"].get("arguments"))]
+        bare = _hash(parts)
+        reasoning = text_of(message.get("reasoning_content")).strip()
+        return MessageDigest(_hash([*parts, "reasoning", reasoning]) if reasoning else bare, bare)
+
+
+def digests(messages: Sequence[Mapping[str, Any]]) -> list[MessageDigest]:
+    """The digests of a conversation's messages."""
+    digester = Digester()
+    return [digester.digest(message) for message in messages]
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: a text, None, or parts with texts.
+
+    >>> text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), text_of(None)
+    ('ab', '')
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    is_text = isinstance(content, list | tuple) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    )
+    return "".join(part["text"] for part in content) if is_text else _json(content)
+
+
+def canonical_arguments(arguments: Any) -> str:
+    """The arguments of a call as JSON text with sorted keys; text that is no JSON object without outer white space.
+
+    >>> canonical_arguments('{ "b": 1.0, "a": true }')
+    '{"a":true,"b":1}'
+    >>> canonical_arguments(None), canonical_arguments('{"a": 1')
+    ('{}', '{"a": 1')
+    """
+    if isinstance(arguments, str):
+        text = arguments.strip()
+        if not text:
+            return "{}"
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        if not isinstance(value, dict):
+            return text
+        arguments = value
+    return _json(arguments or {})
+
+
+def tools_digest(tools: Sequence[Mapping[str, Any]] | None) -> bytes:
+    """The digest of tool schemas; the order of their keys does not count, that of the tools does."""
+    return _hash([_json(tool) for tool in tools or ()])
+
+
+def identity_of(messages: Sequence[Mapping[str, Any]]) -> bytes:
+    """What tells agents apart that have no name: the text of the system messages that begin the conversation."""
+    opening = []
+    for message in messages:
+        if message.get("role") not in _SYSTEM:
+            break
+        opening.append(text_of(message.get("content")))
+    return _hash(opening)
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(_whole_numbers(value), sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
+
+
+def _whole_numbers(value: Any) -> Any:
+    """JavaScript has one kind of number, and writes 1.0 as 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {str(key): _whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole_numbers(item) for item in value]
+    return value
+
+
+def _hash(parts: Sequence[str]) -> bytes:
+    """Of the parts with their lengths, so that ("ab", "c") and ("a", "bc") differ."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode(errors="surrogatepass")
+        state.update(b"%d:" % len(data))
+        state.update(data)
+    return state.digest()
