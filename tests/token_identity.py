@@ -60,7 +60,9 @@ def watched() -> Iterator[Watch]:
     watch = Watch()
     streams: dict[Recorder, list[Told]] = {}
     read, record, make_prompt, close = AgentLoop._read, AgentLoop._record, AgentLoop._prompt_ids, Recorder.close
+    replied = AgentLoop._replied
     completions: dict[Answer, Completion] = {}
+    cut: set[Answer] = set()
 
     def prompt_again(loop: AgentLoop, prompt: Prompt) -> Any:
         prompt_ids, extends = make_prompt(loop, prompt)
@@ -68,7 +70,7 @@ def watched() -> Iterator[Watch]:
             again = loop.renderer.render_ids(prompt.messages, prompt.schemas or None, add_generation_prompt=True)
         else:
             turn = loop.recorder.turns[extends]
-            new = prompt.messages[len(loop.messages(prompt.agent)) :]
+            new = prompt.messages[prompt.num_known :]
             again = loop.renderer.bridge_to_next_turn(
                 turn.prompt_ids, turn.completion_ids, new, prompt.schemas or None
             )
@@ -81,6 +83,19 @@ def watched() -> Iterator[Watch]:
         completions[answer] = completion
         return answer
 
+    def reply_and_keep(loop: AgentLoop, reply: Any, completion: Completion, *how: Any) -> Answer:
+        answer = replied(loop, reply, completion, *how)
+        size = len(reply.ids)
+        watch.expect(np.array_equal(reply.ids, completion.ids[:size]), "a reply has other ids than its completion")
+        kept = {
+            name: None if (values := getattr(completion, name)) is None else values[:size]
+            for name in ("ids", "logprobs", "policy_versions")
+        }
+        completions[answer] = dataclasses.replace(completion, **kept)
+        if size < len(completion.ids) or any(call.status != "ok" for call in reply.tool_calls):
+            cut.add(answer)  # its message is not what its ids say
+        return answer
+
     def record_again(loop: AgentLoop, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
         index = record(loop, answer, prompt, state_key)
         completion = completions.pop(answer)
@@ -91,6 +106,9 @@ def watched() -> Iterator[Watch]:
             versions=_listed(completion.policy_versions), trained=prompt.trained,
         ))  # fmt: skip
         watch.num_turns += 1
+        if answer in cut:
+            cut.remove(answer)
+            return index
         turn = loop.recorder.turns[index]
         again = loop.renderer.parse_response(turn.completion_ids, turn.prompt_ids, prompt.schemas or None)
         said = dataclasses.replace(again, tool_calls=answer.tool_calls).message()
@@ -109,6 +127,7 @@ def watched() -> Iterator[Watch]:
 
     with (
         mock.patch.object(AgentLoop, "_read", read_and_keep),
+        mock.patch.object(AgentLoop, "_replied", reply_and_keep),
         mock.patch.object(AgentLoop, "_record", record_again),
         mock.patch.object(AgentLoop, "_prompt_ids", prompt_again),
         mock.patch.object(Recorder, "close", check_and_close),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams
+from verbatim.inference.chat.protocol import ChatReply
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts.draws import Draws
-from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, Prompt
+from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, EpisodeOver, Prompt, Thread
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.types import Int32, Message, StopReason, Turn, TurnTiming
@@ -43,6 +46,7 @@ class AgentLoop(EpisodeLoop):
         self._draws = Draws(recorder)
         self._told: tuple[Message, ...] = ()
         self._num_turns_of: dict[str, int] = {}
+        self._num_responses: Counter[bytes] = Counter()
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -69,6 +73,51 @@ class AgentLoop(EpisodeLoop):
         answer = self._read(completion, prompt_ids, prompt, params.temperature)
         self._record(answer, prompt, None)
         return completion
+
+    async def respond(
+        self, prompt: Prompt, params: SamplingParams, read: Callable[[Completion, Int32], ChatReply],
+        seed: int | None = None,
+    ) -> tuple[ChatReply, Thread]:  # fmt: skip
+        """Record one turn of a conversation that the caller keeps: `prompt.thread` is what it continues. Many may be
+        under way at once, also of one agent, and none of them ends the episode for the others.
+
+        Args:
+            prompt: All messages, and how many of them the thread covers.
+            params: How the turn is sampled; the renderer's stop tokens included.
+            read: The completion and the prompt's ids as a reply, whose ids are the first ones of the completion; the
+                tokens behind them are counted as cut off.
+            seed: Of the turn; by default it depends on the prompt and on the number of turns before that had the same
+                one, not on the order of others.
+
+        Raises:
+            EpisodeOver: no turn is left; or this prompt leaves no room in the context, and a shorter one may; or the
+                engine stopped.
+            RecordError: the sampler returned what cannot be recorded, or the episode has ended.
+            SamplerFault: the engine failed for good.
+        """
+        self._refuse_if_over()
+        prompt_ids, extends = await self._rendered(prompt)
+        if self.room_for(len(prompt_ids)) <= 0:
+            raise EpisodeOver(StopReason.LENGTH)
+        digest = hashlib.blake2b(prompt_ids, digest_size=16).digest()
+        own_seed = derive_seed(self._seed, "response", digest.hex(), self._num_responses[digest])
+        self._num_responses[digest] += 1
+        start = self.recorder.num_routed(prompt_ids, prompt.agent)
+        completion = await self._sample_ids(prompt_ids, params, prompt.agent, own_seed if seed is None else seed)
+        reply = read(completion, prompt_ids)
+        self.offers_tools |= bool(prompt.schemas)
+        answer = self.last_answer = self._replied(reply, completion, prompt_ids, params.temperature, extends, start)
+        thread = self._threads[prompt.agent] = Thread(
+            turn=self._record(answer, prompt, None), messages=(*prompt.messages, answer.message), tools=prompt.tools,
+            answer=answer,
+        )  # fmt: skip
+        if reply.stop_reason is StopReason.CANCELLED:
+            self._end(reply.stop_reason)
+        return reply, thread
+
+    def room_for(self, num_prompt_tokens: int) -> int:
+        """Tokens that a prompt of this length leaves for its completion; 0 or less = none."""
+        return min(self.limits.max_context, self.sampler.context_length) - num_prompt_tokens
 
     def tell(self, messages: Sequence[Message]) -> None:
         """Keep the messages of the turns of `complete`, for people: only the environment knows them."""
@@ -116,9 +165,11 @@ class AgentLoop(EpisodeLoop):
                 return bridged, thread.turn
         return self.renderer.render_ids(prompt.messages, schemas, add_generation_prompt=True), None
 
-    async def _sample_ids(self, prompt_ids: Int32, params: SamplingParams, agent: str) -> Completion:
-        """One completion, in the room that is left, with the seed of the agent's next turn."""
-        room = min(self.limits.max_context, self.sampler.context_length) - len(prompt_ids)
+    async def _sample_ids(
+        self, prompt_ids: Int32, params: SamplingParams, agent: str, seed: int | None = None
+    ) -> Completion:
+        """One completion, in the room that is left; by default with the seed of the agent's next turn."""
+        room = self.room_for(len(prompt_ids))
         if room <= 0:
             self._end(StopReason.LENGTH)
         self._begin_turn()
@@ -127,7 +178,7 @@ class AgentLoop(EpisodeLoop):
         request = SampleRequest(
             prompt_ids=prompt_ids,
             params=params if params.max_tokens <= room else dataclasses.replace(params, max_tokens=room),
-            seed=derive_seed(self._seed, agent, number),
+            seed=derive_seed(self._seed, agent, number) if seed is None else seed,
             session=f"{self._session}/{agent}",
             routed_experts_start=self.recorder.num_routed(prompt_ids, agent),
         )
@@ -150,6 +201,20 @@ class AgentLoop(EpisodeLoop):
             prompt_ids=prompt_ids, completion_ids=completion.ids, extends=extends, logprobs=completion.logprobs,
             policy_versions=completion.policy_versions, temperature=temperature,
             routed_experts=completion.routed_experts,
+            timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
+        )  # fmt: skip
+
+    def _replied(
+        self, reply: ChatReply, completion: Completion, prompt_ids: Int32, temperature: float, extends: int | None,
+        routed_from: int,
+    ) -> Answer:  # fmt: skip
+        """A reply, which may end before the completion does, with what is recorded of it."""
+        experts = completion.routed_experts
+        return Answer(
+            message=reply.message, tool_calls=reply.tool_calls, stop_reason=reply.stop_reason, prompt_ids=prompt_ids,
+            completion_ids=reply.ids, extends=extends, logprobs=reply.logprobs, policy_versions=reply.policy_versions,
+            routed_experts=None if experts is None else experts[: len(prompt_ids) + len(reply.ids) - 1 - routed_from],
+            temperature=temperature,
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
         )  # fmt: skip
 

@@ -1,0 +1,200 @@
+"""A gateway in a Python program: episodes with a base URL and a key each, and a trajectory at the end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from verbatim.errors import UsageError
+from verbatim.gateway.service import Service, ServiceLimits
+from verbatim.gateway.session import INFO, Session, SessionSettings
+from verbatim.inference.base import Sampler, SamplingParams
+from verbatim.inference.chat.protocol import Options
+from verbatim.renderers.base import Renderer
+from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.loop import TOOLS_OFFERED, EpisodeLimits
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.rewards import read_agent_scores
+from verbatim.rollouts.seeds import derive_seed
+from verbatim.types import Example, RolloutIdentity, StopReason, Trajectory
+
+
+class Gateway:
+    """Serves a sampler to agents that speak a chat protocol, and records what they sample.
+
+    Example:
+        >>> async with Gateway(sampler, renderer) as gateway:
+        ...     episode = gateway.episode({"id": "emma", "answer": "Austen"})
+        ...     client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key)
+        ...     answer = await client.chat.completions.create(
+        ...         model="policy", messages=[{"role": "user", "content": "Who wrote Emma?"}]
+        ...     )
+        ...     trajectory = await episode.finish(reward=float("Austen" in answer.choices[0].message.content))
+
+    Args:
+        sampler: Token in, token out; it stays open afterwards.
+        renderer: Of the sampler's model.
+        params: How turns are sampled, whatever requests ask for. None = requests say how, and their seeds hold.
+        limits: Of each episode; by default 1000 turns and the sampler's whole context.
+        host: Where to listen: loopback by default.
+        port: 0 takes a free one.
+        seed: Of the sampling; each episode draws differently.
+        restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer.
+        patience: Seconds for which an answer is still generated when its client has gone.
+        options: Fields of requests that are let pass without effect.
+        service_limits: Of one request.
+    """
+
+    def __init__(
+        self, sampler: Sampler, renderer: Renderer, *, params: SamplingParams | None = None,
+        limits: EpisodeLimits | None = None, host: str = "127.0.0.1", port: int = 0, seed: int = 0,
+        restores_reasoning: bool = False, patience: float = 2.0, options: Options | None = None,
+        service_limits: ServiceLimits | None = None,
+    ) -> None:  # fmt: skip
+        self._sampler, self._renderer, self._seed = sampler, renderer, seed
+        self._params = params or SamplingParams(max_tokens=sampler.context_length)
+        self._limits = limits or EpisodeLimits(max_turns=1000, max_context=sampler.context_length)
+        self._settings = SessionSettings(
+            sampling="client" if params is None else "run", restores_reasoning=restores_reasoning, patience=patience
+        )
+        self._service = Service(host=host, port=port, options=options or Options(),
+                                limits=service_limits or ServiceLimits())  # fmt: skip
+        self._numbers = itertools.count()
+        self._open: set[GatewayEpisode] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._service.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        traceback: TracebackType | None) -> None:  # fmt: skip
+        for episode in list(self._open):
+            await episode.cancel()
+        await self._service.close()
+
+    @property
+    def url(self) -> str:
+        """The service's address, without a path."""
+        return self._service.url
+
+    def episode(self, example: Example | Mapping[str, Any] | str | None = None, *, seed: int | None = None
+                ) -> GatewayEpisode:  # fmt: skip
+        """Open an episode. It is served until it is finished or cancelled.
+
+        Args:
+            example: What it is about: an example, a mapping with an "id", or an id.
+            seed: Of its sampling; by default made of the gateway's and its number.
+        """
+        number = next(self._numbers)
+        example_id = _example_id(example, number)
+        own = derive_seed(self._seed, number) if seed is None else seed
+        identity = RolloutIdentity(example_id=example_id, trajectory_id=f"episode-{number}", seed=own)
+        recorder = Recorder(self._sampler.vocab_size, trajectory_id=identity.trajectory_id)
+        loop = AgentLoop(sampler=self._sampler, renderer=self._renderer, params=self._params, limits=self._limits,
+                         recorder=recorder, seed=own, session=identity.trajectory_id)  # fmt: skip
+        episode = GatewayEpisode(self._service, Session(loop, self._settings), identity)
+        self._open.add(episode)
+        episode.on_end = lambda: self._open.discard(episode)
+        return episode
+
+
+class GatewayEpisode:
+    """One episode: everything that is asked with its key is one trajectory."""
+
+    def __init__(self, service: Service, session: Session, identity: RolloutIdentity) -> None:
+        self.session, self._service, self._identity = session, service, identity
+        self.api_key = service.open(session)
+        """The key of this episode."""
+        self.on_end: Any = None
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's SDKs, with `api_key`."""
+        return f"{self._service.url}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """For Anthropic's SDKs, which add "/v1" themselves."""
+        return self._service.url
+
+    @property
+    def keyed_url(self) -> str:
+        """A base URL that holds the key, for programs whose key cannot be set; whatever key they send is passed
+        over."""
+        return f"{self._service.url}/s/{self.api_key}/v1"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that SDKs read their base URL and key from."""
+        return variables(self._service.url, self.api_key)
+
+    async def finish(self, reward: Any = None, *, error: str | None = None) -> Trajectory:
+        """Close the episode: what is under way is cancelled.
+
+        Args:
+            reward: A number, named parts, or `AgentScores`. None = what was posted to `/v1/reward`, if anything.
+            error: What went wrong, for an episode that is not to be trained.
+
+        Raises:
+            EnvironmentFault: a reward that is none.
+        """
+        session, loop = self.session, self.session.loop
+        scores = read_agent_scores(session.reward if reward is None else reward, "finish")
+        await self.cancel()
+        loop.recorder.close()
+        if error is None and session.fault is not None:
+            error = f"sampler: {session.fault}"
+        shown = "main" if "main" in loop.agents else next(iter(loop.agents), "main")
+        return Trajectory.of(
+            self._identity, turns=tuple(loop.recorder.turns), messages=loop.messages(shown), reward=scores[0],
+            reward_parts=scores[1], agent_rewards=scores[2], stop_reason=stop_reason_of(session),
+            truncated=stop_reason_of(session).truncated, error=error, num_unrecorded_tokens=num_unrecorded(session),
+            info={INFO: session.info, **({TOOLS_OFFERED: True} if loop.offers_tools else {})},
+        )  # fmt: skip
+
+    async def cancel(self) -> None:
+        """Close the episode without a trajectory. May be called again."""
+        self._service.forget(self.api_key)
+        await self.session.end()
+        await self.session.loop.end()
+        if self.on_end is not None:
+            self.on_end()
+
+
+def stop_reason_of(session: Session) -> StopReason:
+    """Why an episode behind the gateway ended: by itself, unless its last reply was cut off or refused."""
+    return session.loop.stop_reason or session.last_stop
+
+
+def num_unrecorded(session: Session) -> int:
+    """Tokens that were sampled and are in no turn: cut off, or behind a stop string."""
+    return session.loop.recorder.num_unrecorded_tokens
+
+
+def variables(url: str, key: str) -> dict[str, str]:
+    """Environment variables for a program that asks a gateway: those that SDKs and agents read.
+
+    Args:
+        url: The service's address, without a path.
+        key: The session's.
+    """
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key,
+        "VERBATIM_BASE_URL": f"{url}/v1", "VERBATIM_API_KEY": key, "VERBATIM_REWARD_URL": f"{url}/v1/reward",
+    }  # fmt: skip
+
+
+def _example_id(example: Example | Mapping[str, Any] | str | None, number: int) -> str:
+    if isinstance(example, Example):
+        return example.id
+    if isinstance(example, str):
+        return example
+    if example is None:
+        return str(number)
+    if not isinstance(example, Mapping):
+        raise UsageError(f'gateway.episode: found {example!r:.80}, expected an Example, a mapping such as {{"id": '
+                         '"emma"}, or an id')  # fmt: skip
+    return str(example.get("id", number))

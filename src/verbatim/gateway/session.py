@@ -1,0 +1,288 @@
+"""One episode behind the gateway: requests in, replies out, each a turn in the record of an agent loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verbatim.errors import RecordError, RolloutError, SamplerFault
+from verbatim.gateway.exchanges import Exchanges
+from verbatim.gateway.threads import BranchReason, Match, Threads
+from verbatim.inference.base import Completion, SamplingParams
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
+from verbatim.inference.chat.reply import read_reply
+from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.loop import EpisodeOver, Prompt, Thread
+from verbatim.types import Int32, Message, StopReason
+
+INFO = "gateway"
+"""The key of `Trajectory.info` for what the gateway knows of an episode."""
+_MOST_BRANCHES = 1000
+"""Branches that are described; the others are counted."""
+_MOST_FRESH = 32
+"""Turns whose prompts are kept as they were sent; those of others are put together again from the record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """What a session makes of its requests."""
+
+    sampling: Literal["run", "client"] = "run"
+    """Whose temperature, top_p, top_k, min_p and seed hold. With "run" those of requests are counted, not honoured."""
+    restores_reasoning: bool = False
+    """Whether an answer that comes back without its reasoning is taken for the whole answer."""
+    patience: float = 2.0
+    """Seconds for which an answer is still generated when its client has gone."""
+    max_requests: int = 10_000
+    """Most requests of one session."""
+    max_open: int = 256
+    """Most requests of one session at a time."""
+
+
+class SessionRefusal(Exception):
+    """A request that its session does not answer.
+
+    Args:
+        status: HTTP status.
+        message: What was found and what was expected.
+        kind: The error's code in OpenAI's protocols.
+    """
+
+    def __init__(self, status: int, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.status, self.kind = status, kind
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answered:
+    """The answer to a request, for all that ask for it."""
+
+    replies: Sequence[ChatReply]
+    stamp: Stamp
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A sampled turn that may be continued."""
+
+    thread: Thread
+    schemas: tuple[Mapping[str, Any], ...]
+
+
+class Session:
+    """Answers the requests of one episode.
+
+    Args:
+        loop: Samples and records.
+        settings: See there.
+    """
+
+    def __init__(self, loop: AgentLoop, settings: SessionSettings | None = None) -> None:
+        self.loop = loop
+        self.settings = settings or SessionSettings()
+        self.exchanges: Exchanges[Answered] = Exchanges(self.settings.patience)
+        self.reward: Any = None
+        """What was posted as the reward; None = nothing."""
+        self.over = False
+        """Whether nothing is answered any more."""
+        self.counts: Counter[str] = Counter()
+        """Requests by what they asked for: "requests", "repeated", "overridden/temperature", ..."""
+        self.fault: RolloutError | None = None
+        """The first failure of the sampler or of the record."""
+        self.last_stop: StopReason = StopReason.STOP
+        """Why the last reply ended, or was refused."""
+        self._threads: Threads[_Kept] = Threads(restores_reasoning=self.settings.restores_reasoning)
+        self._fresh: OrderedDict[int, _Kept] = OrderedDict()
+        self._branches: list[dict[str, Any]] = []
+        self._num_open = 0
+        self._num_calls = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests so far, those sent again and refused ones included."""
+        return self.counts["requests"]
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """For the trajectory's `info`: counts, and every branch with its reason."""
+        counts = {**self.counts, "repeated": self.exchanges.num_repeated, "left": self.exchanges.num_left,
+                  "reasoning_restored": self._threads.num_restored}  # fmt: skip
+        return {"counts": {name: count for name, count in sorted(counts.items()) if count}, "branches": self._branches}
+
+    def admit(self) -> None:
+        """Count a request.
+
+        Raises:
+            SessionRefusal: the session is over, or has had or has too many.
+        """
+        if self.over:
+            raise SessionRefusal(410, "this session is over", "session_over")
+        if self._num_open >= self.settings.max_open:
+            raise SessionRefusal(429, f"more than {self.settings.max_open} requests of this session at a time")
+        if self.counts["requests"] >= self.settings.max_requests:
+            raise SessionRefusal(403, f"more than {self.settings.max_requests} requests of this session",
+                                 "max_requests")  # fmt: skip
+        self.counts["requests"] += 1
+
+    async def answer(self, request: ChatRequest, *, agent: str = "", trained: bool = True) -> list[ChatReply]:
+        """Sample and record as many replies as are asked for.
+
+        Args:
+            request: As its protocol read it.
+            agent: The agent's name, where the request has one.
+            trained: Whether its tokens may be trained.
+
+        Raises:
+            SessionRefusal: no turn is left, or no room for this prompt.
+            VerbatimError: messages that cannot be rendered, or a sampler that failed.
+        """
+        for name in request.unenforced:
+            self.counts[f"unenforced/{name}"] += 1
+        match = self._threads.match(request.messages, request.tools, agent)
+        self._num_open += 1
+        answered = False
+        try:
+            params = self._params(request)
+            prompt = self._prompt(match, request, trained=trained and params.temperature > 0)
+            replies = await self._replies(match, prompt, params, request)
+            answered = True
+            return replies
+        except EpisodeOver as over:
+            self.last_stop = over.stop_reason
+            raise self._refusal(over) from None
+        except (RecordError, SamplerFault) as fault:
+            self.fault = self.fault or fault
+            raise
+        finally:
+            self._num_open -= 1
+            self._threads.close(match, answered=answered)
+
+    async def end(self) -> None:
+        """Nothing is answered any more: what is under way is cancelled, and counted."""
+        self.over = True
+        await self.exchanges.end()
+
+    async def _replies(
+        self, match: Match[_Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest
+    ) -> list[ChatReply]:
+        if request.n == 1:
+            return [await self._one(match, prompt, params, request)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(match, prompt, params, request)) for _ in range(request.n)]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _one(
+        self, match: Match[_Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest
+    ) -> ChatReply:
+        def read(completion: Completion, prompt_ids: Int32) -> ChatReply:
+            return read_reply(completion, request, self.loop.renderer, prompt_ids, call_id=self._call_id)
+
+        seed = request.sampling.seed if self.settings.sampling == "client" else None
+        reply, thread = await self.loop.respond(prompt, params, read, seed)
+        self.last_stop = reply.stop_reason
+        self.counts["cut_tokens"] += reply.num_cut_tokens
+        kept = _Kept(thread=dataclasses.replace(thread, messages=()), schemas=tuple(prompt.schemas))
+        others = self._threads.answer(match, reply.message, kept)
+        self._refresh(kept)
+        reason, found = match.reason, match.found
+        if reason is None and others:
+            reason, found = BranchReason.SAME_PROMPT, "one of several answers to one request"
+        if reason is not None:
+            self._note_branch(thread.turn, match, reason, found)
+        return reply
+
+    def _call_id(self, index: int) -> str:
+        self._num_calls += 1
+        return f"call_{self._num_calls - 1}"
+
+    def _prompt(self, match: Match[_Kept], request: ChatRequest, *, trained: bool) -> Prompt:
+        """The request as the agent loop takes it; a matched one with the messages and tools of its thread."""
+        messages: tuple[Message, ...] = tuple(map(readable, match.messages))
+        if match.known is None or not match.bridges:
+            schemas: Sequence[Mapping[str, Any]] = request.tools
+            return Prompt(agent=match.agent, messages=messages, schemas=schemas, tools=tuple(map(str, schemas)),
+                          thread=None, num_known=0, trained=trained)  # fmt: skip
+        kept = match.known.turn
+        assert kept is not None
+        self._refresh(kept)
+        return Prompt(agent=match.agent, messages=messages, schemas=kept.schemas, tools=kept.thread.tools,
+                      thread=kept.thread, num_known=match.num_known, trained=trained)  # fmt: skip
+
+    def _refresh(self, kept: _Kept) -> None:
+        """Keep the prompt of this turn, which a renderer may know by its array; let go of the one not used longest."""
+        answer, index = kept.thread.answer, kept.thread.turn
+        if answer.prompt_ids is None:
+            turn = self.loop.recorder.turns[index]
+            answer = dataclasses.replace(answer, prompt_ids=turn.prompt_ids)
+            kept.thread = dataclasses.replace(kept.thread, answer=answer)
+        self._fresh[index] = kept
+        self._fresh.move_to_end(index)
+        if len(self._fresh) > _MOST_FRESH:
+            _, old = self._fresh.popitem(last=False)
+            answer = dataclasses.replace(old.thread.answer, prompt_ids=None)
+            old.thread = dataclasses.replace(old.thread, answer=answer)
+
+    def _params(self, request: ChatRequest) -> SamplingParams:
+        """How the turn is sampled. The limit of tokens is the smaller one of request and run."""
+        own, asked = self.loop.params, request.sampling
+        most = own.max_tokens if asked.max_tokens is None else min(asked.max_tokens, own.max_tokens)
+        if self.settings.sampling == "client":
+            ends = tuple(i for i in own.stop_token_ids if i < self.loop.sampler.vocab_size)
+            try:
+                return asked.params(own, room=most, end_ids=ends)
+            except ValueError as error:
+                raise SessionRefusal(400, str(error)) from None
+        for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
+            value = getattr(asked, name)
+            if value is not None and value != getattr(own, name, None):
+                self.counts[f"overridden/{name}"] += 1
+        if asked.ignore_eos:
+            self.counts["overridden/ignore_eos"] += 1
+        ends = tuple(dict.fromkeys((*own.stop_token_ids, *asked.stop_token_ids)))
+        return dataclasses.replace(own, max_tokens=most, stop_token_ids=ends)
+
+    def _refusal(self, over: EpisodeOver) -> SessionRefusal:
+        if over.stop_reason is StopReason.LENGTH:
+            most = min(self.loop.limits.max_context, self.loop.sampler.context_length)
+            return SessionRefusal(400, f"the messages leave no room: this model's maximum context length is {most} "
+                                  "tokens", "context_length_exceeded")  # fmt: skip
+        if over.stop_reason is StopReason.MAX_TURNS:
+            return SessionRefusal(403, f"the episode's {self.loop.limits.max_turns} turns are used up", "max_turns")
+        return SessionRefusal(503, f"the episode is over: {over.stop_reason}", "episode_over")
+
+    def _note_branch(self, turn: int, match: Match[_Kept], reason: BranchReason, found: str) -> None:
+        self.counts[f"branches/{reason}"] += 1
+        if len(self._branches) < _MOST_BRANCHES:
+            after = None if match.known is None or match.known.turn is None else match.known.turn.thread.turn
+            self._branches.append({"turn": turn, "agent": match.agent, "reason": str(reason), "after": after,
+                                   "found": found})  # fmt: skip
+
+
+def readable(message: Message) -> Message:
+    """A message as templates can write it: calls that are none are text, behind the content.
+
+    >>> readable({"role": "assistant", "content": "so", "tool_calls": [{"function": {"name": "add", "arguments": "{1"}}]})
+    {'role': 'assistant', 'content': 'so\n{1'}
+    """
+    calls = message.get("tool_calls")
+    if not calls or all(isinstance(c["function"]["arguments"], Mapping) and c["function"]["name"] for c in calls):
+        return message
+    whole = [c for c in calls if isinstance(c["function"]["arguments"], Mapping) and c["function"]["name"]]
+    texts = [message["content"], *(str(c["function"]["arguments"]) for c in calls if c not in whole)]
+    changed: Message = {**message, "content": "\n".join(filter(None, texts)), "tool_calls": whole}
+    if not whole:
+        del changed["tool_calls"]
+    return changed
+
+
+def num_prompt_tokens(session: Session, request: ChatRequest) -> int:
+    """Tokens of a request's prompt, rendered anew: for clients that ask before they send it."""
+    return len(session.loop.renderer.render_ids(request.messages, list(request.tools) or None))
+

@@ -1,0 +1,341 @@
+"""The gateway from outside: what clients ask is answered, and recorded as exact ids."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from byte_renderer import END, call, say
+from conftest import Client, gateway_over, scripted
+from verbatim import Example, build_samples
+from verbatim.errors import EnvironmentFault
+from verbatim.gateway.session import INFO
+from verbatim.inference import SamplingParams
+from verbatim.rollouts import EpisodeLimits
+
+SYSTEM = {"role": "system", "content": "You help."}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def reasons(trajectory):
+    return [(b["turn"], b["reason"]) for b in trajectory.info[INFO]["branches"]]
+
+
+def check_against(trajectory, sampler):
+    """Every completion of the sampler is one turn, in the context that it was sampled in."""
+    turns = sorted((t.prompt_ids.tobytes(), t.completion_ids.tobytes()) for t in trajectory.turns)
+    sent = sorted(r.prompt_ids.tobytes() for r in sampler.requests)
+    assert [prompt for prompt, _ in turns] == sent
+    for turn in trajectory.turns:
+        np.testing.assert_array_equal(turn.logprobs, np.float32(-1.0 / (1 + turn.completion_ids)))
+
+
+async def test_a_conversation_is_one_sample_whatever_the_client_makes_of_its_answers(http):
+    sampler = scripted()
+    async with gateway_over(sampler) as gateway:
+        episode = gateway.episode(Example(id="sum"))
+        client = Client(http, episode)
+        first = await client.say([SYSTEM, user("sum")], tools=TOOLS)
+        arguments = json.loads(first["tool_calls"][0]["function"]["arguments"])
+        assert arguments == {"a": 1, "b": 2}
+        again = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [
+            {"id": "renamed", "type": "function", "function": {"name": "add", "arguments": '{"b":2,  "a":1}'}}
+        ]}  # fmt: skip
+        history = [SYSTEM, user("sum"), again, {"role": "tool", "tool_call_id": "renamed", "content": "3"}]
+        second = await client.say(history, tools=TOOLS)
+        await client.say([*history, {**second, "content": [{"type": "text", "text": second["content"]}]}, user("so?")],
+                         tools=[dict(reversed(TOOLS[0].items()))])  # fmt: skip
+        trajectory = await episode.finish(reward=1.0)
+    check_against(trajectory, sampler)
+    (sample,) = build_samples(trajectory)
+    assert sample.loss_mask.sum() == sum(len(t.completion_ids) for t in trajectory.turns) == len(
+        call("add", a=1, b=2)) + len(say("58:3")) + len(say("68:so?"))  # fmt: skip
+    assert (trajectory.reward, trajectory.stop_reason, trajectory.error) == (1.0, "stop", None)
+    assert trajectory.num_breaks == 0
+    assert reasons(trajectory) == []
+    assert trajectory.example_id == "sum"
+    assert [m["role"] for m in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant", "user",
+                                                        "assistant"]  # fmt: skip
+
+
+async def test_each_branch_has_its_reason(http):
+    sampler = scripted()
+    async with gateway_over(sampler) as gateway:
+        episode = gateway.episode()
+        client = Client(http, episode)
+        said = await client.say([SYSTEM, user("one")])
+        await client.say([SYSTEM, user("one"), said, user("two")])
+        await client.say([SYSTEM, user("one"), said, user("three")])
+        await client.say([SYSTEM, user("one")], {"x-stainless-retry-count": "0"})
+        await client.say([{"role": "system", "content": "You search."}, user("find")])
+        await client.say([SYSTEM, user("other")])
+        trajectory = await episode.finish()
+    check_against(trajectory, sampler)
+    assert reasons(trajectory) == [(2, "edited_history"), (3, "same_prompt"), (4, "sub_agent"), (5, "new_conversation")]
+    assert [t.agent for t in trajectory.turns] == ["main"] * 4 + ["sub/1", "main"]
+    # Turn 2 follows turn 0 by its exact ids, too.
+    assert trajectory.turns[2].extends(trajectory.turns[0])
+
+
+async def test_several_replies_to_one_request_are_turns_of_one_prompt(http):
+    def draw(request):
+        return np.array(say(f"{request.seed % 1000}"), np.int32)
+
+    sampler = scripted(draw)
+    async with gateway_over(sampler) as gateway:
+        episode = gateway.episode()
+        client = Client(http, episode)
+        answer = await client.chat([user("hi")], n=3)
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+        await client.say([user("hi"), {"role": "assistant", "content": texts[1]}, user("go on")])
+        trajectory = await episode.finish()
+    assert len(set(texts)) == 3
+    assert len(trajectory.turns) == 4
+    chosen = next(t for t in trajectory.turns if t.completion_ids.tolist() == say(texts[1]))
+    assert trajectory.turns[3].extends(chosen)
+
+
+class TestRepeats:
+    async def test_a_retry_gets_the_same_answer_and_is_recorded_once(self, http):
+        async with gateway_over(scripted(lambda r: np.array(say(str(r.seed)), np.int32))) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            first = await client.chat([user("hi")])
+            again = await client.chat([user("hi")], {"x-stainless-retry-count": "1"})
+            keyed = await client.chat([user("hi")], {"idempotency-key": "k"})
+            keyed_again = await client.chat([user("hi")], {"idempotency-key": "k"})
+            other = await client.chat([user("ho")], {"idempotency-key": "k"})
+            trajectory = await episode.finish()
+        assert first == again and keyed == keyed_again and first != keyed
+        assert (client.status, other["error"]["message"]) == (
+            422, "this idempotency key came with another request before")  # fmt: skip
+        assert len(trajectory.turns) == 2
+        assert trajectory.info[INFO]["counts"]["repeated"] == 2
+
+    async def test_a_request_repeated_after_a_time_out_joins_the_first(self, http):
+        sampler = scripted(seconds_per_token=0.02)
+        async with gateway_over(sampler) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await client.say([user("hello")])
+            said = await client.say([user("hello")])
+            trajectory = await episode.finish()
+        assert said["content"] == "8:hello"
+        assert (len(trajectory.turns), len(sampler.requests), sampler.num_cancelled) == (1, 1, 0)
+
+    async def test_what_a_client_left_is_cancelled_and_counted(self, http):
+        sampler = scripted(seconds_per_token=0.02)
+        async with gateway_over(sampler, patience=0.05) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await client.say([user("hello, this takes longer than the client waits")])
+            await asyncio.sleep(0.5)
+            assert sampler.num_cancelled == 1
+            await client.say([user("hello again")])
+            trajectory = await episode.finish()
+        assert len(trajectory.turns) == 1
+        assert trajectory.num_unrecorded_tokens == sampler.num_drawn - len(trajectory.turns[0].completion_ids) > 0
+        assert trajectory.info[INFO]["counts"]["left"] == 1
+        assert reasons(trajectory) == []
+
+
+class TestLimits:
+    async def test_a_conversation_without_room_is_refused_and_a_shorter_one_is_not(self, http):
+        limits = EpisodeLimits(max_turns=10, max_context=60)
+        async with gateway_over(limits=limits) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            refused = await client.chat([user("x" * 80)])
+            assert client.status == 400 and "maximum context length is 60" in refused["error"]["message"]
+            await client.say([user("short")])
+            trajectory = await episode.finish()
+        assert (len(trajectory.turns), trajectory.stop_reason) == (1, "stop")
+
+    async def test_no_turn_is_left(self, http):
+        async with gateway_over(limits=EpisodeLimits(max_turns=1, max_context=1000)) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            await client.say([user("a")])
+            await client.chat([user("b")])
+            assert client.status == 403
+            trajectory = await episode.finish()
+        assert (len(trajectory.turns), trajectory.stop_reason, trajectory.truncated) == (1, "max_turns", True)
+
+    async def test_a_completion_that_was_cut_off_can_be_continued(self, http):
+        async with gateway_over() as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            answer = await client.chat([user("hello")], max_tokens=3)
+            assert answer["choices"][0]["finish_reason"] == "length"
+            await client.say([user("hello"), answer["choices"][0]["message"], user("more")])
+            trajectory = await episode.finish()
+        assert [t.stop_reason for t in trajectory.turns] == ["length", "stop"]
+        assert trajectory.stop_reason == "stop"
+
+
+class TestSampling:
+    async def test_the_run_says_how_and_what_requests_ask_is_counted(self, http):
+        sampler = scripted()
+        async with gateway_over(sampler, params=SamplingParams(temperature=0.7, max_tokens=50)) as gateway:
+            episode = gateway.episode()
+            await Client(http, episode).say([user("hi")], temperature=0, top_p=0.5, max_tokens=20, seed=3)
+            trajectory = await episode.finish()
+        (request,) = sampler.requests
+        assert (request.params.temperature, request.params.top_p, request.params.max_tokens) == (0.7, 1.0, 20)
+        assert request.params.stop_token_ids == (END,)
+        assert trajectory.turns[0].temperature == 0.7
+        counts = trajectory.info[INFO]["counts"]
+        assert {name for name in counts if name.startswith("overridden/")} == {
+            "overridden/temperature", "overridden/top_p", "overridden/seed"}  # fmt: skip
+
+    async def test_without_a_run_the_request_says_how(self, http):
+        sampler = scripted()
+        async with gateway_over(sampler) as gateway:
+            episode = gateway.episode()
+            await Client(http, episode).say([user("hi")], temperature=0, seed=3)
+            trajectory = await episode.finish()
+        assert (sampler.requests[0].params.temperature, sampler.requests[0].seed) == (0.0, 3)
+        assert not trajectory.turns[0].trained
+
+    async def test_a_stop_string_cuts_the_turn_and_the_rest_is_counted(self, http):
+        sampler = scripted(lambda r: np.array(say("Thought\nObservation: made up"), np.int32))
+        async with gateway_over(sampler) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            said = await client.say([user("hi")], stop=["\nObservation:"])
+            await client.say([user("hi"), said, user("real")])
+            trajectory = await episode.finish()
+        assert said["content"] == "Thought"
+        assert bytes(trajectory.turns[0].completion_ids.tolist()) == b"Thought\nObservation:"
+        assert trajectory.num_unrecorded_tokens == 2 * len(say(" made up")) - len(say(" made up"))
+
+    async def test_a_field_that_cannot_be_honoured_is_refused_and_counted(self, http):
+        async with gateway_over() as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            answer = await client.chat([user("hi")], logit_bias={"5": 1})
+            assert client.status == 400 and "logit_bias" in answer["error"]["message"]
+            trajectory = await episode.finish()
+        assert trajectory.info[INFO]["counts"] == {"refused/logit_bias": 1, "requests": 1}
+
+
+class TestKeys:
+    async def test_a_session_is_reached_by_its_own_key_only(self, http, gateway):
+        one, two = gateway.episode(), gateway.episode()
+        client = Client(http, one)
+        await client.say([user("mine")])
+        wrong = two.api_key[:-1] + "x", one.api_key[:20] + two.api_key[20:], "vb-" + "0" * 16 + "-"
+        for key in ("", "x", "vb--", *wrong):
+            client.headers["authorization"] = f"Bearer {key}"
+            await client.chat([user("theirs")])
+            assert client.status == 401, key
+        assert len((await one.finish()).turns) == 1
+        assert len((await two.finish()).turns) == 0
+
+    async def test_a_key_can_stand_in_the_path_or_in_another_header(self, http, gateway):
+        episode = gateway.episode()
+        async with http.post(f"{episode.keyed_url}/chat/completions", json={"messages": [user("a")]},
+                             headers={"authorization": "Bearer anything"}) as answer:  # fmt: skip
+            assert answer.status == 200
+        async with http.post(f"{gateway.url}/v1/chat/completions", json={"messages": [user("b")]},
+                             headers={"x-api-key": episode.api_key}) as answer:  # fmt: skip
+            assert answer.status == 200
+        assert len((await episode.finish()).turns) == 2
+
+    async def test_a_finished_session_is_closed(self, http, gateway):
+        episode = gateway.episode()
+        await episode.finish()
+        client = Client(http, episode)
+        await client.chat([user("late")])
+        assert client.status == 401
+
+    async def test_a_reward_can_be_posted(self, http, gateway):
+        episode = gateway.episode()
+        client = Client(http, episode)
+        for wrong in ({"reward": "much"}, {"reward": None}, [], {"reward": True}, {"reward": float("inf")}):
+            await client.post("reward", wrong)
+            assert client.status == 400, wrong
+        await client.post("reward", {"reward": {"right": 1.0, "short": 0.5}})
+        assert client.status == 200
+        trajectory = await episode.finish()
+        assert (trajectory.reward, trajectory.reward_parts) == (1.5, {"right": 1.0, "short": 0.5})
+        with pytest.raises(EnvironmentFault):
+            await gateway.episode().finish(reward="much")
+
+
+class TestBadRequests:
+    @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"[" * 3000, b'{"messages": []}', b"\xff"])
+    async def test_what_is_no_request_is_refused_in_the_protocols_form(self, http, gateway, body):
+        client = Client(http, gateway.episode())
+        answer = await client.post("chat/completions", body)
+        assert client.status == 400 and answer["error"]["message"]
+
+    async def test_an_unknown_route_and_a_large_body(self, http):
+        from verbatim.gateway.service import ServiceLimits
+
+        async with gateway_over(service_limits=ServiceLimits(max_body=1000)) as gateway:
+            client = Client(http, gateway.episode())
+            answer = await client.post("completions", {})
+            assert client.status == 404 and "POST /v1/chat/completions" in answer["error"]["message"]
+            await client.chat([user("x" * 2000)])
+            assert client.status == 413
+
+    async def test_messages_that_cannot_be_rendered_are_the_clients_fault(self, http, gateway):
+        client = Client(http, gateway.episode())
+        answer = await client.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+        assert client.status == 400 and "content" in answer["error"]["message"]
+
+
+async def test_a_failing_sampler_is_an_error_for_the_client_and_on_the_trajectory(http):
+    async with gateway_over(scripted(trouble={0: "nan"})) as gateway:
+        episode = gateway.episode()
+        client = Client(http, episode)
+        await client.chat([user("hi")])
+        assert client.status == 400 or client.status == 500
+        trajectory = await episode.finish(reward=1.0)
+    assert "NaN" in trajectory.error or "nan" in trajectory.error
+    assert trajectory.num_unrecorded_tokens > 0
+
+
+async def test_sdks_read_the_variables():
+    async with gateway_over() as gateway:
+        found = gateway.episode().variables
+    assert found["OPENAI_BASE_URL"].endswith("/v1") and not found["ANTHROPIC_BASE_URL"].endswith("/v1")
+    assert found["OPENAI_API_KEY"] == found["ANTHROPIC_API_KEY"]
+
+
+async def test_the_openai_sdk_streams_and_runs_tools():
+    from openai import AsyncOpenAI
+
+    sampler = scripted()
+    async with gateway_over(sampler) as gateway:
+        episode = gateway.episode()
+        client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key)
+        stream = await client.chat.completions.create(model="gpt", messages=[user("sum")], tools=TOOLS, stream=True)
+        name = arguments = ""
+        async for chunk in stream:
+            for delta in chunk.choices[0].delta.tool_calls or () if chunk.choices else ():
+                name += delta.function.name or ""
+                arguments += delta.function.arguments or ""
+        assert (name, json.loads(arguments)) == ("add", {"a": 1, "b": 2})
+        models = await client.models.list()
+        assert [m.id for m in models.data] == ["policy"]
+        await client.close()
+        trajectory = await episode.finish()
+    check_against(trajectory, sampler)
+
+
+def test_the_package_imports_neither_torch_nor_transformers():
+    folder = Path(__file__).parents[2] / "src/verbatim/gateway"
+    text = "".join(path.read_text() for path in folder.rglob("*.py"))
+    assert "import torch" not in text and "import transformers" not in text
