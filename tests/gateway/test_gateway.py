@@ -234,7 +234,8 @@ class TestKeys:
         one, two = gateway.episode(), gateway.episode()
         client = Client(http, one)
         await client.say([user("mine")])
-        wrong = two.api_key[:-1] + "x", one.api_key[:20] + two.api_key[20:], "vb-" + "0" * 16 + "-"
+        nearly = two.api_key[:-1] + "x-"[two.api_key[-1] == "x"]
+        wrong = nearly, one.api_key[:20] + two.api_key[20:], "vb-" + "0" * 16 + "-"
         for key in ("", "x", "vb--", *wrong):
             client.headers["authorization"] = f"Bearer {key}"
             await client.chat([user("theirs")])
@@ -314,6 +315,7 @@ async def test_sdks_read_the_variables():
     assert found["OPENAI_API_KEY"] == found["ANTHROPIC_API_KEY"]
 
 
+@pytest.mark.slow
 async def test_the_openai_sdk_streams_and_runs_tools():
     from openai import AsyncOpenAI
 
@@ -333,6 +335,35 @@ async def test_the_openai_sdk_streams_and_runs_tools():
         await client.close()
         trajectory = await episode.finish()
     check_against(trajectory, sampler)
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+async def test_anthropics_sdk_goes_on_where_it_was():
+    import anthropic
+
+    sampler = scripted()
+    tools = [{"name": "add", "input_schema": {"type": "object", "properties": {}}}]
+    async with gateway_over(sampler) as gateway:
+        episode = gateway.episode()
+        client = anthropic.AsyncAnthropic(base_url=episode.anthropic_base_url, api_key=episode.api_key)
+        ask = {"model": "claude", "max_tokens": 200, "system": "You help.", "tools": tools}
+        first = await client.messages.create(**ask, messages=[user("sum")])
+        (used,) = (block for block in first.content if block.type == "tool_use")
+        assert used.input == {"a": 1, "b": 2}
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": used.id, "content": "3"}]}
+        history = [user("sum"), {"role": "assistant", "content": first.content}, result]
+        async with client.messages.stream(**ask, messages=history) as stream:
+            final = await stream.get_final_message()
+        assert final.content[0].text.endswith(":3")
+        counted = await client.messages.count_tokens(model="claude", messages=[user("abc")])
+        assert counted.input_tokens == 6
+        with pytest.raises(anthropic.BadRequestError):
+            await client.messages.create(**ask, messages=[user("x")], extra_body={"logit_bias": {"5": 1}})
+        await client.close()
+        trajectory = await episode.finish()
+    check_against(trajectory, sampler)
+    assert (reasons(trajectory), len(build_samples(trajectory))) == ([], 1)
 
 
 def test_the_package_imports_neither_torch_nor_transformers():

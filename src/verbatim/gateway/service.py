@@ -12,14 +12,15 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from aiohttp import web
 
-from verbatim.errors import EngineDead, RolloutError, SamplerFault, TemplateFault, UsageError
+from verbatim.errors import EngineDead, RolloutError, SamplerFault, TemplateFault, UsageError, VerbatimError
 from verbatim.gateway.exchanges import Ended, OtherRequest
-from verbatim.gateway.session import Answered, Session, SessionRefusal
+from verbatim.gateway.session import Answered, Session, SessionRefusal, num_prompt_tokens
+from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.openai_chat import OpenAIChat
 from verbatim.inference.chat.protocol import ChatProtocol, ChatRequest, Options, ProtocolRefusal, Stamp
 from verbatim.inference.http.server import listen
@@ -68,7 +69,11 @@ class Service:
     def __post_init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._runner: web.AppRunner | None = None
-        self._chats: Mapping[str, ChatProtocol] = {"chat/completions": OpenAIChat(self.options)}
+        self._anthropic = AnthropicMessages(self.options)
+        self._chats: Mapping[str, ChatProtocol] = {
+            "chat/completions": cast(ChatProtocol, OpenAIChat(self.options)),
+            "messages": cast(ChatProtocol, self._anthropic),
+        }
 
     async def start(self) -> None:
         """Listen; a UsageError if the address is taken or not of this machine."""
@@ -112,7 +117,7 @@ class Service:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         key, route = _split(request)
-        chat = self._chats.get(route) or self._chats["chat/completions"]
+        chat = self._protocol(request, route)
         if route in ("", "health") and key is None:
             return _json(200, {"status": "ok"})
         session = self._session(key)
@@ -121,6 +126,7 @@ class Service:
                           "or in the path")  # fmt: skip
         handlers: dict[tuple[str, str], Handler] = {
             ("POST", "reward"): self._reward, ("GET", "models"): self._models,
+            ("POST", "messages/count_tokens"): self._count_tokens,
             **{("POST", name): self._chat for name in self._chats},
         }  # fmt: skip
         handler = handlers.get((request.method, route))
@@ -140,6 +146,11 @@ class Service:
             return await handler(session, request, body)
         except SessionRefusal as refusal:
             return _error(chat, refusal.status, str(refusal), refusal.kind)
+
+    def _protocol(self, request: web.Request, route: str) -> ChatProtocol:
+        """The protocol that a client of this route reads errors in."""
+        is_anthropic = route.startswith("messages") or "anthropic-version" in request.headers
+        return self._chats.get(route) or self._chats["messages" if is_anthropic else "chat/completions"]
 
     def _session(self, key: str | None) -> Session | None:
         """The session of a key; the secret part of a key is compared in constant time."""
@@ -167,16 +178,24 @@ class Service:
         session.reward = reward
         return _json(200, {"reward": reward})
 
+    async def _count_tokens(self, session: Session, request: web.Request, body: bytes) -> web.StreamResponse:
+        """Count the tokens of a prompt that is not sent, as Anthropic's clients ask."""
+        try:
+            asked = self._anthropic.read_count(_object(body), _headers(request))
+            return _json(200, self._anthropic.count(num_prompt_tokens(session, asked)))
+        except ProtocolRefusal as refusal:
+            return _json(refusal.status, refusal.body)
+        except VerbatimError as error:
+            status, message, kind = _told(error)
+            return _json(status, self._anthropic.error(status, message, kind=kind))
+
     async def _chat(self, session: Session, request: web.Request, body: bytes) -> web.StreamResponse:
         _, route = _split(request)
         protocol = self._chats[route]
-        headers = {name.lower(): value for name, value in request.headers.items()}
+        headers = _headers(request)
+        session.admit()
         try:
-            session.admit()
-            given = _parsed(body)
-            if not isinstance(given, dict):
-                raise SessionRefusal(400, "expected a JSON object as the body")
-            asked = protocol.read(given, headers)
+            asked = protocol.read(_object(body), headers)
         except ProtocolRefusal as refusal:
             session.counts[f"refused/{refusal.field or 'request'}"] += 1
             return _json(refusal.status, refusal.body)
@@ -252,6 +271,17 @@ def _parsed(body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise SessionRefusal(400, f"the body is no JSON: {error}") from None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    given = _parsed(body)
+    if not isinstance(given, dict):
+        raise SessionRefusal(400, "expected a JSON object as the body")
+    return given
+
+
+def _headers(request: web.Request) -> dict[str, str]:
+    return {name.lower(): value for name, value in request.headers.items()}
 
 
 def _card(session: Session, name: str) -> dict[str, Any]:

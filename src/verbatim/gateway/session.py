@@ -268,7 +268,8 @@ class Session:
 def readable(message: Message) -> Message:
     """A message as templates can write it: calls that are none are text, behind the content.
 
-    >>> readable({"role": "assistant", "content": "so", "tool_calls": [{"function": {"name": "add", "arguments": "{1"}}]})
+    >>> call = {"function": {"name": "add", "arguments": "{1"}}
+    >>> readable({"role": "assistant", "content": "so", "tool_calls": [call]})
     {'role': 'assistant', 'content': 'so\n{1'}
     """
     calls = message.get("tool_calls")

@@ -99,7 +99,7 @@ class AgentLoop(EpisodeLoop):
         prompt_ids, extends = await self._rendered(prompt)
         if self.room_for(len(prompt_ids)) <= 0:
             raise EpisodeOver(StopReason.LENGTH)
-        digest = hashlib.blake2b(prompt_ids, digest_size=16).digest()
+        digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
         own_seed = derive_seed(self._seed, "response", digest.hex(), self._num_responses[digest])
         self._num_responses[digest] += 1
         start = self.recorder.num_routed(prompt_ids, prompt.agent)
