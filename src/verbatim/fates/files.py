@@ -151,8 +151,9 @@ def read_fates(path: Path) -> Iterator[tuple[int, Fate]]:
         try:
             with pq.ParquetFile(file) as opened:
                 _check(opened, file)
-                for batch in opened.iter_batches(_ROWS):
-                    yield from zip(batch.column("step").to_pylist(), from_table(batch), strict=True)
+                for group in range(opened.num_row_groups):  # a batch over two of them could not hold nested columns
+                    for batch in opened.iter_batches(_ROWS, row_groups=[group]):
+                        yield from zip(batch.column("step").to_pylist(), from_table(batch), strict=True)
         except (pa.ArrowInvalid, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
             if isinstance(error, UsageError):
                 raise
