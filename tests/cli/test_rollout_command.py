@@ -89,7 +89,8 @@ def test_every_task_gets_its_result(place: Path):
 def test_options_reach_the_server(place: Path):
     write_tasks("5")
     with chat_server() as server:
-        options = ["--temperature", "0.5", "--max-tokens", "9", "--extra-body", '{"x": 1}', "--seed", "3"]
+        options = ["--temperature", "0.5", "--max-tokens", "9", "--extra-body", '{"x": 1}', "--seed", "3",
+                   "--api-key-env", "OPENAI_API_KEY"]  # fmt: skip
         assert main(arguments(server, *options)) == 0
     (request,) = server.requests
     assert {name: request[name] for name in ("model", "temperature", "max_tokens", "x")} == {
@@ -445,7 +446,7 @@ def test_the_server_of_the_user_is_not_given_the_key_of_the_other(place: Path, m
         assert main([*ask(server, *more), "--user-base-url", users.url, "--user-api-key-env", "OTHER"]) == 0
         Path("out.jsonl").unlink()
         assert main([*ask(server, *more), "--user-base-url", users.url]) == 0
-    assert [headers["authorization"] for headers in users.headers] == ["Bearer key-of-the-user", f"Bearer {KEY}"]
+    assert [headers.get("authorization") for headers in users.headers] == ["Bearer key-of-the-user", None]
     assert {headers["authorization"] for headers in server.headers} == {"Bearer key-of-the-model"}
 
 

@@ -20,6 +20,7 @@ from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.chat.answer import BadAnswer, read_answer, read_arguments
 from verbatim.inference.chat.request import chat_body, samples_as_modelled
+from verbatim.inference.http.connection_settings import key_variable
 from verbatim.inference.openai import OpenAI, pause
 from verbatim.types import StopReason
 
@@ -232,14 +233,34 @@ async def test_what_may_pass_is_tried_again(status: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
 async def test_what_will_not_pass_is_not(status: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    hint = " (no key was sent: the environment variable OPENAI_API_KEY is empty)" if status == 401 else ""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-of-openai")
+    hint = (" (no key was sent: OPENAI_API_KEY is for api.openai.com only; for this server name the variable that "
+            "holds its key: api_key_env, on the command line --api-key-env)") if status == 401 else ""  # fmt: skip
     failures: Counter[str] = Counter()
     with chat_server(fault=lambda body, tries: Raw(status, "no")) as server:
         with pytest.raises(SamplerFault, match=f"status {status}: no{re.escape(hint)}$"):
             await complete(server, failures)
         assert len(server.requests) == 1
+        assert "authorization" not in server.headers[0]
     assert failures == {f"status_{status}": 1}
+
+
+@pytest.mark.parametrize(("url", "named", "variable"), [
+    ("https://api.openai.com/v1", None, "OPENAI_API_KEY"), ("https://api.openai.com:443/v1", None, "OPENAI_API_KEY"),
+    ("https://api.openai.com/v1", "MINE", "MINE"), ("http://localhost:8000/v1", None, None),
+    ("http://localhost:8000/v1", "OPENAI_API_KEY", "OPENAI_API_KEY"), ("https://api.openai.com.eu/v1", None, None),
+])  # fmt: skip
+def test_openais_key_goes_to_its_own_server_or_where_it_is_sent_by_name(
+    url: str, named: str | None, variable: str | None
+):
+    assert key_variable(url, named) == variable
+
+
+async def test_a_named_variable_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("NO_KEY", raising=False)
+    with pytest.raises(UsageError, match="variable NO_KEY is empty; put the key of http://h/v1 into it"):
+        async with OpenAI(model="m", base_url="http://h/v1", api_key_env="NO_KEY").connect():
+            pass
 
 
 async def test_an_address_without_v1_is_asked_about():

@@ -13,11 +13,22 @@ from transformers import AutoModelForCausalLM
 
 import verbatim.inference.teacher as teachers
 from verbatim.config.schema import TeacherConfig
-from verbatim.errors import ModelError, RunStopped
+from verbatim.errors import ModelError, RunStopped, UsageError
 from verbatim.inference.http import client, protocol
 from verbatim.inference.teacher import LocalTeacher, make_teacher
 
 KEY = "sk-canary-of-the-teacher"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+
+
+def test_a_named_variable_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TEACHER_KEY")
+    with pytest.raises(UsageError, match="TEACHER_KEY is empty; put the key of http://h/v1 into it"):
+        make_teacher(TeacherConfig(model="big", base_url="http://h/v1", api_key_env="TEACHER_KEY"))
 
 
 def ids(*values):

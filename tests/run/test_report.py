@@ -85,3 +85,17 @@ def test_a_report_that_cannot_be_written_is_printed(folder, caplog):
     folder.summary_text.mkdir()
     assert "title: results" in reported(folder)
     assert "summary.txt could not be written" in caplog.text
+
+
+def test_a_report_that_fails_ends_no_finished_run(folder, caplog):
+    """The environment is asked what a success is, and may raise."""
+
+    class Strange(GuessNumber):
+        def is_success(self, trajectory: Trajectory) -> bool:
+            raise ZeroDivisionError("of the environment")
+
+    out = io.StringIO()
+    with caplog.at_level(logging.ERROR):
+        report(SUMMARY, "title", folder, {"game": Strange()}, PlainConsole(file=out))
+    assert "the report of the run could not be made: ZeroDivisionError: of the environment" in caplog.text
+    assert str(folder.summary) in caplog.text

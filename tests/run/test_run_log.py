@@ -384,3 +384,12 @@ def test_a_metrics_log_that_cannot_be_read_costs_the_last_summary_its_figures(fo
     log.close("stopped")
     assert (heard.summary["state"], heard.summary["steps"], heard.summary["results"]) == ("stopped", 0, {})
     assert "the summary for the monitors leaves out what it cannot read" in caplog.text
+def test_a_resumed_run_that_keeps_no_trajectories_cuts_the_evaluated_ones_all_the_same(folder: RunFolder):
+    log = log_of(folder, 0, evaluates=True)
+    train(log, 1)
+    evaluate(log, 1)
+    save(log, 1)
+    evaluate(log, 2)
+    log.close()
+    log_of(folder, 1, evaluates=True, saves=False).close()
+    assert [step for step, _ in read_trajectories(folder.eval_trajectories)] == [1, 1]

@@ -22,7 +22,7 @@ from verbatim.run.tables import component_tables
 Work: TypeAlias = Callable[[ConversationRollout], Awaitable[None]]
 """What is to be played with a rollout."""
 
-_OF_A_CHAT_SERVER: Mapping[str, Any] = {"api_key_env": "OPENAI_API_KEY", "extra_body": {}, "request_timeout": 600.0}
+_OF_A_CHAT_SERVER: Mapping[str, Any] = {"api_key_env": None, "extra_body": {}, "request_timeout": 600.0}
 """Options that only a chat server has, and their values where they are not typed."""
 
 

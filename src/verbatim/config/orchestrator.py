@@ -185,8 +185,8 @@ class TeacherConfig(Section):
     base_url: str | None = None
     """An OpenAI-compatible server such as "http://localhost:8000/v1", for "opd" with vLLM's `prompt_logprobs`; without
     it the model is loaded beside the orchestrator."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the server's key, if it wants one."""
+    api_key_env: str | None = None
+    """The environment variable that holds the server's key, if it wants one; OPENAI_API_KEY for api.openai.com only."""
     device: str = "auto"
     """Device of a model that is loaded here; "auto" uses CUDA where it is available."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from verbatim.config.schema import TeacherConfig
 from verbatim.errors import RunStopped, SamplerFault
 from verbatim.inference.http.client import Answer, HttpClient, encode, read_json
+from verbatim.inference.http.connection_settings import named_key
 from verbatim.inference.http.protocol import GENERATE
 from verbatim.inference.http.scoring import read_scores, scoring_body
 from verbatim.inference.validation import check_ids
@@ -91,7 +91,7 @@ class ServerTeacher:
         self._completions = f"{base[len(root):]}/completions"
         self._has_token_endpoint: bool | None = None
         self._client = HttpClient(
-            root, api_key=os.environ.get(config.api_key_env), request_timeout=TIMEOUT, max_retries=ATTEMPTS - 1,
+            root, api_key=named_key(base, config.api_key_env), request_timeout=TIMEOUT, max_retries=ATTEMPTS - 1,
             remote_api=True,
         )  # fmt: skip
 

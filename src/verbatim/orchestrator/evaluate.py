@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from verbatim.environments.base import succeeded
 from verbatim.environments.resolve import examples_of
 from verbatim.errors import UsageError
+from verbatim.evaluation.intervals import mean_interval, share_interval
 from verbatim.orchestrator.assemble import (
     agent_reward_metrics,
     episode_metrics,
@@ -28,7 +30,8 @@ class Evaluation:
     num_failed: int
     """How many of them failed with an error; they count as no success."""
     metrics: dict[str, float]
-    """`success`, `reward/mean`, `turns`, `valid_format`, ..."""
+    """`success`, `reward/mean`, `turns`, `valid_format`, ...; `success/low` and `success/high` are the 95% interval
+    over examples, `reward/low` and `reward/high` that of the mean reward, NaN where all rewards are equal."""
     trajectories: tuple[Trajectory, ...]
 
     @property
@@ -63,7 +66,21 @@ async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluati
     metrics |= {f"agent_reward/{name}": value for name, value in agent_reward_metrics(completed).items()}
     metrics |= judge_metrics(trajectories)
     metrics["success"] = sum(verdicts.values()) / len(trajectories)
+    metrics |= _intervals(trajectories, verdicts)
     return Evaluation(
         env=setup.env, num_episodes=len(trajectories), num_failed=len(trajectories) - len(completed), metrics=metrics,
         trajectories=trajectories,
     )  # fmt: skip
+
+
+def _intervals(trajectories: Sequence[Trajectory], verdicts: Mapping[str, bool]) -> dict[str, float]:
+    """Episodes of one example are a cluster."""
+    successes: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        successes.setdefault(trajectory.example_id, []).append(float(verdicts[trajectory.trajectory_id]))
+        if trajectory.error is None and trajectory.reward is not None and math.isfinite(trajectory.reward):
+            rewards.setdefault(trajectory.example_id, []).append(trajectory.reward)
+    success, reward = share_interval(successes), mean_interval(rewards)
+    return {"success/low": success.low, "success/high": success.high, "reward/low": reward.low,
+            "reward/high": reward.high}  # fmt: skip

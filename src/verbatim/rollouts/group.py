@@ -24,12 +24,16 @@ T = TypeVar("T")
 
 
 class GroupRun:
-    """One group under way. What it holds can be counted at any time, also when it is cancelled."""
+    """One group under way. What it holds can be counted at any time, also when it is cancelled.
+
+    `samples` are the numbers of the episodes that are run, all `size` of them by default: each has the seed, the id and
+    the place that it has in the whole group.
+    """
 
     def __init__(
         self, setup: RolloutSetup, example: Example, *, index: int, size: int, run_seed: int, purpose: str = "train",
         on_sampled: Callable[[int], None] | None = None,
-        on_dropped: Callable[[Mapping[str, int]], None] | None = None,
+        on_dropped: Callable[[Mapping[str, int]], None] | None = None, samples: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.index = index
         self.example = example
@@ -37,23 +41,24 @@ class GroupRun:
         self.group_id = f"{purpose}-{index}"
         self._purpose = purpose
         self._seed = derive_seed(run_seed, purpose, setup.env, example.id, index)
-        self._recorders = [
-            Recorder(setup.sampler.vocab_size, on_sampled, on_dropped, trajectory_id=f"{self.group_id}-{i}",
-                     routing=setup.routing)
-            for i in range(size)
-        ]  # fmt: skip
+        self._recorders = {
+            i: Recorder(setup.sampler.vocab_size, on_sampled, on_dropped, trajectory_id=f"{self.group_id}-{i}",
+                        routing=setup.routing)
+            for i in (range(size) if samples is None else samples)
+        }  # fmt: skip
 
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens sampled so far, of finished and unfinished episodes."""
-        return sum(recorder.num_sampled_tokens for recorder in self._recorders)
+        return sum(recorder.num_sampled_tokens for recorder in self._recorders.values())
 
     async def run(self) -> Group:
         """Run all episodes to their end; a RunStopped if no worker is left to run them. A failing episode fails
         alone."""
-        ended = await run_together(self._episode(i, recorder) for i, recorder in enumerate(self._recorders))
+        ended = await run_together(self._episode(i, recorder) for i, recorder in self._recorders.items())
         trajectories = [
-            _set_aside(trajectory, recorder.late) for trajectory, recorder in zip(ended, self._recorders, strict=True)
+            _set_aside(trajectory, recorder.late)
+            for trajectory, recorder in zip(ended, self._recorders.values(), strict=True)
         ]
         score_group = getattr(self.setup.environment, "score_group", None)
         if score_group is not None:

@@ -14,6 +14,7 @@ from verbatim.environments.resolve import corpus
 from verbatim.errors import ComponentError, ModelError, UsageError
 from verbatim.imports import is_installed
 from verbatim.inference.chat.client import OpenAI
+from verbatim.inference.http.connection_settings import named_key
 from verbatim.models.source import find_source
 from verbatim.records.experts import Routing
 from verbatim.rollouts.workers.episodes import refuse_unpicklable
@@ -149,7 +150,11 @@ def _check_teacher(teacher: TeacherConfig) -> None:
 
         check_weights(teacher.model)
         return
-    OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)  # refuses a bad address
+    try:  # a bad address, a variable without a key
+        OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)
+        named_key(teacher.base_url, teacher.api_key_env)
+    except UsageError as error:
+        raise UsageError(f"orchestrator.teacher.{error}") from error
     if not is_installed("aiohttp"):
         raise UsageError("a teacher behind orchestrator.teacher.base_url needs the package aiohttp: pip install "
                          "'verbatim-rl[api]'")  # fmt: skip

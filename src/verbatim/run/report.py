@@ -21,6 +21,7 @@ from verbatim.monitors.text_curve import ASCII, UNICODE, text_curve
 from verbatim.plain_console import PlainConsole
 from verbatim.run.before_after import Comparison, compare, print_comparison
 from verbatim.run.summary import best_constants
+from verbatim.texts import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ def report(
 ) -> None:
     """Print what the run came to, and keep it as `summary.txt`: without colour, `WIDTH` columns wide.
 
-    A log that cannot be read any more costs what would have been shown of it.
+    A log that cannot be read any more costs what would have been shown of it, and a report that fails costs itself: the
+    run is over, and its figures are in `summary.json`.
 
     Args:
         summary: The figures, as in `summary.json`.
@@ -42,6 +44,16 @@ def report(
         environments: Those that were evaluated, by label.
         console: Where to print.
     """
+    try:
+        _report(summary, title, folder, environments, console)
+    except Exception as error:  # an environment's `is_success` is asked, and texts of episodes are drawn
+        logger.error("the report of the run could not be made: %s; its results are in %s", error_text(error),
+                     folder.summary, exc_info=True)  # fmt: skip
+
+
+def _report(
+    summary: Mapping[str, Any], title: str, folder: RunFolder, environments: Mapping[str, Environment], console: Console
+) -> None:
     curve, comparisons = Curve(), list[Comparison]()
     try:
         curve = read_curve(folder.metrics)

@@ -91,9 +91,10 @@ class RunLog:
         if earlier.is_file():  # of a run that an earlier version began
             self._go_back(earlier, first_step, is_trajectory)
         self._eval_log: TrajectoryLog | None = None
-        if trajectories is not None and environments:
-            path = folder.eval_trajectories
-            self._eval_log = TrajectoryLog(path, self._go_back(path, first_step, is_trajectory))
+        path, writes = folder.eval_trajectories, trajectories is not None and bool(environments)
+        mark = self._go_back(path, first_step, is_trajectory) if writes or path.is_file() else LogMark()
+        if writes:
+            self._eval_log = TrajectoryLog(path, mark)
             self._writers[path.name] = self._eval_log.writer
         curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
         self._num_incomplete = 0
@@ -226,7 +227,7 @@ class RunLog:
 
     def summarize(self) -> dict[str, Any]:
         """The run's figures, also written to `summary.json`."""
-        summary = summary_of(self._folder.metrics, self._best_constant)
+        summary = summary_of(self._folder.metrics, self._best_constant, self._folder.eval_trajectories)
         summary["seconds"] = round(self.seconds, 1)
         write_json(self._folder.summary, summary)
         return summary

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verbatim.environments.base import Environment
+from verbatim.errors import UsageError
+from verbatim.evaluation.outcomes import Outcome
+from verbatim.evaluation.pairs import difference
+from verbatim.evaluation.stored import read_outcomes
 from verbatim.monitors.jsonl import read_jsonl
-from verbatim.run.intervals import gain_interval
+
+logger = logging.getLogger(__name__)
 
 _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
 """Left out where they mean nothing: no environment offers tools, or says what a policy reaches that ignores replies."""
@@ -25,15 +31,23 @@ def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
     }
 
 
-def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[str, Any]:
+def summary_of(metrics_path: Path, best_constant: Mapping[str, float], episodes: Path | None = None) -> dict[str, Any]:
     """Before, after, and how much it took, read from a metrics log.
 
     With several environments the top-level figures are means over them, and `environments` has each.
+
+    Args:
+        metrics_path: The metrics log.
+        best_constant: As `best_constants` gives it.
+        episodes: The log of evaluated episodes, for the interval of what success gained.
+
+    Raises:
+        UsageError: the metrics log cannot be read.
     """
     first: dict[str, dict[str, Any]] = {}
     last: dict[str, dict[str, Any]] = {}
     final: dict[str, Any] = {}
-    steps, rollouts, failed = 0, 0, 0
+    steps, rollouts, failed, last_step = 0, 0, 0, 0
     logged: set[int] = set()
     for record in read_jsonl(metrics_path):
         if record["kind"] == "eval":
@@ -42,11 +56,13 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
             if record["step"] == 0:
                 first[record["env"]] = record["metrics"]
             last[record["env"]] = record["metrics"]
+            last_step = record["step"]
         else:
             logged.add(record["step"])
             steps, final = record["step"], record["metrics"]
             rollouts += final.get("rollouts", 0)
             failed += final.get("rollouts/failed", 0)
+    intervals = _gain_intervals(episodes, last_step)
     each = {
         env: {
             "success_before_rl": first.get(env, {}).get("success"),
@@ -54,6 +70,7 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
             "success_after_rl": last[env]["success"],
             "success_best_constant_policy": best_constant.get(env),
             **_gain(first.get(env), last[env]),
+            **({"gain_interval_95": intervals[env]} if env in intervals else {}),
         }
         for env in last
     }
@@ -80,14 +97,28 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float]) -> dict[s
 
 
 def _gain(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, Any]:
-    """What success gained, with its interval; empty where an evaluation is missing or did not count its episodes."""
-    if before is None or before is after:
+    """What success gained; empty where an evaluation is missing, or left out."""
+    if before is None or before is after or not after.get("episodes"):
         return {}
-    shares = [(float(metrics["success"]), int(metrics.get("episodes", 0))) for metrics in (before, after)]
-    if not all(episodes for _, episodes in shares):
+    return {"gain": round(float(after["success"]) - float(before["success"]), 4)}
+
+
+def _gain_intervals(episodes: Path | None, last_step: int) -> dict[str, list[float]]:
+    """The 95% interval of that, by environment: over the pairs of episodes of the same example and seed that the first
+    evaluation and the last one have in common. A log that cannot be read costs the intervals."""
+    before: dict[str, list[Outcome]] = {}
+    after: dict[str, list[Outcome]] = {}
+    if episodes is None or not episodes.is_file() or not last_step:
         return {}
-    low, high = gain_interval(*shares)
-    return {"gain": round(shares[1][0] - shares[0][0], 4), "gain_interval_95": [round(low, 4), round(high, 4)]}
+    try:
+        for step, outcome in read_outcomes(episodes, {0, last_step}):
+            (after if step else before).setdefault(outcome.env, []).append(outcome)
+    except (UsageError, OSError) as error:
+        logger.error("the summary leaves out the interval of what was gained: %s", error)
+        return {}
+    found = {env: difference(env, before[env], after[env]) for env in before if env in after}
+    return {env: [round(gain.success.low, 4), round(gain.success.high, 4)]
+            for env, gain in found.items() if gain.is_paired}  # fmt: skip
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -13,7 +13,14 @@ from typing import Any
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.chat.answer import BadAnswer, ChatAnswer, read_answer
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, status_failure
-from verbatim.inference.http.connection_settings import check_address, check_limits
+from verbatim.inference.http.connection_settings import (
+    OPENAI_HOST,
+    OPENAI_KEY,
+    check_address,
+    check_limits,
+    key_variable,
+    named_key,
+)
 from verbatim.texts import shown
 
 _ACCOUNT = {"OPENAI_ORG_ID": "OpenAI-Organization", "OPENAI_PROJECT_ID": "OpenAI-Project"}
@@ -35,8 +42,9 @@ class OpenAI:
     """Up to where `/chat/completions` follows: "http://localhost:8000/v1"."""
     api_key: str | None = field(default=None, repr=False)
     """None takes it from the environment variable `api_key_env`."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """Names that variable; a server without keys needs none."""
+    api_key_env: str | None = None
+    """Names that variable. None = OPENAI_API_KEY, and for OpenAI's own server only: another one is sent no key that is
+    not named."""
     request_timeout: float = 600.0
     """Seconds for one try, from the connection to the last byte."""
     max_retries: int = 5
@@ -57,7 +65,8 @@ class OpenAI:
         """Connections for as long as the block lasts, all on the running event loop.
 
         Raises:
-            UsageError: the extra `api` is not installed, or the environment names a proxy that is no HTTP proxy.
+            UsageError: the extra `api` is not installed, the variable of `api_key_env` is empty, or the environment
+                names a proxy that is no HTTP proxy.
         """
         connection = self.open()
         try:
@@ -71,7 +80,7 @@ class OpenAI:
         Raises:
             UsageError: as `connect`.
         """
-        key = self.api_key or os.environ.get(self.api_key_env) or None
+        key = self.api_key or named_key(self.base_url, self.api_key_env)
         client = HttpClient(
             self.base_url, api_key=key, request_timeout=self.request_timeout, max_retries=self.max_retries,
             headers={header: os.environ[name] for name, header in _ACCOUNT.items() if os.environ.get(name)},
@@ -125,7 +134,11 @@ class Connection:
     def _hint(self, status: int) -> str:
         """The most common mistakes, where a server says no more than a status."""
         if status == 401 and not self._has_key:
-            return f" (no key was sent: the environment variable {self.api.api_key_env} is empty)"
+            variable = key_variable(self.api.base_url, self.api.api_key_env)
+            if variable is not None:
+                return f" (no key was sent: the environment variable {variable} is empty)"
+            return (f" (no key was sent: {OPENAI_KEY} is for {OPENAI_HOST} only; for this server name the variable "
+                    "that holds its key: api_key_env, on the command line --api-key-env)")  # fmt: skip
         if status == 404 and not self._client.url.endswith("/v1"):
             return ' (most base_urls end with "/v1")'
         return ""

@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 from verbatim.errors import UsageError
 from verbatim.texts import shown
 
+OPENAI_HOST, OPENAI_KEY = "api.openai.com", "OPENAI_API_KEY"
+"""OpenAI's own server, and the variable in which its clients look for its key."""
+
 
 def check_address(url: object, name: str) -> None:
     """Raises `UsageError` for what is no plain http(s) address, without a password in it; `name` is the setting's."""
@@ -42,6 +45,30 @@ def check_key(key: object) -> None:
     if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable() and " " not in key):
         raise UsageError("the API key holds a line break, a space or a letter that a header cannot hold, or is no "
                          "text; a key that was read from a file needs .strip()")  # fmt: skip
+
+
+def key_variable(url: str, named: str | None) -> str | None:
+    """The environment variable with the key of the server at this address: the one that is named, and for OpenAI's own
+    server without a name OPENAI_API_KEY. No other server is sent that key unasked.
+
+    >>> key_variable("https://api.openai.com/v1", None), key_variable("http://localhost:8000/v1", None)
+    ('OPENAI_API_KEY', None)
+    """
+    return named if named is not None or urlsplit(url).hostname != OPENAI_HOST else OPENAI_KEY
+
+
+def named_key(url: str, named: str | None) -> str | None:
+    """The key in `key_variable`; None where there is none.
+
+    Raises:
+        UsageError: the variable that is named is empty.
+    """
+    variable = key_variable(url, named)
+    key = (os.environ.get(variable) or None) if variable is not None else None
+    if named is not None and key is None:
+        raise UsageError(f"api_key_env: the environment variable {named} is empty; put the key of {url} into it, or "
+                         "leave api_key_env out for a server that needs none")  # fmt: skip
+    return key
 
 
 def check_installed() -> None:

@@ -95,8 +95,8 @@ class ApiPlays:
     model: str
     """Its name on the server."""
     base_url: str = "https://api.openai.com/v1"
-    api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key."""
+    api_key_env: str | None = None
+    """The environment variable that holds the key; OPENAI_API_KEY for OpenAI's own server only."""
     temperature: float = 1.0
     max_tokens: int = 256
     """Most tokens of one action."""

@@ -16,6 +16,7 @@ from verbatim.errors import JudgeFailed, UsageError
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.inference.chat.request import chat_body
+from verbatim.inference.http.connection_settings import key_variable
 from verbatim.rollouts.judges.endpoint import Answer, Endpoint
 from verbatim.texts import shown
 from verbatim.types import Message
@@ -68,8 +69,8 @@ class Judge:
     """What a million tokens cost, `{"prompt": 0.25, "completion": 2.0}`: adds the metric `judge/cost`."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the request; None leaves one out: `{"temperature": None}` for a model that takes none."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key."""
+    api_key_env: str | None = None
+    """The environment variable that holds the key; OPENAI_API_KEY for OpenAI's own server only."""
     request_timeout: float = 120.0
     """Seconds for one try."""
     max_retries: int = 5
@@ -85,8 +86,9 @@ class Judge:
             raise UsageError(f"judge: scale: found {shown(self.scale, 80)}, expected a whole number of at least 1")
         if not isinstance(self.prompt, str) or "{criteria}" not in self.prompt:
             raise UsageError(f"judge: prompt: found {shown(self.prompt, 80)}, expected a text with {{criteria}} in it")
-        if self.base_url == _OPENAI and not os.environ.get(self.api_key_env):
-            raise UsageError(f"judge: the environment variable {self.api_key_env} is empty, and {_OPENAI} needs a key; "
+        variable = key_variable(self.base_url, self.api_key_env)
+        if self.base_url == _OPENAI and not os.environ.get(str(variable)):
+            raise UsageError(f"judge: the environment variable {variable} is empty, and {_OPENAI} needs a key; "
                              'export it, or name your own server: base_url = "http://localhost:8000/v1"')  # fmt: skip
         api = OpenAI(model=self.model, base_url=self.base_url, api_key_env=self.api_key_env,
                      request_timeout=self.request_timeout, max_retries=self.max_retries)  # fmt: skip

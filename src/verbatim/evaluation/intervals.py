@@ -1,0 +1,234 @@
+"""Computes 95% confidence intervals of means, shares and differences of evaluated episodes.
+
+Episodes of one example are not independent: an easy example succeeds in all of them. So the examples are what is taken
+to be drawn at random, and an example is a cluster of its episodes. Where there is one example only, its episodes are
+the clusters, and the interval is about this example.
+
+Values are given by example: `{"secret-7": [1, 0, 1], ...}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from verbatim.evaluation.student import LEVEL, t_quantile
+
+Z95 = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+"""The normal distribution's 97.5% quantile: 95% lie between its negative and it."""
+
+ByExample = Mapping[str, Sequence[float]]
+"""The values of each example's episodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean, a share or a difference, with its 95% interval."""
+
+    value: float
+    """NaN where nothing was measured."""
+    low: float = math.nan
+    """NaN where the values say nothing of their spread: one value, or values that are all equal."""
+    high: float = math.nan
+    num_examples: int = 0
+    """Examples that it is computed from."""
+    num_values: int = 0
+    """Episodes, or pairs of episodes, that it is computed from."""
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the interval is known."""
+        return not math.isnan(self.low)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 0: for differences."""
+        return self.low > 0 or self.high < 0
+
+
+UNKNOWN = Estimate(value=math.nan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Clusters:
+    """What all intervals begin with."""
+
+    mean: float
+    variance: float
+    """Of the mean; NaN with one cluster."""
+    num_clusters: int
+    num_values: int
+
+    @property
+    def t_variance(self) -> float:
+        """The variance, larger by what t differs from the normal distribution: few clusters know it badly."""
+        return self.variance * (t_quantile(self.num_clusters - 1) / Z95) ** 2 if self.num_clusters > 1 else math.inf
+
+
+def _clusters(values: ByExample) -> _Clusters:
+    """Mean of all values, and its variance over clusters, corrected for their number: K / (K - 1) *
+    sum_c (sum_i (x_ci - m))^2 / n^2 (Cameron & Miller 2015, "A practitioner's guide to cluster-robust inference",
+    section II, for a regression on a constant).
+    """
+    groups = [list(group) for group in values.values() if group]
+    if len(groups) == 1:
+        groups = [[value] for value in groups[0]]
+    count, num = sum(map(len, groups)), len(groups)
+    mean = math.fsum(map(math.fsum, groups)) / count
+    if num == 1:
+        return _Clusters(mean=mean, variance=math.nan, num_clusters=1, num_values=count)
+    squares = math.fsum(math.fsum(value - mean for value in group) ** 2 for group in groups)
+    return _Clusters(mean=mean, variance=num / (num - 1) * squares / count**2, num_clusters=num, num_values=count)
+
+
+def _sizes(values: ByExample) -> dict[str, int]:
+    counts = [len(group) for group in values.values() if group]
+    return {"num_examples": len(counts), "num_values": sum(counts)}
+
+
+def mean_interval(values: ByExample) -> Estimate:
+    """The mean of values without bounds, such as rewards: mean ± t * standard error, with K - 1 degrees of freedom for
+    K examples. Values that are all equal have no interval.
+
+    Example: `{"a": [1, 3], "b": [5, 7]}` has the mean 4, the variance 2 / 1 * (16 + 16) / 16 = 4, and t = 12.71: 4 ±
+    25.4.
+    """
+    if not any(values.values()):
+        return UNKNOWN
+    found = _clusters(values)
+    if found.num_clusters == 1 or _all_equal(values):
+        return Estimate(value=found.mean, **_sizes(values))
+    half = t_quantile(found.num_clusters - 1) * math.sqrt(found.variance)
+    return Estimate(value=found.mean, low=found.mean - half, high=found.mean + half, **_sizes(values))
+
+
+def share_interval(values: ByExample) -> Estimate:
+    """The mean of values between 0 and 1, such as successes: Wilson's interval of `effective_size` episodes, which
+    stays between 0 and 1, and has a width where all or none succeed.
+
+    Example: 30 of 40 examples succeed in all of their 4 episodes, 10 in none. The 160 episodes count as 36.6, and 0.75
+    has the interval (0.591, 0.862); 160 independent ones would have (0.678, 0.811).
+    """
+    if not any(values.values()):
+        return UNKNOWN
+    found = _clusters(values)
+    size = effective_size(values)
+    low, high = wilson(found.mean * size, size)
+    return Estimate(value=found.mean, low=low, high=high, **_sizes(values))
+
+
+def effective_size(values: ByExample) -> float:
+    """As how many independent episodes these count: p (1 - p) / variance of p, at most the number of episodes (Dean &
+    Pagano 2015, "Evaluating confidence interval methods for binomial proportions in clustered surveys"). Where all
+    values are 0, or all 1, nothing tells whether the episodes of an example are alike, and each example counts once.
+    """
+    found = _clusters(values)
+    spread = found.mean * (1 - found.mean)
+    return _effective(spread, found)
+
+
+def _effective(spread: float, found: _Clusters) -> float:
+    """`spread`: the variance of one value if all were independent."""
+    if spread <= 1e-15:
+        return float(found.num_clusters)
+    if found.t_variance <= spread / found.num_values:
+        return float(found.num_values)
+    return max(spread / found.t_variance, 1e-9)
+
+
+def paired_mean(differences: ByExample) -> Estimate:
+    """The mean difference of pairs without bounds, such as rewards of the same example and seed: `mean_interval` of the
+    differences."""
+    return mean_interval(differences)
+
+
+def paired_share(differences: ByExample) -> Estimate:
+    """The mean of differences that are -1, 0 or 1: successes of the same example and seed under two policies.
+    `pairs_interval` of as many independent pairs as these count for, as in `effective_size`.
+
+    Example: one pair for each of 50 examples, 12 gained and 4 lost, gives 0.16 and (-0.007, 0.314).
+    """
+    if not any(differences.values()):
+        return UNKNOWN
+    found = _clusters(differences)
+    everything = [value for group in differences.values() for value in group]
+    gained = sum(value > 0 for value in everything) / len(everything)
+    lost = sum(value < 0 for value in everything) / len(everything)
+    size = _effective(gained + lost - found.mean**2, found)
+    low, high = pairs_interval(gained * size, lost * size, size)
+    return Estimate(value=found.mean, low=low, high=high, **_sizes(differences))
+
+
+def unpaired_mean(before: ByExample, after: ByExample) -> Estimate:
+    """The difference of two means of other examples or seeds: Welch's interval over examples. Without a pair there is
+    nothing that both have in common: it is wider than that of pairs."""
+    if not any(before.values()) or not any(after.values()):
+        return UNKNOWN
+    first, second = _clusters(before), _clusters(after)
+    sizes = {name: min(_sizes(before)[name], _sizes(after)[name]) for name in ("num_examples", "num_values")}
+    value = second.mean - first.mean
+    variance = first.variance + second.variance
+    if math.isnan(variance) or variance == 0:
+        return Estimate(value=value, **sizes)
+    parts = [(side.variance, side.num_clusters - 1) for side in (first, second)]
+    degrees = variance**2 / sum(part**2 / count for part, count in parts)
+    half = t_quantile(max(1, int(degrees))) * math.sqrt(variance)
+    return Estimate(value=value, low=value - half, high=value + half, **sizes)
+
+
+def unpaired_share(before: ByExample, after: ByExample) -> Estimate:
+    """The difference of two shares of other examples or seeds: Newcombe's interval of their effective sizes."""
+    if not any(before.values()) or not any(after.values()):
+        return UNKNOWN
+    sizes = {name: min(_sizes(before)[name], _sizes(after)[name]) for name in ("num_examples", "num_values")}
+    first, second = (_clusters(side).mean for side in (before, after))
+    low, high = gain_interval((first, effective_size(before)), (second, effective_size(after)))
+    return Estimate(value=second - first, low=low, high=high, **sizes)
+
+
+def wilson(successes: float, episodes: float) -> tuple[float, float]:
+    """Wilson's score interval of a share (Wilson 1927), 95%.
+
+    Example: 40 successes of 200 give (0.150, 0.261).
+    """
+    share, spread = successes / episodes, Z95**2 / episodes
+    middle = (share + spread / 2) / (1 + spread)
+    half = Z95 * math.sqrt(share * (1 - share) / episodes + spread / (4 * episodes)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def gain_interval(before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
+    """Newcombe's interval of the difference of two independent shares (Newcombe 1998, method 10), 95%.
+
+    Args:
+        before: Share of successes, and number of episodes, or as how many independent ones they count.
+        after: The same, later.
+
+    Example: 56 of 70 against 48 of 80 gives (0.052, 0.334), as in the paper's table II.
+    """
+    (share_1, num_1), (share_2, num_2) = before, after
+    low_1, high_1 = wilson(share_1 * num_1, num_1)
+    low_2, high_2 = wilson(share_2 * num_2, num_2)
+    gain = share_2 - share_1
+    return (
+        gain - math.hypot(share_2 - low_2, high_1 - share_1),
+        gain + math.hypot(high_2 - share_2, share_1 - low_1),
+    )
+
+
+def pairs_interval(gained: float, lost: float, pairs: float) -> tuple[float, float]:
+    """The interval of the difference of two shares measured on the same pairs, 95%: with G = (gained + 1) / (pairs + 2)
+    and L = (lost + 1) / (pairs + 2), G - L ± z sqrt((G + L - (G - L)^2) / (pairs + 2)) (Bonett & Price 2012, "Adjusted
+    Wald confidence interval for a difference of binomial proportions based on paired data").
+
+    Example: 12 gained and 4 lost of 50 give (-0.001, 0.308).
+    """
+    up, down = (gained + 1) / (pairs + 2), (lost + 1) / (pairs + 2)
+    half = Z95 * math.sqrt((up + down - (up - down) ** 2) / (pairs + 2))
+    return max(-1.0, up - down - half), min(1.0, up - down + half)
+
+
+def _all_equal(values: ByExample) -> bool:
+    return len({value for group in values.values() for value in group}) == 1

@@ -1,0 +1,82 @@
+"""Compares two policies on one environment: pairs of episodes of the same example and seed, or else all episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from verbatim.evaluation.intervals import (
+    UNKNOWN,
+    Estimate,
+    paired_mean,
+    paired_share,
+    unpaired_mean,
+    unpaired_share,
+)
+from verbatim.evaluation.outcomes import Outcome
+from verbatim.evaluation.results import rewards_of, successes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The second policy minus the first."""
+
+    env: str
+    num_pairs: int
+    """Episodes of the same example, number and seed; 0 = the two have none in common, and are compared as wholes."""
+    num_unpaired: tuple[int, int]
+    """Episodes of each that have no counterpart; where there are pairs they are left out."""
+    success: Estimate = UNKNOWN
+    reward: Estimate = UNKNOWN
+    """Over the pairs in which both have a reward."""
+    gained: int = 0
+    """Pairs in which only the second succeeded."""
+    lost: int = 0
+    """Pairs in which only the first succeeded."""
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the same episodes were compared."""
+        return self.num_pairs > 0
+
+
+def difference(env: str, before: Iterable[Outcome], after: Iterable[Outcome]) -> Difference:
+    """What the second policy does better than the first.
+
+    Episodes that failed count as no success, and have no reward.
+
+    Args:
+        env: The environment's label.
+        before: Episodes of the first.
+        after: Episodes of the second.
+    """
+    first, second = list(before), list(after)
+    counterparts = {outcome.key: outcome for outcome in second}
+    pairs = [(outcome, counterparts[outcome.key]) for outcome in first if outcome.key in counterparts]
+    left = (len(first) - len(pairs), len(second) - len(pairs))
+    if not pairs:
+        return Difference(
+            env=env, num_pairs=0, num_unpaired=left, success=unpaired_share(successes(first), successes(second)),
+            reward=unpaired_mean(rewards_of(first), rewards_of(second)),
+        )  # fmt: skip
+    return Difference(
+        env=env, num_pairs=len(pairs), num_unpaired=left, success=paired_share(_success_differences(pairs)),
+        reward=paired_mean(_reward_differences(pairs)),
+        gained=sum(two.success and not one.success for one, two in pairs),
+        lost=sum(one.success and not two.success for one, two in pairs),
+    )  # fmt: skip
+
+
+def _success_differences(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for one, two in pairs:
+        found.setdefault(one.example_id, []).append(float(two.success) - float(one.success))
+    return found
+
+
+def _reward_differences(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for one, two in pairs:
+        if one.reward is not None and two.reward is not None:
+            found.setdefault(one.example_id, []).append(two.reward - one.reward)
+    return found

@@ -1,0 +1,169 @@
+"""Computes what the episodes of one policy on one environment come to, as a whole and by example."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from verbatim.evaluation.intervals import UNKNOWN, ByExample, Estimate, mean_interval, share_interval
+from verbatim.evaluation.outcomes import Outcome
+from verbatim.evaluation.pass_at_k import pass_at_k, pass_hat_k, powers_up_to
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleResult:
+    """One example."""
+
+    example_id: str
+    num_episodes: int
+    num_failed: int
+    num_successes: int
+    mean_reward: float
+    """NaN where no episode has a reward."""
+    pass_at: Mapping[int, float] = field(default_factory=dict)
+    """pass@k by k."""
+    first_error: str | None = None
+    """What the first failed episode says."""
+
+    @property
+    def success(self) -> float:
+        """Share of its episodes that succeeded."""
+        return self.num_successes / self.num_episodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvResult:
+    """One policy on one environment."""
+
+    env: str
+    num_episodes: int
+    num_failed: int
+    """Episodes with an error. They count as no success, and are left out of rewards and of `figures`."""
+    success: Estimate = UNKNOWN
+    """Share of all episodes that reached their goal."""
+    reward: Estimate = UNKNOWN
+    """Mean reward of the episodes that have one."""
+    reward_std: float = math.nan
+    """Standard deviation of these rewards."""
+    pass_at: Mapping[int, Estimate] = field(default_factory=dict)
+    """pass@k by k: mean over examples."""
+    pass_hat: Mapping[int, Estimate] = field(default_factory=dict)
+    """pass^k by k: mean over examples."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Means over the episodes that did not fail: `turns`, `completion_tokens`, `valid_format`, ..."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """Totals, failed episodes included: `completion_tokens`, `prompt_tokens`, `judge/cost`, ..."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Failed episodes by the first word of their error: `environment`, `api`, `timeout`, ..."""
+    examples: Sequence[ExampleResult] = ()
+
+    @property
+    def episodes_each(self) -> str:
+        """How many episodes an example has, for people: "4", or "3-4" where they differ."""
+        counts = [example.num_episodes for example in self.examples]
+        low, high = min(counts, default=0), max(counts, default=0)
+        return str(low) if low == high else f"{low}-{high}"
+
+    def metrics(self) -> dict[str, float]:
+        """The same under the names of metrics.jsonl."""
+        return {
+            "reward/mean": self.reward.value, "reward/std": self.reward_std, "success": self.success.value,
+            **self.figures, **{name: value for name, value in self.spent.items() if name.startswith("judge/")},
+            "success/low": self.success.low, "success/high": self.success.high,
+            "reward/low": self.reward.low, "reward/high": self.reward.high,
+            "episodes": self.num_episodes, "failed": self.num_failed,
+        }  # fmt: skip
+
+
+def env_result(env: str, outcomes: Iterable[Outcome], *, ks: Sequence[int] | None = None) -> EnvResult:
+    """What these episodes come to.
+
+    Args:
+        env: The environment's label.
+        outcomes: In any order; examples keep the order in which they appear.
+        ks: The k of pass@k and pass^k; None = 1, 2, 4, ... up to the episodes of every example. A k that an example has
+            too few episodes for is left out.
+    """
+    listed = list(outcomes)
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in listed:
+        groups.setdefault(outcome.example_id, []).append(outcome)
+    attempts = min(map(len, groups.values()), default=0)
+    asked = (powers_up_to(attempts) if attempts else ()) if ks is None else [k for k in ks if k <= attempts]
+    rewards = [outcome.reward for outcome in listed if outcome.reward is not None]
+    failed = [outcome.error for outcome in listed if outcome.error is not None]
+    return EnvResult(
+        env=env, num_episodes=len(listed), num_failed=len(failed), success=share_interval(successes(listed)),
+        reward=mean_interval(rewards_of(listed)), reward_std=statistics.pstdev(rewards) if rewards else math.nan,
+        pass_at={k: _over_examples(groups, pass_at_k, k) for k in asked},
+        pass_hat={k: _over_examples(groups, pass_hat_k, k) for k in asked},
+        figures=_means(listed), spent=_totals(listed),
+        failures=dict(Counter(error.partition(":")[0] for error in failed).most_common()),
+        examples=tuple(_example(example_id, group, asked) for example_id, group in groups.items()),
+    )  # fmt: skip
+
+
+def successes(outcomes: Iterable[Outcome]) -> ByExample:
+    """1 or 0 for each episode, by example."""
+    return _by_example(outcomes, lambda outcome: float(outcome.success))
+
+
+def rewards_of(outcomes: Iterable[Outcome]) -> ByExample:
+    """The rewards of the episodes that have one, by example."""
+    return _by_example(outcomes, lambda outcome: outcome.reward)
+
+
+def _by_example(outcomes: Iterable[Outcome], value_of: Callable[[Outcome], float | None]) -> ByExample:
+    found: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        value = value_of(outcome)
+        if value is not None:
+            found.setdefault(outcome.example_id, []).append(value)
+    return found
+
+
+def _over_examples(
+    groups: Mapping[str, Sequence[Outcome]], estimate: Callable[[int, int, int], float], k: int
+) -> Estimate:
+    return share_interval({
+        example_id: [estimate(len(group), sum(outcome.success for outcome in group), k)]
+        for example_id, group in groups.items()
+    })  # fmt: skip
+
+
+def _example(example_id: str, group: Sequence[Outcome], ks: Sequence[int]) -> ExampleResult:
+    rewards = [outcome.reward for outcome in group if outcome.reward is not None]
+    errors = [outcome.error for outcome in group if outcome.error is not None]
+    won = sum(outcome.success for outcome in group)
+    return ExampleResult(
+        example_id=example_id, num_episodes=len(group), num_failed=len(errors), num_successes=won,
+        mean_reward=math.fsum(rewards) / len(rewards) if rewards else math.nan,
+        pass_at={k: pass_at_k(len(group), won, k) for k in ks}, first_error=errors[0] if errors else None,
+    )  # fmt: skip
+
+
+def _means(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """`reward_part/{part}` and `agent_reward/{agent}` have `/mean` and `/std`; everything else is a mean."""
+    values: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, value in outcome.figures.items():
+            values.setdefault(name, []).append(value)
+    found: dict[str, float] = {}
+    for name, each in values.items():
+        mean = math.fsum(each) / len(each)
+        if name.partition("/")[0] in ("reward_part", "agent_reward"):
+            found |= {f"{name}/mean": mean, f"{name}/std": statistics.pstdev(each)}
+        else:
+            found[name] = mean
+    valid, of = (sum(outcome.tool_turns[i] for outcome in outcomes) for i in (0, 1))
+    return found | ({"valid_format": valid / of} if of else {})
+
+
+def _totals(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for outcome in outcomes:
+        total.update(outcome.spent)
+    return dict(total)

@@ -1,0 +1,217 @@
+"""What evaluated episodes come to: by example, as a whole, and compared in pairs."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verbatim import Trajectory, Turn
+from verbatim.environments.base import succeeded
+from verbatim.environments.guess_number import GuessNumber
+from verbatim.errors import UsageError
+from verbatim.evaluation.outcomes import Outcome, outcome_of
+from verbatim.evaluation.pairs import difference
+from verbatim.evaluation.results import env_result
+from verbatim.evaluation.stored import evaluated_steps, read_outcomes
+from verbatim.monitors import MetricsLog, TrajectoryLog
+from verbatim.orchestrator.assemble import episode_metrics, judge_metrics, reward_part_metrics
+from verbatim.run.summary import summary_of
+from verbatim.types import StopReason, ToolCall
+
+
+def outcome(example: str, number: int, reward: float | None, error: str | None = None, **fields) -> Outcome:
+    return Outcome(
+        env="game", example_id=example, sample_index=number, seed=number, success=error is None and reward == 1,
+        reward=None if error else reward, error=error, stop_reason="stop", **fields,
+    )  # fmt: skip
+
+
+def played() -> list[Trajectory]:
+    """Four episodes: one of two turns with a call each, one that is malformed, one that failed, one without tools."""
+    call = ToolCall(name="guess", arguments={"number": 3}, status="ok", raw='{"number": 3}', id="1")
+    broken = ToolCall(name=None, arguments=None, status="invalid_json", raw="{", id="2")
+    turns = (
+        Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-0.5, -0.5], tool_calls=(call,)),
+        Turn(prompt_ids=[1, 2, 3, 4], completion_ids=[5], logprobs=[-0.5], tool_calls=(call,)),
+    )
+    bad = Turn(prompt_ids=[1], completion_ids=[9], tool_calls=(broken,), parse_status="invalid_json")
+    shared = {"env": "game", "group_id": "eval-0"}
+    return [
+        Trajectory(example_id="a", turns=turns, reward=1.0, reward_parts={"right": 1.0}, stop_reason="stop", seed=1,
+                   trajectory_id="eval-0-0", info={"judge_usage": {"requests": 2, "cost": 0.5}}, **shared),
+        Trajectory(example_id="a", turns=(bad,), reward=0.25, stop_reason=StopReason.MALFORMED, truncated=True, seed=2,
+                   sample_index=1, trajectory_id="eval-0-1", info={"tool_errors": {"invalid_json": 1}}, **shared),
+        Trajectory(example_id="b", turns=(bad,), error="environment: score raised KeyError: 'x'", seed=3,
+                   trajectory_id="eval-1-0", stop_reason="api_error", info={"judge_usage": {"requests": 1}}, **shared),
+        Trajectory(example_id="b", turns=(Turn(prompt_ids=[1], completion_ids=[7, 8]),), reward=0.5, seed=4,
+                   sample_index=1, trajectory_id="eval-1-1", stop_reason="stop", **shared),
+    ]  # fmt: skip
+
+
+def test_figures_are_those_of_the_evaluation_during_a_run():
+    """The same names and values as `orchestrator.assemble` computes from the trajectories."""
+    trajectories, game = played(), GuessNumber()
+    verdicts = {t.trajectory_id: succeeded(game, t) for t in trajectories}
+    completed = [t for t in trajectories if t.error is None]
+    expected = {**episode_metrics(completed, verdicts), **judge_metrics(trajectories),
+                **{f"reward_part/{name}": value for name, value in reward_part_metrics(completed).items()},
+                "success": 1 / 4}  # fmt: skip
+    found = env_result("game", [outcome_of(t, verdicts[t.trajectory_id]) for t in trajectories]).metrics()
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert (found["episodes"], found["failed"]) == (4, 1)
+
+
+def test_failed_episodes_count_as_no_success_and_have_no_reward():
+    found = env_result("game", [outcome("a", 0, 1.0), outcome("a", 1, 1.0), outcome("b", 0, 1.0),
+                                outcome("b", 1, None, "timeout: too long")])  # fmt: skip
+    assert (found.num_episodes, found.num_failed, found.failures) == (4, 1, {"timeout": 1})
+    assert (found.success.value, found.reward.value) == (0.75, 1.0)
+    assert found.success.num_values == 4 and found.reward.num_values == 3
+    first, second = found.examples
+    assert (first.example_id, first.success, second.success, second.num_failed) == ("a", 1.0, 0.5, 1)
+    assert second.first_error == "timeout: too long"
+    assert second.mean_reward == 1.0
+
+
+def test_pass_at_k_is_the_mean_over_examples():
+    """By hand: 1, 2 and 0 successes of 4; pass@2 is 1/2, 5/6 and 0, pass^2 is 0, 1/6 and 0."""
+    outcomes = [outcome(example, number, float(number < wins))
+                for example, wins in (("a", 1), ("b", 2), ("c", 0)) for number in range(4)]  # fmt: skip
+    found = env_result("game", outcomes)
+    assert list(found.pass_at) == [1, 2, 4] == list(found.pass_hat)
+    assert found.pass_at[1].value == pytest.approx(3 / 12) == found.success.value
+    assert found.pass_at[2].value == pytest.approx((1 / 2 + 5 / 6) / 3)
+    assert found.pass_hat[2].value == pytest.approx((1 / 6) / 3)
+    assert found.pass_at[4].value == pytest.approx(2 / 3)
+    assert found.pass_at[2].num_examples == 3 and 0 <= found.pass_at[2].low < found.pass_at[2].high <= 1
+    assert list(env_result("game", outcomes, ks=[3, 8]).pass_at) == [3]
+    assert found.examples[1].pass_at[2] == pytest.approx(5 / 6)
+    assert found.episodes_each == "4"
+    assert env_result("game", outcomes[1:]).episodes_each == "3-4"
+
+
+def test_an_evaluation_without_episodes_is_unknown():
+    found = env_result("game", [])
+    assert found.num_episodes == 0 and math.isnan(found.success.value) and not found.pass_at
+
+
+def test_pairs_are_of_the_same_example_number_and_seed():
+    """By hand: a gains one pair, b loses none and gains two; the differences of rewards are 1, 0, 1, 1."""
+    before = [outcome("a", 0, 0.0), outcome("a", 1, 1.0), outcome("b", 0, 0.0), outcome("b", 1, 0.0)]
+    after = [outcome("b", 1, 1.0), outcome("b", 0, 1.0), outcome("a", 1, 1.0), outcome("a", 0, 1.0),
+             outcome("c", 0, 1.0)]  # fmt: skip
+    found = difference("game", before, after)
+    assert found.is_paired and (found.num_pairs, found.num_unpaired) == (4, (0, 1))
+    assert (found.gained, found.lost) == (3, 0)
+    assert found.success.value == found.reward.value == 0.75
+    # The examples' deviations from 0.75 sum to -0.5 and 0.5: variance 2 / 1 * 0.5 / 16, t = 12.706.
+    assert found.reward.high == pytest.approx(0.75 + 12.7062 * 0.25, abs=1e-3)
+
+
+def test_a_failed_episode_leaves_its_pair_out_of_rewards_only():
+    before = [outcome("a", 0, 1.0), outcome("b", 0, 0.5), outcome("c", 0, 0.0)]
+    after = [outcome("a", 0, None, "api: 500"), outcome("b", 0, 1.0), outcome("c", 0, 1.0)]
+    found = difference("game", before, after)
+    assert (found.num_pairs, found.success.num_values, found.reward.num_values) == (3, 3, 2)
+    assert (found.gained, found.lost) == (2, 1)
+    assert found.reward.value == pytest.approx(0.75)
+
+
+def test_other_seeds_have_no_pairs():
+    before = [outcome("a", 0, 0.0), outcome("b", 0, 0.0)]
+    after = [Outcome(env="game", example_id=e, sample_index=0, seed=99, success=True, reward=1.0, error=None,
+                     stop_reason="stop") for e in "ab"]  # fmt: skip
+    found = difference("game", before, after)
+    assert not found.is_paired and found.num_unpaired == (2, 2)
+    assert found.success.value == 1.0 and not found.reward.has_interval
+
+
+# ---- logs
+
+
+def test_outcomes_are_read_from_a_log_by_step(tmp_path: Path):
+    path, game = tmp_path / "eval_trajectories.jsonl", GuessNumber()
+    log = TrajectoryLog(path)
+    for step in (0, 5, 10):
+        for trajectory in played():
+            log.write(step, trajectory)
+    log.close()
+    assert evaluated_steps(path) == [0, 5, 10]
+    found = list(read_outcomes(path, {5}))
+    assert [step for step, _ in found] == [5] * 4
+    assert [one for _, one in found] == [outcome_of(t, succeeded(game, t)) for t in played()]
+    with path.open("a") as file:
+        file.write('{"step": 10, "traj')  # a writer is at work
+    assert len(list(read_outcomes(path))) == 12
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(UsageError, match=r"eval_trajectories\.jsonl:13: no evaluated episode of ours"):
+        list(read_outcomes(path))
+    assert evaluated_steps(tmp_path / "no.jsonl") == []
+    with pytest.raises(UsageError, match="there is no file"):
+        list(read_outcomes(tmp_path / "no.jsonl"))
+
+
+def test_an_environments_own_verdict_stands_in_the_log(tmp_path: Path):
+    log = TrajectoryLog(tmp_path / "log.jsonl")
+    log.write(0, Trajectory(example_id="a", reward=0.2, info={"is_success": True}))
+    log.write(0, Trajectory(example_id="b", reward=5.0, info={"is_success": False}))
+    log.write(0, Trajectory(example_id="c", reward=1.0))
+    log.write(0, Trajectory(example_id="d", reward=np.nan))
+    log.close()
+    found = [one for _, one in read_outcomes(tmp_path / "log.jsonl")]
+    assert [one.success for one in found] == [True, False, True, False]
+    assert found[3].reward is None
+
+
+# ---- the summary of a run
+
+
+def write_run(folder: Path, wins: dict[int, int], env: str = "a", log_env: str = "a") -> tuple[Path, Path]:
+    """Evaluations of 10 examples with 2 episodes each; `wins` of the 20 succeed, by step."""
+    metrics, episodes = folder / "metrics.jsonl", folder / "eval_trajectories.jsonl"
+    lines, log = MetricsLog(metrics), TrajectoryLog(episodes)
+    for step, count in wins.items():
+        lines.on_eval(step, env, {"success": count / 20, "episodes": 20})
+        for index in range(20):
+            log.write(step, Trajectory(example_id=str(index // 2), sample_index=index % 2, seed=index, env=log_env,
+                                       reward=float(index < count)))  # fmt: skip
+    lines.close()
+    log.close()
+    return metrics, episodes
+
+
+def test_a_summary_says_what_was_gained_in_pairs(tmp_path: Path):
+    metrics, episodes = write_run(tmp_path, {0: 4, 5: 1, 9: 14})
+    found = summary_of(metrics, {}, episodes)
+    assert found["gain"] == 0.5
+    # Examples 2 to 6 gain both of their episodes, and none loses one.
+    pairs = {str(example): [float(2 <= example <= 6)] * 2 for example in range(10)}
+    from verbatim.evaluation.intervals import paired_share
+
+    low, high = found["gain_interval_95"]
+    assert (low, high) == pytest.approx((paired_share(pairs).low, paired_share(pairs).high), abs=1e-4)
+    assert low < 0.5 < high
+
+
+def test_without_the_episodes_a_gain_has_no_interval(tmp_path: Path, caplog):
+    metrics, episodes = write_run(tmp_path, {0: 4, 9: 14}, log_env="another")
+    for log in (None, tmp_path / "missing.jsonl", episodes):
+        found = summary_of(metrics, {}, log)
+        assert found["gain"] == 0.5 and "gain_interval_95" not in found
+    assert not caplog.records
+    episodes.write_text("nonsense\n")
+    assert summary_of(metrics, {}, episodes)["gain"] == 0.5
+    assert "the summary leaves out the interval" in caplog.text
+    metrics.write_text('{"step": 0, "kind": "eval", "env": "a", "metrics": {"success": 0.6, "episodes": 8}}\n')
+    assert "gain" not in summary_of(metrics, {}, None), "one evaluation is no gain"
+
+
+def test_a_gain_with_several_environments_stands_with_each(tmp_path: Path):
+    metrics, _ = write_run(tmp_path, {0: 4, 9: 14})
+    lines = metrics.read_text()
+    metrics.write_text(lines + lines.replace('"env": "a"', '"env": "b"'))
+    found = summary_of(metrics, {}, tmp_path / "eval_trajectories.jsonl")
+    assert "gain" not in found and found["environments"]["b"]["gain"] == 0.5
+    assert "gain_interval_95" in found["environments"]["a"] and "gain_interval_95" not in found["environments"]["b"]
