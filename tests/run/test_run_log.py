@@ -384,6 +384,8 @@ def test_a_metrics_log_that_cannot_be_read_costs_the_last_summary_its_figures(fo
     log.close("stopped")
     assert (heard.summary["state"], heard.summary["steps"], heard.summary["results"]) == ("stopped", 0, {})
     assert "the summary for the monitors leaves out what it cannot read" in caplog.text
+
+
 def test_a_resumed_run_that_keeps_no_trajectories_cuts_the_evaluated_ones_all_the_same(folder: RunFolder):
     log = log_of(folder, 0, evaluates=True)
     train(log, 1)

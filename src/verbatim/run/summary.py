@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
 """Left out where they mean nothing: no environment offers tools, or says what a policy reaches that ignores replies."""
 
+_MEANS = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
 _GAIN = ("gain", "gain_interval_95")
 
 
@@ -64,18 +65,11 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float], episodes:
             failed += final.get("rollouts/failed", 0)
     intervals = _gain_intervals(episodes, last_step)
     each = {
-        env: {
-            "success_before_rl": first.get(env, {}).get("success"),
-            "valid_format_before_rl": first.get(env, {}).get("valid_format"),
-            "success_after_rl": last[env]["success"],
-            "success_best_constant_policy": best_constant.get(env),
-            **_gain(first.get(env), last[env]),
-            **({"gain_interval_95": intervals[env]} if env in intervals else {}),
-        }
-        for env in last
-    }
-    names = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
-    summary: dict[str, Any] = {name: _mean([figures[name] for figures in each.values()]) for name in names}
+        env: {**_figures(first.get(env), metrics), "success_best_constant_policy": best_constant.get(env),
+              **({"gain_interval_95": intervals[env]} if env in intervals else {})}
+        for env, metrics in last.items()
+    }  # fmt: skip
+    summary: dict[str, Any] = {name: _mean([figures[name] for figures in each.values()]) for name in _MEANS}
     for name in _ONLY_WHERE_KNOWN:
         for figures in (summary, *each.values()):
             if figures[name] is None:
@@ -96,11 +90,14 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float], episodes:
     return summary
 
 
-def _gain(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, Any]:
-    """What success gained; empty where an evaluation is missing, or left out."""
+def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, Any]:
+    """Success before and after; what it gained, unless an evaluation is missing, or was left out."""
+    first = before or {}
+    found = {"success_before_rl": first.get("success"), "valid_format_before_rl": first.get("valid_format"),
+             "success_after_rl": after["success"]}  # fmt: skip
     if before is None or before is after or not after.get("episodes"):
-        return {}
-    return {"gain": round(float(after["success"]) - float(before["success"]), 4)}
+        return found
+    return {**found, "gain": round(float(after["success"]) - float(before["success"]), 4)}
 
 
 def _gain_intervals(episodes: Path | None, last_step: int) -> dict[str, list[float]]:
