@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.run.intervals import Z95, wilson
+from verbatim.evaluation.intervals import Z95, wilson
 from verbatim.texts import cut
 from verbatim.viewer.lines import FollowedLines
 
@@ -109,12 +109,20 @@ class MetricsFollower:
 
 
 def intervals(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
-    """95% intervals of an evaluation: Wilson's of the success rate, and of the mean reward that of the normal
-    distribution, mean +- 1.96 std / sqrt(n). Episodes count as independent.
+    """95% intervals of an evaluation over its examples, as it logged them.
 
-    Example: 40 successes of 200 episodes give `{"success": [0.150, 0.261]}`, rounded.
+    A run of an earlier version did not: then Wilson's of the success rate, and of the mean reward that of the normal
+    distribution, mean +- 1.96 std / sqrt(n), for which episodes count as independent.
+
+    Example: 40 successes of 200 episodes, without logged intervals, give `{"success": [0.150, 0.261]}`, rounded.
     """
     found: dict[str, list[float]] = {}
+    if "success/low" in metrics:
+        for name, stem in (("success", "success"), ("reward/mean", "reward")):
+            low, high = (_number(metrics.get(f"{stem}/{end}")) for end in ("low", "high"))
+            if low is not None and high is not None:
+                found[name] = [low, high]
+        return found
     episodes = _number(metrics.get("episodes"))
     failed = _number(metrics.get("failed")) or 0.0
     if episodes is None or episodes < 1:
