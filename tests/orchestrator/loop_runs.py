@@ -20,6 +20,7 @@ from verbatim.inference.scripted import ScriptedSampler, default_logprob
 from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.base import RunSchedule
 from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.orchestrator.eval_progress import EvalProgress
 from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
 from verbatim.trajectories import Ledger
@@ -67,7 +68,9 @@ class FakeTrainer:
     def report(self, samples, version, checkpoint):
         self.batches.append(samples)
         trained = sum(s.num_trained_tokens for s in samples) - self.loses
-        state = self.tmp_path if checkpoint else None
+        state = self.tmp_path / "states" / f"v{version}" if checkpoint else None
+        if state is not None:
+            state.mkdir(parents=True, exist_ok=True)
         return StepReport(
             version=version, weights=self.tmp_path, num_trained_tokens=trained, metrics={"loss": 0.0}, state=state
         )
@@ -178,7 +181,7 @@ def tokens_by_fate(notes):
 
 class Notes:
     def __init__(self):
-        self.steps, self.evals, self.saved = [], [], {}
+        self.steps, self.evals, self.saved, self.marked = [], [], {}, []
 
     def on_step(self, step, metrics, fates):
         self.steps.append((step, dict(metrics), Groups(list(fates))))
@@ -189,13 +192,19 @@ class Notes:
     async def save(self, step, trainer, state, trainer_state=None):
         if trainer_state is None:
             await trainer.save(None, step)
+        elif trainer_state != "there":
+            trainer_state.rmdir()  # moved away
         self.saved[step] = json.loads(json.dumps(state))
+
+    def mark_best(self, step, best):
+        self.marked.append((step, best["step"]))
 
 
 def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=None, filters=None, evaluate=False,
          token_seconds=0.0, interval=100, max_off_policy_steps=8, launch_bound=8, oversampling=1.0, sampler=None,
          probes=None, max_length=100, strategy="interleaved", on_break="split", online_filtering=False,
          pool_rules=None, logprob_models=None, limits=None, params=None, shares_device=False, routing=None,
+         eval_interval=2, progress=None,
          ):  # fmt: skip
     environment = environment or Coins()
     sampler = sampler or ScriptedSampler(
@@ -222,14 +231,15 @@ def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=No
     )  # fmt: skip
     notes, trainer = notes or Notes(), trainer or FakeTrainer(tmp_path)
     schedule = RunSchedule(
-        max_steps=steps, eval_setups=[setup] if evaluate else [], eval_interval=2, eval_episodes=10, eval_seed=1,
-        checkpoint_interval=interval, shares_device=shares_device,
+        max_steps=steps, eval_setups=[setup] if evaluate else [], eval_interval=eval_interval, eval_episodes=10,
+        eval_seed=1, checkpoint_interval=interval, shares_device=shares_device,
+        keeps_best=progress is not None and progress.best is not None,
     )  # fmt: skip
     orchestrator = Orchestrator(
         schedule=schedule, sampler=sampler, trainer=trainer, dispatcher=dispatcher,
         ledger=ledger,
         rules={"coins": rules}, environments={"coins": environment}, observer=notes, checkpointer=notes,
-        probes=probes, logprob_models=logprob_models or {},
+        probes=probes, logprob_models=logprob_models or {}, progress=progress or EvalProgress(),
     )  # fmt: skip
     orchestrator.ledger_for_tests, orchestrator.trainer_for_tests = ledger, trainer
     orchestrator.pools_for_tests = dispatcher.schedule.pools

@@ -1,5 +1,6 @@
 """Stores run folders and checkpoints, from which a run resumes as if it had never stopped."""
 
+from verbatim.checkpoints.find import find_checkpoint
 from verbatim.checkpoints.json_files import read_json, write_json
 from verbatim.checkpoints.loop_state import read_loop_state, write_loop_state
 from verbatim.checkpoints.run_folder import ORCHESTRATOR, TRAINER, RunFolder
@@ -14,6 +15,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointStore",
     "RunFolder",
+    "find_checkpoint",
     "find_damage",
     "load_stored_config",
     "read_json",

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 from verbatim.checkpoints.lock import ANOTHER_FOLDER, FolderLock, is_locked
-from verbatim.checkpoints.store import CheckpointStore
+from verbatim.checkpoints.store import WEIGHTS, CheckpointStore
 from verbatim.checkpoints.stored_config import CONFIG, changed_keys, damage_of_config, newest_copy
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
@@ -39,10 +39,12 @@ _HOLDS_A_RUN = f"{{}} already holds a run; add --resume (in Python resume=True) 
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 """The processes of a run: each has its lock, `orchestrator.lock`, and its log, `logs/orchestrator.log`."""
 
+_TEMPORARY_BEST = ".best.tmp"
 _LEFT = {
     ORCHESTRATOR: (
         ".trainer_state", "states", ".final.partial", ".summary.json.tmp", ".learning_curve.png.tmp",
         ".metrics.jsonl.tmp", ".alarms.jsonl.tmp", ".trajectories.jsonl.tmp", ".eval_trajectories.jsonl.tmp",
+        _TEMPORARY_BEST,
     ),
     TRAINER: (".model.partial", ".warm_start.partial"),
 }  # fmt: skip
@@ -77,6 +79,8 @@ class RunFolder:
         """The same as it was printed, with the learning curve and an episode before and after training."""
         self.final = path / "final"
         """The trained model, a Hugging Face folder."""
+        self.best = path / "best"
+        """A link to the weights of the best evaluation's checkpoint."""
         self._lock = FolderLock(path, f"{role}.lock", patience=_LEAVING if role == TRAINER else 0.0)
         self._role = role
         self.toml = ""
@@ -189,6 +193,24 @@ class RunFolder:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(self.path.name)
         rename(temporary, link)
+
+    def link_best(self, step: int | None) -> None:
+        """Point `best` to the weights of this step's checkpoint; None removes it. Where the system refuses, that is
+        logged: the checkpoint is there all the same."""
+        temporary = self.path / _TEMPORARY_BEST
+        try:
+            if step is None:
+                if self.best.is_symlink():
+                    self.best.unlink()
+                return
+            target = f"{self.checkpoints.name}/step_{step:06d}/{WEIGHTS}"
+            if self.best.is_symlink() and os.readlink(self.best) == target:
+                return
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(target)
+            rename(temporary, self.best)
+        except OSError as error:
+            logger.warning("%s could not be linked to the best checkpoint: %s", self.best, error.strerror or error)
 
     def withdraw(self) -> None:
         """Remove a new run that failed to start, unless its warm start is done.

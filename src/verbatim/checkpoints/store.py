@@ -11,11 +11,12 @@ checkpoints/
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,10 @@ from verbatim.machine_faults import describe
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS = "weights"
+"""The folder of a checkpoint that has its weights."""
+BEST = "best"
+"""The manifest's key for what is known of the best evaluation: a table with its `step`."""
 LOGS = "logs"
 """The manifest's key for the lengths of the logs at a checkpoint."""
 _WRITING, _REPLACED, _DELETING = ".writing-", ".replaced-", ".deleting-"
@@ -42,6 +47,11 @@ class Checkpoint:
     """Steps done when it was written."""
     folder: Path
     """Its folder."""
+
+    @property
+    def weights(self) -> Path:
+        """Its weights: a Hugging Face folder, or that of an adapter of `peft`."""
+        return self.folder / WEIGHTS
 
 
 class CheckpointStore:
@@ -66,7 +76,9 @@ class CheckpointStore:
             _clean(folder)
 
     @contextmanager
-    def writing(self, step: int, logs: Mapping[str, Any] | None = None) -> Iterator[Path]:
+    def writing(
+        self, step: int, logs: Mapping[str, Any] | None = None, best: Mapping[str, Any] | None = None
+    ) -> Iterator[Path]:
         """Context manager for a folder that becomes the checkpoint of this step when the block ends without an error; a
         loss of power cannot undo it.
 
@@ -75,6 +87,7 @@ class CheckpointStore:
         Args:
             step: Number of finished steps.
             logs: Length of each log by name, as plain JSON values for the manifest.
+            best: The best evaluation so far, with its `step`, as plain JSON values: that step's checkpoint stays.
 
         Raises:
             CheckpointNotWritten: the system refused to write (disk full, no permission): names path and reason.
@@ -86,14 +99,14 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             yield temporary
-            seal(temporary, {"step": step, LOGS: dict(logs or {})})
+            seal(temporary, {"step": step, LOGS: dict(logs or {}), **({BEST: dict(best)} if best is not None else {})})
             _put_in_place(temporary, final)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError):
                 raise self.refused(step, error) from error
             raise
-        self._retire(just_written=step)
+        self._retire({step, best["step"]} if best is not None else {step})
 
     def refused(self, step: int, error: Exception) -> CheckpointNotWritten:
         """The error for a checkpoint that could not be written; further lines of `error` come last."""
@@ -148,10 +161,23 @@ class CheckpointStore:
         folder = self.folder / f"step_{step:06d}"
         write_json(folder / MANIFEST, {**read_manifest(folder), LOGS: dict(logs)})
 
-    def _retire(self, just_written: int) -> None:
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation, as it was given to `writing` or `mark_best` last; None where none was."""
+        for step in reversed(self.steps()):
+            with contextlib.suppress(CheckpointError):  # a damaged manifest: the one before knows almost as much
+                found = read_manifest(self.folder / f"step_{step:06d}").get(BEST)
+                return found if isinstance(found, dict) and type(found.get("step")) is int else None
+        return None
+
+    def mark_best(self, step: int, best: Mapping[str, Any]) -> None:
+        """Say in an existing checkpoint which evaluation is the best so far."""
+        folder = self.folder / f"step_{step:06d}"
+        write_json(folder / MANIFEST, {**read_manifest(folder), BEST: dict(best)})
+
+    def _retire(self, kept: Container[int]) -> None:
         steps = self.steps()
         for step in steps[: -self.keep_last]:
-            if step == just_written or (self.keep_every and step % self.keep_every == 0):
+            if step in kept or (self.keep_every and step % self.keep_every == 0):
                 continue
             doomed = self.folder / f"{_DELETING}step_{step:06d}"
             try:

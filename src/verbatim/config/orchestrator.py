@@ -146,6 +146,40 @@ class TrainEnvsConfig(Section):
     """[[orchestrator.train.env]] tables."""
 
 
+EVAL_METRICS = ("success", "reward/mean", "reward/std", "turns", "tool_calls", "valid_format", "tool_errors",
+                "truncated", "malformed", "completion_tokens")  # fmt: skip
+"""What every evaluation measures, `valid_format` only where tools are offered."""
+_EVAL_FAMILIES = ("reward_part/", "agent_reward/", "judge/")
+"""What the names of its other metrics begin with."""
+
+
+def _eval_metric(name: str) -> str:
+    if name in EVAL_METRICS or name.startswith(_EVAL_FAMILIES) or "@" in name:
+        return name
+    raise ValueError(f"found {name!r}, expected a metric of evaluations: {', '.join(EVAL_METRICS)}, or one that begins "
+                     f"with {', '.join(_EVAL_FAMILIES)}")  # fmt: skip
+
+
+class CriterionConfig(Section):
+    """Which figure of the evaluations says how good a policy is."""
+
+    metric: Annotated[str, AfterValidator(_eval_metric)] = "success"
+    """A metric of evaluations: "success", "reward/mean", "reward_part/NAME/mean", ..."""
+    mode: Literal["max", "min"] = "max"
+    """Whether more of it is better, or less."""
+    env: str | None = None
+    """The environment whose evaluation counts, by its name; by default the mean over all that are evaluated."""
+
+
+class EarlyStoppingConfig(CriterionConfig):
+    """When evaluations that get no better end the run."""
+
+    patience: PositiveInt = 3
+    """That many evaluations in a row without an improvement end it."""
+    min_delta: NonNegativeFloat = 0.0
+    """An improvement is larger than this."""
+
+
 class EvalConfig(Section):
     """When and on which environments the policy is evaluated: before, during and after training."""
 
@@ -157,6 +191,8 @@ class EvalConfig(Section):
     """Per environment, the same number for every example (rounded up)."""
     seed: int = 1_000_003
     """Its own seeds, whatever the run's seed is."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """End the run when evaluations get no better; without this table it takes all its steps."""
 
 
 class RendererConfig(Section):

@@ -12,6 +12,8 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from verbatim.config.inference import InferenceConfig
 from verbatim.config.orchestrator import (
+    CriterionConfig,
+    EarlyStoppingConfig,
     EnvConfig,
     EvalConfig,
     LengthPenaltyConfig,
@@ -36,11 +38,11 @@ from verbatim.errors import ConfigError
 from verbatim.texts import shown
 
 __all__ = [
-    "COLDEST", "BuildConfig", "CheckpointConfig", "ComponentConfig", "EnvConfig", "EvalConfig", "Fraction",
-    "InferenceConfig", "LengthPenaltyConfig", "LoraConfig", "ModelConfig", "MonitorConfig", "NonNegativeFloat",
-    "OptimConfig", "OrchestratorConfig", "ParallelConfig", "PositiveFloat", "PositiveInt", "ReferenceConfig",
-    "RendererConfig",
-    "RunConfig", "SamplingConfig", "TeacherConfig", "TrainerConfig", "WarmStartConfig",
+    "COLDEST", "BuildConfig", "CheckpointConfig", "ComponentConfig", "CriterionConfig", "EarlyStoppingConfig",
+    "EnvConfig", "EvalConfig", "Fraction", "InferenceConfig", "LengthPenaltyConfig", "LoraConfig", "ModelConfig",
+    "MonitorConfig", "NonNegativeFloat", "OptimConfig", "OrchestratorConfig", "ParallelConfig", "PositiveFloat",
+    "PositiveInt", "ReferenceConfig", "RendererConfig", "RunConfig", "SamplingConfig", "TeacherConfig",
+    "TrainerConfig", "WarmStartConfig",
 ]  # fmt: skip
 
 
@@ -259,6 +261,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept."""
     keep_every: PositiveInt | None = None
     """Also keep every n-th."""
+    keep_best: CriterionConfig | None = None
+    """Also keep the one of the best evaluation; RUN/best is a link to its weights."""
 
 
 class MonitorConfig(Section):
@@ -345,6 +349,23 @@ class RunConfig(Section):
                 f"orchestrator.seq_len = {seq_len} is more than model.build.context_length = {build.context_length}; "
                 f"lower the one to {build.context_length} or raise the other to {seq_len}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _criteria_are_evaluated(self) -> Self:
+        evaluation = self.orchestrator.eval
+        if self.checkpoint.keep_best is not None and evaluation is None:
+            raise ValueError("checkpoint.keep_best keeps the checkpoint of the best evaluation, and there is none; add "
+                             "[orchestrator.eval], or remove keep_best")  # fmt: skip
+        if evaluation is None:
+            return self
+        labels = [env.label for env in evaluation.env or self.orchestrator.train.env]
+        criteria = {"checkpoint.keep_best": self.checkpoint.keep_best,
+                    "orchestrator.eval.early_stopping": evaluation.early_stopping}  # fmt: skip
+        for where, criterion in criteria.items():
+            if criterion is not None and criterion.env not in (None, *labels):
+                raise ValueError(f"{where}.env: found {criterion.env!r}, expected an environment that is evaluated: "
+                                 f"{', '.join(labels)}")  # fmt: skip
         return self
 
     @model_validator(mode="after")

@@ -35,7 +35,8 @@ class Checkpointer(Protocol):
     async def save(
         self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None = None
     ) -> None:
-        """Keep the state after this step.
+        """Keep the state after this step. `state["evaluations"]["best"]` names the step of the best evaluation so far,
+        whose checkpoint stays.
 
         Args:
             step: Steps done: batches trained and settled.
@@ -43,6 +44,9 @@ class Checkpointer(Protocol):
             state: The loop's own part.
             trainer_state: Where the trainer left its part already, to be moved away.
         """
+
+    def mark_best(self, step: int, best: Mapping[str, Any]) -> None:
+        """The evaluation after this step, whose state was kept before it, is the best so far."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,9 +61,24 @@ class RunSchedule:
     """Episodes of each evaluation, for each environment."""
     eval_seed: int
     checkpoint_interval: int
+    keeps_best: bool = False
+    """Whether the state of the best evaluation is kept."""
     learns_from_advantages: bool = True
     """Whether a token with the advantage 0 teaches nothing: no teacher is followed, and the loss is one of ours."""
     canary_tolerance: float = 1e-4
     """Largest mean difference of the sampler's logprobs from the trainer's after a weight update."""
     shares_device: bool = False
     """Whether sampler and trainer take turns on one device."""
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether there is an evaluation after this step, the last one's included."""
+        return step % self.eval_interval == 0 or step == self.max_steps
+
+    def is_kept(self, step: int) -> bool:
+        """Whether there is a checkpoint after this step, whatever is measured; that of the last step is another one."""
+        return step % self.checkpoint_interval == 0 and step < self.max_steps
+
+    def may_be_kept(self, step: int) -> bool:
+        """Whether the trainer leaves its state after this step: the evaluation says only later whether it is the best,
+        and by then the trainer is at work on the next batch."""
+        return step < self.max_steps and (self.is_kept(step) or (self.keeps_best and self.is_evaluated(step)))

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +37,8 @@ from verbatim.inference.teacher import Teacher
 from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.base import Checkpointer, Observer, RunSchedule
 from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.evaluate import evaluate
+from verbatim.orchestrator.eval_progress import EvalProgress
+from verbatim.orchestrator.evaluate import Evaluation, evaluate
 from verbatim.orchestrator.loop_lag import LoopLag
 from verbatim.orchestrator.producer import Producer, Submitted, cancel_all
 from verbatim.orchestrator.sending_trainer import SendingTrainer
@@ -70,9 +72,12 @@ class Orchestrator:
     sending: SendingTrainer | None = None
     """The trainer, where it sends its weights to the sampler's servers."""
     tally: EpisodeTally = field(default_factory=EpisodeTally)
+    progress: EvalProgress = field(default_factory=EvalProgress)
+    """Told of every evaluation: which is the best, and whether the run ends early."""
 
     def __post_init__(self) -> None:
         self._stopping = asyncio.Event()
+        self._asked_to_end = asyncio.Event()
         self._turns = Turns(self.sampler, is_shared=self.schedule.shares_device)
         self._producer = Producer(
             schedule=self.schedule, dispatcher=self.dispatcher, trainer=self.trainer, rules=self.rules,
@@ -83,7 +88,7 @@ class Orchestrator:
             sampler=self.sampler, dispatcher=self.dispatcher, ledger=self.ledger, rules=self.rules,
             environments=self.environments, observer=self.observer,
         )  # fmt: skip
-        self._saved = -1
+        self._saved = self._evaluated = -1
         self.step = 0
         """Steps done: batches trained and published; also the policy version in use."""
         self.weights: Path | None = None
@@ -91,15 +96,26 @@ class Orchestrator:
         self.has_learned = False
         """Whether a token was trained that teaches something."""
 
+    @property
+    def stopped_early(self) -> str | None:
+        """Why the run ended before its last step; None where it did not, or took all its steps."""
+        return self.progress.stop_reason if self.step < self.schedule.max_steps else None
+
+    def ending(self) -> dict[str, Any]:
+        """What the summary says of the evaluations: the best one, and why the run ended before its last step."""
+        said = {"stopped_early": self.stopped_early, "best": self.progress.state_dict()["best"]}
+        return {name: value for name, value in said.items() if value is not None}
+
     def request_stop(self) -> None:
         """End after what the trainer has now, with a checkpoint."""
+        self._asked_to_end.set()
         self._stopping.set()
 
     async def run(self) -> bool:
         """Train until `max_steps`, or until a stop is requested.
 
         Returns:
-            Whether it came to its end: all steps were taken, or the examples are used up.
+            Whether it came to its end: all steps were taken, the examples are used up, or evaluations get no better.
 
         Raises:
             RunStopped: the run cannot go on. What was trained until then is settled, and in a checkpoint if the trainer
@@ -110,19 +126,14 @@ class Orchestrator:
             await self._weight_sync.check_first()
             if self.step == 0:
                 await self._save()
-                await self._evaluate()
+                if await self._evaluate():
+                    await asyncio.to_thread(self._mark_best)
             self._saved = self.step
-            self.dispatcher.start(version=self.step, batch=self.step)
             self._metrics.begin(lag)
-            await self._train()
-            cut_short = self.step < self.schedule.max_steps and not self._stopping.is_set()
-            drained = self.dispatcher.drained if cut_short else None
-            finished = self.step >= self.schedule.max_steps or drained is not None
-            await self.dispatcher.stop()
-            if drained is not None:
-                logger.warning("the run ends after %d of %d steps: %s", self.step, self.schedule.max_steps, drained)
-                if self.step % self.schedule.eval_interval:  # not evaluated yet
-                    await self._evaluate()
+            if self.stopped_early is None:
+                self.dispatcher.start(version=self.step, batch=self.step)
+                await self._train()
+            finished = await self._came_to_its_end()
             if finished:
                 self.ledger.drop({"unused_at_end": self.dispatcher.discard()})
                 self.ledger.check(pending=0)
@@ -132,6 +143,18 @@ class Orchestrator:
         finally:
             lag.close()
             await self.dispatcher.stop()
+
+    async def _came_to_its_end(self) -> bool:
+        """Whether no step is left to take. A policy that the run ends with before its last step is evaluated."""
+        taken, why = self.step >= self.schedule.max_steps, self.stopped_early
+        if why is None and not taken and not self._stopping.is_set():
+            why = self.dispatcher.drained
+        await self.dispatcher.stop()
+        if why is not None:
+            logger.warning("the run ends after %d of %d steps: %s", self.step, self.schedule.max_steps, why)
+            if self._evaluated != self.step:
+                await self._evaluate(is_last=True)
+        return taken or why is not None
 
     async def _train(self) -> None:
         producer = asyncio.create_task(self._producer.run(self.step), name="producer")
@@ -181,6 +204,8 @@ class Orchestrator:
         began = time.perf_counter()
         report = await submitted.report
         waited = time.perf_counter() - began
+        if self.progress.early_stopping is not None and self.schedule.is_evaluated(report.version):
+            self._producer.may_hand_over.clear()
         self._settle(submitted, report)
         state = self.state_dict() if report.state is not None else None
         timings = {"time/wait_for_trainer": waited, **self._turns.to_sampler()}
@@ -192,11 +217,27 @@ class Orchestrator:
             raise
         sent = {**self._weight_sync.metrics(), **(self.sending.metrics() if self.sending is not None else {})}
         await self._record(submitted, report, {**timings, "time/weight_sync": seconds, **sent})
-        if self.step % self.schedule.eval_interval == 0 or self.step == self.schedule.max_steps:
-            await self._evaluate()
+        is_best = self.schedule.is_evaluated(self.step) and await self._evaluate_between()
         if state is not None:
+            await self._keep(report, {**state, **self._evaluations()}, is_best=is_best)
+
+    async def _evaluate_between(self) -> bool:
+        """`_evaluate` between two steps."""
+        is_best = await self._evaluate()
+        if self.stopped_early is not None:
+            self._stopping.set()
+        self._producer.may_hand_over.set()
+        return is_best
+
+    async def _keep(self, report: StepReport, state: Mapping[str, Any], *, is_best: bool) -> None:
+        """Write the checkpoint of this step, or remove what the trainer left for it: only the best is kept of those
+        that are due to an evaluation alone."""
+        assert report.state is not None
+        if is_best or self.schedule.is_kept(report.version):
             await self.checkpointer.save(report.version, self.trainer, state, report.state)
             self._saved = report.version
+        else:
+            await asyncio.to_thread(shutil.rmtree, report.state, ignore_errors=True)
 
     async def _load_weights(self, report: StepReport) -> float:
         """The new version samples from here on. Returns the seconds that it took."""
@@ -254,22 +295,30 @@ class Orchestrator:
             why = str(error).partition("\n")[0]  # the log that it may quote is quoted where the run ends
             logger.warning("no checkpoint of the state after %d steps could be written: %s", self.step, why)
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self, *, is_last: bool = False) -> bool:
         """Measure the policy in use; the weights stay as they are until it is done. A stop cuts it short,
-        unless it is the last one."""
+        unless it is the last one. Returns whether it is the best so far, if that is asked for."""
+        is_last, found = is_last or self.step == self.schedule.max_steps, dict[str, Evaluation]()
         for setup in self.schedule.eval_setups:
             running = asyncio.ensure_future(
                 evaluate(setup, episodes=self.schedule.eval_episodes, seed=self.schedule.eval_seed)
             )
-            stop = asyncio.ensure_future(self._stopping.wait())
+            stop = asyncio.ensure_future(self._asked_to_end.wait())
             try:
                 await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
-                if not running.done() and self.step < self.schedule.max_steps:
-                    return
-                await running
+                if not running.done() and not is_last:
+                    return False
+                found[setup.env] = await running
             finally:
                 await cancel_all([running, stop])
-            await asyncio.to_thread(self.observer.on_eval, self.step, running.result())
+            await asyncio.to_thread(self.observer.on_eval, self.step, found[setup.env])
+        self._evaluated = self.step
+        return bool(found) and self.progress.observe(self.step, found)
+
+    def _mark_best(self) -> None:
+        best = self.progress.state_dict()["best"]
+        assert best is not None
+        self.checkpointer.mark_best(self.step, best)
 
     async def _save(self) -> None:
         await self.checkpointer.save(self.step, self.trainer, self.state_dict())
@@ -283,7 +332,11 @@ class Orchestrator:
             "dispatcher": self.dispatcher.state_dict(),
             "ledger": self.ledger.state_dict(),
             "pending_tokens": self.dispatcher.num_pending_tokens,
+            **self._evaluations(),
         }
+
+    def _evaluations(self) -> dict[str, Any]:
+        return {"evaluations": {"last": self._evaluated, **self.progress.state_dict()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. Tokens that were in flight then are dropped as cancelled: their groups are
@@ -292,5 +345,8 @@ class Orchestrator:
         self.has_learned = state.get("has_learned", self.step > 0)  # a state of an earlier version does not say
         self.dispatcher.load_state_dict(state["dispatcher"])
         self.ledger.load_state_dict(state["ledger"])
+        evaluations = state.get("evaluations", {})
+        self._evaluated = evaluations.get("last", -1)
+        self.progress.load_state_dict(evaluations)
         self.ledger.drop({"cancelled": state["pending_tokens"]})
         self.ledger.check(pending=0)

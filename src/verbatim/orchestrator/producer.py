@@ -66,7 +66,13 @@ class Producer:
     handover: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a batch is handed over, and while new weights are published: the last tokens of a batch may be of
     weights that the canary has not seen yet."""
+    may_hand_over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared from the end of a step on whose evaluation may end the run, until it is done: which step is the last one
+    of a synchronous run does not depend on how long that takes."""
     _warned_of_turn_rewards: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.may_hand_over.set()
 
     async def run(self, first: int) -> None:
         """Hand over the batches from number `first` on, as they fill up."""
@@ -81,7 +87,8 @@ class Producer:
                 batch = await add_logprob_streams(batch, self.logprob_models)
             samples = [sample for group in batch for sample in group.samples]
             await self._unless_stopping(self.turns.until_step_is_over())
-            due = (number + 1) % self.schedule.checkpoint_interval == 0 and number + 1 < self.schedule.max_steps
+            await self._unless_stopping(self.may_hand_over.wait())
+            due = self.schedule.may_be_kept(number + 1)
             async with self.handover:
                 if not self.stopping.is_set():
                     await self.turns.to_trainer()

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from verbatim.config import resolve
-from verbatim.config.schema import ComponentConfig, RunConfig, TeacherConfig
+from verbatim.config.schema import ComponentConfig, CriterionConfig, RunConfig, TeacherConfig
 from verbatim.config.sections import table_of
 from verbatim.curriculum import ExampleSchedule, PoolRules
 from verbatim.environments.resolve import examples_of
@@ -29,6 +29,7 @@ from verbatim.trajectories import Ledger
 if TYPE_CHECKING:
     from verbatim.inference.teacher import Teacher
     from verbatim.orchestrator.base import RunSchedule
+    from verbatim.orchestrator.eval_progress import EvalProgress
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +175,7 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
         eval_episodes=evaluation.episodes if evaluation else 0,
         eval_seed=evaluation.seed if evaluation else 0,
         checkpoint_interval=config.checkpoint.interval,
+        keeps_best=config.checkpoint.keep_best is not None,
         learns_from_advantages=not follows_a_teacher(config) and config.trainer.loss.custom_path is None,
         canary_tolerance=(
             config.inference.canary_tolerance
@@ -181,6 +183,23 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
         ),
         shares_device=inference_settings(config).shares_device,
     )
+
+
+def make_progress(config: RunConfig) -> EvalProgress:
+    """What follows from the evaluations."""
+    from verbatim.orchestrator.eval_progress import BestEvaluation, Criterion, EarlyStopping, EvalProgress
+
+    keep, evaluation = config.checkpoint.keep_best, config.orchestrator.eval
+    stop = evaluation.early_stopping if evaluation is not None else None
+
+    def criterion(given: CriterionConfig) -> Criterion:
+        return Criterion(metric=given.metric, mode=given.mode, env=given.env)
+
+    return EvalProgress(
+        best=BestEvaluation(criterion=criterion(keep)) if keep is not None else None,
+        early_stopping=EarlyStopping(criterion=criterion(stop), patience=stop.patience, min_delta=stop.min_delta)
+        if stop is not None else None,
+    )  # fmt: skip
 
 
 def logprob_models(config: RunConfig) -> dict[str, TeacherConfig]:

@@ -74,6 +74,10 @@ def _report(
     except OSError as error:
         logger.error("%s could not be written: %s", folder.summary_text, error.strerror or error)
     _print_paths(folder, console)
+    best = summary.get("best")
+    if best is not None and folder.best.exists():
+        console.print(f"{'best checkpoint':<15} {folder.best} ({best['metric']} {best['value']:.3f} after step "
+                      f"{best['step']})", soft_wrap=True)  # fmt: skip
 
 
 def _print_curve(curve: Curve, title: str, best_constant: Mapping[str, float], console: Console) -> None:

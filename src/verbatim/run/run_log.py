@@ -98,6 +98,8 @@ class RunLog:
             self._writers[path.name] = self._eval_log.writer
         curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
         self._num_incomplete = 0
+        self.results: dict[str, Any] = {}
+        """What the loop says of its end, beside the figures of the metrics."""
         shown = Console(max_steps, console=console, first_step=first_step)
         self._monitors = Monitors([metrics, alarms, shown, curve, *monitors])
 
@@ -195,7 +197,8 @@ class RunLog:
 
     def _seal(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
         try:
-            with self._store.writing(step, self._sync_logs()) as temporary:
+            best = state.get("evaluations", {}).get("best")
+            with self._store.writing(step, self._sync_logs(), best) as temporary:
                 for part in trainer_state.iterdir():
                     os.rename(part, temporary / part.name)
                 write_loop_state(temporary, state)
@@ -203,6 +206,26 @@ class RunLog:
         finally:
             shutil.rmtree(trainer_state, ignore_errors=True)
         self._folder.link_latest()
+        self.link_best(best)
+
+    def mark_best(self, step: int, best: Mapping[str, Any]) -> None:
+        """The evaluation after this step, whose checkpoint is there, is the best so far."""
+        self._store.mark_best(step, best)
+        self.link_best(best)
+
+    def link_best(self, best: Mapping[str, Any] | None) -> None:
+        """Have the run's folder point to the best checkpoint; None = there is none."""
+        self._folder.link_best(best["step"] if best is not None else None)
+
+    def without_missing_best(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The loop's state in a checkpoint, without a best evaluation whose checkpoint is gone."""
+        evaluations = state.get("evaluations", {})
+        best = evaluations.get("best")
+        if best is None or best["step"] in self._store.steps():
+            return state
+        logger.warning("the best checkpoint, that of step %d, is gone; the next evaluation is the best so far",
+                       best["step"])  # fmt: skip
+        return {**state, "evaluations": {**evaluations, "best": None}}
 
     def _sync_logs(self) -> dict[str, Any]:
         """Wait until the logs are on disk; how long each is. One that cannot be synced costs no checkpoint."""
@@ -218,7 +241,8 @@ class RunLog:
 
     def close(self, state: RunState = "stopped") -> None:
         """Tell the monitors how this process of the run ended, close files, draw the curve."""
-        self._monitors.on_end(ending(self._folder.metrics, self._best_constant, state=state, seconds=self.seconds))
+        said = ending(self._folder.metrics, self._best_constant, state=state, seconds=self.seconds)
+        self._monitors.on_end({**said, "results": {**said["results"], **self.results}})
         self._monitors.close()
         if self._eval_log is not None:
             self._close(self._eval_log)
@@ -227,7 +251,8 @@ class RunLog:
 
     def summarize(self) -> dict[str, Any]:
         """The run's figures, also written to `summary.json`."""
-        summary = summary_of(self._folder.metrics, self._best_constant, self._folder.eval_trajectories)
+        figures = summary_of(self._folder.metrics, self._best_constant, self._folder.eval_trajectories)
+        summary: dict[str, Any] = {**figures, **self.results}
         summary["seconds"] = round(self.seconds, 1)
         write_json(self._folder.summary, summary)
         return summary

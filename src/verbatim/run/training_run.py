@@ -28,7 +28,7 @@ from verbatim.rollouts.main_loop import Ask
 from verbatim.run.check import find_routing
 from verbatim.run.ending import RunState
 from verbatim.run.environments import Environments
-from verbatim.run.parts import make_dispatcher, make_logprob_models, make_rules, make_schedule
+from verbatim.run.parts import make_dispatcher, make_logprob_models, make_progress, make_rules, make_schedule
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
 from verbatim.run.run_log import RunLog
 from verbatim.run.weight_transfer import refuse_unreachable
@@ -211,12 +211,15 @@ class TrainingRun:
             probes=ready.probes,
             logprob_models=logprob_models,
             tally=tally,
+            progress=make_progress(config),
         )
         if state:
-            orchestrator.load_state_dict(state)
+            orchestrator.load_state_dict(self._log.without_missing_best(state))
+        self._log.link_best(orchestrator.progress.state_dict()["best"])
 
         async def train() -> bool:
             finished = await orchestrator.run()
+            self._log.results |= orchestrator.ending()
             if finished and orchestrator.has_learned:
                 await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))
             elif finished:

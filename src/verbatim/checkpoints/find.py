@@ -1,0 +1,48 @@
+"""Finds a checkpoint of a run by what people call it: the latest, the best, or a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from verbatim.checkpoints.seal import find_damage
+from verbatim.checkpoints.store import Checkpoint, CheckpointStore
+from verbatim.errors import UsageError
+from verbatim.texts import ranges
+
+
+def find_checkpoint(run: Path, which: str = "latest") -> Checkpoint:
+    """An undamaged checkpoint of a run.
+
+    Args:
+        run: The run's folder.
+        which: "latest", the newest one; "best", that of the best evaluation (`checkpoint.keep_best`); or a step, "40".
+
+    Raises:
+        UsageError: there is no such checkpoint, or it is damaged; says which there are.
+        CheckpointError: it cannot be read.
+    """
+    store = CheckpointStore(run / "checkpoints", read_only=True)
+    steps = store.steps()
+    if not steps:
+        raise UsageError(f"{run} has no checkpoints; expected the folder of a run, with checkpoints/step_...")
+    there = f"there are checkpoints of {'step' if len(steps) == 1 else 'steps'} {ranges(steps)}"
+    if which == "latest":
+        latest = store.latest()
+        assert latest is not None, "there are some, and one of them is whole"
+        return latest
+    if which == "best":
+        best = store.best()
+        if best is None:
+            raise UsageError(f"{run} knows no best checkpoint: set checkpoint.keep_best = {{}} before a run is "
+                             f"trained; {there}")  # fmt: skip
+        step = int(best["step"])
+    elif which.isdecimal():
+        step = int(which)
+    else:
+        raise UsageError(f"checkpoint {which!r} of {run}: expected latest, best or a step; {there}")
+    if step not in steps:
+        raise UsageError(f"{run} has no checkpoint of step {step}; {there}")
+    folder = store.folder / f"step_{step:06d}"
+    if (damage := find_damage(folder)) is not None:
+        raise UsageError(f"checkpoint {folder} is damaged: {damage}; {there}")
+    return Checkpoint(step=step, folder=folder)

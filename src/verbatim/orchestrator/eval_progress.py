@@ -1,0 +1,191 @@
+"""Follows one figure over the evaluations of a run: which of them was the best, and whether they still get better."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeGuard
+
+from verbatim.orchestrator.evaluate import Evaluation
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criterion:
+    """Which figure of an evaluation says how good a policy is."""
+
+    metric: str
+    """A metric of evaluations."""
+    mode: Literal["max", "min"] = "max"
+    """Whether more of it is better, or less."""
+    env: str | None = None
+    """The environment that counts; None = the mean over all of them."""
+
+    def value(self, evaluations: Mapping[str, Evaluation]) -> float | None:
+        """The figure; None where it was not measured in one of the environments: no episode of it came to its end, or
+        the metric is missing, NaN or infinite there."""
+        counted = [evaluations[self.env]] if self.env is not None else list(evaluations.values())
+        values = []
+        for evaluation in counted:
+            value = float(evaluation.metrics.get(self.metric, math.nan))
+            if evaluation.num_failed == evaluation.num_episodes or not math.isfinite(value):
+                return None
+            values.append(value)
+        return sum(values) / len(values) if values else None
+
+    def improves(self, value: float, best: float | None, by: float = 0.0) -> bool:
+        """Whether a value is better than the best before, by more than this. An equal one is not."""
+        if best is None:
+            return True
+        return value - best > by if self.mode == "max" else best - value > by
+
+
+@dataclass(kw_only=True)
+class BestEvaluation:
+    """The best evaluation so far; of equal ones the first.
+
+    Example:
+        >>> best = BestEvaluation(criterion=Criterion(metric="success"))
+        >>> [best.observe(step, value) for step, value in ((0, 0.25), (10, 0.5), (20, 0.5), (30, 0.75))]
+        [True, True, False, True]
+        >>> best.step, best.value
+        (30, 0.75)
+    """
+
+    criterion: Criterion
+    step: int | None = None
+    """The step that it came after; None = nothing was measured yet."""
+    value: float | None = None
+
+    def observe(self, step: int, value: float) -> bool:
+        """An evaluation was measured. Returns whether it is the best."""
+        if not self.criterion.improves(value, self.value):
+            return False
+        self.step, self.value = step, value
+        return True
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Plain JSON values: the step, the value, and what it is the best of; None before the first."""
+        if self.step is None:
+            return None
+        return {"step": self.step, "value": self.value, **asdict(self.criterion)}
+
+
+@dataclass(kw_only=True)
+class EarlyStopping:
+    """Counts evaluations in a row that are no improvement (Prechelt 1998, "Early stopping, but when?").
+
+    Example:
+        >>> stopping = EarlyStopping(criterion=Criterion(metric="success"), patience=2, min_delta=0.1)
+        >>> for step, value in ((0, 0.25), (10, 0.5), (20, 0.5625), (30, 0.375)):
+        ...     stopping.observe(step, value)
+        >>> stopping.reason
+        'success did not rise by more than 0.1 above 0.500 (step 10) in the evaluations after the steps 20, 30'
+    """
+
+    criterion: Criterion
+    patience: int
+    """That many of them end the run."""
+    min_delta: float = 0.0
+    """An improvement is larger than this."""
+    best: float | None = None
+    """The value of the last improvement."""
+    best_step: int | None = None
+    """The step that it came after."""
+    since: list[int] = field(default_factory=list)
+    """The steps of the evaluations after it."""
+
+    def observe(self, step: int, value: float) -> None:
+        """An evaluation was measured. Those after the run was to end change nothing."""
+        if self.reason is not None:
+            return
+        if self.criterion.improves(value, self.best, self.min_delta):
+            self.best, self.best_step, self.since = value, step, []
+        else:
+            self.since.append(step)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run ends; None where it goes on."""
+        if len(self.since) < self.patience:
+            return None
+        assert self.best is not None
+        criterion = self.criterion
+        which = f"{criterion.metric} of {criterion.env}" if criterion.env is not None else criterion.metric
+        verb, beyond = ("rise", "above") if criterion.mode == "max" else ("fall", "below")
+        by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        steps = ", ".join(map(str, self.since))
+        name = "evaluation after step" if len(self.since) == 1 else "evaluations after the steps"
+        return (f"{which} did not {verb}{by} {beyond} {self.best:.3f} (step {self.best_step}) in the {name} "
+                f"{steps}")  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"best": self.best, "best_step": self.best_step, "since": list(self.since), **asdict(self.criterion)}
+
+
+@dataclass(kw_only=True)
+class EvalProgress:
+    """What follows from the evaluations of a run: the best of them, and whether the run ends early."""
+
+    best: BestEvaluation | None = None
+    """None = it is not asked for."""
+    early_stopping: EarlyStopping | None = None
+    """None = it is not asked for."""
+    _warned: set[str] = field(default_factory=set)
+
+    def observe(self, step: int, evaluations: Mapping[str, Evaluation]) -> bool:
+        """Every environment was evaluated after this step. Returns whether this is the best evaluation so far.
+
+        One that was not measured is neither the best, nor does it count for early stopping; that is logged.
+        """
+        if self.best is not None and (value := self._value(self.best.criterion, step, evaluations)) is not None:
+            is_best = self.best.observe(step, value)
+        else:
+            is_best = False
+        watch = self.early_stopping
+        if watch is not None and (value := self._value(watch.criterion, step, evaluations)) is not None:
+            watch.observe(step, value)
+        return is_best
+
+    def _value(self, criterion: Criterion, step: int, evaluations: Mapping[str, Evaluation]) -> float | None:
+        value = criterion.value(evaluations)
+        if value is None and criterion.metric not in self._warned:
+            self._warned.add(criterion.metric)
+            names = ", ".join(sorted({name for evaluation in evaluations.values() for name in evaluation.metrics}))
+            logger.warning("%s was not measured in the evaluation after step %d, which is not counted as the best, "
+                           "nor for early stopping; its metrics are %s", criterion.metric, step, names)  # fmt: skip
+        return value
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends before its last step; None where it does not."""
+        return self.early_stopping.reason if self.early_stopping is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "best": self.best.state_dict() if self.best is not None else None,
+            "early_stopping": self.early_stopping.state_dict() if self.early_stopping is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. What was measured by another criterion is left out: it compares with nothing."""
+        best, stopping = state.get("best"), state.get("early_stopping")
+        if self.best is not None and _fits(best, self.best.criterion, "checkpoint.keep_best"):
+            self.best.step, self.best.value = best["step"], best["value"]
+        watch = self.early_stopping
+        if watch is not None and _fits(stopping, watch.criterion, "orchestrator.eval.early_stopping"):
+            watch.best, watch.best_step, watch.since = stopping["best"], stopping["best_step"], list(stopping["since"])
+
+
+def _fits(state: Mapping[str, Any] | None, criterion: Criterion, where: str) -> TypeGuard[Mapping[str, Any]]:
+    if state is None:
+        return False
+    if any(state.get(name) != value for name, value in asdict(criterion).items()):
+        logger.warning("%s has changed: the evaluations before are not compared with", where)
+        return False
+    return True

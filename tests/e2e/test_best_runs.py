@@ -1,0 +1,157 @@
+"""`verbatim rl` keeps the checkpoint of the best evaluation, and ends when evaluations get no better."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import verbatim
+from e2e.tiny_runs import LOTS, TOML, build_tiny_model, lines, train_lines, workplace
+from verbatim.checkpoints import find_checkpoint, read_json
+from verbatim.cli.main import main
+
+pytestmark = pytest.mark.slow
+
+SPOKEN = '''
+import zlib
+
+from lots import Lot, Lots
+
+
+class Speech(Lot):
+    """Earns something between 0 and 1 by what is said: another policy earns another mean."""
+
+    async def score(self, trajectory):
+        said = b"".join(turn.completion_ids.tobytes() for turn in trajectory.turns)
+        return zlib.crc32(said) % 1000 / 1000
+
+
+class Spoken(Lots):
+    async def start(self, example, seed):
+        return Speech(seed)
+'''
+METRIC = "reward/mean"
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with workplace(tmp_path_factory.mktemp("best"), {"lots": LOTS, "spoken": SPOKEN}) as folder:
+        text = TOML.format(model=build_tiny_model(folder / "model"))
+        text = text.replace("[inference.torch]", "[inference.torch]\ndeterministic = true")
+        text += f"""import_path = "spoken.Spoken"
+[orchestrator.eval]
+interval = 1
+episodes = 10
+[checkpoint]
+interval = 100
+keep_last = 1
+keep_best = {{ metric = "{METRIC}" }}
+"""
+        (folder / "run.toml").write_text(text)
+        yield folder
+
+
+def values(run: Path) -> list[float]:
+    """The metric of each evaluation, that before the first step included."""
+    evaluations = [line for line in lines(run / "metrics.jsonl") if line["kind"] == "eval"]
+    assert [line["step"] for line in evaluations] == list(range(len(evaluations)))
+    return [line["metrics"][METRIC] for line in evaluations]
+
+
+@pytest.fixture(scope="module")
+def measured(place: Path) -> Path:
+    assert main(["rl", "run.toml", "--run-dir", "measured", "--max-steps", str(STEPS)]) == 0
+    return place / "measured"
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_kept_and_can_be_loaded(place: Path, measured: Path):
+    found = values(measured)
+    step = found.index(max(found))
+    assert 0 < step < STEPS, f"the best of {found} is at an end: another seed would try more"
+    kept = sorted(path.name for path in (measured / "checkpoints").iterdir())
+    assert kept == [f"step_{step:06d}", f"step_{STEPS:06d}"]
+    assert find_checkpoint(measured, "best").step == step
+    best = read_json(measured / "summary.json")["best"]
+    assert best == {"step": step, "value": max(found), "metric": METRIC, "mode": "max", "env": None}
+    kept, last = (measured / name / "model.safetensors" for name in ("best", "final"))
+    assert kept.read_bytes() == (measured / f"checkpoints/step_{step:06d}/weights/model.safetensors").read_bytes()
+    assert kept.read_bytes() != last.read_bytes()
+    assert list((measured / "states").iterdir()) == []
+
+
+def test_the_best_policy_measures_again_what_made_it_the_best(place: Path, measured: Path, capsys):
+    assert main(["eval", "run.toml", "--model", str(measured / "best")]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed[printed.index("{") :])["spoken.Spoken"]
+    assert found[METRIC] == pytest.approx(max(values(measured)), abs=1e-9)
+
+
+def patience_of(found: list[float], patience: int) -> int:
+    """The step after which a run of this patience ends: worked out from all evaluations of one that did not."""
+    best, waited = found[0], 0
+    for step, value in enumerate(found[1:], start=1):
+        best, waited = (value, 0) if value > best else (best, waited + 1)
+        if waited == patience:
+            return step
+    raise AssertionError(f"{found} would not end a run")
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_a_run_ends_when_its_patience_is_used_up_with_status_0_and_says_so(
+    place: Path, measured: Path, caplog, patience
+):
+    expected, run = patience_of(values(measured), patience), place / f"patience-{patience}"
+    typed = ["rl", "run.toml", "--run-dir", run.name, "--max-steps", "50", "--orchestrator.eval.early-stopping.metric",
+             METRIC, "--orchestrator.eval.early-stopping.patience", str(patience)]  # fmt: skip
+    assert main(typed) == 0
+    assert len(train_lines(run)) == expected < STEPS
+    assert values(run) == values(measured)[: expected + 1]
+    summary = read_json(run / "summary.json")
+    assert summary["stopped_early"].startswith(f"{METRIC} did not rise above")
+    assert summary["stopped_early"].endswith(str(expected))
+    assert f"the run ends after {expected} of 50 steps: {METRIC} did not rise" in caplog.text
+    assert (run / "final" / "model.safetensors").exists()
+
+
+def test_a_resumed_run_remembers_its_patience(place: Path, measured: Path):
+    """Two runs: one of fewer steps, made longer, and one in one go."""
+    expected, run = patience_of(values(measured), 2), place / "in-two"
+    typed = ["rl", "run.toml", "--run-dir", run.name, "--orchestrator.eval.early-stopping.metric", METRIC,
+             "--orchestrator.eval.early-stopping.patience", "2"]  # fmt: skip
+    assert main([*typed, "--max-steps", str(expected - 1)]) == 0
+    assert "stopped_early" not in read_json(run / "summary.json")
+    assert main([*typed, "--max-steps", "50", "--resume"]) == 0
+    assert len(train_lines(run)) == expected
+    assert (run / "final/model.safetensors").read_bytes() == (place / "patience-2/final/model.safetensors").read_bytes()
+    assert main([*typed, "--max-steps", "50", "--resume"]) == 0  # it has ended
+    assert len(train_lines(run)) == expected
+    assert len(values(run)) == expected + 1
+
+
+def test_a_run_that_is_resumed_without_its_best_checkpoint_says_so_and_goes_on(place: Path, measured: Path, caplog):
+    run = place / "lost"
+    shutil.copytree(measured, run, symlinks=True)
+    best = read_json(run / "summary.json")["best"]["step"]
+    shutil.rmtree(run / f"checkpoints/step_{best:06d}")
+    assert main(["rl", "run.toml", "--run-dir", run.name, "--max-steps", str(STEPS + 1), "--resume"]) == 0
+    assert f"the best checkpoint, that of step {best}, is gone" in caplog.text
+    assert read_json(run / "summary.json")["best"]["step"] == STEPS + 1
+    assert find_checkpoint(run, "best").step == STEPS + 1
+    assert (run / "best/model.safetensors").exists()
+
+
+def test_from_python_the_result_says_both(place: Path):
+    result = verbatim.run(
+        "run.toml", max_steps=50, run_dir="python", quiet=True,
+        orchestrator={"eval": {"early_stopping": {"metric": METRIC, "patience": 1, "min_delta": 10.0}}},
+    )  # fmt: skip
+    assert result.summary["steps"] == 1
+    assert result.summary["stopped_early"] == (
+        f"{METRIC} did not rise by more than 10 above {values(result.folder)[0]:.3f} (step 0) in the evaluation after "
+        "step 1"
+    )
+    assert result.summary["best"]["step"] in (0, 1)
