@@ -144,9 +144,16 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path):
     assert run.group("g")["num_rows"] == 3
 
 
-def test_a_thousand_rows_in_row_groups_are_found_one_by_one(tmp_path: Path):
-    fates = [trained(trajectory(f"t{i:03}", reward=i / 8)) for i in range(200)]
-    run = read(make_run(tmp_path, {1: fates}))
+def test_rows_in_several_row_groups_are_found_one_by_one(tmp_path: Path):
+    flags = {i: ("long",) if i < 70 else ("loops", "long") for i in range(0, 200, 3)}
+    fates = [
+        trained(trajectory(f"t{i:03}", reward=i / 8, env="first" if i < 100 else "second"), flags=flags.get(i, ()))
+        for i in range(200)
+    ]
+    run = read(make_run(tmp_path, {1: fates, 2: []}))
+    assert run.about()["problems"] == []
+    assert names(run, flag=["loops"]) == [f"t{i:03}" for i in range(72, 200, 3)]
+    assert names(run, flag=["long"], env=["first"]) == [f"t{i:03}" for i in range(0, 100, 3)]
     for i in (0, 63, 64, 127, 128, 199):
         assert run.trajectory(f"~1.{i}")["trajectory_id"] == f"t{i:03}"
         assert run.trajectory(f"t{i:03}")["reward"] == i / 8

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verbatim.errors import UsageError
-from verbatim.fates.schema import VERSION, VERSION_KEY
+from verbatim.fates.schema import SCHEMA, VERSION, VERSION_KEY
 from verbatim.texts import cut
 
 TRAIN, EVAL = "train", "eval"
@@ -107,19 +107,27 @@ def read_columns(path: Path, step: int) -> pa.Table:
             found = (file.schema_arrow.metadata or {}).get(VERSION_KEY)
             if found != VERSION:
                 raise UsageError(f"{path.name} holds no trajectories that this version of Verbatim reads")
-            table = file.read(columns=_STORED, use_threads=False)
+            groups = [file.read_row_group(group, columns=_STORED, use_threads=False)
+                      for group in range(file.num_row_groups)]  # fmt: skip
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"{path.name} cannot be read: {cut(str(error), 200)}") from error
     try:
+        groups = groups or [SCHEMA.empty_table().select(_STORED)]
+        table = pa.concat_tables([_with_plain_flags(group) for group in groups])
         columns = {name: table.column(name).combine_chunks() for name in _STORED}
         columns["error"] = pc.utf8_slice_codeunits(columns["error"], 0, LONGEST_ERROR)
-        flags = columns["flags"]
-        columns["flags"] = pa.ListArray.from_arrays(flags.offsets, pc.cast(flags.values, pa.string()))
         return _located(columns, FATES, step, np.arange(table.num_rows), TRAIN)
     except (pa.ArrowException, KeyError, ValueError, TypeError) as error:
         raise UsageError(f"{path.name} has other columns than trajectories of ours: {cut(str(error), 200)}") from error
+
+
+def _with_plain_flags(group: pa.Table) -> pa.Table:
+    """A row group whose flags are lists of texts: pyarrow joins no lists of dictionaries of several groups."""
+    flags = group.column("flags").combine_chunks()
+    plain = pa.ListArray.from_arrays(flags.offsets, pc.cast(flags.values, pa.string()))
+    return group.set_column(group.schema.get_field_index("flags"), "flags", plain)
 
 
 def from_records(records: Sequence[tuple[int, Mapping[str, Any]]], source: int) -> pa.Table:
