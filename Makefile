@@ -71,7 +71,7 @@ test: lint types
 	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda"
 
 test-all: install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,mcp,data,ray,verifiers,environments,wandb,docs,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,mcp,data,ray,verifiers,environments,wandb,tensorboard,mlflow,docs,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(SPHINX) -b html build/docs

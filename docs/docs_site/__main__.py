@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs_site import figures, reference_commands, reference_configuration
+from docs_site import figures, reference_commands, reference_configuration, reference_metrics
 
 DOCS = Path(__file__).parents[1]
 
 
 def generated() -> dict[Path, str]:
-    """What each generated file has to hold."""
+    """What each file has to hold that is generated, or in parts."""
     return {
         DOCS / "reference_configuration.md": reference_configuration.document(),
         DOCS / "reference_commands.md": reference_commands.document(),
+        DOCS / "metrics.md": reference_metrics.document((DOCS / "metrics.md").read_text(encoding="utf-8")),
         **{DOCS / "figures" / f"{name}.svg": svg for name, svg in figures.drawings().items()},
     }
 

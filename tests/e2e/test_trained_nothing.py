@@ -12,6 +12,7 @@ from verbatim.checkpoints import read_json
 from verbatim.cli import exit_status
 from verbatim.cli.exit_status import FINISHED, NOTHING_TRAINED, STOPPED
 from verbatim.cli.main import main
+from verbatim.monitors.metric_table import about
 from verbatim.monitors.trajectory_log import read_trajectories
 
 SILENT = '''
@@ -228,25 +229,11 @@ def test_an_evaluation_in_which_everything_failed_is_no_success(place, capsys, c
     assert main(["eval", "eval.toml", "--orchestrator.train.env.0.import-path", "silent.Flat"]) == FINISHED
 
 
-def documented() -> list[str]:
-    """Patterns of the names in the first column of docs/metrics.md, and of those of losses in docs/algorithms.md."""
-    docs = Path(__file__).parents[2] / "docs"
-    names: list[str] = []
-    for line in (docs / "metrics.md").read_text().splitlines():
-        if line.startswith("| `"):
-            group = re.findall(r"`([^`]+)`", line.split(" | ")[0])
-            names += [group[0].rpartition("/")[0] + name if name.startswith("/") else name for name in group]
-    names += re.findall(r"`([a-z_]+(?:_\*)?)`", (docs / "algorithms.md").read_text())
-    names = [re.sub(r"\{([a-z]+(?:,[a-z]+)+)\}", lambda m: f"({m[1].replace(',', '|')})", name) for name in names]
-    return [re.sub(r"\{\w+\}", ".+", name).replace("*", ".+") for name in names]
-
-
 def test_every_metric_of_a_run_is_documented(run):
     _, _, folder = run("Fails", "--orchestrator.train.env.0.args", "{ share = 0.3 }")
     reported = {name for line in train_lines(folder) for name in line["metrics"]}
-    patterns = documented()
     assert len(reported) > 50
-    assert sorted(name for name in reported if not any(re.fullmatch(pattern, name) for pattern in patterns)) == []
+    assert sorted(name for name in reported if about(name) is None) == []
 
 
 def test_every_exit_status_is_documented():

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
-import time
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monitors.fates import fate
 from verbatim.errors import UsageError
-from verbatim.monitors import RunInfo, wandb
+from verbatim.monitors import Alarm, RunInfo, wandb
 from verbatim.monitors.wandb import Wandb
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -27,14 +27,18 @@ class FakeRun:
         self.settings = settings
         self.url = None
         self.dir = "files"
+        self.summary = fake.summary
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self._fake.on_log()
         self._fake.logged.append((step, values))
 
-    def finish(self) -> None:
+    def alert(self, **told: str) -> None:
+        self._fake.alerts.append(told)
+
+    def finish(self, exit_code: int) -> None:
         self._fake.on_finish()
-        self._fake.finished = True
+        self._fake.exit_code = exit_code
 
 
 class FakeWandb(types.ModuleType):
@@ -48,7 +52,9 @@ class FakeWandb(types.ModuleType):
         self.on_finish: Callable[[], None] = lambda: None
         self.logged: list[tuple[int, dict[str, Any]]] = []
         self.runs: list[dict[str, Any]] = []
-        self.finished = False
+        self.alerts: list[dict[str, str]] = []
+        self.summary: dict[str, Any] = {}
+        self.exit_code: int | None = None
 
     def Settings(self, **values: Any) -> dict[str, Any]:
         return values
@@ -61,6 +67,9 @@ class FakeWandb(types.ModuleType):
     def Histogram(self, np_histogram: tuple[Any, Any]) -> tuple[list[int], list[float]]:
         counts, edges = np_histogram
         return counts.tolist(), edges.tolist()
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
+        return [dict(zip(columns, row, strict=True)) for row in data]
 
     def init(self, **settings: Any) -> FakeRun:
         self.runs.append(settings)
@@ -98,7 +107,7 @@ def test_metrics_evaluations_and_histograms_are_logged_by_step(tmp_path: Path, f
     assert (len(counts), len(edges), edges[0], edges[-1]) == (64, 65, 0.0, 1.0)
     assert [(i, n) for i, n in enumerate(counts) if n] == [(0, 1), (32, 1), (63, 1)]  # NaN is in no bin
     assert values == {}
-    assert fake_wandb.finished
+    assert fake_wandb.exit_code == 0
 
 
 def test_the_record_has_the_configuration_and_none_of_the_command_line(tmp_path: Path, fake_wandb: FakeWandb):
@@ -159,7 +168,7 @@ def test_a_package_that_fails_altogether_is_one_warning(
 ):
     fake_wandb.on_init = refuse
     monitor = Wandb(project="mine")(about(tmp_path))
-    for step in range(3 * wandb.MAX_RECORDS):
+    for step in range(5):
         monitor.on_step(step, {"x": 1.0})
     monitor.close()
     assert fake_wandb.logged == []
@@ -167,50 +176,43 @@ def test_a_package_that_fails_altogether_is_one_warning(
     assert "the record could not be opened, and the run goes on without it: ConnectionError" in caplog.text
 
 
-def test_a_record_that_is_refused_costs_no_other(tmp_path: Path, fake_wandb: FakeWandb, caplog):
-    calls = iter(range(10))
-    fake_wandb.on_log = lambda: refuse() if next(calls) in (1, 2) else None
-    fake_wandb.on_finish = refuse
-    monitor = Wandb(project="mine")(about(tmp_path))
-    for step in range(4):
-        monitor.on_step(step, {"x": 1.0})
+def test_sample_trajectories_are_a_table_of_some_steps(tmp_path: Path, fake_wandb: FakeWandb):
+    monitor = Wandb(project="mine", samples=2, sample_interval=3)(about(tmp_path))
+    for step in range(1, 5):
+        monitor.on_trajectories(step, [fate(f"{step}-{n}", reward=n / 4) for n in range(4)])
     monitor.close()
-    assert [step for step, _ in fake_wandb.logged] == [0, 3]
-    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text.partition(":")[2].partition(":")[0] for text in warnings] == [
-        " a record was refused, and so may be others", " the record is not complete"
+    assert [(step, [row["trajectory_id"] for row in values["trajectories"]]) for step, values in fake_wandb.logged] == [
+        (1, ["1-3", "1-0"]), (3, ["3-3", "3-0"])
     ]  # fmt: skip
-    assert KEY not in caplog.text
 
 
-def test_a_service_that_hangs_holds_up_nothing_and_no_more_memory_than_its_queue(
-    tmp_path: Path, fake_wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(wandb, "MAX_RECORDS", 5)
-    monkeypatch.setattr(wandb, "INIT_SECONDS", 0.1)
-    monkeypatch.setattr(wandb, "FINISH_SECONDS", 0.2)
-    released, hangs = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        hangs.set()
-        assert released.wait(30)
-
-    fake_wandb.on_log = hang
-    monitor = Wandb(project="mine")(about(tmp_path))
-    monitor.on_step(0, {"x": 1.0})
-    assert hangs.wait(30)
-    began = time.monotonic()
-    for step in range(1, 101):
-        monitor.on_step(step, {"x": 1.0})
-    assert time.monotonic() - began < 1
+def test_no_conversation_is_sent_where_samples_is_0(tmp_path: Path, fake_wandb: FakeWandb):
+    monitor = Wandb(project="mine", samples=0)(about(tmp_path))
+    monitor.on_trajectories(1, [fate("a", reward=1.0)])
     monitor.close()
-    assert time.monotonic() - began < 5
-    assert "did not finish within 0 seconds" in caplog.text
-    assert "5 records wait for the service; further ones are dropped" in caplog.text
-    assert "95 records were dropped" in caplog.text
-    released.set()
-    monitor._thread.join(30)
-    assert [step for step, _ in fake_wandb.logged] == [0, 1, 2, 3, 4, 5]
+    assert fake_wandb.logged == []
+
+
+def test_an_alarm_is_an_alert_a_metric_and_words_in_the_summary(tmp_path: Path, fake_wandb: FakeWandb):
+    monitor = Wandb(project="mine")(about(tmp_path))
+    raised = Alarm(name="stale", step=3, state="raised", message="Rollouts are 9 steps old", cause="slow episodes",
+                   advice="lower orchestrator.max_async_level")  # fmt: skip
+    monitor.on_alarm(raised)
+    words = "Rollouts are 9 steps old. Cause: slow episodes. To do: lower orchestrator.max_async_level."
+    monitor.on_alarm(replace(raised, step=5, state="cleared"))
+    monitor.close()
+    assert fake_wandb.logged == [(3, {"alarm/stale": 1.0}), (5, {"alarm/stale": 0.0})]
+    assert fake_wandb.alerts == [{"title": "stale at step 3", "text": words, "level": "WARN"}]
+    assert fake_wandb.summary == {"alarm_message/stale": "No longer: Rollouts are 9 steps old"}
+
+
+@pytest.mark.parametrize(("state", "code"), [("finished", 0), ("stopped", 0), ("failed", 1)])
+def test_the_end_is_the_summary_and_the_exit_code(tmp_path: Path, fake_wandb: FakeWandb, state: str, code: int):
+    monitor = Wandb(project="mine")(about(tmp_path))
+    monitor.on_end({"state": state, "steps": 3, "results": {"gain": 0.5}})
+    monitor.close()
+    assert fake_wandb.summary == {"state": state, "results/gain": 0.5}
+    assert fake_wandb.exit_code == code
 
 
 def test_without_the_package_the_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch):
@@ -235,6 +237,7 @@ def test_a_folder_that_wandb_left_behind_is_not_the_package(tmp_path: Path, monk
         ({"project": "me/demo"}, "project = 'me/demo'; .*WANDB_ENTITY"),
         ({"project": "x" * 129}, "expected 1 to 128 characters"),
         ({"project": "demo", "tags": ("ok", "")}, "tags: found ''; expected 1 to 64"),
+        ({"project": "demo", "samples": -1}, "found samples = -1 and sample_interval = 10; expected at least 0"),
         ({"project": "demo", "tags": ("x" * 65,)}, "tags: found 'x+'; expected 1 to 64"),
     ],
 )

@@ -25,7 +25,13 @@ class WandbRecord:
     config: dict[str, Any] = field(default_factory=dict)
     history: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Values by step."""
-    is_finished: bool = False
+    summary: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+    """None while the record is open."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.exit_code is not None
 
 
 def read_wandb_file(path: Path) -> WandbRecord:
@@ -46,7 +52,10 @@ def read_wandb_file(path: Path) -> WandbRecord:
                 for item in record.history.item:
                     _set(values, list(item.nested_key) or [item.key], json.loads(item.value_json))
             case "exit":
-                found.is_finished = True
+                found.exit_code = record.exit.exit_code
+            case "summary":
+                for item in record.summary.update:
+                    _set(found.summary, list(item.nested_key) or [item.key], json.loads(item.value_json))
     return found
 
 

@@ -10,9 +10,10 @@ import pytest
 from verbatim import Trajectory
 from verbatim.environments import tool_exchange
 from verbatim.environments.guess_number import GuessNumber
+from verbatim.monitors.conversation import message_text
 from verbatim.monitors.trajectory_log import TrajectoryLog
 from verbatim.plain_console import PlainConsole
-from verbatim.run.before_after import Comparison, compare, message_text, print_comparison
+from verbatim.run.before_after import Comparison, compare, print_comparison
 from verbatim.trajectory_json import NOT_WRITTEN
 
 OPENING = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Find it."}]
@@ -129,4 +130,4 @@ def test_what_an_encoding_cannot_write_and_control_characters_do_no_harm(tmp_pat
     ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "[{'type': 'text', 'text': 'x'}]"),
 ])  # fmt: skip
 def test_messages_of_any_form_have_a_text(message, text):
-    assert message_text(message) == text
+    assert message_text(message, 400) == text

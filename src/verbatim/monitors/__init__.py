@@ -12,6 +12,8 @@ from verbatim.monitors.metrics_log import MetricsLog
 from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
 
 MONITORS: Mapping[str, str] = {
+    "mlflow": "verbatim.monitors.mlflow:Mlflow",
+    "tensorboard": "verbatim.monitors.tensorboard:Tensorboard",
     "wandb": "verbatim.monitors.wandb:Wandb",
 }
 """By the name of their table, [monitor.NAME]. The table's keys are the knobs; called with a `RunInfo` as the run

@@ -34,6 +34,20 @@ class Alarm:
     trajectory_ids: tuple[str, ...] = ()
     """Trajectories that show it."""
 
+    @property
+    def text(self) -> str:
+        """All of it as one paragraph, for people.
+
+        >>> Alarm(name="stale", step=3, state="raised", message="Rollouts are 9 steps old.", cause="slow episodes",
+        ...       advice="lower orchestrator.max_async_level", env="game").text
+        'Rollouts are 9 steps old. Environment: game. Cause: slow episodes. To do: lower orchestrator.max_async_level.'
+        """
+        if self.state == "cleared":
+            return f"No longer: {self.message}"
+        named = {"Environment: ": self.env, "Cause: ": self.cause, "To do: ": self.advice}
+        found = [self.message, *(f"{name}{value}" for name, value in named.items() if value)]
+        return " ".join(part if part.endswith((".", "!", "?")) else f"{part}." for part in found)
+
 
 class Detector(Protocol):
     """Raises alarms. The run calls it after each step and each evaluation, on the thread and in the order of the

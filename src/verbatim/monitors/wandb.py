@@ -1,45 +1,38 @@
-"""Logs configuration, metrics and histograms to Weights & Biases, on a thread that the run never waits for.
+"""Logs a run to Weights & Biases: configuration, metrics, histograms, sample trajectories, alarms and the summary.
 
-```
-on_step, on_eval -> a queue of at most 1000 records -> thread: wandb.init, run.log ..., run.finish
-```
-Whatever the service does is a warning: a record that does not fit into the queue is dropped and counted, `init` and
-`finish` have deadlines, and a run that cannot be opened online is recorded offline in the run folder, for `wandb sync`.
+Calls return at once: `Background` talks to the service. A run that cannot be opened online is recorded offline in the
+run folder, for `wandb sync`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import re
-import threading
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from verbatim.config.secrets import without_secrets
 from verbatim.disk import write_file
 from verbatim.errors import UsageError
 from verbatim.imports import is_installed
+from verbatim.monitors import background
+from verbatim.monitors.alarm import Alarm
+from verbatim.monitors.background import Background, reason
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
+from verbatim.monitors.samples import COLUMNS, SampleRule
+from verbatim.trajectories import Fate
 
 logger = logging.getLogger(__name__)
 
 INSTALL = "[monitor.wandb] needs wandb, which is not installed; type: pip install 'verbatim-rl[wandb]'"
 RUN_ID = "wandb_run_id"
 """The file of the run folder that holds the id under which a resumed run goes on."""
-MAX_RECORDS = 1000
-"""Steps and evaluations that wait for the service; further ones are dropped."""
-INIT_SECONDS = 30.0
-"""Until a service that does not answer is given up, and the record is an offline one."""
-FINISH_SECONDS = 30.0
-"""For the upload of what is left when the run is over."""
 _NOT_IN_PROJECTS = "/\\#?%:"
 _MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 """What wandb knows; the last two are its older names of offline and online."""
@@ -65,6 +58,10 @@ class Wandb:
     """Labels to filter by."""
     mode: Literal["online", "offline", "disabled"] | None = None
     """"offline" records into the run folder, for `wandb sync`; by default what WANDB_MODE says, else "online"."""
+    samples: int = 4
+    """Trajectories in the table of a step; 0 = no tables."""
+    sample_interval: int = 10
+    """Steps between two tables."""
 
     def __post_init__(self) -> None:
         if not is_installed("wandb"):
@@ -77,6 +74,7 @@ class Wandb:
         wrong = next((tag for tag in self.tags if not 1 <= len(tag) <= 64), None)
         if wrong is not None:
             raise UsageError(f"[monitor.wandb] tags: found {wrong!r}; expected 1 to 64 characters")
+        SampleRule(count=self.samples, interval=self.sample_interval)  # refuses what makes no sense
         said = os.environ.get("WANDB_MODE")
         if self.mode is None and said and said not in _MODES:
             raise UsageError(
@@ -93,55 +91,67 @@ class WandbMonitor(Monitor):
     def __init__(self, settings: Wandb, run: RunInfo) -> None:
         self._settings = settings
         self._run = run
-        self._records: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(MAX_RECORDS + 1)  # 1 for the end
-        self._num_dropped = 0
-        self._num_refused = 0
-        self._is_lost = False
-        self._thread = threading.Thread(target=self._work, daemon=True, name="wandb")
-        self._thread.start()
+        self._samples = SampleRule(count=settings.samples, interval=settings.sample_interval)
+        self._failed = False
+        self._work = Background[Any](
+            "W&B", open=self._open, finish=lambda record: record.finish(exit_code=int(self._failed)),
+            how_to_recover=self._how_to_upload,
+        )  # fmt: skip
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """Every metric, and a histogram of each distribution."""
-        self._put(step, {**metrics, **{name: _histogram(values) for name, values in distributions.items()}})
+
+        def log(record: Any) -> None:
+            import wandb
+
+            bins = {name: found for name, values in distributions.items() if (found := _histogram(values)) is not None}
+            histograms = {name: wandb.Histogram(np_histogram=found) for name, found in bins.items()}
+            record.log({**metrics, **histograms}, step=step)
+
+        self._work.put(log)
+
+    def on_trajectories(self, step: int, fates: Sequence[Fate]) -> None:
+        """A table of a few of them, as `trajectories`."""
+        rows = self._samples.rows(step, fates)
+        if not rows:
+            return
+
+        def log(record: Any) -> None:
+            import wandb
+
+            table = wandb.Table(columns=list(COLUMNS), data=[list(astuple(row)) for row in rows])
+            record.log({"trajectories": table}, step=step)
+
+        self._work.put(log)
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
         """Every metric, under `eval/{env}/`."""
-        self._put(step, {f"eval/{env}/{name}": value for name, value in metrics.items()})
+        self._work.put(lambda record: record.log({f"eval/{env}/{k}": v for k, v in metrics.items()}, step=step))
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        """`alarm/{name}` is 1 while it is raised; the words are an alert, which W&B sends where the user wants it, and
+        in the summary."""
+        raised = alarm.state == "raised"
+
+        def log(record: Any) -> None:
+            record.log({f"alarm/{alarm.name}": float(raised)}, step=alarm.step)
+            record.summary.update({f"alarm_message/{alarm.name}": alarm.text})
+            if raised:
+                record.alert(title=f"{alarm.name} at step {alarm.step}", text=alarm.text, level="WARN")
+
+        self._work.put(log)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """The state and the results, into the summary."""
+        self._failed = summary["state"] == "failed"
+        said = {"state": summary["state"], **{f"results/{name}": value for name, value in summary["results"].items()}}
+        self._work.put(lambda record: record.summary.update(said))
 
     def close(self) -> None:
         """Wait for what is not uploaded yet, at most until the deadlines."""
-        self._records.put_nowait(None)
-        self._thread.join(INIT_SECONDS + FINISH_SECONDS)
-        if self._thread.is_alive():
-            _warn(f"did not finish within {INIT_SECONDS + FINISH_SECONDS:.0f} seconds; {self._how_to_upload()}")
-        if self._num_dropped:
-            _warn(f"{self._num_dropped} records were dropped: the service did not keep up")
+        self._work.close()
 
-    def _put(self, step: int, record: dict[str, Any]) -> None:
-        if self._is_lost:
-            return
-        if self._records.qsize() >= MAX_RECORDS:
-            self._num_dropped += 1
-            if self._num_dropped == 1:
-                _warn(f"{MAX_RECORDS} records wait for the service; further ones are dropped until it keeps up")
-            return
-        self._records.put_nowait((step, record))
-
-    # ---- the thread
-
-    def _work(self) -> None:
-        try:
-            run = self._open()
-        except Exception as error:  # noqa: BLE001  the library and its service may raise anything
-            self._is_lost = True
-            _warn(f"the record could not be opened, and the run goes on without it: {_reason(error)}")
-            return
-        while (record := self._records.get()) is not None:
-            self._log(run, *record)
-        try:
-            run.finish()
-        except Exception as error:  # noqa: BLE001
-            _warn(f"the record is not complete: {_reason(error)}; {self._how_to_upload()}")
+    # ---- on the thread
 
     def _open(self) -> Any:
         began = time.monotonic()
@@ -159,7 +169,7 @@ class WandbMonitor(Monitor):
             wandb.teardown()  # its service still holds the id
             mode = "offline"
             run = self._init(wandb, mode)
-            _warn(f"the service cannot be used ({_reason(error)}); {self._how_to_upload()}")
+            self._work.warn(f"the service cannot be used ({reason(error)}); {self._how_to_upload()}")
         # Asked for offline, the address is a warning of wandb's own.
         where = run.url if mode == "online" else f"recorded in {run.dir}" if mode == "offline" else mode
         logger.info("W&B: %s, opened in %.0f s", where, time.monotonic() - began)
@@ -178,28 +188,14 @@ class WandbMonitor(Monitor):
             settings=wandb.Settings(
                 silent=True,
                 console="off",  # what is printed is the run's business, and may quote anything
-                init_timeout=INIT_SECONDS,
-                finish_timeout=FINISH_SECONDS,
+                init_timeout=background.OPEN_SECONDS,
+                finish_timeout=background.FINISH_SECONDS,
                 finish_timeout_raises=True,
                 disable_git=True,
                 save_code=False,
                 x_disable_meta=True,  # it holds the command line, where overrides may be keys
             ),
         )
-
-    def _log(self, run: Any, step: int, record: dict[str, Any]) -> None:
-        import wandb
-
-        try:
-            values = {
-                name: wandb.Histogram(np_histogram=value) if isinstance(value, tuple) else value
-                for name, value in record.items() if value is not None
-            }  # fmt: skip
-            run.log(values, step=step)
-        except Exception as error:  # noqa: BLE001
-            self._num_refused += 1
-            if self._num_refused == 1:
-                _warn(f"a record was refused, and so may be others: {_reason(error)}")
 
     def _how_to_upload(self) -> str:
         return f"type `wandb sync {self._run.folder}/wandb/*run-*` to upload what is recorded there"
@@ -228,12 +224,3 @@ def _run_id(path: Path) -> str:
         found = uuid.uuid4().hex[:12]
         write_file(path, found.encode())
     return found
-
-
-def _warn(message: str) -> None:
-    logger.warning("W&B: %s", message)
-
-
-def _reason(error: Exception) -> str:
-    text = without_secrets(str(error)).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}"

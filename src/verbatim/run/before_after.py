@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verbatim.environments.base import Environment, succeeded
+from verbatim.monitors.conversation import message_text
 from verbatim.monitors.trajectory_log import read_trajectories
 from verbatim.texts import printable
 from verbatim.trajectory_json import NOT_WRITTEN
@@ -167,26 +168,8 @@ def _outcome(trajectory: Trajectory, success: bool) -> str:
 def _cells(message: Message, console: Console) -> tuple[Text, Text]:
     """Who speaks, and what is said."""
     role = str(message.get("role", ""))
-    return (Text(_safe(_ROLES.get(role, role), console), style="dim"), Text(_safe(message_text(message), console)))
-
-
-def message_text(message: Message) -> str:
-    """A message as one text: its content, then its tool calls as Python calls.
-
-    >>> message_text({"role": "assistant", "content": "", "tool_calls": [
-    ...     {"id": "1", "type": "function", "function": {"name": "guess", "arguments": {"number": 8}}}]})
-    'guess(number=8)'
-    """
-    content = message.get("content") or ""
-    parts = [content.strip() if isinstance(content, str) else str(content)]
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, Mapping):
-            arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        parts.append(f"{function['name']}({arguments})")
-    text = "\n".join(part for part in parts if part) or "(nothing)"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text) - _LONGEST:,} more characters)"
+    said = _safe(message_text(message, _LONGEST), console)
+    return (Text(_safe(_ROLES.get(role, role), console), style="dim"), Text(said))
 
 
 def _safe(text: str, console: Console) -> str:

@@ -1,4 +1,4 @@
-"""A run with [monitor.wandb], recorded by the real package without a network, and read back from its files."""
+"""A run with W&B, TensorBoard and MLflow at once, recorded by the real packages without a network, and read back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
+from monitors.test_mlflow import Read as ReadMlflow
+from monitors.test_tensorboard import Read as ReadTensorboard
 from monitors.wandb_file import WandbRecord, read_wandb_file
 from verbatim.cli.main import main
 
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.slow]
 
 KEY = "hf_abcdefghijklmnopqrstuv"
 
@@ -50,6 +52,11 @@ args = {{{{ delay = 0.0 }}}}
 [monitor.wandb]
 project = "lots-of-lots"
 tags = ["tiny"]
+[monitor.tensorboard]
+sample_interval = 2
+[monitor.mlflow]
+experiment = "lots"
+tracking_uri = "sqlite:///mlflow.db"
 [monitor.mine]
 type = "custom"
 import_path = "broken_monitor.open_it"
@@ -78,6 +85,8 @@ class Recorded:
     metrics: dict[int, dict[str, float]]
     first: WandbRecord
     second: WandbRecord
+    tensorboard: ReadTensorboard
+    mlflow: ReadMlflow
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +105,10 @@ def recorded(tmp_path_factory) -> Iterator[Recorded]:
         run = here / "run"
         first, second = (finished_record(path) for path in records(run))
         metrics = {line["step"]: line["metrics"] for line in train_lines(run)}
-        yield Recorded(folder=run, model=model, metrics=metrics, first=first, second=second)
+        yield Recorded(
+            folder=run, model=model, metrics=metrics, first=first, second=second,
+            tensorboard=ReadTensorboard(run / "tensorboard"), mlflow=ReadMlflow("sqlite:///mlflow.db", run),
+        )  # fmt: skip
 
 
 def records(run: Path) -> list[Path]:
@@ -150,8 +162,44 @@ def test_dropped_rollouts_are_in_the_histograms(recorded: Recorded):
     assert history[1]["distribution/turns"] == {"_type": "histogram", "values": [8], "bins": [0.5, 1.5]}
 
 
+def same(found: float, expected: object) -> bool:
+    """As float32, which TensorBoard has."""
+    value = float(expected)  # type: ignore[arg-type]
+    return found == pytest.approx(value, rel=1e-6) or (math.isnan(found) and math.isnan(value))
+
+
+def test_every_service_has_every_metric_of_every_step_once(recorded: Recorded):
+    for step, metrics in recorded.metrics.items():
+        for name, value in metrics.items():
+            for scalars in (recorded.tensorboard.scalars(name), recorded.mlflow[name]):
+                (found,) = [number for at, number in scalars if at == step]
+                assert same(found, value), (step, name)
+    for scalars in (recorded.tensorboard.scalars("eval/held-out/success"), recorded.mlflow["eval/held-out/success"]):
+        assert [step for step, _ in scalars] == [0, 2, 3]
+
+
+def test_every_service_has_sample_trajectories(recorded: Recorded):
+    table = recorded.first.history[1]["trajectories"]
+    assert (table["_type"], table["nrows"]) == ("table-file", 4)
+    assert [step for step, _ in recorded.tensorboard["trajectories"]] == [1, 2]
+    assert recorded.mlflow.artifacts("trajectories") == ["trajectories/step-000001.json"]
+
+
+def test_every_service_knows_the_configuration_and_how_the_run_ended(recorded: Recorded):
+    assert recorded.second.exit_code == 0
+    assert recorded.second.summary["state"] == "finished"
+    assert recorded.second.summary["results/steps"] == 3
+    assert '"state": "finished"' in recorded.tensorboard.text("results")
+    assert '"batch_size": 8' in recorded.tensorboard.text("config")
+    assert recorded.mlflow.run.info.status == "FINISHED"
+    assert recorded.mlflow.run.data.params["orchestrator.batch_size"] == "8"
+    assert recorded.mlflow["results/steps"] == [(2, 2), (3, 3)]
+
+
 def test_no_key_is_in_any_file_of_the_record(recorded: Recorded):
-    files = [path for path in (recorded.folder / "wandb").rglob("*") if path.is_file()]
+    places = (recorded.folder / "wandb", recorded.folder / "tensorboard", recorded.folder.parent / "mlruns")
+    files = [path for place in places for path in place.rglob("*") if path.is_file()]
+    files.append(recorded.folder.parent / "mlflow.db")
     assert set(records(recorded.folder)) <= set(files)
     for path in [*files, *(recorded.folder / "logs").iterdir()]:
         assert KEY.encode() not in path.read_bytes(), path
@@ -166,9 +214,9 @@ def test_a_monitor_that_fails_stops_nothing_and_is_reported(recorded: Recorded):
 UNREACHABLE = """
 import logging, sys, time
 from pathlib import Path
-from verbatim.monitors import RunInfo, wandb
+from verbatim.monitors import RunInfo, background, wandb
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
-wandb.INIT_SECONDS = 2.0
+background.OPEN_SECONDS = 2.0
 began = time.monotonic()
 monitor = wandb.Wandb(project="p", mode="online")(RunInfo(name="n", folder=Path(sys.argv[1]), config={}))
 for step in range(5):

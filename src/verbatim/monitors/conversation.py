@@ -1,0 +1,49 @@
+"""Writes messages as plain text, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def message_text(message: Mapping[str, Any], longest: int) -> str:
+    """A message as one text: its content, then its tool calls as Python calls, cut after `longest` characters.
+
+    >>> message_text({"role": "assistant", "content": "", "tool_calls": [
+    ...     {"id": "1", "type": "function", "function": {"name": "guess", "arguments": {"number": 8}}}]}, 100)
+    'guess(number=8)'
+    """
+    content = message.get("content") or ""
+    parts = [content.strip() if isinstance(content, str) else str(content)]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", {})
+        arguments = function.get("arguments", "")
+        if isinstance(arguments, Mapping):
+            arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        parts.append(f"{function.get('name', '?')}({arguments})")
+    return shortened("\n".join(part for part in parts if part) or "(nothing)", longest)
+
+
+def conversation_text(messages: Iterable[Mapping[str, Any]], longest: int) -> str:
+    """All messages, each under its role, cut after `longest` characters in all.
+
+    >>> print(conversation_text([{"role": "user", "content": "go"}, {"role": "assistant", "content": "gone"}], 100))
+    [user]
+    go
+    <BLANKLINE>
+    [assistant]
+    gone
+    """
+    parts: list[str] = []
+    left = longest
+    for message in messages:
+        if left < 0:
+            break
+        parts.append(f"[{message.get('role', '')}]\n{message_text(message, longest)}")
+        left -= len(parts[-1])
+    return shortened("\n\n".join(parts), longest)
+
+
+def shortened(text: str, longest: int) -> str:
+    """The text, or its beginning with how much more there is."""
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text) - longest:,} more characters)"

@@ -1,0 +1,264 @@
+"""Logs a run to MLflow: parameters, metrics, quantiles, sample trajectories, alarms and how it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
+
+from verbatim.disk import write_file
+from verbatim.errors import UsageError
+from verbatim.imports import is_installed
+from verbatim.monitors.alarm import Alarm
+from verbatim.monitors.background import Background, reason
+from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
+from verbatim.monitors.samples import COLUMNS, SampleRule
+from verbatim.monitors.values import flat, quantiles
+from verbatim.trajectories import Fate
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "[monitor.mlflow] needs mlflow, which is not installed; type: pip install 'verbatim-rl[mlflow]'"
+RUN_ID = "mlflow_run_id"
+"""The file of the run folder that holds the id under which a resumed run goes on."""
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""MLflow's words for how a run ended."""
+RETRY_SECONDS = 60.0
+"""Until a server that could not be reached is tried again."""
+_BATCH, _PARAMS = 1000, 100
+"""Most metrics, and most parameters, of one request."""
+_LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
+_MOST_TABLES = 80
+"""Tables that the tag of a run lists, the newest: it has room for no more."""
+_TABLES = "mlflow.loggedArtifacts"
+_FOREIGN = re.compile(r"[^\w\-. :/]")
+_CLIENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+}  # fmt: skip
+"""Settings of the client, where the environment has none: nothing is sent to its makers, and a server that does not
+answer is given up within the deadlines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlflow:
+    """[monitor.mlflow]: opens a run of an experiment at an MLflow server, or in a database.
+
+    Raises:
+        UsageError: mlflow is not installed, or cannot be used with this address.
+    """
+
+    experiment: str
+    """The experiment; created if it does not exist."""
+    name: str | None = None
+    """What the run is called there; the run's name by default."""
+    tracking_uri: str | None = None
+    """The server or database, such as `http://host:5000` or `sqlite:///mlflow.db`; by default what MLFLOW_TRACKING_URI
+    says, else MLflow's own default, the database `mlflow.db` in the working directory."""
+    samples: int = 4
+    """Trajectories in the table of a step; 0 = no tables."""
+    sample_interval: int = 10
+    """Steps between two tables."""
+
+    def __post_init__(self) -> None:
+        if not is_installed("mlflow"):
+            raise UsageError(INSTALL)
+        if not self.experiment.strip() or len(self.experiment) > 500:
+            raise UsageError(f"[monitor.mlflow] experiment = {self.experiment!r:.80}; expected 1 to 500 characters")
+        SampleRule(count=self.samples, interval=self.sample_interval)  # refuses what makes no sense
+        scheme = self.uri.partition(":")[0] if ":" in self.uri else "file"
+        if scheme == "file" and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
+            raise UsageError(f"[monitor.mlflow] tracking_uri = {self.uri!r}: MLflow writes no folders any more, unless "
+                             "MLFLOW_ALLOW_FILE_STORE=true is set; give a database, sqlite:///mlflow.db, or a server")
+        if not scheme.startswith(("http", "file", "databricks")) and not is_installed("sqlalchemy"):
+            raise UsageError(f"[monitor.mlflow] tracking_uri = {self.uri!r}: a database needs sqlalchemy, which is not "
+                             "installed; type: pip install 'verbatim-rl[mlflow]'")  # fmt: skip
+
+    @property
+    def uri(self) -> str:
+        """Where the run is recorded."""
+        return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+
+    def __call__(self, run: RunInfo) -> MlflowMonitor:
+        return MlflowMonitor(self, run)
+
+
+@dataclass(eq=False)
+class _Record:
+    """An open run of MLflow, used by one thread."""
+
+    client: MlflowClient
+    run_id: str
+    is_new: bool
+    tables: list[str]
+    """Files of tables that the run has."""
+
+    def __post_init__(self) -> None:
+        self._heard: dict[str, int] = {}
+
+    def log(self, step: int, at: int, metrics: Mapping[str, float], mark: str) -> None:
+        """Log metrics, unless an earlier process logged this step: MLflow would show both.
+
+        Args:
+            step: The step.
+            at: Milliseconds since 1970.
+            metrics: By name.
+            mark: One of the metrics, which every such record has: its history says what was logged before.
+        """
+        if mark not in self._heard:
+            history = [] if self.is_new else self.client.get_metric_history(self.run_id, _key(mark))
+            self._heard[mark] = max((metric.step for metric in history), default=-1)
+        if step <= self._heard[mark]:
+            return
+        from mlflow.entities import Metric
+
+        found = [Metric(_key(name), float(value), at, step) for name, value in metrics.items()]
+        for first in range(0, len(found), _BATCH):
+            self.client.log_batch(self.run_id, metrics=found[first : first + _BATCH])
+
+
+class MlflowMonitor(Monitor):
+    """One run of MLflow. Its methods return at once, but for `close`."""
+
+    def __init__(self, settings: Mlflow, run: RunInfo) -> None:
+        self._settings, self._run = settings, run
+        self._samples = SampleRule(count=settings.samples, interval=settings.sample_interval)
+        self._status = STATUS["stopped"]
+        self._work = Background[_Record](
+            "MLflow", open=self._open, finish=lambda record: record.client.set_terminated(record.run_id, self._status),
+            how_to_recover=lambda: f"what is missing there is in {run.folder}/metrics.jsonl",
+            retry_seconds=RETRY_SECONDS,
+        )  # fmt: skip
+
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
+        """Every metric, and quantiles of each distribution: MLflow has no histograms."""
+        at = _now()
+
+        def log(record: _Record) -> None:
+            spread = {
+                f"{name}/{quantile}": value for name, values in distributions.items()
+                for quantile, value in quantiles(values).items()
+            }  # fmt: skip
+            record.log(step, at, {**metrics, **spread}, mark=next(iter(metrics)))
+
+        self._work.put(log)
+
+    def on_trajectories(self, step: int, fates: Sequence[Fate]) -> None:
+        """A table of a few of them, as `trajectories/step-000010.json`."""
+        rows = self._samples.rows(step, fates)
+        if not rows:
+            return
+
+        def log(record: _Record) -> None:
+            file = f"trajectories/step-{step:06d}.json"
+            record.client.log_dict(record.run_id, {"columns": COLUMNS, "data": [astuple(row) for row in rows]}, file)
+            if file not in record.tables:
+                record.tables.append(file)
+            listed = [{"path": path, "type": "table"} for path in record.tables[-_MOST_TABLES:]]
+            record.client.set_tag(record.run_id, _TABLES, json.dumps(listed))
+
+        self._work.put(log)
+
+    def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
+        """Every metric, under `eval/{env}/`."""
+        at, named = _now(), {f"eval/{env}/{name}": value for name, value in metrics.items()}
+        self._work.put(lambda record: record.log(step, at, named, mark=next(iter(named))))
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        """`alarm/{name}` is 1 while it is raised; the words are a tag, and all alarms the file `alarms.jsonl`."""
+        at, name = _now(), f"alarm/{alarm.name}"
+
+        def log(record: _Record) -> None:
+            record.log(alarm.step, at, {name: float(alarm.state == "raised")}, mark=name)
+            record.client.set_tag(record.run_id, _key(f"alarm.{alarm.name}"), alarm.text[:_LONGEST_TAG])
+            if (file := self._run.folder / "alarms.jsonl").is_file():
+                record.client.log_artifact(record.run_id, str(file))
+
+        self._work.put(log)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """The results as metrics, and how the run ended."""
+        self._status = STATUS[summary["state"]]
+        at, step = _now(), summary["steps"]
+        results = {f"results/{k}": v for k, v in summary["results"].items() if isinstance(v, int | float)}
+        if results:
+            self._work.put(lambda record: record.log(step, at, results, mark=next(iter(results))))
+
+    def close(self) -> None:
+        """Wait for what is not sent yet, at most until the deadlines."""
+        self._work.close()
+
+    # ---- on the thread
+
+    def _open(self) -> _Record:
+        for name, value in _CLIENT.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient  # here, on the thread: it takes seconds
+
+        for noisy in ("mlflow", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        own = threading.current_thread().name  # its retries are told once, as what came of them
+        logging.getLogger("urllib3.connectionpool").addFilter(lambda record: record.threadName != own)
+        client = MlflowClient(tracking_uri=self._settings.uri)
+        record = self._found(client) or self._made(client)
+        there = client.get_run(record.run_id).data.params if not record.is_new else {}
+        config = {_key(name): value for name, value in flat(self._run.config).items() if value is not None}
+        new = {name: str(value)[:_LONGEST_PARAM] for name, value in config.items() if name not in there}
+        self._log_params(record, new)
+        client.log_dict(record.run_id, dict(self._run.config), "config.json")
+        logger.info("MLflow: run %s of experiment %s", record.run_id, self._settings.experiment)
+        return record
+
+    def _found(self, client: MlflowClient) -> _Record | None:
+        """The run that an earlier process of this run opened, if it is still there."""
+        path = self._run.folder / RUN_ID
+        run_id = path.read_text(encoding="ascii", errors="replace").strip() if path.is_file() else ""
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run_id):
+            return None
+        try:
+            run = client.get_run(run_id)
+        except Exception as error:
+            if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            self._work.warn(f"the run {run_id} is not there any more, and a new one is opened: {reason(error)}")
+            return None
+        client.update_run(run_id, status="RUNNING")
+        tables = [table["path"] for table in json.loads(run.data.tags.get(_TABLES, "[]"))]
+        return _Record(client, run_id, False, tables)
+
+    def _made(self, client: MlflowClient) -> _Record:
+        experiment = client.get_experiment_by_name(self._settings.experiment)
+        number = client.create_experiment(self._settings.experiment) if experiment is None else experiment.experiment_id
+        run = client.create_run(number, run_name=self._settings.name or self._run.name)
+        write_file(self._run.folder / RUN_ID, run.info.run_id.encode())
+        return _Record(client, run.info.run_id, True, [])
+
+    @staticmethod
+    def _log_params(record: _Record, params: Mapping[str, str]) -> None:
+        """Those that are not there yet: MLflow's cannot change. The file config.json has the newest of all."""
+        from mlflow.entities import Param
+
+        found = [Param(name, value) for name, value in params.items()]
+        for first in range(0, len(found), _PARAMS):
+            record.client.log_batch(record.run_id, params=found[first : first + _PARAMS])
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
+
+
+def _key(name: str) -> str:
+    """A name that MLflow takes: letters, digits and `_-. :/`.
+
+    >>> _key("errors/tool (late)")
+    'errors/tool _late_'
+    """
+    return _FOREIGN.sub("_", name)[:250]

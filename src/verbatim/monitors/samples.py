@@ -1,0 +1,99 @@
+"""Chooses a few trajectories of a step, and makes table rows of them for services."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from verbatim.config.secrets import without_secrets
+from verbatim.errors import UsageError
+from verbatim.monitors.conversation import conversation_text
+from verbatim.texts import printable
+from verbatim.trajectories import Fate
+
+LONGEST = 10_000
+"""Most characters of a conversation in a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRow:
+    """One trajectory, as services show it."""
+
+    step: int
+    env: str
+    example_id: str
+    trajectory_id: str
+    reward: float | None
+    advantage: float | None
+    """None where turns have advantages of their own, or none was computed."""
+    fate: str
+    """"trained", or why nothing of it was."""
+    stop_reason: str
+    turns: int
+    sampled_tokens: int
+    conversation: str
+    """Its messages, without secrets; control characters are escaped."""
+
+
+COLUMNS = tuple(f.name for f in fields(SampleRow))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRule:
+    """Which trajectories a service shows."""
+
+    count: int
+    """For each step that has a table; 0 = no tables."""
+    interval: int
+    """Steps between two tables; the first step has one too."""
+
+    def __post_init__(self) -> None:
+        if self.count < 0 or self.interval < 1:
+            raise UsageError(f"found samples = {self.count} and sample_interval = {self.interval}; expected at least 0 "
+                             "and at least 1")  # fmt: skip
+
+    def rows(self, step: int, fates: Sequence[Fate]) -> list[SampleRow]:
+        """The rows of this step; empty where it has no table."""
+        if self.count == 0 or not (step == 1 or step % self.interval == 0):
+            return []
+        return [sample_row(step, fate) for fate in chosen(fates, self.count)]
+
+
+def chosen(fates: Iterable[Fate], count: int) -> list[Fate]:
+    """Trajectories spread evenly over the rewards, from the highest to the lowest; those without a reward come last.
+
+    Of equal ones the first by trajectory id, so that the same step gives the same rows.
+    """
+    ordered = sorted(fates, key=lambda fate: (-_reward(fate), fate.trajectory.trajectory_id))
+    with_reward = [fate for fate in ordered if fate.trajectory.reward is not None]
+    found = with_reward if len(with_reward) >= count else ordered
+    if len(found) <= count:
+        return found
+    if count == 1:
+        return found[:1]
+    return [found[round(index * (len(found) - 1) / (count - 1))] for index in range(count)]
+
+
+def _reward(fate: Fate) -> float:
+    reward = fate.trajectory.reward
+    return float("-inf") if reward is None else float(reward)
+
+
+def sample_row(step: int, fate: Fate) -> SampleRow:
+    """The row of one trajectory."""
+    trajectory = fate.trajectory
+    stopped = "error" if trajectory.error is not None else str(getattr(trajectory.stop_reason, "value", "") or "")
+    return SampleRow(
+        step=step, env=trajectory.env, example_id=str(trajectory.example_id), trajectory_id=trajectory.trajectory_id,
+        reward=trajectory.reward, advantage=trajectory.advantage, fate=fate.reason or _fate_of_turns(fate),
+        stop_reason=stopped, turns=len(trajectory.turns), sampled_tokens=trajectory.num_sampled_tokens,
+        conversation=printable(without_secrets(conversation_text(trajectory.messages, LONGEST))),
+    )  # fmt: skip
+
+
+def _fate_of_turns(fate: Fate) -> str:
+    """`trained`, or the fates of its tokens: `trained 12, over_length 3`."""
+    counts = fate.num_tokens
+    if len(counts) <= 1:
+        return next(iter(counts), "trained")
+    return ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -1,0 +1,19 @@
+"""Fates for tests of monitors."""
+
+from __future__ import annotations
+
+from verbatim import Trajectory, Turn
+from verbatim.trajectories import Fate
+
+HOSTILE = "<script>alert(1)</script> [x](javascript:alert(1)) \x1b[31mred"
+
+
+def fate(name: str, reward: float | None, *, text: str = "hello", reason: str | None = None, **fields: object) -> Fate:
+    """Of one trajectory with a turn of three sampled tokens."""
+    turn = Turn(prompt_ids=[1, 2], completion_ids=[3, 4, 5])
+    messages = ({"role": "user", "content": "go"}, {"role": "assistant", "content": text})
+    trajectory = Trajectory(example_id="x", trajectory_id=name, env="game", reward=reward, turns=(turn,),
+                            messages=messages, **fields)  # type: ignore[arg-type]  # fmt: skip
+    if reason is not None:
+        return Fate.of_dropped(trajectory, reason)
+    return Fate(trajectory=trajectory, turns=("trained",))

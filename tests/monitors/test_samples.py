@@ -1,0 +1,67 @@
+"""The trajectories in a table are spread over the rewards, always the same ones, and harmless as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from monitors.fates import HOSTILE, fate
+from verbatim.errors import UsageError
+from verbatim.monitors.conversation import conversation_text
+from verbatim.monitors.samples import LONGEST, SampleRule, chosen, sample_row
+
+
+def names(found: list) -> list[str]:
+    return [f.trajectory.trajectory_id for f in found]
+
+
+def test_the_best_the_worst_and_what_is_between_are_chosen():
+    fates = [fate(f"t{n}", reward=n / 10) for n in (3, 0, 9, 6, 1)]
+    assert names(chosen(fates, 3)) == ["t9", "t3", "t0"]
+    assert names(chosen(fates, 2)) == ["t9", "t0"]
+    assert names(chosen(fates, 1)) == ["t9"]
+    assert names(chosen(fates, 9)) == ["t9", "t6", "t3", "t1", "t0"]
+
+
+def test_equal_rewards_are_in_the_order_of_their_ids_whatever_order_they_came_in():
+    fates = [fate(name, reward=1.0) for name in "cab"]
+    assert names(chosen(fates, 3)) == names(chosen(fates[::-1], 3)) == ["a", "b", "c"]
+
+
+def test_those_without_a_reward_fill_up_only():
+    fates = [fate("none", reward=None, error="environment: broke"), fate("one", reward=1.0), fate("two", reward=0.0)]
+    assert names(chosen(fates, 2)) == ["one", "two"]
+    assert names(chosen(fates, 3)) == ["one", "two", "none"]
+
+
+def test_a_row_says_what_became_of_the_trajectory():
+    row = sample_row(7, fate("a", 0.5, reason="stale", advantage=0.25))
+    assert (row.step, row.env, row.trajectory_id, row.reward, row.advantage) == (7, "game", "a", 0.5, 0.25)
+    assert (row.fate, row.turns, row.sampled_tokens) == ("stale", 1, 3)
+    assert row.conversation == "[user]\ngo\n\n[assistant]\nhello"
+    assert sample_row(7, fate("a", 0.5)).fate == "trained"
+
+
+def test_control_characters_are_written_out_and_long_conversations_cut():
+    row = sample_row(1, fate("a", 1.0, text=HOSTILE))
+    assert "\\x1b[31mred" in row.conversation and "\x1b" not in row.conversation
+    long = sample_row(1, fate("a", 1.0, text="x" * 50_000)).conversation
+    assert len(long) < LONGEST + 50 and long.endswith("more characters)")
+
+
+def test_a_key_of_the_environment_is_not_in_a_row(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_KEY", "hf_abcdefghijklmnopqrstuv")
+    row = sample_row(1, fate("a", 1.0, text="the key is hf_abcdefghijklmnopqrstuv"))
+    assert "hf_abc" not in row.conversation and "[redacted]" in row.conversation
+
+
+def test_messages_of_any_shape_are_shown():
+    odd = [{"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}, {"content": 7}]
+    assert conversation_text(odd, 100) == "[assistant]\n?()\n\n[]\n7"
+
+
+def test_only_some_steps_have_a_table():
+    rule = SampleRule(count=1, interval=4)
+    assert [step for step in range(1, 10) if rule.rows(step, [fate("a", 1.0)])] == [1, 4, 8]
+    assert SampleRule(count=0, interval=1).rows(1, [fate("a", 1.0)]) == []
+    with pytest.raises(UsageError, match="sample_interval = 0; expected at least 0 and at least 1"):
+        SampleRule(count=1, interval=0)
