@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 
@@ -169,6 +169,31 @@ class Sampler(Protocol):
 
     async def close(self) -> None:
         """Stop; requests in flight end as cancelled."""
+
+
+Watch: TypeAlias = Callable[[Sequence[int]], bool]
+"""Gets the ids drawn since its last call, in order; True ends the completion with the last of them."""
+
+
+@runtime_checkable
+class ShowsTokens(Protocol):
+    """A sampler that shows tokens as they are drawn, and can be told to stop there."""
+
+    async def generate_watched(self, request: SampleRequest, watch: Watch) -> Completion:
+        """As `generate`, for someone who watches; a completion that `watch` ends has the stop reason "stop".
+
+        Args:
+            request: As in `generate`.
+            watch: Called on any thread while tokens are drawn, so it has to be quick; not for the tokens with which a
+                completion ends anyway. An exception of it fails the request.
+        """
+
+
+async def generate_watched(sampler: Sampler, request: SampleRequest, watch: Watch) -> Completion:
+    """Sample a completion while it is watched, where the sampler shows its tokens; else whole and unwatched."""
+    if isinstance(sampler, ShowsTokens):
+        return await sampler.generate_watched(request, watch)
+    return await sampler.generate(request)
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from verbatim.errors import ModelError, RecordError, SamplerFault
-from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.base import Completion, SampleRequest, Watch
 from verbatim.inference.cut_off import cut_off
 from verbatim.inference.validation import check_ids, check_prompt
 from verbatim.types import Float32, Ids, Int32, StopReason
@@ -84,6 +84,17 @@ class ScriptedSampler:
             SamplerFault: the request fails by `trouble`, or the sampler is closed.
             asyncio.CancelledError: the call was cancelled; it holds how many tokens had been drawn.
         """
+        return await self._generate(request, None)
+
+    async def generate_watched(self, request: SampleRequest, watch: Watch) -> Completion:
+        """As `generate`; `watch` is called after each token but the last.
+
+        Raises:
+            RecordError, SamplerFault, asyncio.CancelledError: as `generate`.
+        """
+        return await self._generate(request, watch)
+
+    async def _generate(self, request: SampleRequest, watch: Watch | None) -> Completion:
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         if self._closed.is_set():
             raise SamplerFault("the sampler is closed; make a new one")
@@ -92,14 +103,14 @@ class ScriptedSampler:
         self.num_in_flight += 1
         versions: list[int] = []
         try:
-            return await self._answer(index, request, versions)
+            return await self._answer(index, request, versions, watch)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise cut_off(len(versions)) from None
         finally:
             self.num_in_flight -= 1
 
-    async def _answer(self, index: int, request: SampleRequest, versions: list[int]) -> Completion:
+    async def _answer(self, index: int, request: SampleRequest, versions: list[int], watch: Watch | None) -> Completion:
         """Append the version of each token to `versions` as it is drawn."""
         trouble = self.trouble(index, request) if callable(self.trouble) else self.trouble.get(index)
         if trouble == "fail":
@@ -114,6 +125,9 @@ class ScriptedSampler:
                 break
             versions.append(self.policy_version)
             self.num_drawn += 1
+            if watch is not None and len(versions) < len(ids) and watch([int(ids[len(versions) - 1])]):
+                ids, reason = ids[: len(versions)], StopReason.STOP
+                break
         if self._closed.is_set():
             ids, reason = ids[: len(versions)], StopReason.CANCELLED
         logprobs = None

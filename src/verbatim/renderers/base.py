@@ -74,3 +74,12 @@ class Renderer(Protocol):
 
     def decode(self, ids: Int32) -> str:
         """Text for people, special tokens included."""
+
+
+@runtime_checkable
+class ReadsGrowingText(Protocol):
+    """A renderer that can read a completion while it grows."""
+
+    def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
+        """Thinking and content with which every completion that begins with these ids is read; may be less than what is
+        there already, never more."""

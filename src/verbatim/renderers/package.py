@@ -16,6 +16,7 @@ from verbatim.errors import EnvironmentFault, ModelError
 from verbatim.renderers.base import ParsedResponse, Schemas
 from verbatim.renderers.guard import GuardedTokenizer
 from verbatim.renderers.responses import read_completion
+from verbatim.renderers.stable_text import settled
 from verbatim.renderers.tool_support import ToolSupport, probe
 from verbatim.types import Int32, Message
 
@@ -114,6 +115,42 @@ class PackageRenderer:
         stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
         prompt = None if prompt_ids is None else prompt_ids.tolist()
         return read_completion(self._family, self._tokenizer, ids[:stop], prompt, tools)
+
+    def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
+        """Thinking and content with which every completion that begins with these ids is read.
+
+        Each family has marks of its own, so less is returned than could be: nothing from the first control token or
+        "<" on that is no mark of thinking, nothing of what might be a call without marks, and nothing of an answer that
+        begins with white space, which some families keep or leave out depending on what follows.
+        """
+        ids = completion_ids[: self._end_of_plain(completion_ids.tolist())]
+        parsed = self.parse_response(ids, prompt_ids)
+        reasoning, content = parsed.reasoning_content, parsed.content
+        if parsed.tool_calls or (content and self._takes_text_back):
+            return "", ""
+        if not content:
+            return ("", "") if reasoning is None or reasoning[:1].isspace() else (settled(reasoning, "<"), "")
+        if content[:1].isspace() or content.startswith(("{", "[")):
+            content = ""
+        return reasoning or "", settled(content, "<")
+
+    def _end_of_plain(self, ids: list[int]) -> int:
+        """The place of the first control token that does not open or close the thinking."""
+        seen = set[int]()
+        for place, token in enumerate(ids):
+            if token in self._control and (token not in self._think_ids or token in seen):
+                return place
+            seen.add(token)
+        return len(ids)
+
+    @cached_property
+    def _takes_text_back(self) -> bool:
+        """Whether something that may follow makes a text no content: a mark that closes thinking which none has opened,
+        or the end of a header."""
+        alpha, beta, close = (self._tokenizer.encode(text) for text in ("zqalpha", "zqbeta", "</think>"))
+        later = [close, *([token] for token in self._control.difference(self.stop_token_ids))]
+        read = (self.parse_response(np.array([*alpha, *ids, *beta], dtype=np.int32)) for ids in later)
+        return not all(parsed.content.startswith("zqalpha") for parsed in read)
 
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None

@@ -20,6 +20,7 @@ from verbatim.renderers.guard import GuardedTokenizer
 from verbatim.renderers.hermes import SYNTAX, TAGS, HermesFormat, fit
 from verbatim.renderers.messages import check_messages
 from verbatim.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
+from verbatim.renderers.stable_text import settled
 from verbatim.renderers.tool_support import COMPLETE, ToolSupport, probe
 from verbatim.renderers.tool_syntax import hide, shown
 from verbatim.types import Int32, Message
@@ -131,6 +132,31 @@ class TemplateRenderer:
         content = shown(self._control.sub("", content))
         return ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=calls)
 
+    def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
+        """Thinking and content with which every completion that begins with these ids is read."""
+        text, thinking = self._sampled(completion_ids, prompt_ids)
+        if not thinking and _OPEN.startswith(text.lstrip()[: len(_OPEN)]):
+            return "", ""  # thinking may begin here
+        reasoning = ""
+        if thinking:
+            reasoning, closed, text = text.partition(_CLOSE)
+            reasoning = reasoning.lstrip("\n")
+            if not closed:
+                return shown(settled(reasoning, [_CLOSE])), ""
+            reasoning, text = reasoning.strip("\n"), text.lstrip("\n")
+        return shown(reasoning), self._stable_content(text)
+
+    def _stable_content(self, text: str) -> str:
+        marks: list[str] = []
+        if self._preamble:
+            return ""
+        if self._syntax is not None:
+            if not self._syntax.opens and (not text.strip() or text.lstrip().startswith("{")):
+                return ""  # all of it may be a call
+            first = self._syntax.opens.split()[:1]
+            marks = [*first, self._syntax.before + "".join(first)]
+        return shown(self._control.sub("", settled(text, marks)))
+
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
@@ -188,16 +214,21 @@ class TemplateRenderer:
 
     def _thought_apart(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str | None, str]:
         """The thinking of a completion (None without any), and the rest as `hide` leaves it."""
+        text, thinking = self._sampled(completion_ids, prompt_ids)
+        if not thinking:
+            return None, text
+        reasoning, _, text = text.partition(_CLOSE)
+        return shown(reasoning.strip("\n")), text.lstrip("\n")
+
+    def _sampled(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str, bool]:
+        """The text of a completion as `hide` leaves it, and whether it begins with thinking, whose mark is cut off."""
         ids = completion_ids.tolist()
         end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
         text = self._sampled_text(ids[:end])
         thinking = prompt_ids is not None and self._sampled_text(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
         if not thinking and text.lstrip().startswith(_OPEN):
-            thinking, text = True, text.lstrip().removeprefix(_OPEN)
-        if not thinking:
-            return None, text
-        reasoning, _, text = text.partition(_CLOSE)
-        return shown(reasoning.strip("\n")), text.lstrip("\n")
+            return text.lstrip().removeprefix(_OPEN), True
+        return text, thinking
 
     def _said(self, completion_ids: Int32, prompt_ids: Int32 | None) -> dict[str, Any]:
         """A completion as a message whose content is the sampled text, calls included, readable or not."""

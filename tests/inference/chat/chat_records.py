@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from verbatim.inference.chat.protocol import ChatReply
+from verbatim.inference.chat.answer import read_arguments
+from verbatim.inference.chat.protocol import ChatDelta, ChatReply, ChatStream
 from verbatim.types import StopReason, ToolCall
 
-texts = st.text(st.characters(codec="utf-8"), max_size=30)
-"""Any text that has bytes: line ends of all kinds, quotes, characters beyond the first plane."""
-names = st.text(st.characters(codec="utf-8", categories=("L", "N")), min_size=1, max_size=8)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False) | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6,
-)  # fmt: skip
+texts = st.text('ab \n\r\t"\\\u2028\x00ö€🙂', max_size=12)
+"""Texts with line ends of all kinds, quotes, and characters of several bytes."""
+names = st.sampled_from(["add", "größe", "n_1", "x"])
+json_values = st.none() | st.booleans() | st.integers(-9, 9) | texts | st.lists(texts, max_size=2) | st.just({"a": 0.5})
 good_calls = st.builds(
     lambda name, arguments, number: ToolCall(name=name, arguments=arguments, raw="{}", id=f"call_{number}"),
     names, st.dictionaries(names, json_values, max_size=3), st.integers(0, 99),
@@ -26,6 +24,14 @@ broken_calls = st.builds(
     lambda name, raw, number: ToolCall(name=name, arguments=None, status="invalid_json", raw=raw, id=f"call_{number}"),
     st.none() | names, texts, st.integers(0, 99),
 )  # fmt: skip
+
+
+def same_arguments(given: Any, answered: Any) -> bool:
+    """Whether arguments that came back are those of a call: an object, or the text of one that cannot be read."""
+    if isinstance(answered, str):
+        value, _ = read_arguments(answered)
+        answered = answered if value is None else value
+    return bool(given == answered)
 
 
 def ids_of(*values: int) -> np.ndarray:
@@ -56,3 +62,21 @@ def events_of(stream: bytes) -> list[tuple[str | None, Any]]:
             data = given["data"]
             found.append((given.get("event"), json.loads(data) if data.startswith("{") else data))
     return found
+
+
+@st.composite
+def cut_streams(draw: st.DrawFn, stream: ChatStream, reply: ChatReply) -> bytes:
+    """The stream of a reply, cut anywhere: in thinking, in the text, or not at all before its end."""
+    raw, thought = stream.begin(reply.num_prompt_tokens), reply.reasoning_content or ""
+    for _ in range(draw(st.integers(0, 3))):
+        size = draw(st.integers(0, len(thought)))
+        raw += stream.delta(ChatDelta(reasoning=thought[:size]))
+        thought = thought[size:]
+    if draw(st.booleans()):
+        raw += stream.delta(ChatDelta(reasoning=thought))
+        text = reply.content
+        for _ in range(draw(st.integers(0, 3))):
+            size = draw(st.integers(0, len(text)))
+            raw += stream.ping() + stream.delta(ChatDelta(content=text[:size]))
+            text = text[size:]
+    return raw + stream.end([reply])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_records import events_of, ids_of, replies
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -290,6 +290,7 @@ def streamed(draw: st.DrawFn) -> tuple[list[ChatReply], bool, bytes]:
 
 
 @pytest.mark.slow
+@settings(max_examples=60)
 @given(streamed())
 def test_a_stream_cut_anywhere_joins_to_the_whole_answer(case):
     said, usage, raw = case

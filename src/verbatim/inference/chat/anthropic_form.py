@@ -55,5 +55,6 @@ def error_body(status: int, message: str, kind: str = "") -> dict[str, Any]:
     >>> error_body(404, "there is no model 'x' here")["error"]["type"]
     'not_found_error'
     """
-    kind = kind or _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    own = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    kind = kind if kind in _KINDS.values() else own
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}

@@ -222,7 +222,7 @@ class Options:
 
 UNENFORCEABLE = frozenset({
     "tool_choice", "response_format", "reasoning_effort", "verbosity", "frequency_penalty", "presence_penalty",
-    "logit_bias", "thinking", "context_management", "truncation",
+    "logit_bias", "thinking", "context_management", "truncation", "other_tools",
 })  # fmt: skip
 """Fields that `Options.unenforced` may name: by their names in OpenAI's chat completions, or else in the protocol that
 has them."""
@@ -253,7 +253,9 @@ class ChatStream(Protocol):
 class ChatProtocol(Protocol):
     """A chat protocol: pure functions."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What requests call it in `ChatRequest.protocol`."""
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
         """The request in a body.

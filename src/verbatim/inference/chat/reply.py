@@ -60,22 +60,29 @@ def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer
     """Read ids that end with the token that completes `stop`; None = no stop string ends them."""
     parsed = renderer.parse_response(ids, prompt_ids, request.tools or None)
     if stop is not None:
-        parsed = _before(parsed, stop)
+        text = renderer.decode(ids)
+        parsed = _before(parsed, stop, len(text) - text.find(stop))
     if request.tool_choice == "none" and parsed.tool_calls:
         texts = [parsed.content, *(call.raw for call in parsed.tool_calls)]
         parsed = dataclasses.replace(parsed, content="\n".join(filter(None, texts)), tool_calls=())
     return parsed
 
 
-def _before(parsed: ParsedResponse, stop: str) -> ParsedResponse:
-    """The texts before a stop string, which is in the last of them."""
+def _before(parsed: ParsedResponse, stop: str, tail: int) -> ParsedResponse:
+    """The texts before a stop string, which is in the last of them, `tail` characters before the end if nothing was
+    left out behind it."""
     reasoning = parsed.reasoning_content
     if reasoning is not None and stop in reasoning:
-        return ParsedResponse(content="", reasoning_content=reasoning.partition(stop)[0])
+        return ParsedResponse(content="", reasoning_content=_cut(reasoning, stop, tail))
     calls = list(parsed.tool_calls)
     if calls and stop in calls[-1].raw:
         calls[-1] = _cut_call(calls[-1], stop)
-    return dataclasses.replace(parsed, content=parsed.content.partition(stop)[0], tool_calls=tuple(calls))
+    return dataclasses.replace(parsed, content=_cut(parsed.content, stop, tail), tool_calls=tuple(calls))
+
+
+def _cut(text: str, stop: str, tail: int) -> str:
+    place = len(text) - tail
+    return text[:place] if place >= 0 and text.startswith(stop, place) else text.partition(stop)[0]
 
 
 def _cut_call(call: ToolCall, stop: str) -> ToolCall:

@@ -15,7 +15,7 @@ import torch
 
 from verbatim.config.inference import OnWeightUpdate
 from verbatim.errors import ModelError, RecordError, SamplerFault, VerbatimError
-from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.base import Completion, SampleRequest, Watch
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.engine_thread import EngineStats, EngineThread, torch_threads
@@ -121,8 +121,21 @@ class TorchSampler:
                 finite numbers.
             asyncio.CancelledError: it was cancelled; holds how many tokens had been drawn (`num_tokens_drawn`).
         """
+        return await self._generate(request, None)
+
+    async def generate_watched(self, request: SampleRequest, watch: Watch) -> Completion:
+        """As `generate`; `watch` is called on the engine's thread after each step, and nothing is drawn after the
+        token with which it ends the completion.
+
+        Raises:
+            RecordError, SamplerFault, asyncio.CancelledError: as `generate`; and SamplerFault where `watch` fails.
+        """
+        return await self._generate(request, watch)
+
+    async def _generate(self, request: SampleRequest, watch: Watch | None) -> Completion:
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
-        job = Job(future=asyncio.get_running_loop().create_future(), request=request, submitted=time.perf_counter())
+        job = Job(future=asyncio.get_running_loop().create_future(), request=request, submitted=time.perf_counter(),
+                  watch=watch)  # fmt: skip
         self._engine.send(job)
         try:
             await self._answered(job)

@@ -232,6 +232,26 @@ class EngineThread:
             self._finish(slot)
         for slot in faulty.tolist():
             self._fail(slot)
+        for slot, job in [(slot, job) for slot, job in self._running.items() if job.watch is not None]:
+            self._show(slot, job)
+
+    def _show(self, slot: int, job: Job) -> None:
+        """Show a job's new tokens to whoever watches; end it where it is told so."""
+        table = self._decoder.table
+        start, end = int(table.prompt_length[slot]) + job.num_shown, int(table.length[slot])
+        if start == end:
+            return
+        job.num_shown += end - start
+        assert job.watch is not None
+        try:
+            is_enough = job.watch(table.ids[slot, start:end].tolist())
+        except Exception as error:  # noqa: BLE001 - an error of one request leaves the others running
+            self._outbox.put(job, request_failed(error, table.num_new(slot)))
+            del self._running[slot]
+            self._decoder.release(slot)
+            return
+        if is_enough:
+            self._finish(slot, StopReason.STOP)
 
     def _make_room(self, why: str) -> None:
         """After a pass that ran out of memory: fail its longest sequence; the others are computed again without it."""
@@ -250,15 +270,15 @@ class EngineThread:
         """Answer a cancelled job with the tokens it has, unless it is answered already."""
         if job.slot is not None and self._running.get(job.slot) is job:
             del self._running[job.slot]
-            self._outbox.put(job, self._completion(job, job.slot, cancelled=True))
+            self._outbox.put(job, self._completion(job, job.slot, StopReason.CANCELLED))
             self._decoder.release(job.slot)
         elif job in self._waiting:
             self._waiting.remove(job)
             self._outbox.put(job, nothing_sampled(time.perf_counter() - job.submitted))
 
-    def _finish(self, slot: int) -> None:
+    def _finish(self, slot: int, reason: StopReason | None = None) -> None:
         job = self._running[slot]  # removed only after its answer is queued, so that a failure still answers it
-        self._outbox.put(job, self._completion(job, slot, cancelled=False))
+        self._outbox.put(job, self._completion(job, slot, reason))
         del self._running[slot]
         self._decoder.release(slot)
         self._completions += 1
@@ -271,17 +291,19 @@ class EngineThread:
         ))  # fmt: skip
         self._decoder.discard(slot)
 
-    def _completion(self, job: Job, slot: int, *, cancelled: bool) -> Completion:
+    def _completion(self, job: Job, slot: int, reason: StopReason | None) -> Completion:
+        """What a job has sampled; its end is read off the tokens where no reason is given."""
         table = self._decoder.table
         new = slice(int(table.prompt_length[slot]), int(table.length[slot]))
-        stopped = bool(table.stopped(np.array([slot]))[0])
-        reason = StopReason.CANCELLED if cancelled else StopReason.STOP if stopped else StopReason.LENGTH
+        if reason is None:
+            reason = StopReason.STOP if bool(table.stopped(np.array([slot]))[0]) else StopReason.LENGTH
         return Completion(
             ids=table.ids[slot, new].copy(),
             logprobs=table.logprobs[slot, new].copy(),
             policy_versions=table.versions[slot, new].copy(),
             stop_reason=reason,
-            routed_experts=self._decoder.routed_experts(slot, job.request.routed_experts_start) if table.num_new(slot)
+            routed_experts=self._decoder.routed_experts(slot, job.request.routed_experts_start)
+            if table.num_new(slot)
             else None,
             queued_seconds=job.started - job.submitted,
             generated_seconds=time.perf_counter() - job.started,
@@ -295,7 +317,7 @@ class EngineThread:
             self._inbox.clear()
         for slot, job in self._running.items():
             drawn = self._decoder.table.num_new(slot)
-            answer = engine_failed(fault, drawn) if fault else self._completion(job, slot, cancelled=True)
+            answer = engine_failed(fault, drawn) if fault else self._completion(job, slot, StopReason.CANCELLED)
             self._outbox.put(job, answer)
         for message in (*self._waiting, *self._commands, *left):
             if fault:

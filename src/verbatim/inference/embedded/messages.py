@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.errors import SamplerFault
-from verbatim.inference.base import SampleRequest
+from verbatim.inference.base import SampleRequest, Watch
 from verbatim.machine_faults import describe, is_out_of_memory
 from verbatim.texts import cut, error_text
 
@@ -34,6 +34,10 @@ class Job(Reply):
     """Time at which it got a slot: seconds of `time.perf_counter`."""
     slot: int | None = None
     """Its slot in the decoder; None = still waiting."""
+    watch: Watch | None = None
+    """Called with its tokens as they are drawn, on the engine's thread."""
+    num_shown: int = 0
+    """Tokens that `watch` has got."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -90,9 +94,10 @@ def deliver(replies: list[Reply]) -> None:
             reply.future.set_result(answer)
 
 
-def request_failed(cause: Exception) -> SamplerFault:
-    """The fault of one request; the engine goes on."""
-    return _caused_by(cause, SamplerFault(f"the sampler failed on this request: {failure_text(cause, 500)}"))
+def request_failed(cause: Exception, num_tokens: int = 0) -> SamplerFault:
+    """The fault of one request, for which so many tokens had been drawn; the engine goes on."""
+    text = f"the sampler failed on this request: {failure_text(cause, 500)}"
+    return _caused_by(cause, SamplerFault(text, num_tokens=num_tokens))
 
 
 def failure_text(cause: Exception, limit: int) -> str:

@@ -13,12 +13,14 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -26,8 +28,11 @@ from starlette.types import Receive, Scope, Send
 
 from verbatim.errors import RecordError, UsageError, VerbatimError
 from verbatim.inference.base import Sampler, SaysHow, failure_of
+from verbatim.inference.chat.protocol import Options, ProtocolRefusal
 from verbatim.inference.http import protocol
 from verbatim.inference.http.chat_desk import ChatDesk
+from verbatim.inference.http.chat_routes import ChatRoutes
+from verbatim.inference.http.exchange import STOPPING, ClientGone, check_length, read_body, while_there
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.request_body import Refused, check_model, read_json, read_name, read_request, refuse_others
@@ -36,12 +41,13 @@ from verbatim.inference.validation import check_ids, check_temperature, check_ve
 from verbatim.inference.vllm.plugin import verbatim_uploads
 from verbatim.texts import cut
 
+if TYPE_CHECKING:
+    from verbatim.renderers.base import Renderer
+
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 SESSION_HEADER = "x-session-id"
 """The header that vLLM's clients use for sessions."""
-_STOPPING = "the server is stopping"
 _AT_ONCE = 16
 """Requests whose head is read in one turn of the event loop, so that a burst of thousands does not block others."""
 _LONGEST_MESSAGE = 2000
@@ -49,21 +55,16 @@ _LARGEST = sys.float_info.max
 """An integer of JSON may be larger than any float."""
 
 
-class _ClientGone(Exception):
-    """The client has closed its connection."""
-
-
 class SamplerApp:
     """An ASGI application over a sampler. See `server.serve_sampler` for its arguments."""
 
     def __init__(
-        self, sampler: Sampler, *, desk: ChatDesk | None, end_ids: Collection[int], model: str, api_key: str | None,
+        self, sampler: Sampler, *, desk: ChatDesk | None, renderer: Renderer | None, model: str, api_key: str | None,
         seed: int | None, limits: ServerLimits, weights_folder: Path | None, uploads: Path | None,
-        hosts: Collection[str],
+        hosts: Collection[str], options: Options,
     ) -> None:  # fmt: skip
         self._sampler = sampler
-        self._desk = desk
-        self._end_ids = end_ids
+        self._end_ids = () if renderer is None else renderer.stop_token_ids
         self._model = model
         self._api_key = api_key
         self._limits = limits
@@ -75,10 +76,16 @@ class SamplerApp:
         self._heads = asyncio.Semaphore(_AT_ONCE)
         self._started = int(time.time())
         self._id = uuid.uuid4().hex
-        self._app = Starlette(routes=[
+        self._chat = ChatRoutes(
+            sampler, desk, None if renderer is None else renderer.decode, model=model, limits=limits, options=options,
+            draw_seed=lambda: self._random.getrandbits(63), stopped=self._stopped,
+        )  # fmt: skip
+        self._app = Starlette(exception_handlers={HTTPException: self._no_route}, routes=[
             Route("/health", self._health),
             Route("/v1/models", self._guarded(self._models)),
-            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/v1/models/{name:path}", self._guarded(self._one_model)),
+            *(Route(path, self._guarded(self._chat.answer), methods=["POST"]) for path in self._chat.protocols),
+            Route(protocol.REFUSED, self._guarded(self._refused)),
             Route(protocol.SAMPLER, self._guarded(self._describe)),
             Route(protocol.LOAD, self._guarded(self._load)),
             Route(protocol.GENERATE, self._guarded(self._generate), methods=["POST"]),
@@ -103,12 +110,28 @@ class SamplerApp:
 
     async def _health(self, request: Request) -> Response:
         failure = failure_of(self._sampler)
-        return JSONResponse({"status": "ok", "server": self._id}) if failure is None else _refusal(503, failure)
+        return (JSONResponse({"status": "ok", "server": self._id}) if failure is None
+                else self._refusal(request, 503, failure))  # fmt: skip
 
     async def _models(self, request: Request) -> dict[str, Any]:
-        card = {"id": self._model, "object": "model", "created": self._started, "owned_by": "verbatim",
+        """In OpenAI's format and in Anthropic's at once: each client reads its own fields."""
+        return {"object": "list", "data": [self._card()], "first_id": self._model, "last_id": self._model,
+                "has_more": False}  # fmt: skip
+
+    async def _one_model(self, request: Request) -> dict[str, Any]:
+        if request.path_params["name"] != self._model:
+            raise Refused(404, f"there is no model {brief(request.path_params['name'])} here; this server has "
+                          f"{self._model!r}")  # fmt: skip
+        return self._card()
+
+    def _card(self) -> dict[str, Any]:
+        at = datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z")
+        return {"id": self._model, "object": "model", "created": self._started, "owned_by": "verbatim",
+                "type": "model", "display_name": self._model, "created_at": at,
                 "max_model_len": self._sampler.context_length}  # fmt: skip
-        return {"object": "list", "data": [card]}
+
+    async def _refused(self, request: Request) -> dict[str, Any]:
+        return dict(self._chat.refused)
 
     async def _describe(self, request: Request) -> dict[str, Any]:
         return {"model": self._model, "context_length": self._sampler.context_length,
@@ -131,26 +154,12 @@ class SamplerApp:
             body, seed=self._random.getrandbits(63), room=room, session=request.headers.get(SESSION_HEADER, ""),
             end_ids=[token for token in self._end_ids if token < vocab_size],
         )  # fmt: skip
-        completion = await self._while_there(request, self._sampler.generate(sample))
+        completion = await while_there(request.receive, self._stopped, self._sampler.generate(sample))
         return protocol.completion_body(
             completion, request_id=request_id or str(uuid.uuid4()), model=self._model, seed=sample.seed,
             num_prompt_tokens=len(sample.prompt_ids), policy_version=self._sampler.policy_version, logprobs=logprobs,
             server=self._id,
         )  # fmt: skip
-
-    async def _chat(self, request: Request) -> dict[str, Any]:
-        if self._desk is None:
-            raise Refused(404, "this server was started without a renderer, so it takes token ids only: "
-                          f"POST {protocol.GENERATE}")  # fmt: skip
-        room = self._sampler.context_length
-        data = await self._body(request, self._limits.chat_body(room))
-        asked = await self._while_there(request, self._desk.read(
-            bytes(data), model=self._model, room=room, vocab_size=self._sampler.vocab_size,
-            seed=self._random.getrandbits(63), session=request.headers.get(SESSION_HEADER, "")[:_LONGEST_MESSAGE],
-        ))  # fmt: skip
-        completion = await self._while_there(request, self._sampler.generate(asked.request))
-        return await self._desk.answer(asked, completion, model=self._model, created=int(time.time()),
-                                       policy_version=self._sampler.policy_version)  # fmt: skip
 
     async def _prompt_logprobs(self, request: Request) -> dict[str, Any]:
         room = self._sampler.context_length
@@ -162,7 +171,8 @@ class SamplerApp:
         if isinstance(temperature, bool) or not isinstance(temperature, int | float) or abs(temperature) > _LARGEST:
             raise RecordError(f"temperature = {brief(temperature)}; expected a number above 0")
         check_temperature(temperature)
-        scored = await self._while_there(request, self._sampler.prompt_logprobs(ids, float(temperature)))
+        scoring = self._sampler.prompt_logprobs(ids, float(temperature))
+        scored = await while_there(request.receive, self._stopped, scoring)
         return {"logprobs": [None, *scored.tolist()[1:]], "policy_version": self._sampler.policy_version,
                 "server": self._id}  # fmt: skip
 
@@ -171,7 +181,7 @@ class SamplerApp:
         if not self._takes_weights:
             raise Refused(403, "weights are accepted with an api key, or from the folder given when the server was "
                           "started (--weights-folder); this server has neither")  # fmt: skip
-        body = read_json(await self._body(request, self._limits.small_body()))
+        body = read_json(await read_body(request, self._limits.small_body(), self._limits))
         refuse_others(body, {"path", "version"}, {}, where="request")
         path, version = body.get("path"), body.get("version")
         if not isinstance(path, str) or type(version) is not int:
@@ -200,14 +210,14 @@ class SamplerApp:
     async def _take_upload(self, request: Request) -> Response:
         """A part of a published folder, from a client that shares none with this host."""
         if request.method != "GET":
-            self._check_length(request, self._limits.upload_body())
+            check_length(request, self._limits.upload_body())
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 status, body = await verbatim_uploads.take(self._uploads, request.scope, request.receive)
         except TimeoutError:
             raise Refused(408, f"the upload did not arrive within {self._limits.body_seconds:g} s") from None
         except ConnectionError:
-            raise _ClientGone from None
+            raise ClientGone from None
         return JSONResponse(body, status)
 
     # ---- shared by all endpoints
@@ -228,29 +238,49 @@ class SamplerApp:
         async def answered(request: Request) -> Response:
             try:
                 if self._stopped.is_set():
-                    raise Refused(503, _STOPPING)
+                    raise Refused(503, STOPPING)
                 if (failure := failure_of(self._sampler)) is not None:
                     raise Refused(503, failure)
                 self._check_key(request)
                 self._check_host(request)
                 found = await endpoint(request)
                 return found if isinstance(found, Response) else JSONResponse(found)
-            except (_ClientGone, ClientDisconnect):
+            except (ClientGone, ClientDisconnect):
                 return Response(status_code=499)  # client closed request
+            except ProtocolRefusal as error:
+                return _json(error.status, error.body)
             except Refused as error:
-                return _refusal(error.status, error.message)
+                return self._refusal(request, error.status, error.message)
             except VerbatimError as error:
                 if (failure := failure_of(self._sampler)) is not None:
-                    return _refusal(503, failure)
+                    return self._refusal(request, 503, failure)
                 status, body = protocol.error_body(error)
-                body["error"]["message"] = cut(body["error"]["message"], _LONGEST_MESSAGE)
                 if status >= 500:
                     logger.warning("a request failed: %s", cut(str(error)))
-                return _json(status, body)
+                return self._refusal(request, status, cut(str(error), _LONGEST_MESSAGE), body["error"]["type"])
             except (OverflowError, RecursionError, UnicodeError) as error:  # invalid numbers, depths and texts
-                return _refusal(400, f"the request is invalid: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE])
+                message = f"the request is invalid: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
+                return self._refusal(request, 400, message)
 
         return guarded
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        """Refuse a path or a method that no endpoint has, in the form of the protocol that the path belongs to."""
+        assert isinstance(error, HTTPException)
+        said = {404: f"there is nothing at {brief(request.url.path)}",
+                405: f"{brief(request.url.path)} does not take {request.method}"}  # fmt: skip
+        answer = self._refusal(request, error.status_code, said.get(error.status_code, error.detail))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    def _refusal(self, request: Request, status: int, message: str, kind: str = "") -> Response:
+        """An error in the form of the protocol that the path belongs to."""
+        if not kind and not request.url.path.startswith("/v1/"):  # read by `HttpSampler`, which knows these two
+            kind = "invalid_request_error" if status < 500 else "unavailable"
+        answer = _json(status, self._chat.protocol_of(request.url.path).error(status, message, kind=kind))
+        if status in (408, 411):  # without waiting for the rest of the body
+            answer.headers["connection"] = "close"
+        return answer
 
     def _check_host(self, request: Request) -> None:
         """Refuse web pages whose name resolves to this address (DNS rebinding): without a key, the Host header must be
@@ -270,69 +300,16 @@ class SamplerApp:
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
         if not hmac.compare_digest(given.encode(), self._api_key.encode()):
-            raise Refused(401, "expected the server's api key as a bearer token")
+            raise Refused(401, "expected the server's api key, as a bearer token or as x-api-key")
 
     async def _ids_body(self, request: Request, room: int) -> dict[str, Any]:
-        body = read_json(await self._body(request, self._limits.ids_body(room)))
+        body = read_json(await read_body(request, self._limits.ids_body(room), self._limits))
         check_model(body, self._model)
         return body
 
-    async def _body(self, request: Request, most: int) -> bytearray:
-        """Read a JSON body of at most `most` bytes, in time."""
-        if not request.headers.get("content-type", "").startswith("application/json"):
-            # Also refuses web pages: a browser sends this content-type only where the server has allowed it.
-            raise Refused(415, "expected a body of content-type application/json")
-        self._check_length(request, most)
-        data = bytearray()
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                async for chunk in request.stream():
-                    data += chunk
-        except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {self._limits.body_seconds:g} s") from None
-        return data
 
-    def _check_length(self, request: Request, most: int) -> None:
-        length = request.headers.get("content-length")
-        if length is None:
-            raise Refused(411, "expected a content-length; chunked bodies are not accepted")
-        if int(length) > most:  # h11 has checked that it is a number
-            raise Refused(413, f"the request is larger than {most} bytes, more than a full context of this model can "
-                          "need")  # fmt: skip
-
-    async def _while_there(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Run a call of the sampler; cancel it if the client disconnects or the server stops."""
-        working = asyncio.ensure_future(work)
-        others = [asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(self._stopped.wait())]
-        try:
-            await asyncio.wait([working, *others], return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            if self._stopped.is_set():
-                raise Refused(503, _STOPPING)
-            raise _ClientGone
-        finally:
-            for task in (working, *others):
-                task.cancel()
-            await asyncio.gather(working, *others, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client has disconnected; its body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _refusal(status: int, message: str) -> Response:
-    kind = "invalid_request_error" if status < 500 else "unavailable"
-    answer = _json(status, {"error": {"message": message, "type": kind, "code": status}})
-    if status in (408, 411):  # without waiting for the rest of the body
-        answer.headers["connection"] = "close"
-    return answer
-
-
-def _json(status: int, body: dict[str, Any]) -> Response:
+def _json(status: int, body: Mapping[str, Any]) -> Response:
     """A JSON response in ASCII, because messages may quote lone surrogates."""
     return Response(json.dumps(body), status_code=status, media_type="application/json")

@@ -19,18 +19,18 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from verbatim.errors import UsageError, VerbatimError
 from verbatim.imports import child_environment
-from verbatim.inference.base import Completion
-from verbatim.inference.http.chat_endpoint import ChatRequest, answer_chat, read_chat
+from verbatim.inference.chat.protocol import ProtocolRefusal
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.request_body import Refused
 from verbatim.renderers.base import Renderer
 from verbatim.renderers.renderer_spec import renderer_spec
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SMALL = 2**14
 """Most bytes of a small request. With several processes, one accepts small requests only, so that they never wait
@@ -44,7 +44,7 @@ _HEADER = struct.Struct("!Q")
 
 
 class ChatDesk(ABC):
-    """Reads chat requests and writes their answers."""
+    """Runs what needs the renderer."""
 
     @abstractmethod
     async def start(self) -> None:
@@ -54,28 +54,24 @@ class ChatDesk(ABC):
             UsageError: the renderer cannot be made; says why.
         """
 
-    async def read(self, data: bytes, **about: Any) -> ChatRequest:
-        """`chat_endpoint.read_chat` of a body.
-
-        Raises:
-            Refused: it takes too long, or too many are waiting already.
-            VerbatimError: as `read_chat` does.
-        """
-        asked: ChatRequest = await self._run(len(data), read_chat, data, **about)
-        return asked
-
-    async def answer(self, asked: ChatRequest, completion: Completion, **about: Any) -> dict[str, Any]:
-        """`chat_endpoint.answer_chat` of a completion."""
-        answer: dict[str, Any] = await self._run(0, answer_chat, asked, completion, **about)
-        return answer
-
     @abstractmethod
     async def close(self) -> None:
         """End its threads and processes."""
 
     @abstractmethod
-    async def _run(self, size: int, work: Callable[..., Any], *given: Any, **about: Any) -> Any:
-        """Call `work` with the renderer; `size` is the bytes of its request."""
+    async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
+        """Call a function of `chat_work` with the renderer.
+
+        Args:
+            size: Bytes of its request; the smallest run first.
+            work: The function; it takes the renderer as the keyword `renderer`.
+            given: Its other arguments, which can be pickled.
+            about: Its keywords.
+
+        Raises:
+            Refused: it takes too long, or too many are waiting already.
+            VerbatimError, ProtocolRefusal: as the function does.
+        """
 
 
 class ThreadDesk(ChatDesk):
@@ -92,7 +88,8 @@ class ThreadDesk(ChatDesk):
         """End the thread after its present task."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, size: int, work: Callable[..., Any], *given: Any, **about: Any) -> Any:
+    async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
+        """As `ChatDesk.run`."""
         call = functools.partial(work, *given, renderer=self._renderer, **about)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
@@ -140,7 +137,8 @@ class ProcessDesk(ChatDesk):
         for ready in self._ready:
             ready.cancel()
 
-    async def _run(self, size: int, work: Callable[..., Any], *given: Any, **about: Any) -> Any:
+    async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
+        """As `ChatDesk.run`."""
         if len(self._tasks) >= _MOST_WAITING or self._bytes + size > _MOST_BYTES:
             raise Refused(503, "too many conversations wait to be rendered; try again")
         frame = pickle.dumps((work, given, about))
@@ -149,7 +147,8 @@ class ProcessDesk(ChatDesk):
             heapq.heappush(self._tasks, (size, next(self._numbers), frame, outcome))
             self._bytes += size
             self._changed.notify_all()
-        return await outcome
+        done: T = await outcome
+        return done
 
     async def _next(self, most: int | None) -> tuple[bytes, asyncio.Future[Any]]:
         async with self._changed:
@@ -271,7 +270,7 @@ def main() -> None:
         work, given, about = receive()
         try:
             send(work(*given, renderer=renderer, **about))
-        except (VerbatimError, Refused) as error:
+        except (VerbatimError, Refused, ProtocolRefusal) as error:
             error.__cause__ = error.__context__ = None
             send(error)
 

@@ -37,6 +37,9 @@ SAMPLER = "/verbatim/v1/sampler"
 every answer of its engine has it too."""
 LOAD = "/verbatim/v1/load"
 """How busy the engine is: `{"running": 3, "waiting": 0, ...}`, the fields of `ReplicaLoad`."""
+REFUSED = "/verbatim/v1/refused"
+"""What chat requests were refused for, and which fields were let pass without effect, counted:
+`{"openai_chat/logit_bias": 2, "openai_chat/unenforced/tool_choice": 5}`."""
 WEIGHTS = "/verbatim/v1/weights"
 """`{"path": ..., "version": ...}`: other weights, from a folder that the server can read."""
 OURS = "verbatim"
@@ -140,23 +143,19 @@ def completion_body(
         SamplerFault: the engine's logprobs or versions cannot be those of the ids.
     """
     ids: list[int] = completion.ids.tolist()
+    check_completion(completion)
     values, versions = completion.logprobs, completion.policy_versions
     choice: dict[str, Any] = {"index": 0, "token_ids": ids, "logprobs": None,
                               "finish_reason": _FINISH[completion.stop_reason],
                               "weight_versions": None if versions is None else _spans(versions)}  # fmt: skip
     if completion.routed_experts is not None:
         choice["routed_experts"] = experts_to_text(completion.routed_experts)
-    if values is not None:
-        _check_logprobs(values, len(ids))
-        if logprobs == "objects":
-            content = [
-                {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "bytes": None,
-                 "top_logprobs": []}
-                for token, logprob in zip(ids, values.tolist(), strict=True)
-            ]  # fmt: skip
-            choice["logprobs"] = {"content": content}
-    if versions is not None and len(versions) != len(ids):
-        raise SamplerFault(f"the engine returned {len(versions)} policy versions for {len(ids)} ids")
+    if values is not None and logprobs == "objects":
+        content = [
+            {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(ids, values.tolist(), strict=True)
+        ]  # fmt: skip
+        choice["logprobs"] = {"content": content}
     return {
         "id": request_id, "request_id": request_id, "model": model, "choices": [choice],
         "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": len(ids),
@@ -181,13 +180,22 @@ def _spans(versions: Int32) -> list[dict[str, Any]]:
     return [{"version": str(versions[start]), "start": start, "end": end} for start, end in pairwise(changes)]
 
 
-def _check_logprobs(values: Float32, count: int) -> None:
-    if len(values) != count:
-        raise SamplerFault(f"the engine returned {len(values)} logprobs for {count} ids")
-    finite = np.isfinite(values)
-    if not finite.all():
-        position = int(np.flatnonzero(~finite)[0])
-        raise SamplerFault(f"the engine returned {values[position]} as the logprob at position {position}")
+def check_completion(completion: Completion) -> None:
+    """Refuse a completion whose parts cannot belong together.
+
+    Raises:
+        SamplerFault: the engine's logprobs or versions cannot be those of the ids.
+    """
+    values, versions, count = completion.logprobs, completion.policy_versions, len(completion.ids)
+    if values is not None:
+        if len(values) != count:
+            raise SamplerFault(f"the engine returned {len(values)} logprobs for {count} ids")
+        finite = np.isfinite(values)
+        if not finite.all():
+            position = int(np.flatnonzero(~finite)[0])
+            raise SamplerFault(f"the engine returned {values[position]} as the logprob at position {position}")
+    if versions is not None and len(versions) != count:
+        raise SamplerFault(f"the engine returned {len(versions)} policy versions for {count} ids")
 
 
 def read_completion(body: object, told_version: int | None = None) -> tuple[Completion, Mapping[str, Any] | None]:

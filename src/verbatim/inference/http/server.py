@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler
+from verbatim.inference.chat.protocol import Options
 from verbatim.inference.http.limits import ServerLimits, raise_descriptor_limit
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ async def serve_sampler(
     sampler: Sampler, *, host: str = "127.0.0.1", port: int = 0, renderer: Renderer | None = None,
     model: str = "policy", api_key: str | None = None, seed: int | None = None, limits: ServerLimits | None = None,
     weights_folder: Path | None = None, uploads: Path | None = None, allow_hosts: Collection[str] = (),
-    chat_processes: int = 0,
+    chat_processes: int = 0, options: Options | None = None,
 ) -> AsyncIterator[SamplerServer]:  # fmt: skip
     """Serve a sampler while the block lasts; then requests in flight are cancelled and answered with 503. Raises this
     process's limit of open files as far as the system allows it.
@@ -52,8 +53,8 @@ async def serve_sampler(
         sampler: The sampler to serve; it stays open afterwards.
         host: Address to listen on: loopback by default. Every client that reaches it may sample.
         port: 0 takes a free one.
-        renderer: The model's chat format; it adds /v1/chat/completions, and its stop ids end completions. No other
-            code may use it meanwhile.
+        renderer: The model's chat format; it adds the chat protocols, and its stop ids end completions. No other code
+            may use it meanwhile; its `decode` is called on the sampler's thread, to find stop strings.
         model: The model's name in requests.
         api_key: Required as a bearer token; None requires none.
         seed: Seed of the seeds of requests that bring none; None draws different ones each time.
@@ -64,6 +65,7 @@ async def serve_sampler(
             Checked without a key only.
         chat_processes: Processes that render conversations; 0 renders on a thread, where one long or hostile
             conversation slows down everything else in this process.
+        options: Fields of chat requests that are let pass although they cannot be honoured; None lets none pass.
 
     Raises:
         UsageError: the extra `serve` is not installed, uploads without a key, the address is taken or not of this
@@ -86,9 +88,9 @@ async def serve_sampler(
             stack.push_async_callback(desk.close)
             await desk.start()
         app = SamplerApp(
-            sampler, desk=desk, end_ids=() if renderer is None else renderer.stop_token_ids, model=model,
-            api_key=api_key, seed=seed, limits=limits, weights_folder=weights_folder,
-            uploads=uploads, hosts={"localhost", host, *allow_hosts},
+            sampler, desk=desk, renderer=renderer, model=model, api_key=api_key, seed=seed, limits=limits,
+            weights_folder=weights_folder, uploads=uploads, hosts={"localhost", host, *allow_hosts},
+            options=options or Options(),
         )  # fmt: skip
         server = Server(app, listening, table)
         running = asyncio.create_task(server.serve(sockets=[listening]), name="sampler-server")

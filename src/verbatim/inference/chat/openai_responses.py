@@ -1,0 +1,159 @@
+"""Reads and answers OpenAI's Responses, as the SDK and coding agents speak it: nothing is stored between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verbatim.inference.chat.fields import (
+    MOST_TOOLS,
+    BadField,
+    Fields,
+    as_tool_choice,
+    check_depth,
+    check_tool_choice,
+    object_of,
+    read_flag,
+    read_integer,
+    read_list,
+    read_object,
+    read_sampling,
+    read_session,
+    read_text,
+    text_of,
+)
+from verbatim.inference.chat.messages import function_tool
+from verbatim.inference.chat.openai_form import error_body
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, ProtocolRefusal, Stamp, ToolChoice
+from verbatim.inference.chat.responses_form import response_body
+from verbatim.inference.chat.responses_input import read_input
+from verbatim.inference.chat.responses_stream import ResponsesStream
+from verbatim.inference.http.protocol import OURS, brief
+
+FIELDS = Fields(
+    honoured={
+        "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p",
+        "max_output_tokens", "stream", "stream_options", "text", "reasoning", "include", "metadata", OURS,
+    },
+    without_effect={
+        "store", "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options", "client_metadata",
+    },
+    neutral={
+        "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "max_tool_calls": (),
+        "top_logprobs": (0,), "truncation": ("disabled",), "moderation": (), "context_management": (),
+    },
+)  # fmt: skip
+"""What this server does with each field of a request."""
+_TEXT = Fields(honoured=(), neutral={"format": ({"type": "text"},), "verbosity": ("medium",)},
+               aliases={"format": "response_format"})  # fmt: skip
+_REASONING = Fields(
+    honoured=(), without_effect={"summary", "generate_summary"},
+    neutral={"effort": (), "context": ("auto",), "mode": ("standard",)}, aliases={"effort": "reasoning_effort"},
+)  # fmt: skip
+_STREAM_OPTIONS = Fields(honoured=(), without_effect={"include_obfuscation"})
+_TOOL = Fields(
+    honoured={"type", "name", "description", "parameters"}, without_effect={"strict", "cache_control", "output_schema"},
+    neutral={"defer_loading": (False,), "allowed_callers": (["direct"],)},
+)  # fmt: skip
+_OURS = Fields(honoured={"session", "seed"})
+_INCLUDED = {
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+}  # fmt: skip
+"""What a request may ask to be included: thinking is there as it is, and the rest never occurs here."""
+_CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
+_NO_OPTIONS = Options()
+_ECHOED = ("instructions", "tools", "tool_choice", "metadata", "temperature", "top_p", "max_output_tokens", "text",
+           "reasoning", "user", "safety_identifier", "prompt_cache_key")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OpenAIResponses:
+    """The Responses of OpenAI: `POST /v1/responses`."""
+
+    options: Options = field(default_factory=Options)
+    name: str = "openai_responses"
+
+    def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
+        """The request in a body.
+
+        Raises:
+            ProtocolRefusal: a field that is invalid, or that cannot be honoured.
+        """
+        try:
+            return self._read(body, headers)
+        except BadField as bad:
+            raise ProtocolRefusal(400, self.error(400, str(bad), bad.field), str(bad),
+                                  "other" if bad.unknown else bad.field) from None  # fmt: skip
+
+    def _read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
+        check_depth(body)
+        if body.get("previous_response_id") is not None:
+            raise BadField("previous_response_id", "previous_response_id cannot be honoured: responses are not stored "
+                           "here; send the whole conversation as input")  # fmt: skip
+        unenforced = FIELDS.check(body, self.options)
+        unenforced += _TEXT.check(read_object(body, "text"), self.options, "text")
+        unenforced += _REASONING.check(read_object(body, "reasoning"), self.options, "reasoning")
+        _STREAM_OPTIONS.check(read_object(body, "stream_options"), _NO_OPTIONS, "stream_options")
+        ours = read_object(body, OURS)
+        _OURS.check(ours, _NO_OPTIONS, OURS)
+        for wanted in read_list(body, "include", most=100):
+            if wanted not in _INCLUDED:
+                raise BadField("include", f"include: {brief(wanted)} cannot be included here")
+        tools, others = self._read_tools(body)
+        choice, name = _read_tool_choice(body.get("tool_choice"))
+        check_tool_choice(choice, name, tools, self.options)
+        if choice in ("required", "named"):
+            unenforced += ("tool_choice",)
+        return ChatRequest(
+            protocol=self.name, model=read_text(body, "model"), messages=read_input(body), tools=tools,
+            tool_choice=choice, tool_name=name,
+            parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
+            sampling=read_sampling(body, max_tokens=("max_output_tokens",),
+                                   seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)),
+            stream=read_flag(body, "stream"), include_usage=True, session=read_session(ours, headers),
+            unenforced=unenforced + others,
+            echo={name: body[name] for name in _ECHOED if body.get(name) is not None},
+        )  # fmt: skip
+
+    def _read_tools(self, body: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
+        """The functions, and "other_tools" where tools of other types were left out."""
+        found: list[dict[str, Any]] = []
+        left_out: tuple[str, ...] = ()
+        for k, given in enumerate(read_list(body, "tools", most=MOST_TOOLS)):
+            tool = object_of(given, f"tools[{k}]")
+            if tool.get("type") == "function":
+                _TOOL.check(tool, _NO_OPTIONS, f"tools[{k}]")
+                found.append(function_tool({key: value for key, value in tool.items() if key in _TOOL.honoured
+                                            and key != "type"}, f"tools[{k}]"))  # fmt: skip
+            elif "other_tools" in self.options.unenforced:
+                left_out = ("other_tools",)
+            else:
+                raise BadField("tools", f"tools[{k}]: a tool of type {brief(tool.get('type'))} is not available here; "
+                               "only functions, which the client runs, are accepted")  # fmt: skip
+        return tuple(found), left_out
+
+    def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
+        """The whole answer."""
+        (reply,) = replies
+        return response_body(request, stamp, reply)
+
+    def stream(self, request: ChatRequest, stamp: Stamp) -> ResponsesStream:
+        """The writer of a streamed answer."""
+        return ResponsesStream(request, stamp)
+
+    def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
+        """The body of an error."""
+        return error_body(status, message, field, kind)
+
+
+def _read_tool_choice(value: object) -> tuple[ToolChoice, str]:
+    if not isinstance(value, dict):
+        return as_tool_choice(value, _CHOICES), ""
+    if value.get("type") == "function":
+        return "named", text_of(value.get("name"), "tool_choice.name")
+    raise BadField("tool_choice", f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a "
+                   "function by its name")  # fmt: skip

@@ -1,0 +1,78 @@
+"""Writes the parts that OpenAI's whole responses and their streams share: items, the response, counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp, arguments_text
+from verbatim.types import ToolCall
+
+
+def response_body(request: ChatRequest, stamp: Stamp, reply: ChatReply | None) -> dict[str, Any]:
+    """A response; one that is under way where there is no reply yet."""
+    echo = request.echo
+    body: dict[str, Any] = {
+        "id": f"resp_{stamp.id}", "object": "response", "created_at": stamp.created, "status": "in_progress",
+        "background": False, "error": None, "incomplete_details": None, "instructions": None,
+        "max_output_tokens": None, "max_tool_calls": None, "metadata": {}, "model": stamp.model, "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls, "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None}, "service_tier": "default", "store": False,
+        "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": None,
+        "top_logprobs": 0, "truncation": "disabled", "usage": None, "user": None, **echo,
+    }  # fmt: skip
+    if reply is None:
+        return body
+    is_whole = reply.finish != "length"
+    return {
+        **body, "status": "completed" if is_whole else "incomplete", "output": output_items(stamp, reply),
+        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"}, "usage": usage_of(reply),
+    }  # fmt: skip
+
+
+def output_items(stamp: Stamp, reply: ChatReply) -> list[dict[str, Any]]:
+    """The items of a reply: thinking where there is any, text where there is any or nothing else, and the calls."""
+    status = "incomplete" if reply.finish == "length" else "completed"
+    items: list[dict[str, Any]] = []
+    if reply.reasoning_content:
+        items.append(reasoning_item(stamp, reply.reasoning_content))
+    if has_text(reply):
+        items.append(message_item(stamp, reply.content, status))
+    return items + [call_item(stamp, k, call) for k, call in enumerate(reply.tool_calls)]
+
+
+def has_text(reply: ChatReply) -> bool:
+    """Whether a reply has an item of text."""
+    return bool(reply.content) or not reply.tool_calls
+
+
+def reasoning_item(stamp: Stamp, text: str | None) -> dict[str, Any]:
+    """Thinking; None = not yet begun."""
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{stamp.id}", "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+
+
+def message_item(stamp: Stamp, text: str | None, status: str) -> dict[str, Any]:
+    """Text; None = not yet begun."""
+    return {"id": f"msg_{stamp.id}", "type": "message", "role": "assistant", "status": status,
+            "content": [] if text is None else [text_part(text)]}  # fmt: skip
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """The content of a message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def call_item(stamp: Stamp, number: int, call: ToolCall) -> dict[str, Any]:
+    """The call of a function. It is answered to by `call_id`."""
+    return {"id": f"fc_{stamp.id}_{number}", "type": "function_call", "call_id": call.id, "name": call.name or "",
+            "arguments": arguments_text(call), "status": "completed"}  # fmt: skip
+
+
+def usage_of(reply: ChatReply) -> dict[str, Any]:
+    """Counts of tokens. Those of thinking are not counted apart."""
+    return {
+        "input_tokens": reply.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": reply.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": len(reply.ids), "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": reply.num_prompt_tokens + len(reply.ids),
+    }  # fmt: skip

@@ -1,0 +1,99 @@
+"""Makes the input items of OpenAI's Responses a conversation: thinking, text and calls of one turn are one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from verbatim.inference.chat.fields import MOST_MESSAGES, BadField, Fields, object_of, read_list, read_text, text_of
+from verbatim.inference.chat.messages import call_of, joined_text
+from verbatim.inference.chat.protocol import Options
+from verbatim.inference.http.protocol import brief
+from verbatim.types import Message
+
+_TEXTS = ("input_text", "output_text", "text")
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_QUIET = {"id", "status", "phase", "internal_chat_message_metadata_passthrough"}
+_ITEMS = {
+    "message": Fields(honoured={"type", "role", "content"}, without_effect=_QUIET),
+    "reasoning": Fields(honoured={"type", "summary", "content"}, without_effect={*_QUIET, "encrypted_content"}),
+    "function_call": Fields(honoured={"type", "call_id", "name", "arguments"}, without_effect=_QUIET,
+                            neutral={"namespace": (), "caller": ({"type": "direct"},)}),
+    "function_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET,
+                                   neutral={"caller": ({"type": "direct"},)}),
+}  # fmt: skip
+"""The fields of each type of item."""
+_NO_OPTIONS = Options()
+
+
+def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
+    """The conversation in a request's instructions and input.
+
+    Example: the items reasoning "hm", message "I add" and a call of `add`, as an answer of ours has them, are the one
+    assistant message that they were sampled as.
+
+    Raises:
+        BadField: an item that is no part of a conversation in text.
+    """
+    found: list[dict[str, Any]] = []
+    instructions = read_text(body, "instructions")
+    if instructions:
+        found.append({"role": "system", "content": instructions})
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else read_list(
+        body, "input", most=MOST_MESSAGES)  # fmt: skip
+    if not items:
+        raise BadField("input", f"input: expected a text or a list of at least one item, found {brief(given)}")
+    for k, item in enumerate(items):
+        _add(found, object_of(item, f"input[{k}]"), f"input[{k}]")
+    return tuple(cast(Message, message) for message in found)
+
+
+def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """Add an item: to the assistant's last message where it belongs to the same turn, else as a message."""
+    kind = item.get("type") or "message"
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        raise BadField("input", f"{where}: items of type {brief(kind)} are not accepted; expected one of "
+                       f"{', '.join(_ITEMS)}")  # fmt: skip
+    _ITEMS[kind].check(item, _NO_OPTIONS, where)
+    if kind == "function_call_output":
+        content = joined_text(item.get("output"), f"{where}.output", _TEXTS)
+        found.append({"role": "tool", "content": content, "tool_call_id": text_of(item.get("call_id"),
+                                                                                  f"{where}.call_id")})  # fmt: skip
+    elif kind == "function_call":
+        call = call_of(item.get("name"), item.get("arguments"), item.get("call_id"), where)
+        _turn(found, start=False).setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        turn = _turn(found, start=_has_spoken(found))
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + _thought(item, where)
+    else:
+        _add_message(found, item, where)
+
+
+def _add_message(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise BadField("input", f"{where}.role = {brief(role)}; expected one of {', '.join(_ROLES)}")
+    content = joined_text(item.get("content"), f"{where}.content", _TEXTS)
+    if role != "assistant":
+        found.append({"role": _ROLES[role], "content": content})
+    else:
+        _turn(found, start=_has_spoken(found))["content"] = content
+
+
+def _has_spoken(found: list[dict[str, Any]]) -> bool:
+    """Whether the last message is one of the assistant with text or calls, so that more belongs to the next."""
+    return bool(found) and (bool(found[-1]["content"]) or "tool_calls" in found[-1])
+
+
+def _turn(found: list[dict[str, Any]], *, start: bool) -> dict[str, Any]:
+    """The assistant's message at the end, which is added where there is none or where one has to start."""
+    if start or not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant", "content": ""})
+    return found[-1]
+
+
+def _thought(item: Mapping[str, Any], where: str) -> str:
+    """The thinking of a reasoning item: as it was sampled, or else its summary."""
+    content = joined_text(item.get("content"), f"{where}.content", ("reasoning_text", "text"))
+    return content or joined_text(item.get("summary"), f"{where}.summary", ("summary_text",))

@@ -1,0 +1,134 @@
+"""Streams OpenAI's Responses: each item is added, grows, and is done; the response as a whole comes last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verbatim.inference.chat.protocol import ChatDelta, ChatReply, ChatRequest, Stamp, pieces
+from verbatim.inference.chat.responses_form import (
+    call_item,
+    has_text,
+    message_item,
+    reasoning_item,
+    response_body,
+    text_part,
+)
+from verbatim.inference.chat.streaming import PING, Said, event
+from verbatim.types import ToolCall
+
+
+class ResponsesStream:
+    """Writes the events of one response.
+
+    Args:
+        request: What is answered.
+        stamp: Identifies the answer.
+    """
+
+    def __init__(self, request: ChatRequest, stamp: Stamp) -> None:
+        self._request, self._stamp = request, stamp
+        self._said = Said()
+        self._sequence = -1
+        self._index = -1
+        """Of the item that was added last."""
+        self._open = ""
+        """The kind of the open item: "reasoning", "message" or none."""
+
+    def begin(self, num_prompt_tokens: int) -> bytes:
+        """The response without items."""
+        body = response_body(self._request, self._stamp, None)
+        return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
+
+    def delta(self, delta: ChatDelta) -> bytes:
+        """Thinking, then text."""
+        self._said.add(delta)
+        return b"".join(self._texts(delta))
+
+    def end(self, replies: Sequence[ChatReply]) -> bytes:
+        """The rest of the texts, the calls, and the whole response."""
+        (reply,) = replies
+        rest = self._said.rest(reply)
+        status = "incomplete" if reply.finish == "length" else "completed"
+        self._said.add(rest)
+        events = self._texts(rest)
+        if has_text(reply) and self._open != "message":
+            events += [*self._done(status), *self._start("message")]
+        events += self._done(status)
+        for number, call in enumerate(reply.tool_calls):
+            events += self._call(number, call)
+        whole = response_body(self._request, self._stamp, reply)
+        kind = "response.incomplete" if reply.finish == "length" else "response.completed"
+        return b"".join([*events, self._event(kind, response=whole)])
+
+    def error(self, status: int, message: str) -> bytes:
+        """A failed response in place of the end."""
+        body = response_body(self._request, self._stamp, None)
+        failed = {**body, "status": "failed", "error": {"code": "server_error", "message": message}}
+        return self._event("response.failed", response=failed)
+
+    def ping(self) -> bytes:
+        """A comment."""
+        return PING
+
+    def _texts(self, delta: ChatDelta) -> list[bytes]:
+        events: list[bytes] = []
+        if delta.reasoning:
+            assert self._open in ("", "reasoning"), "thinking comes before text"
+            events += [] if self._open else self._start("reasoning")
+            events.append(self._part("response.reasoning_text.delta", delta=delta.reasoning))
+        if delta.content:
+            events += [] if self._open == "message" else [*self._done("completed"), *self._start("message")]
+            events.append(self._part("response.output_text.delta", delta=delta.content, logprobs=[]))
+        return events
+
+    def _start(self, kind: str) -> list[bytes]:
+        self._open = kind
+        self._index += 1
+        part = text_part("") if kind == "message" else {"type": "reasoning_text", "text": ""}
+        added = self._event(
+            "response.output_item.added", output_index=self._index, item=self._item(None, "in_progress")
+        )
+        return [added, self._part("response.content_part.added", part=part)]
+
+    def _done(self, status: str) -> list[bytes]:
+        """End the open item, if there is one."""
+        kind, text = self._open, self._said.content if self._open == "message" else self._said.reasoning
+        if not kind:
+            return []
+        if kind == "message":
+            part, said = text_part(text), self._part("response.output_text.done", text=text, logprobs=[])
+        else:
+            part = {"type": "reasoning_text", "text": text}
+            said = self._part("response.reasoning_text.done", text=text)
+        ends = [said, self._part("response.content_part.done", part=part)]
+        ends.append(self._event("response.output_item.done", output_index=self._index, item=self._item(text, status)))
+        self._open = ""
+        return ends
+
+    def _call(self, number: int, call: ToolCall) -> list[bytes]:
+        self._index += 1
+        item = call_item(self._stamp, number, call)
+        place = {"item_id": item["id"], "output_index": self._index}
+        added = {**item, "arguments": "", "status": "in_progress"}
+        return [
+            self._event("response.output_item.added", output_index=self._index, item=added),
+            *(self._event("response.function_call_arguments.delta", **place, delta=piece)
+              for piece in pieces(item["arguments"])),
+            self._event("response.function_call_arguments.done", **place, name=item["name"],
+                        arguments=item["arguments"]),
+            self._event("response.output_item.done", output_index=self._index, item=item),
+        ]  # fmt: skip
+
+    def _item(self, text: str | None, status: str) -> dict[str, Any]:
+        if self._open == "message":
+            return message_item(self._stamp, text, status)
+        return reasoning_item(self._stamp, text)
+
+    def _part(self, kind: str, **fields: Any) -> bytes:
+        item_id = self._item(None, "")["id"]
+        return self._event(kind, item_id=item_id, output_index=self._index, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sequence += 1
+        return event({"type": kind, "sequence_number": self._sequence, **fields}, kind)

@@ -1,0 +1,253 @@
+"""Serves chat protocols over a sampler: whole answers, and streams of what is sampled as it is sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from verbatim.errors import VerbatimError
+from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched
+from verbatim.inference.chat.anthropic_messages import AnthropicMessages
+from verbatim.inference.chat.openai_chat import OpenAIChat
+from verbatim.inference.chat.openai_responses import OpenAIResponses
+from verbatim.inference.chat.partial import Growing
+from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatStream, Options, ProtocolRefusal, Stamp
+from verbatim.inference.chat.stops import Decode, StopWatch
+from verbatim.inference.chat.streaming import StreamDiverged
+from verbatim.inference.http.chat_desk import ChatDesk
+from verbatim.inference.http.chat_work import Asked, read_chat, read_completion, read_partial
+from verbatim.inference.http.exchange import STOPPING, ClientGone, read_body, while_there
+from verbatim.inference.http.limits import ServerLimits
+from verbatim.inference.http.protocol import GENERATE
+from verbatim.inference.http.request_body import Refused
+from verbatim.texts import cut
+from verbatim.types import StopReason
+
+logger = logging.getLogger(__name__)
+
+PING_SECONDS = 10.0
+"""Between two signs of life of a stream that has nothing to say."""
+_LONGEST_MESSAGE = 2000
+_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class ChatRoutes:
+    """The endpoints of all chat protocols.
+
+    Args:
+        sampler: Samples.
+        desk: Renders and parses; None where the server has no renderer.
+        decode: The renderer's, called on the sampler's thread to find stop strings.
+        model: The model's name in requests.
+        limits: Of one client.
+        options: Fields that are let pass.
+        draw_seed: The seed of a request that brings none.
+        stopped: Set when the server stops.
+    """
+
+    def __init__(
+        self, sampler: Sampler, desk: ChatDesk | None, decode: Decode | None, *, model: str, limits: ServerLimits,
+        options: Options, draw_seed: Callable[[], int], stopped: asyncio.Event,
+    ) -> None:  # fmt: skip
+        self._sampler, self._desk, self._decode = sampler, desk, decode
+        self._model, self._limits = model, limits
+        self._draw_seed, self._stopped = draw_seed, stopped
+        self.protocols: dict[str, ChatProtocol] = {
+            "/v1/chat/completions": OpenAIChat(options), "/v1/responses": OpenAIResponses(options),
+            "/v1/messages": AnthropicMessages(options), "/v1/messages/count_tokens": AnthropicMessages(options),
+        }  # fmt: skip
+        """By path."""
+        self.refused: Counter[str] = Counter()
+        """Requests by protocol and the field that they were refused for, and fields that were let pass."""
+
+    def protocol_of(self, path: str) -> ChatProtocol:
+        """The protocol in whose form errors at a path are written; OpenAI's for paths that belong to none."""
+        found = [own for own in self.protocols if path == own or path.startswith(f"{own}/")]
+        return self.protocols[max(found, key=len, default="/v1/chat/completions")]
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a request of any of the protocols."""
+        protocol = self.protocols[request.url.path]
+        try:
+            return await self._answer(request, protocol)
+        except ProtocolRefusal as refusal:
+            self.refused[f"{protocol.name}/{refusal.field or 'request'}"] += 1
+            raise
+
+    async def _answer(self, request: Request, protocol: ChatProtocol) -> Response:
+        if self._desk is None:
+            raise Refused(404, "this server was started without a renderer, so it takes token ids only: "
+                          f"POST {GENERATE}")  # fmt: skip
+        room = self._sampler.context_length
+        data = bytes(await read_body(request, self._limits.chat_body(room), self._limits))
+        is_count = request.url.path.endswith("/count_tokens")
+        asked = await while_there(request.receive, self._stopped, self._desk.run(
+            len(data), read_chat, data, dict(request.headers), protocol, model=self._model, room=room,
+            vocab_size=self._sampler.vocab_size, is_count=is_count,
+        ))  # fmt: skip
+        self.refused.update(f"{protocol.name}/unenforced/{field}" for field in asked.request.unenforced)
+        if is_count:
+            assert isinstance(protocol, AnthropicMessages)
+            return JSONResponse(protocol.count(len(asked.prompt_ids)))
+        stamp = Stamp(created=int(time.time()), model=self._model)
+        if asked.request.stream:
+            stream = protocol.stream(asked.request, stamp)
+            return _EventStream(stream, self._stream(asked, stream, stamp), self._stopped)
+        replies = await while_there(request.receive, self._stopped, self._replies(asked, stamp))
+        return JSONResponse(protocol.answer(asked.request, replies, stamp))
+
+    # ---- sampling
+
+    async def _replies(self, asked: Asked, stamp: Stamp) -> list[ChatReply]:
+        seeds = self._seeds(asked)
+        tasks = [asyncio.ensure_future(self._sample(asked, seed, None)) for seed in seeds]
+        try:
+            return await self._read(asked, await asyncio.gather(*tasks), seeds, stamp)
+        finally:
+            await _end(tasks)
+
+    async def _sample(self, asked: Asked, seed: int, show: Callable[[Sequence[int]], None] | None) -> Completion:
+        """Sample one completion, which ends with the token that completes a stop string where the sampler can."""
+        request = SampleRequest(prompt_ids=asked.prompt_ids, params=asked.params, seed=seed,
+                                session=asked.request.session)  # fmt: skip
+        if show is None and not asked.request.stop:
+            completion = await self._sampler.generate(request)
+        else:
+            completion = await generate_watched(self._sampler, request, self._watch(asked, show))
+        if completion.stop_reason is StopReason.CANCELLED:
+            raise Refused(503, STOPPING)
+        return completion
+
+    def _watch(self, asked: Asked, show: Callable[[Sequence[int]], None] | None) -> Watch:
+        assert self._decode is not None
+        stops = StopWatch(asked.request.stop, self._decode) if asked.request.stop else None
+
+        def watch(ids: Sequence[int]) -> bool:
+            if show is not None:
+                show(ids)
+            return stops is not None and stops(ids)
+
+        return watch
+
+    def _seeds(self, asked: Asked) -> list[int]:
+        """A seed for each reply: the request's own for the first, and others that follow from it."""
+        given = asked.request.sampling.seed
+        seed = self._draw_seed() if given is None else given
+        return [seed, *(random.Random(f"{seed}/{k}").getrandbits(63) for k in range(1, asked.request.n))]
+
+    async def _read(
+        self, asked: Asked, completions: Sequence[Completion], seeds: Sequence[int], stamp: Stamp
+    ) -> list[ChatReply]:
+        assert self._desk is not None
+        return [
+            await self._desk.run(0, read_completion, asked, completion, seed, f"call_{stamp.id}_{k}")
+            for k, (completion, seed) in enumerate(zip(completions, seeds, strict=True))
+        ]
+
+    # ---- streams
+
+    async def _stream(self, asked: Asked, stream: ChatStream, stamp: Stamp) -> AsyncIterator[bytes]:
+        """The events of an answer, as tokens are drawn."""
+        seeds, loop = self._seeds(asked), asyncio.get_running_loop()
+        drawn: asyncio.Queue[tuple[int, Sequence[int]] | None] = asyncio.Queue()
+
+        def show(index: int, ids: Sequence[int]) -> None:
+            loop.call_soon_threadsafe(drawn.put_nowait, (index, ids))
+
+        tasks = [asyncio.ensure_future(self._sample(asked, seed, partial(show, k))) for k, seed in enumerate(seeds)]
+        for task in tasks:
+            task.add_done_callback(lambda _: drawn.put_nowait(None))
+        try:
+            yield stream.begin(len(asked.prompt_ids))
+            growing = [Growing(index=k) for k in range(len(tasks))]
+            while not all(task.done() and task.exception() is None for task in tasks):
+                for task in tasks:
+                    if task.done():
+                        task.result()  # a failure of one ends the stream
+                try:
+                    async with asyncio.timeout(PING_SECONDS):
+                        found = await drawn.get()
+                except TimeoutError:
+                    yield stream.ping()
+                    continue
+                _take(growing, found, drawn)
+                async for event in self._deltas(asked, stream, growing):
+                    yield event
+            completions = [task.result() for task in tasks]
+            yield stream.end(await self._read(asked, completions, seeds, stamp))
+        finally:
+            await _end(tasks)
+
+    async def _deltas(self, asked: Asked, stream: ChatStream, growing: Sequence[Growing]) -> AsyncIterator[bytes]:
+        assert self._desk is not None
+        for one in growing:
+            if one.is_due:
+                ids = np.array(one.ids, dtype=np.int32)
+                delta = one.gained(*await self._desk.run(0, read_partial, asked, ids))
+                if delta is not None:
+                    yield stream.delta(delta)
+
+
+def _take(
+    growing: Sequence[Growing], found: tuple[int, Sequence[int]] | None,
+    drawn: asyncio.Queue[tuple[int, Sequence[int]] | None],
+) -> None:  # fmt: skip
+    """Add what was drawn: `found`, and all that waits behind it."""
+    while True:
+        if found is not None:
+            growing[found[0]].ids += found[1]
+        if drawn.empty():
+            return
+        found = drawn.get_nowait()
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _EventStream(Response):
+    """Sends events while the client is there. What fails after the first of them is an event too.
+
+    Args:
+        stream: Writes an error as an event.
+        events: The events.
+        stopped: Set when the server stops.
+    """
+
+    def __init__(self, stream: ChatStream, events: AsyncIterator[bytes], stopped: asyncio.Event) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._stream, self._events, self._stopped = stream, events, stopped
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        last = b""
+        try:
+            await while_there(receive, self._stopped, self._send(send))
+        except ClientGone:
+            return
+        except Refused as error:
+            last = self._stream.error(error.status, error.message)
+        except (VerbatimError, StreamDiverged) as error:
+            logger.warning("a stream failed: %s", cut(str(error)))
+            last = self._stream.error(500, str(error)[:_LONGEST_MESSAGE])
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send(self, send: Send) -> None:
+        async for event in self._events:
+            if event:
+                await send({"type": "http.response.body", "body": event, "more_body": True})

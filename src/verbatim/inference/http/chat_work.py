@@ -1,0 +1,104 @@
+"""The parts of a chat request that need the renderer: making it ids, and reading what is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from verbatim.errors import RecordError, UsageError, VerbatimError
+from verbatim.inference.base import Completion, SamplingParams
+from verbatim.inference.chat.anthropic_messages import AnthropicMessages
+from verbatim.inference.chat.messages import text_of_all
+from verbatim.inference.chat.partial import partial_texts
+from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatRequest, ProtocolRefusal
+from verbatim.inference.chat.reply import read_reply
+from verbatim.inference.http.limits import BYTES_OF_A_TOKEN, most_text
+from verbatim.inference.http.protocol import brief, check_completion
+from verbatim.inference.http.request_body import read_json
+from verbatim.renderers.base import Renderer
+from verbatim.texts import error_text
+from verbatim.types import Int32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Asked:
+    """A chat request that has become ids."""
+
+    request: ChatRequest
+    """Without its messages, which are in the prompt."""
+    prompt_ids: Int32
+    """int32 [P]."""
+    params: SamplingParams
+
+
+def read_chat(
+    data: bytes, headers: Mapping[str, str], protocol: ChatProtocol, *, renderer: Renderer, model: str, room: int,
+    vocab_size: int, is_count: bool = False,
+) -> Asked:  # fmt: skip
+    """Read and render the body of a request; refuses as much as possible before it renders.
+
+    Args:
+        data: The body.
+        headers: Of the request, by lower-case name.
+        protocol: The body's.
+        renderer: The model's.
+        model: The model's name in requests.
+        room: Context length in tokens; completions are as long as the prompt leaves room, if the request says no less.
+        vocab_size: The model's; the renderer may have stop ids that the model cannot sample.
+        is_count: Only the tokens of the prompt are wanted.
+
+    Raises:
+        ProtocolRefusal: a field that is invalid or cannot be honoured, or another model.
+        UsageError: no JSON object, or messages that are too long or cannot be rendered.
+        RecordError: messages that are longer than the context.
+        EnvironmentFault: messages that the model's template refuses.
+    """
+    body = read_json(data)
+    if is_count:
+        assert isinstance(protocol, AnthropicMessages)
+        request = protocol.read_count(body, headers)
+    else:
+        request = protocol.read(body, headers)
+    if request.model and request.model != model:
+        message = f"there is no model {brief(request.model)} here; this server has {model!r}"
+        raise ProtocolRefusal(404, protocol.error(404, message, "model"), message, "model")
+    for name, part in (("messages", request.messages), ("tools", request.tools)):
+        size = text_of_all(part)
+        if size > most_text(room):
+            raise UsageError(f"{name}: {size} characters; a context of {room} tokens holds at most {most_text(room)}, "
+                             f"{BYTES_OF_A_TOKEN} in a token")  # fmt: skip
+    ids = _render(renderer, request)
+    if len(ids) >= room and not is_count:
+        raise RecordError(f"messages: {len(ids)} ids leave no room in a context of {room} tokens; at most {room - 1} "
+                          "fit")  # fmt: skip
+    ends = [token for token in renderer.stop_token_ids if token < vocab_size]
+    params = request.sampling.params(SamplingParams(), room=max(1, room - len(ids)), end_ids=ends)
+    return Asked(request=replace(request, messages=()), prompt_ids=ids, params=params)
+
+
+def _render(renderer: Renderer, request: ChatRequest) -> Int32:
+    try:
+        return renderer.render_ids(list(request.messages), list(request.tools) or None, add_generation_prompt=True)
+    except VerbatimError:
+        raise
+    except Exception as error:  # templates and tokenizers raise anything
+        about = "messages or tools" if request.tools else "messages"
+        raise UsageError(f"{about}: they cannot be rendered ({error_text(error, 200)})") from error
+
+
+def read_partial(asked: Asked, ids: Int32, *, renderer: Renderer) -> tuple[str, str]:
+    """Thinking and content that the reply will begin with, after these ids."""
+    return partial_texts(ids, asked.request, renderer, asked.prompt_ids)
+
+
+def read_completion(
+    asked: Asked, completion: Completion, seed: int, call_prefix: str, *, renderer: Renderer
+) -> ChatReply:
+    """The reply that a completion is.
+
+    Raises:
+        SamplerFault: the engine's logprobs or versions do not match the ids.
+    """
+    check_completion(completion)
+    return read_reply(completion, asked.request, renderer, asked.prompt_ids, seed=seed,
+                      call_id=lambda k: f"{call_prefix}_{k}")  # fmt: skip

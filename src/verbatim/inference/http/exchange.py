@@ -1,0 +1,78 @@
+"""Reads the body of a request, and works for it only while its client is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from verbatim.inference.http.limits import ServerLimits
+from verbatim.inference.http.request_body import Refused
+
+T = TypeVar("T")
+
+STOPPING = "the server is stopping"
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+def check_length(request: Request, most: int) -> None:
+    """Refuse a body that is longer than `most` bytes, or does not say how long it is."""
+    length = request.headers.get("content-length")
+    if length is None:
+        raise Refused(411, "expected a content-length; chunked bodies are not accepted")
+    if int(length) > most:  # h11 has checked that it is a number
+        raise Refused(413, f"the request is larger than {most} bytes, more than a full context of this model can need")
+
+
+async def read_body(request: Request, most: int, limits: ServerLimits) -> bytearray:
+    """Read a JSON body of at most `most` bytes, in time."""
+    if not request.headers.get("content-type", "").startswith("application/json"):
+        # Also refuses web pages: a browser sends this content-type only where the server has allowed it.
+        raise Refused(415, "expected a body of content-type application/json")
+    check_length(request, most)
+    data = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                data += chunk
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+    return data
+
+
+async def while_there(receive: Receive, stopped: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """Run some work; cancel it if the client disconnects or the server stops.
+
+    Args:
+        receive: Of the request, whose body has been read.
+        stopped: Set when the server stops.
+        work: What to do for the request.
+
+    Raises:
+        ClientGone: the client has disconnected.
+        Refused: the server stops.
+    """
+    working = asyncio.ensure_future(work)
+    others = [asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(stopped.wait())]
+    try:
+        await asyncio.wait([working, *others], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if stopped.is_set():
+            raise Refused(503, STOPPING)
+        raise ClientGone
+    finally:
+        for task in (working, *others):
+            task.cancel()
+        await asyncio.gather(working, *others, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
