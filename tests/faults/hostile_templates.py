@@ -154,7 +154,8 @@ LATE = 20
 def run(name: str) -> dict[str, str]:
     """What each entry point made of a template: "refused: ..." as it should be, or what happened."""
     from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
-    from verbatim.inference.http.chat_endpoint import read_chat
+    from verbatim.inference.chat.openai_chat import OpenAIChat
+    from verbatim.inference.http.chat_work import read_chat
     from verbatim.renderers import create_renderer
 
     def tokenizer(source: str):
@@ -191,7 +192,7 @@ def run(name: str) -> dict[str, str]:
                 renderer.render_ids(dialogue)
             else:
                 body = json.dumps({"messages": dialogue}).encode()
-                read_chat(body, renderer, model="m", room=100_000, vocab_size=100_000, seed=0, session="")
+                read_chat(body, {}, OpenAIChat(), renderer=renderer, model="m", room=100_000, vocab_size=100_000)
             found[entry] = "accepted"
         except (TemplateFault, EnvironmentFault) as error:
             found[entry] = f"refused: {error}"

@@ -17,6 +17,7 @@ from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
 from verbatim.errors import UsageError
 from verbatim.inference.base import Sampler, watch_engine
+from verbatim.inference.chat.protocol import UNENFORCEABLE, Options
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.server import LAST_PORT
 from verbatim.models.catalog import folder_of
@@ -48,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
     add("--allow-host", action="append", default=[], metavar="NAME",
         help='a name that requests may call this server by, beside its address ("*": any); with a key it needs none')
+    add("--accept", action="append", default=[], choices=sorted(UNENFORCEABLE), metavar="FIELD",
+        help="accept a field of chat requests that cannot be honoured, without effect: "
+        f"{', '.join(sorted(UNENFORCEABLE))}; may be given several times")
     add("--weights-folder", type=Path, metavar="FOLDER",
         help="take other weights from folders in this one (without it: from anywhere, with the key)")
     add("--uploads", type=Path, metavar="FOLDER", help="take other weights over HTTP into this folder, with the key")
@@ -122,9 +126,10 @@ async def _serve(args: argparse.Namespace, api_key: str | None, console: Console
             sampler, host=args.host, port=args.port, renderer=renderer, model=args.name or Path(args.model).name,
             api_key=api_key, seed=args.seed, weights_folder=args.weights_folder, uploads=args.uploads,
             allow_hosts=args.allow_host, chat_processes=_CHAT_PROCESSES,
+            options=Options(unenforced=frozenset(args.accept)),
             limits=ServerLimits(refusal_seconds=_REFUSAL_SECONDS),
         ) as server:  # fmt: skip
-            console.print(f"{server.model} at {server.url} (chat completions: {server.url}/v1)" if renderer is not None
+            console.print(f"{server.model} at {server.url} (OpenAI's clients: {server.url}/v1)" if renderer is not None
                           else f"{server.model} at {server.url} (token ids only)", soft_wrap=True)  # fmt: skip
             await until_stopped(sampler, stop)
             console.print("stopping")
