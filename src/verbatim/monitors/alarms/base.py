@@ -1,0 +1,172 @@
+"""Defines what an alarm's rule reads, a window of the run's steps, and what it returns, findings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verbatim.trajectories import Fate
+
+Figures = Mapping[str, float]
+"""Name to value; finite values only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What one step was like."""
+
+    step: int
+    """Steps done."""
+    metrics: Figures
+    """The step's metrics; those that are NaN or infinite are left out."""
+    envs: Mapping[str, Figures] = field(default_factory=dict)
+    """Figures of each environment's rollouts, as `rollout_figures` makes them."""
+    errors: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Failed rollouts of each environment, by kind of error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The latest steps of a run, the first ones, and its evaluations, as they are after the step at hand.
+
+    Example: the metric `loss` of three steps, read as a rule reads it.
+
+        >>> steps = [StepFigures(step=n, metrics={"loss": 1.0 / n}) for n in (1, 2, 4)]
+        >>> window = Window(steps=steps)
+        >>> window.step, window.recent("loss", 2), window.median("loss", 2)
+        (4, [0.5, 0.25], 0.375)
+        >>> window.recent("loss", 4), window.median("loss", 4)
+        ([], None)
+    """
+
+    steps: Sequence[StepFigures]
+    """The latest steps, oldest first; the last one is the step at hand. At most 64."""
+    first: Sequence[StepFigures] = ()
+    """The first steps of the run, oldest first. At most 16."""
+    evaluations: Mapping[str, Sequence[tuple[int, Figures]]] = field(default_factory=dict)
+    """By environment: step and metrics of each evaluation, oldest first, at most 32; with the success of training in the
+    five steps before it, `TRAINING`, and its standard error, `TRAINING_ERROR`."""
+    fates: Sequence[Fate] = ()
+    """Those of the step at hand: of its batch, and of what was dropped before it."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The run's configuration as plain values, without secrets."""
+
+    @property
+    def step(self) -> int:
+        """Steps done; 0 before the first."""
+        return self.steps[-1].step if self.steps else 0
+
+    @property
+    def envs(self) -> list[str]:
+        """The environments that have figures in the window."""
+        return list(dict.fromkeys(env for figures in self.steps for env in figures.envs))
+
+    def metric(self, name: str, env: str | None = None) -> float | None:
+        """A metric of the step at hand, or a figure of an environment; None where it has no finite value."""
+        return _value(self.steps[-1], name, env) if self.steps else None
+
+    def recent(self, name: str, count: int, env: str | None = None, *, missing: float | None = None) -> list[float]:
+        """The values of the last `count` steps, oldest first; empty where fewer than half of the steps have one, or the
+        window has fewer steps. `missing` stands for a figure that an environment with others does not have."""
+        return _values(self.steps[-count:], name, env, count, missing)
+
+    def median(self, name: str, count: int, env: str | None = None) -> float | None:
+        """The median of `recent`; None where that is empty."""
+        return median(self.recent(name, count, env))
+
+    def earlier(
+        self, name: str, count: int, env: str | None = None, *, missing: float | None = None
+    ) -> list[list[float]]:
+        """What `recent` is compared with: the values of the run's first `count` steps, and of the `count` steps that
+        ended `4 * count` steps before the recent ones, or as far back as the window goes. Empty before the run has
+        `2 * count` steps; steps are never both recent and earlier."""
+        if not self.steps or self.step < 2 * count:
+            return []
+        found = []
+        before = self.steps[:-count]
+        end = max(count, len(before) - 4 * count)
+        newest = self.steps[-count].step if len(self.steps) >= count else self.step
+        for steps in (self.first[:count], before[end - count : end]):
+            values = _values([figures for figures in steps if figures.step < newest], name, env, count, missing)
+            if values and values not in found:
+                found.append(values)
+        return found
+
+    def setting(self, key: str) -> Any:
+        """The value of a key of the configuration, "trainer.optim.lr"; None where it is not set."""
+        found: Any = self.config
+        for part in key.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return None
+            found = found[part]
+        return found
+
+    def now(self, key: str) -> str:
+        """The key with its present value, for advice.
+
+        >>> Window(steps=[], config={"trainer": {"optim": {"lr": 0.0008}}}).now("trainer.optim.lr")
+        'trainer.optim.lr (now 0.0008)'
+        """
+        value = self.setting(key)
+        if value is None:
+            return f"{key} (not set)"
+        return f"{key} (now {str(value).lower() if isinstance(value, bool) else value})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a rule sees at one step, of one environment or of the run."""
+
+    message: str
+    """One sentence: what is seen, with its numbers."""
+    cause: str
+    """What most often causes it."""
+    advice: str
+    """The key to change, with its present value (`Window.now`), and what to try."""
+    level: float = 1.0
+    """How far it is, 1 where the alarm is raised. Below 1 nothing is raised; at `HOLD` or more, an alarm that was raised
+    is not cleared."""
+    evidence: Figures = field(default_factory=dict)
+    """Metrics that show it, by name."""
+    env: str | None = None
+    """The environment that it is about; None = the run."""
+    trajectory_ids: tuple[str, ...] = ()
+    """Trajectories of this step that show it."""
+
+
+TRAINING, TRAINING_ERROR = "training/success", "training/success_error"
+"""What an evaluation is compared with."""
+HOLD = 0.7
+"""The level below which an alarm that was raised begins to be cleared."""
+
+
+class Rule(Protocol):
+    """What one alarm looks for: a function, or a frozen dataclass whose fields are its knobs. It keeps no state.
+
+    It is called after each step. One with `on_evaluations = True` is called after each evaluation instead. `clear_after`
+    (5 by default) is how many such calls in a row have to find a level below `HOLD` until the alarm is cleared.
+    """
+
+    def __call__(self, window: Window, /) -> Iterable[Finding] | Finding | None:
+        """What the window shows: at most one finding for each environment, and one for the run."""
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The median; None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def _value(figures: StepFigures, name: str, env: str | None, missing: float | None = None) -> float | None:
+    if env is None:
+        return figures.metrics.get(name, missing)
+    own = figures.envs.get(env)
+    return own.get(name, missing) if own else None
+
+
+def _values(
+    steps: Sequence[StepFigures], name: str, env: str | None, count: int, missing: float | None
+) -> list[float]:
+    found = [value for figures in steps if (value := _value(figures, name, env, missing)) is not None]
+    return found if len(steps) >= count and 2 * len(found) >= count else []

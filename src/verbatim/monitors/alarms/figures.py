@@ -1,0 +1,225 @@
+"""Measures the rollouts of a step, for each environment: what they did, what became of them, and what was rewarded."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from verbatim.rollouts.loop import TOOLS_OFFERED
+from verbatim.rollouts.tally import failure_kind
+from verbatim.trajectories import TRAINED, Fate
+from verbatim.trajectories.record import TrajectoryRecord
+from verbatim.types import StopReason
+
+LOOKED_AT = 128
+"""Trajectories of each environment whose tokens are looked at."""
+_TOKENS = 512
+"""Tokens of each of their turns, the last ones, that are looked at for repetition."""
+_NGRAM = 4
+_KINDS = 5
+"""Kinds of errors of each environment that are kept, the most common ones."""
+_LIKE_A_CALL = re.compile(
+    r"""<tool_call|<\|?tool_?calls?|<function|<invoke|\[TOOL_CALLS\]|<\|python_tag\|>|["'](arguments|parameters)["']\s*:"""
+)
+"""What calls look like in the text of models' usual formats."""
+
+
+def rollout_figures(metrics: Mapping[str, float], fates: Sequence[Fate]) -> dict[str, dict[str, float]]:
+    """Figures by environment and name; one that is a mean of nothing is left out. Names:
+
+    - `rollouts`, `failed`, `completed`, `trained`: how many there are, failed, did not fail, have a trained token;
+      `untrained/{reason}`: those that have none, by reason
+    - `success`: from the metrics; `full_reward`: share with a reward of at least 1, which is what `success` is where the
+      environment does not say
+    - `reward`, `reward_std`, `turns`, `completion_tokens`, `tokens_per_turn`, `tool/{name}` (calls of this tool): means
+      over the completed ones; `cut_off`: share that ended at a limit of length
+    - `repetition`: share of 4-grams that occur before in their turn
+    - `credit/tokens_per_turn`, `credit/repetition`, `credit/tool/{name}`: correlation with the reward within groups
+    - `offered`: rollouts that were offered tools; of those `called`: share with a readable call, `unread`: share of
+      the turns with a call that cannot be read, `call_like`: share without a readable call whose text looks like one
+    - `later_turns`, `broken`: turns after the first one of the agent that spoke first, and the share of them whose
+      prompt does not extend the turn before
+    """
+    by_env: dict[str, list[Fate]] = {}
+    for fate in fates:
+        by_env.setdefault(fate.trajectory.env, []).append(fate)
+    found = {}
+    for env, own in by_env.items():
+        figures = {**_fate_figures(own), **_reward_figures(own)}
+        if (success := metrics.get(f"success/{env}")) is not None:
+            figures["success"] = success
+        completed = [fate.trajectory for fate in own if fate.trajectory.error is None]
+        if completed:
+            figures |= _behaviour_figures(completed)
+            figures |= _tool_figures(completed)
+            figures |= _break_figures(completed[:LOOKED_AT])
+        found[env] = {name: float(value) for name, value in figures.items() if math.isfinite(value)}
+    return found
+
+
+def error_counts(fates: Sequence[Fate]) -> dict[str, dict[str, int]]:
+    """Failed rollouts by environment and kind of error: the message without numbers and quoted values."""
+    counts: dict[str, Counter[str]] = {}
+    for fate in fates:
+        if fate.trajectory.error is not None:
+            counts.setdefault(fate.trajectory.env, Counter())[failure_kind(fate.trajectory.error)] += 1
+    return {env: dict(kinds.most_common(_KINDS)) for env, kinds in counts.items()}
+
+
+def main_reason(fate: Fate) -> str | None:
+    """Why nothing of a trajectory is trained; None where something is."""
+    tokens = fate.num_tokens
+    if tokens.get(TRAINED):
+        return None
+    return fate.reason or max(tokens, key=lambda reason: tokens[reason], default="empty")
+
+
+def repetition(trajectories: Sequence[TrajectoryRecord]) -> list[float | None]:
+    """For each trajectory the share of 4-grams that occur before in the same turn; None where it has none.
+
+    Example: the turn 1 2 3 4 1 2 3 4 has five 4-grams, and the last one has occurred before: 0.2.
+    """
+    pieces, owners = [], []
+    for index, trajectory in enumerate(trajectories):
+        for turn in trajectory.turns:
+            if len(turn.completion_ids) >= _NGRAM:
+                pieces.append(turn.completion_ids[-_TOKENS:])
+                owners.append(index)
+    if not pieces:
+        return [None] * len(trajectories)
+    lengths = np.array([len(piece) for piece in pieces])
+    ids = np.concatenate(pieces).astype(np.uint64)
+    turn_of = np.repeat(np.arange(len(pieces)), lengths)
+    keys = turn_of[: -_NGRAM + 1].astype(np.uint64)
+    for offset in range(_NGRAM):  # a polynomial hash of 64 bits: two 4-grams of a turn are one by chance in 1 of 1e19
+        keys = keys * np.uint64(0x9E3779B97F4A7C15) + ids[offset : len(ids) - _NGRAM + 1 + offset] + np.uint64(1)
+        keys ^= keys >> np.uint64(29)
+    whole = turn_of[: -_NGRAM + 1] == turn_of[_NGRAM - 1 :]
+    owner = np.array(owners)[turn_of[: -_NGRAM + 1][whole]]
+    _, first = np.unique(keys[whole], return_index=True)
+    total = np.bincount(owner, minlength=len(trajectories))
+    distinct = np.bincount(owner[first], minlength=len(trajectories))
+    return [1 - d / t if t else None for d, t in zip(distinct.tolist(), total.tolist(), strict=True)]
+
+
+def credit(trajectories: Sequence[TrajectoryRecord], values: Sequence[float | None]) -> float:
+    """The correlation of a value with the reward, both minus the mean of their group; NaN where one of them is
+    constant."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for trajectory, value in zip(trajectories, values, strict=True):
+        if value is not None and trajectory.reward is not None and math.isfinite(trajectory.reward):
+            groups.setdefault(trajectory.group_id, []).append((value, trajectory.reward))
+    pairs = [
+        (value - statistics.fmean(v for v, _ in group), reward - statistics.fmean(r for _, r in group))
+        for group in groups.values() for value, reward in group
+    ]  # fmt: skip
+    spread = math.sqrt(sum(v * v for v, _ in pairs) * sum(r * r for _, r in pairs))
+    return sum(v * r for v, r in pairs) / spread if spread > 1e-12 else math.nan
+
+
+def calls_of(trajectory: TrajectoryRecord) -> Counter[str]:
+    """The calls of each tool, readable or not, by the names that the model wrote."""
+    return Counter(call.name for turn in trajectory.turns for call in turn.tool_calls if call.name is not None)
+
+
+def tokens_per_turn(trajectory: TrajectoryRecord) -> float:
+    """Sampled tokens of a turn, on average; 0 without a turn."""
+    return trajectory.num_sampled_tokens / max(1, len(trajectory.turns))
+
+
+def _fate_figures(fates: Sequence[Fate]) -> dict[str, float]:
+    reasons = Counter(main_reason(fate) for fate in fates)
+    failed = sum(fate.trajectory.error is not None for fate in fates)
+    return {
+        "rollouts": len(fates), "failed": failed, "completed": len(fates) - failed, "trained": reasons.pop(None, 0),
+        **{f"untrained/{reason}": count for reason, count in reasons.items()},
+    }  # fmt: skip
+
+
+def _reward_figures(fates: Sequence[Fate]) -> dict[str, float]:
+    """Of the completed rollouts; `full_reward` of those that the metric `success` is of."""
+    rewards = _rewards(fate.trajectory for fate in fates if fate.trajectory.error is None)
+    in_batch = _rewards(f.trajectory for f in fates if f.trajectory.error is None and f.reason not in _BEFORE_A_BATCH)
+    figures = {}
+    if rewards:
+        figures |= {"reward": statistics.fmean(rewards), "reward_std": statistics.pstdev(rewards)}
+    if in_batch:
+        figures["full_reward"] = statistics.fmean(float(reward >= 1) for reward in in_batch)
+    return figures
+
+
+_BEFORE_A_BATCH = ("difficulty", "stale")
+
+
+def _rewards(trajectories: Iterable[TrajectoryRecord]) -> list[float]:
+    return [t.reward for t in trajectories if t.reward is not None and math.isfinite(t.reward)]
+
+
+def _behaviour_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
+    per_turn = [tokens_per_turn(t) for t in completed]
+    figures = {
+        "turns": statistics.fmean(len(t.turns) for t in completed),
+        "completion_tokens": statistics.fmean(t.num_sampled_tokens for t in completed),
+        "tokens_per_turn": statistics.fmean(per_turn),
+        "credit/tokens_per_turn": credit(completed, per_turn),
+        "cut_off": statistics.fmean(float(t.stop_reason is StopReason.LENGTH) for t in completed),
+    }
+    looked_at = completed[:LOOKED_AT]
+    repeated = repetition(looked_at)
+    if known := [value for value in repeated if value is not None]:
+        figures |= {"repetition": statistics.fmean(known), "credit/repetition": credit(looked_at, repeated)}
+    return figures
+
+
+def _tool_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
+    calls = [calls_of(t) for t in completed]
+    figures: dict[str, float] = {}
+    for name, count in sum(calls, Counter[str]()).most_common(LOOKED_AT):
+        figures[f"tool/{name}"] = count / len(completed)
+        figures[f"credit/tool/{name}"] = credit(completed, [float(own[name]) for own in calls])
+    offered = [t for t in completed if t.info.get(TOOLS_OFFERED) or any(turn.tool_calls for turn in t.turns)]
+    if not offered:
+        return figures
+    turns = [turn for t in offered for turn in t.turns]
+    silent = [t for t in offered if not any(_is_readable(turn.tool_calls) for turn in t.turns)]
+    figures |= {"offered": len(offered), "called": 1 - len(silent) / len(offered)}
+    if turns:
+        figures["unread"] = statistics.fmean(
+            float(bool(turn.tool_calls) and not _is_readable(turn.tool_calls)) for turn in turns
+        )
+    looked_at = silent[:LOOKED_AT]
+    like = statistics.fmean(float(looks_like_a_call(t)) for t in looked_at) if looked_at else 0.0
+    return {**figures, "call_like": like * len(silent) / len(offered)}
+
+
+def _is_readable(calls: Iterable[object]) -> bool:
+    """Whether a turn holds a call that could be read, whatever its name and arguments."""
+    return any(getattr(call, "name", None) is not None for call in calls)
+
+
+def looks_like_a_call(trajectory: TrajectoryRecord) -> bool:
+    """Whether the assistant wrote what looks like a tool call in one of the usual formats."""
+    texts = (message.get("content") for message in trajectory.messages if message.get("role") == "assistant")
+    return any(isinstance(text, str) and _LIKE_A_CALL.search(text) is not None for text in texts)
+
+
+def _break_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
+    later, broken = 0, 0
+    for trajectory in completed:
+        count, breaks = own_breaks(trajectory)
+        later, broken = later + count, broken + breaks
+    return {"later_turns": later, **({"broken": broken / later} if later else {})}
+
+
+def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int]:
+    """The turns after the first one of the agent that spoke first, and how many of them do not extend the one before.
+
+    Other agents' conversations may begin anew whenever they are called.
+    """
+    turns = [turn for turn in trajectory.turns if turn.agent == trajectory.turns[0].agent]
+    return max(0, len(turns) - 1), sum(not turn.extends(before) for before, turn in zip(turns, turns[1:], strict=False))

@@ -1,0 +1,138 @@
+"""Alarms about a reward that rises alone: `reward_success_gap` and `evaluation_flat`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from verbatim.config.sections import Fraction, NonNegativeFloat, PositiveInt
+from verbatim.monitors.alarms.base import TRAINING, TRAINING_ERROR, Figures, Finding, Window
+from verbatim.monitors.alarms.change import falls, rises
+from verbatim.trajectories import Fate
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSuccessGap:
+    """The reward of an environment rises while its success falls.
+
+    Both changes have to be sure (`change.SURE`) against the run's first steps or against steps some `4 * steps` ago, and
+    large: the reward by `rise` standard deviations of the rollouts, the success by `fall`.
+    """
+
+    rise: NonNegativeFloat = 0.2
+    """Of the reward, in standard deviations of a batch's rewards."""
+    fall: Fraction = 0.1
+    """Of the success."""
+    steps: PositiveInt = 8
+    """Steps that are compared with as many earlier ones."""
+
+    def __call__(self, window: Window) -> Iterator[Finding]:
+        """What the last steps show."""
+        for env in window.envs:
+            rewards, successes = (window.recent(name, self.steps, env) for name in ("reward", "success"))
+            if not rewards or not successes:
+                continue
+            before_r, before_s = (window.earlier(name, self.steps, env) for name in ("reward", "success"))
+            spread = window.median("reward_std", self.steps, env) or 0.0
+            for earlier_r, earlier_s in zip(before_r, before_s, strict=False):
+                was_r, is_r = statistics.median(earlier_r), statistics.median(rewards)
+                was_s, is_s = statistics.median(earlier_s), statistics.median(successes)
+                if not (rises(earlier_r, rewards) and falls(earlier_s, successes)):
+                    continue
+                gained = (is_r - was_r) / spread if spread > 0 else math.inf
+                yield Finding(
+                    env=env, level=min(gained / max(self.rise, 1e-9), (was_s - is_s) / max(self.fall, 1e-9)),
+                    message=f"the reward of {env} rose from {was_r:.3g} to {is_r:.3g} while its success fell from "
+                    f"{was_s:.2f} to {is_s:.2f} (medians of {self.steps} steps)",
+                    cause="the reward can be earned without solving the task",
+                    advice=f"read these episodes, and change what `score` pays for; {_parts(window, env)}the run can go on "
+                    "from a checkpoint before the two parted",
+                    evidence={f"reward/{env}/mean": is_r, f"success/{env}": is_s, "reward before": was_r,
+                              "success before": was_s},
+                    trajectory_ids=_paid_without_success(window.fates, env),
+                )  # fmt: skip
+                break
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFlat:
+    """The success of training rises over the last evaluations, and that of the evaluation does not.
+
+    Over `evaluations` of them, the evaluation's success has not risen by more than its standard error, the training's
+    has risen by `rise`, and it is now above the evaluation's by three standard errors of their difference: for a policy
+    that does equally well on both, that is chance once in 700 evaluations.
+    """
+
+    on_evaluations: ClassVar[bool] = True
+    clear_after: ClassVar[int] = 1
+    rise: Fraction = 0.1
+    """Of the success of training."""
+    evaluations: PositiveInt = 4
+    """The first and the last of so many are compared."""
+    solved: Fraction = 0.9
+    """Success of the evaluation from which on nothing is left to gain."""
+
+    def __call__(self, window: Window) -> Iterator[Finding]:
+        """What the evaluations show."""
+        for env, evaluations in window.evaluations.items():
+            if len(evaluations) < self.evaluations:
+                continue
+            (began, first), (step, last) = evaluations[-self.evaluations], evaluations[-1]
+            had, has = _training(window, env, first), last.get(TRAINING)
+            if had is None or has is None or "success" not in first or "success" not in last:
+                continue
+            was, now = first["success"], last["success"]
+            is_flat = now - was <= math.hypot(_error(first), _error(last)) and now < self.solved
+            ahead = (has - now) / (3 * math.hypot(_error(last), last.get(TRAINING_ERROR, 0.0)))
+            yield Finding(
+                env=env, level=min((has - had) / max(self.rise, 1e-9), ahead) if is_flat else 0.0,
+                message=f"from step {began} to {step} the success of training rose from {had:.2f} to {has:.2f}, and that of "
+                f"the evaluation of {env} went from {was:.2f} to {now:.2f}",
+                cause="the policy learns the training examples, or a way to be rewarded that the evaluation does not pay",
+                advice="take more or other training examples, and go on from an earlier checkpoint "
+                f"({window.now('checkpoint.keep_every')}); {window.now('orchestrator.eval.interval')} says how often is "
+                "looked",
+                evidence={"success of training": has, "success of training before": had, "success of evaluation": now,
+                          "success of evaluation before": was},
+            )  # fmt: skip
+
+
+def _error(evaluation: Figures) -> float:
+    """The standard error of a success, which is not 0 where all or none succeed."""
+    count = max(1.0, evaluation.get("episodes", 1.0))
+    rounded = (evaluation["success"] * count + 1) / (count + 2)
+    return math.sqrt(rounded * (1 - rounded) / count)
+
+
+def _training(window: Window, env: str, evaluation: Figures) -> float | None:
+    """The success of training before an evaluation; of the first steps where none were before it."""
+    if TRAINING in evaluation:
+        return evaluation[TRAINING]
+    for name in (f"success/{env}", "success"):
+        if values := [f.metrics[name] for f in window.first[:5] if name in f.metrics]:
+            return statistics.fmean(values)
+    return None
+
+
+def _parts(window: Window, env: str) -> str:
+    """The part of the reward that has risen most, where it has parts."""
+    start, found = f"reward_part/{env}/", []
+    if not window.steps or not window.first:
+        return ""
+    for name, value in window.steps[-1].metrics.items():
+        if name.startswith(start) and name.endswith("/mean"):
+            found.append((value - window.first[0].metrics.get(name, value), name))
+    rise, name = max(found, default=(0.0, ""))
+    return f"the part that rose most is {name} (by {rise:.3g}); " if rise > 0 else ""
+
+
+def _paid_without_success(fates: Sequence[Fate], env: str) -> tuple[str, ...]:
+    """Trajectories with the highest rewards below 1, or with the highest ones where there are none."""
+    own = [f.trajectory for f in fates if f.trajectory.env == env and f.trajectory.reward is not None]
+    own.sort(key=lambda t: (t.reward is not None and t.reward >= 1, -(t.reward or 0.0)))
+    return tuple(t.trajectory_id for t in own[:_SHOWN])

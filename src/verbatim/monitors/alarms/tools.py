@@ -1,0 +1,136 @@
+"""The alarms `tool_format` and `prompt_breaks`: calls that are not read, and prompts that do not extend what was
+sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from verbatim.config.sections import Fraction, PositiveInt
+from verbatim.monitors.alarms.base import Finding, Window, median
+from verbatim.monitors.alarms.figures import LOOKED_AT, looks_like_a_call, own_breaks
+from verbatim.rollouts.loop import TOOLS_OFFERED
+from verbatim.trajectories import Fate
+
+_SHOWN = 5
+_FEW_ROLLOUTS = 8
+"""Fewer in a step say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """Tools are offered, and their calls cannot be read.
+
+    Three things are looked for in each environment, over the last steps: text that looks like calls in rollouts
+    without a single readable call (a parser that does not fit the model); turns with calls of which none can be read
+    (the model has lost the format); and calls that were there in the first steps and have gone, without a gain in reward.
+    A model that answers without tools, as it did from the start, is left alone.
+    """
+
+    share: Fraction = 0.3
+    """Share of rollouts with unread text that looks like a call, or of turns with unreadable calls."""
+    lost: Fraction = 0.5
+    """By how much the share of rollouts with a readable call may fall."""
+    steps: PositiveInt = 3
+    """Steps of the median."""
+
+    def __call__(self, window: Window) -> Iterator[Finding]:
+        """What the last steps show."""
+        for env in window.envs:
+            if (window.metric("offered", env) or 0) >= _FEW_ROLLOUTS:
+                yield from self._look_at(window, env)
+
+    def _look_at(self, window: Window, env: str) -> Iterator[Finding]:
+        like, unread, called = (window.median(name, self.steps, env) for name in ("call_like", "unread", "called"))
+        if like is None or called is None:
+            return
+        unread = unread or 0.0
+        before = median([c for figures in window.first[:8] if (c := figures.envs.get(env, {}).get("called")) is not None])
+        lost = 0.0 if before is None or _has_gained(window, env) else before - called
+        levels = (like / max(self.share, 1e-9), unread / max(self.share, 1e-9), lost / max(self.lost, 1e-9))
+        evidence = {"valid_format": window.metric("valid_format"), "tool_calls": window.metric("tool_calls"),
+                    "malformed": window.metric("malformed")}  # fmt: skip
+        renderer = window.now("orchestrator.renderer.name")
+        if levels[0] == max(levels):
+            message = (f"in {like:.0%} of the rollouts of {env} no call was read, though their text looks like calls; "
+                       f"{called:.0%} have a readable one")  # fmt: skip
+            cause = "the parser does not fit the format in which the model writes calls"
+            advice = (f"set {renderer} to the model's family, or {window.now('orchestrator.renderer.tools')} to "
+                      '"hermes"; `verbatim doctor --template MODEL` shows what is parsed')  # fmt: skip
+        elif levels[1] == max(levels):
+            message = f"in {unread:.0%} of the turns of {env} the calls cannot be read"
+            cause = ("calls are cut off" if (window.metric("truncated") or 0) > 0.2 else
+                     "the model no longer writes calls in its template's format")  # fmt: skip
+            advice = (f"if they are cut off, raise {window.now('orchestrator.sampling.max_tokens')}; otherwise lower "
+                      f"{window.now('trainer.optim.lr')}, or begin with a [warm_start] on demonstrations")  # fmt: skip
+        else:
+            message = (f"{called:.0%} of the rollouts of {env} have a readable call; in the first steps {before:.0%} had "
+                       "one, and the reward has not risen")  # fmt: skip
+            cause = "the policy has unlearned to call tools"
+            advice = (f"go back to a checkpoint before that and lower {window.now('trainer.optim.lr')}; look at what is "
+                      "rewarded in rollouts without calls")  # fmt: skip
+        yield Finding(
+            level=max(levels), message=message, cause=cause, advice=advice, env=env,
+            evidence={name: value for name, value in evidence.items() if value is not None},
+            trajectory_ids=_without_a_call(window.fates, env) if max(levels) >= 1 else (),
+        )  # fmt: skip
+
+
+def _has_gained(window: Window, env: str) -> bool:
+    """Whether the reward is above that of the first steps."""
+    before = median([r for figures in window.first[:8] if (r := figures.envs.get(env, {}).get("reward")) is not None])
+    now = window.median("reward", 3, env)
+    return before is None or now is None or now > before
+
+
+def _without_a_call(fates: Sequence[Fate], env: str) -> tuple[str, ...]:
+    found = [
+        fate.trajectory for fate in fates
+        if fate.trajectory.env == env and fate.trajectory.error is None and fate.trajectory.info.get(TOOLS_OFFERED)
+        and not any(call.status == "ok" for turn in fate.trajectory.turns for call in turn.tool_calls)
+    ]  # fmt: skip
+    found.sort(key=lambda trajectory: not looks_like_a_call(trajectory))
+    return tuple(trajectory.trajectory_id for trajectory in found[:_SHOWN])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptBreaks:
+    """Prompts do not extend what was sampled: in each of the last steps, more than `share` of the turns after the first.
+
+    A sub-agent may begin anew whenever it is called; only the agent that speaks first counts. Nothing is looked for
+    under the strategy "branching", to which breaks are nothing.
+    """
+
+    share: Fraction = 0.2
+    """The largest share."""
+    steps: PositiveInt = 3
+    """Steps that have to show it."""
+
+    def __call__(self, window: Window) -> Iterator[Finding]:
+        """What the last steps show."""
+        if window.setting("orchestrator.trajectory_strategy") == "branching":
+            return
+        for env in window.envs:
+            shares = window.recent("broken", self.steps, env)
+            turns = window.recent("later_turns", self.steps, env)
+            if len(shares) < self.steps or min(turns, default=0) < _FEW_ROLLOUTS:
+                continue
+            yield Finding(
+                env=env, level=min(shares) / max(self.share, 1e-9),
+                message=f"{shares[-1]:.0%} of the later turns of {env} do not extend the turn before them, so each of them "
+                "is a sample of its own that repeats the history",
+                cause="the chat template rewrites history (it strips the thinking of earlier turns, or formats calls "
+                "anew), or the environment changes messages that were sampled",
+                advice="`verbatim doctor RUN` shows the tokens and the reason; take a renderer that keeps history: "
+                f"{window.now('orchestrator.renderer.name')}. Where the environment rewrites history on purpose, set "
+                "monitor.alarms.prompt_breaks = false",
+                evidence={name: value for name in ("breaks", "samples", "rollouts")
+                          if (value := window.metric(name)) is not None},
+                trajectory_ids=_broken(window.fates, env) if min(shares) >= self.share else (),
+            )  # fmt: skip
+
+
+def _broken(fates: Sequence[Fate], env: str) -> tuple[str, ...]:
+    own = [f.trajectory for f in fates if f.trajectory.env == env and f.trajectory.error is None][:LOOKED_AT]
+    found = sorted(((own_breaks(t)[1], t.trajectory_id) for t in own if t.turns), key=lambda pair: -pair[0])
+    return tuple(name for count, name in found[:_SHOWN] if count)

@@ -1,0 +1,210 @@
+"""Watches a run: keeps the window that the rules read, and turns their findings into alarms that are raised once and
+cleared once."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.errors import ComponentError
+from verbatim.monitors.alarm import Alarm
+from verbatim.monitors.alarms.base import (
+    HOLD,
+    TRAINING,
+    TRAINING_ERROR,
+    Figures,
+    Finding,
+    Rule,
+    StepFigures,
+    Window,
+)
+from verbatim.monitors.alarms.figures import error_counts, rollout_figures
+from verbatim.trajectories import Fate
+
+logger = logging.getLogger(__name__)
+
+KEPT_STEPS, KEPT_FIRST, KEPT_EVALUATIONS = 64, 16, 32
+"""What a window holds: latest steps, first steps, evaluations of each environment."""
+TRAINING_STEPS = 5
+"""Steps of training that an evaluation is compared with."""
+CLEAR_AFTER = 5
+"""Calls in a row that find nothing, until an alarm is cleared; a rule may say otherwise."""
+
+
+@dataclass(kw_only=True)
+class _Raised:
+    """An alarm that has been raised and not cleared."""
+
+    step: int
+    advice: str
+    cause: str
+    calm: int = 0
+    """Calls in a row that have not found it."""
+
+
+class AlarmWatch:
+    """Calls every rule after each step or evaluation, and says which alarms are raised and cleared by it.
+
+    An alarm, of one rule and one environment, is raised at the first finding of level 1, and cleared when its rule has
+    found no level of `HOLD` or more for its `clear_after` calls in a row. Between the two it is silent.
+
+    Args:
+        rules: By the names of their alarms.
+        config: The run's configuration as plain values, for advice.
+        stop: The names of the alarms that end the run.
+    """
+
+    def __init__(
+        self, rules: Mapping[str, Rule], *, config: Mapping[str, Any] | None = None, stop: Collection[str] = ()
+    ) -> None:
+        self._rules, self._config, self._stop = dict(rules), config or {}, frozenset(stop)
+        self._steps: deque[StepFigures] = deque(maxlen=KEPT_STEPS)
+        self._first: list[StepFigures] = []
+        self._evaluations: dict[str, deque[tuple[int, Figures]]] = {}
+        self._raised: dict[tuple[str, str | None], _Raised] = {}
+        self._failed: set[str] = set()
+        self.stopped_by: Alarm | None = None
+        """The alarm that ends the run; None = none has."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> list[Alarm]:
+        """What this step raises and clears."""
+        figures = StepFigures(
+            step=step, metrics=_finite(metrics), envs=rollout_figures(metrics, fates), errors=error_counts(fates)
+        )
+        self._steps.append(figures)
+        if len(self._first) < KEPT_FIRST:
+            self._first.append(figures)
+        return self._judge(step, lambda rule: not getattr(rule, "on_evaluations", False), fates)
+
+    def on_eval(self, step: int, env: str, metrics: Mapping[str, float]) -> list[Alarm]:
+        """What this evaluation raises and clears."""
+        kept = self._evaluations.setdefault(env, deque(maxlen=KEPT_EVALUATIONS))
+        kept.append((step, {**_finite(metrics), **self._training(env)}))
+        return self._judge(step, lambda rule: getattr(rule, "on_evaluations", False), (), env)
+
+    def _training(self, env: str) -> dict[str, float]:
+        """What training is like as an evaluation begins: of the same environment, or of all where it is not trained."""
+        steps = list(self._steps)[-TRAINING_STEPS:]
+        for name in (f"success/{env}", "success"):
+            if values := [figures.metrics[name] for figures in steps if name in figures.metrics]:
+                error = statistics.pstdev(values) / math.sqrt(len(values))
+                return {TRAINING: statistics.fmean(values), TRAINING_ERROR: error}
+        return {}
+
+    def _judge(
+        self, step: int, is_asked: Callable[[Rule], bool], fates: Sequence[Fate], env: str | None = None
+    ) -> list[Alarm]:
+        """The alarms of the rules that are asked now; after an evaluation only those about its environment."""
+        window = Window(
+            steps=tuple(self._steps), first=tuple(self._first), fates=fates, config=self._config,
+            evaluations={name: tuple(kept) for name, kept in self._evaluations.items()},
+        )  # fmt: skip
+        alarms: list[Alarm] = []
+        for name, rule in self._rules.items():
+            if is_asked(rule):
+                findings = {finding.env: finding for finding in self._ask(name, rule, window)}
+                patience = int(getattr(rule, "clear_after", CLEAR_AFTER))
+                alarms += self._compare(name, step, findings, patience, env)
+        for alarm in alarms:
+            if self.stopped_by is None and alarm.state == "raised" and alarm.name in self._stop:
+                self.stopped_by = alarm
+        return alarms
+
+    def _ask(self, name: str, rule: Rule, window: Window) -> list[Finding]:
+        """A rule that raises an exception, or returns something else, is reported once and finds nothing."""
+        try:
+            found = rule(window)
+            findings = _listed(found)
+            wrong = next((finding for finding in findings if not isinstance(finding, Finding)), None)
+            if wrong is not None:
+                raise ComponentError(f"it returned {type(wrong).__name__}, expected Finding, a list of them, or None")
+        except Exception:
+            if name not in self._failed:
+                logger.exception("alarm %s failed; the run goes on, and this is not reported again", name)
+            self._failed.add(name)
+            return []
+        return findings
+
+    def _compare(
+        self, name: str, step: int, findings: Mapping[str | None, Finding], patience: int, only: str | None
+    ) -> list[Alarm]:
+        alarms = []
+        for env, found in findings.items():
+            raised = self._raised.get((name, env))
+            if raised is not None and found.level >= HOLD:
+                raised.calm = 0
+            elif raised is None and found.level >= 1:
+                self._raised[name, env] = _Raised(step=step, advice=found.advice, cause=found.cause)
+                alarms.append(_alarm(name, step, found))
+        for (kind, env), raised in list(self._raised.items()):
+            still = env in findings and findings[env].level >= HOLD
+            if kind != name or still or (only is not None and env != only):
+                continue
+            raised.calm += 1
+            if raised.calm >= patience:
+                del self._raised[kind, env]
+                alarms.append(_cleared(name, step, env, raised))
+        return alarms
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window and what is raised, as plain JSON values."""
+        first = {figures.step for figures in self._first}
+        return {
+            "first": [dataclasses.asdict(figures) for figures in self._first],
+            "steps": [
+                figures.step if figures.step in first else dataclasses.asdict(figures) for figures in self._steps
+            ],
+            "evaluations": {env: [list(each) for each in kept] for env, kept in self._evaluations.items()},
+            "raised": [
+                {"name": name, "env": env, **dataclasses.asdict(raised)} for (name, env), raised in self._raised.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`. What is raised of rules that are no longer there is forgotten."""
+        self._first = [StepFigures(**figures) for figures in state["first"]]
+        by_step = {figures.step: figures for figures in self._first}
+        self._steps.clear()
+        self._steps.extend(
+            by_step[figures] if isinstance(figures, int) else StepFigures(**figures) for figures in state["steps"]
+        )
+        self._evaluations = {
+            env: deque(((step, metrics) for step, metrics in kept), maxlen=KEPT_EVALUATIONS)
+            for env, kept in state["evaluations"].items()
+        }
+        self._raised = {}
+        for entry in state["raised"]:
+            fields = dict(entry)
+            name, env = fields.pop("name"), fields.pop("env")
+            if name in self._rules:
+                self._raised[name, env] = _Raised(**fields)
+
+
+def _listed(found: Iterable[Finding] | Finding | None) -> list[Finding]:
+    if found is None:
+        return []
+    return [found] if isinstance(found, Finding) else list(found)
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _alarm(name: str, step: int, found: Finding) -> Alarm:
+    return Alarm(
+        name=name, step=step, state="raised", message=found.message, cause=found.cause, advice=found.advice,
+        evidence=dict(found.evidence), env=found.env, trajectory_ids=found.trajectory_ids,
+    )  # fmt: skip
+
+
+def _cleared(name: str, step: int, env: str | None, raised: _Raised) -> Alarm:
+    return Alarm(
+        name=name, step=step, state="cleared", cause=raised.cause, advice=raised.advice, env=env,
+        message=f"what was raised at step {raised.step} is no longer seen",
+    )  # fmt: skip
