@@ -42,12 +42,12 @@ class Window:
     """
 
     steps: Sequence[StepFigures]
-    """The latest steps, oldest first; the last one is the step at hand. At most 64."""
+    """The latest steps, oldest first; the last one is the step at hand. At most 48."""
     first: Sequence[StepFigures] = ()
     """The first steps of the run, oldest first. At most 16."""
     evaluations: Mapping[str, Sequence[tuple[int, Figures]]] = field(default_factory=dict)
-    """By environment: step and metrics of each evaluation, oldest first, at most 32; with the success of training in the
-    five steps before it, `TRAINING`, and its standard error, `TRAINING_ERROR`."""
+    """By environment: step and metrics of each evaluation, oldest first, at most 32; with the success of training in
+    the five steps before it, `TRAINING`, and its standard error, `TRAINING_ERROR`."""
     fates: Sequence[Fate] = ()
     """Those of the step at hand: of its batch, and of what was dropped before it."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -126,8 +126,8 @@ class Finding:
     advice: str
     """The key to change, with its present value (`Window.now`), and what to try."""
     level: float = 1.0
-    """How far it is, 1 where the alarm is raised. Below 1 nothing is raised; at `HOLD` or more, an alarm that was raised
-    is not cleared."""
+    """How far it is, 1 where the alarm is raised. Below 1 nothing is raised; at `HOLD` or more, an alarm that was
+    raised is not cleared."""
     evidence: Figures = field(default_factory=dict)
     """Metrics that show it, by name."""
     env: str | None = None
@@ -145,8 +145,9 @@ HOLD = 0.7
 class Rule(Protocol):
     """What one alarm looks for: a function, or a frozen dataclass whose fields are its knobs. It keeps no state.
 
-    It is called after each step. One with `on_evaluations = True` is called after each evaluation instead. `clear_after`
-    (5 by default) is how many such calls in a row have to find a level below `HOLD` until the alarm is cleared.
+    It is called after each step. One with `on_evaluations = True` is called after each evaluation instead.
+    `clear_after` (5 by default) is how many such calls in a row have to find a level below `HOLD` until the alarm is
+    cleared.
     """
 
     def __call__(self, window: Window, /) -> Iterable[Finding] | Finding | None:

@@ -42,8 +42,8 @@ class EntropyCollapse:
         rising = chance_of_rise(earlier[-1], rewards) < _STILL_RISES
         return Finding(
             level=0.0 if rising or success >= self.solved else before * self.share / max(now, 1e-12),
-            message=f"entropy is {now:.3g}, {now / before:.1%} of the first steps' {before:.3g}, while success stands at "
-            f"{success:.2f} and the reward no longer rises",
+            message=f"entropy is {now:.3g}, {now / before:.1%} of the first steps' {before:.3g}, while success stands "
+            f"at {success:.2f} and the reward no longer rises",
             cause="the policy has stopped to explore: all rollouts of a group say the same, and nothing is left to "
             "learn from",
             advice=f"go back to a checkpoint before the fall and lower {window.now('trainer.optim.lr')}; keep "

@@ -7,8 +7,10 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verbatim.rollouts.loop import TOOLS_OFFERED
 from verbatim.rollouts.tally import failure_kind
@@ -16,15 +18,19 @@ from verbatim.trajectories import TRAINED, Fate
 from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.types import StopReason
 
+Float64 = NDArray[np.float64]
 LOOKED_AT = 128
 """Trajectories of each environment whose tokens are looked at."""
 _TOKENS = 512
 """Tokens of each of their turns, the last ones, that are looked at for repetition."""
 _NGRAM = 4
+_TOOLS = 32
+"""Tools of each environment that are kept, those that are called most."""
 _KINDS = 5
 """Kinds of errors of each environment that are kept, the most common ones."""
 _LIKE_A_CALL = re.compile(
-    r"""<tool_call|<\|?tool_?calls?|<function|<invoke|\[TOOL_CALLS\]|<\|python_tag\|>|["'](arguments|parameters)["']\s*:"""
+    r"<tool_call|<\|?tool_?calls?|<function|<invoke|\[TOOL_CALLS\]|<\|python_tag\|>"
+    r"|[\"'](arguments|parameters)[\"']\s*:"
 )
 """What calls look like in the text of models' usual formats."""
 
@@ -34,16 +40,16 @@ def rollout_figures(metrics: Mapping[str, float], fates: Sequence[Fate]) -> dict
 
     - `rollouts`, `failed`, `completed`, `trained`: how many there are, failed, did not fail, have a trained token;
       `untrained/{reason}`: those that have none, by reason
-    - `success`: from the metrics; `full_reward`: share with a reward of at least 1, which is what `success` is where the
-      environment does not say
+    - `success`: from the metrics; `full_reward`: share with a reward of at least 1, which is what `success` is where
+      the environment does not say
     - `reward`, `reward_std`, `turns`, `completion_tokens`, `tokens_per_turn`, `tool/{name}` (calls of this tool): means
       over the completed ones; `cut_off`: share that ended at a limit of length
     - `repetition`: share of 4-grams that occur before in their turn
     - `credit/tokens_per_turn`, `credit/repetition`, `credit/tool/{name}`: correlation with the reward within groups
     - `offered`: rollouts that were offered tools; of those `called`: share with a readable call, `unread`: share of
       the turns with a call that cannot be read, `call_like`: share without a readable call whose text looks like one
-    - `later_turns`, `broken`: turns after the first one of the agent that spoke first, and the share of them whose
-      prompt does not extend the turn before
+    - `later_turns`: turns after the first one of the agent that spoke first; `broken`: share of them whose prompt does
+      not extend the turn before; `rewritten`: share of those that lose half of its completion or more
     """
     by_env: dict[str, list[Fate]] = {}
     for fate in fates:
@@ -107,19 +113,32 @@ def repetition(trajectories: Sequence[TrajectoryRecord]) -> list[float | None]:
     return [1 - d / t if t else None for d, t in zip(distinct.tolist(), total.tolist(), strict=True)]
 
 
-def credit(trajectories: Sequence[TrajectoryRecord], values: Sequence[float | None]) -> float:
-    """The correlation of a value with the reward, both minus the mean of their group; NaN where one of them is
-    constant."""
-    groups: dict[str, list[tuple[float, float]]] = {}
-    for trajectory, value in zip(trajectories, values, strict=True):
-        if value is not None and trajectory.reward is not None and math.isfinite(trajectory.reward):
-            groups.setdefault(trajectory.group_id, []).append((value, trajectory.reward))
-    pairs = [
-        (value - statistics.fmean(v for v, _ in group), reward - statistics.fmean(r for _, r in group))
-        for group in groups.values() for value, reward in group
-    ]  # fmt: skip
-    spread = math.sqrt(sum(v * v for v, _ in pairs) * sum(r * r for _, r in pairs))
-    return sum(v * r for v, r in pairs) / spread if spread > 1e-12 else math.nan
+class Groups:
+    """Which of some trajectories have a reward, and what it is beside the mean of their group."""
+
+    def __init__(self, trajectories: Sequence[TrajectoryRecord]) -> None:
+        rewards = np.array([math.nan if t.reward is None else t.reward for t in trajectories], dtype=np.float64)
+        _, self._group_of = np.unique([t.group_id for t in trajectories], return_inverse=True)
+        self._has_reward = np.isfinite(rewards)
+        self._rewards = rewards
+
+    def credit(self, values: Sequence[float | None]) -> float:
+        """The correlation of a value with the reward, both minus the mean of their group; NaN where one of them is
+        constant, or nothing is known.
+
+        Example: two groups with rewards 0, 1 and 4, 5, and values 2, 4 and 9, 7: the value rises with the reward in one
+        and falls in the other, so the correlation is 0, though it would be 0.92 over all four.
+        """
+        given = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+        kept = self._has_reward & np.isfinite(given)
+        value, reward = (self._centred(array, kept) for array in (given, self._rewards))
+        spread = math.sqrt(float((value**2).sum() * (reward**2).sum()))
+        return float((value * reward).sum()) / spread if spread > 1e-12 else math.nan
+
+    def _centred(self, values: Float64, kept: NDArray[np.bool_]) -> Float64:
+        groups, own = self._group_of[kept], values[kept]
+        means = np.bincount(groups, own) / np.maximum(np.bincount(groups), 1)
+        return own - means[groups] if len(own) else own
 
 
 def calls_of(trajectory: TrajectoryRecord) -> Counter[str]:
@@ -145,7 +164,7 @@ def _reward_figures(fates: Sequence[Fate]) -> dict[str, float]:
     """Of the completed rollouts; `full_reward` of those that the metric `success` is of."""
     rewards = _rewards(fate.trajectory for fate in fates if fate.trajectory.error is None)
     in_batch = _rewards(f.trajectory for f in fates if f.trajectory.error is None and f.reason not in _BEFORE_A_BATCH)
-    figures = {}
+    figures: dict[str, float] = {}
     if rewards:
         figures |= {"reward": statistics.fmean(rewards), "reward_std": statistics.pstdev(rewards)}
     if in_batch:
@@ -166,22 +185,26 @@ def _behaviour_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float
         "turns": statistics.fmean(len(t.turns) for t in completed),
         "completion_tokens": statistics.fmean(t.num_sampled_tokens for t in completed),
         "tokens_per_turn": statistics.fmean(per_turn),
-        "credit/tokens_per_turn": credit(completed, per_turn),
+        "credit/tokens_per_turn": Groups(completed).credit(per_turn),
         "cut_off": statistics.fmean(float(t.stop_reason is StopReason.LENGTH) for t in completed),
     }
     looked_at = completed[:LOOKED_AT]
     repeated = repetition(looked_at)
     if known := [value for value in repeated if value is not None]:
-        figures |= {"repetition": statistics.fmean(known), "credit/repetition": credit(looked_at, repeated)}
+        figures |= {"repetition": statistics.fmean(known), "credit/repetition": Groups(looked_at).credit(repeated)}
     return figures
 
 
 def _tool_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
     calls = [calls_of(t) for t in completed]
     figures: dict[str, float] = {}
-    for name, count in sum(calls, Counter[str]()).most_common(LOOKED_AT):
+    total: Counter[str] = Counter()
+    for own in calls:
+        total.update(own)
+    groups = Groups(completed)
+    for name, count in total.most_common(_TOOLS):
         figures[f"tool/{name}"] = count / len(completed)
-        figures[f"credit/tool/{name}"] = credit(completed, [float(own[name]) for own in calls])
+        figures[f"credit/tool/{name}"] = groups.credit([float(own[name]) for own in calls])
     offered = [t for t in completed if t.info.get(TOOLS_OFFERED) or any(turn.tool_calls for turn in t.turns)]
     if not offered:
         return figures
@@ -209,17 +232,24 @@ def looks_like_a_call(trajectory: TrajectoryRecord) -> bool:
 
 
 def _break_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    later, broken = 0, 0
-    for trajectory in completed:
-        count, breaks = own_breaks(trajectory)
-        later, broken = later + count, broken + breaks
-    return {"later_turns": later, **({"broken": broken / later} if later else {})}
+    found = [own_breaks(trajectory) for trajectory in completed]
+    later, broken, rewritten = (sum(column) for column in zip(*found, strict=True))
+    if not later:
+        return {"later_turns": 0.0}
+    return {"later_turns": later, "broken": broken / later, "rewritten": rewritten / later}
 
 
-def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int]:
-    """The turns after the first one of the agent that spoke first, and how many of them do not extend the one before.
+def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int, int]:
+    """The turns after the first one of the agent that spoke first; how many of them do not extend the one before; and
+    in how many of these at least half of the completion before has gone or changed.
 
     Other agents' conversations may begin anew whenever they are called.
     """
     turns = [turn for turn in trajectory.turns if turn.agent == trajectory.turns[0].agent]
-    return max(0, len(turns) - 1), sum(not turn.extends(before) for before, turn in zip(turns, turns[1:], strict=False))
+    broken, rewritten = 0, 0
+    for before, turn in pairwise(turns):
+        if not turn.extends(before):
+            kept = min(turn.num_prompt_tokens, turn.path.shared_with(before.path))
+            broken += 1
+            rewritten += 2 * (before.path.length - kept) >= len(before.completion_ids)
+    return max(0, len(turns) - 1), broken, rewritten

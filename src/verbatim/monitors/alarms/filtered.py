@@ -28,7 +28,8 @@ _CAUSES = {
     ),
     "filter:gibberish": (
         "the mean logprob of what is sampled is very low: a model with random weights, or a policy that has collapsed",
-        "give the model a [warm_start]; where a policy that could speak has collapsed, go back to a checkpoint and lower {lr}",
+        "give the model a [warm_start]; where a policy that could speak has collapsed, go back to a checkpoint and "
+        "lower {lr}",
     ),
     "filter:repetition": (
         "the model repeats itself",
@@ -49,8 +50,8 @@ _KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EverythingFiltered:
-    """In each of the last steps, `share` of an environment's rollouts are filtered or cannot be trained, and the task is
-    not solved.
+    """In each of the last steps, `share` of an environment's rollouts are filtered or cannot be trained, and the task
+    is not solved.
 
     Where the success is `solved` or more, groups of equal rewards are what learning leads to. Rollouts that failed or
     are too old have alarms of their own.
@@ -79,8 +80,8 @@ class EverythingFiltered:
             cause, advice = _CAUSES.get(reason, (f"the reason {reason}", f"look at ledger/dropped/{reason}"))
             yield Finding(
                 env=env, level=min(shares) / max(self.share, 1e-9),
-                message=f"in {self.steps} steps at least {min(shares):.0%} of the rollouts of {env} were dropped, most as "
-                f"{reason}; success is {_success(steps[-1]):.2f}",
+                message=f"in {self.steps} steps at least {min(shares):.0%} of the rollouts of {env} were dropped, "
+                f"most as {reason}; success is {_success(steps[-1]):.2f}",
                 cause=cause, advice=advice.format(**{name: window.now(key) for name, key in _KEYS.items()}),
                 evidence={f"{_UNTRAINED}{name}": float(count) for name, count in counts[-1].items()}
                 | {name: steps[-1][name] for name in ("rollouts", "reward", "reward_std") if name in steps[-1]},
@@ -120,8 +121,8 @@ class PoolsDry:
 class EnvironmentStarves:
     """One of several environments has few rollouts, or none that can be trained, while others are trained.
 
-    Expected are its `ratio` of the groups. The window is as long as it takes to expect 20 of them: independent draws give
-    a quarter of that or less once in 14,000 windows. Rollouts that a filter dropped have an alarm of their own.
+    Expected are its `ratio` of the groups. The window is as long as it takes to expect 20 of them: independent draws
+    give a quarter of that or less once in 14,000 windows. Rollouts that a filter dropped have an alarm of their own.
     """
 
     share: Fraction = 0.25
@@ -144,8 +145,8 @@ class EnvironmentStarves:
             cause, advice = _why_starved(window, steps, env)
             yield Finding(
                 env=env, level=self.share * expected / max(usable, 1e-9 * expected),
-                message=f"{usable:.0f} rollouts of {env} in {len(steps)} steps could be trained, where its ratio asks for "
-                f"{expected:.0f}",
+                message=f"{usable:.0f} rollouts of {env} in {len(steps)} steps could be trained, where its ratio asks "
+                f"for {expected:.0f}",
                 cause=cause, advice=advice,
                 evidence={"rollouts": _total(steps, env, "rollouts"), "failed": _total(steps, env, "failed"),
                           "expected": expected},

@@ -29,11 +29,12 @@ class SamplerIdle:
         idle, share = _idle(window, "time/sampler_idle", self.steps, busy_if_all_were_trained=False)
         return None if idle is None else Finding(
             level=_level(idle, share, self.seconds, self.share),
-            message=f"the sampler waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s (medians "
-            f"of {self.steps} steps)",
+            message=f"the sampler waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s "
+            f"(medians of {self.steps} steps)",
             cause="the trainer is the slower side",
             advice=f"give the trainer more processes ({window.now('trainer.parallel.processes')}) or "
-            f"{window.now('trainer.dtype')}; or let the sampler run ahead: {window.now('orchestrator.max_async_level')}",
+            f"{window.now('trainer.dtype')}; or let the sampler run ahead: "
+            f"{window.now('orchestrator.max_async_level')}",
             evidence=_evidence(window),
         )  # fmt: skip
 
@@ -59,11 +60,11 @@ class TrainerIdle:
         idle, share = _idle(window, "time/trainer_idle", self.steps, busy_if_all_were_trained=True)
         return None if idle is None else Finding(
             level=_level(idle, share, self.seconds, self.share),
-            message=f"the trainer waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s (medians "
-            f"of {self.steps} steps)",
+            message=f"the trainer waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s "
+            f"(medians of {self.steps} steps)",
             cause="the sampler is the slower side, or single episodes take much longer than the rest",
-            advice=f"give the sampler more replicas or devices ([inference.{window.setting('inference.backend')}]), raise "
-            f"{window.now('orchestrator.max_concurrent')}, or lower {window.now('orchestrator.episode_timeout')}",
+            advice=f"give the sampler more replicas or devices ([inference.{window.setting('inference.backend')}]), "
+            f"raise {window.now('orchestrator.max_concurrent')}, or lower {window.now('orchestrator.episode_timeout')}",
             evidence=_evidence(window),
         )  # fmt: skip
 

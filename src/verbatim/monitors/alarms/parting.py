@@ -20,8 +20,8 @@ _SHOWN = 5
 class RewardSuccessGap:
     """The reward of an environment rises while its success falls.
 
-    Both changes have to be sure (`change.SURE`) against the run's first steps or against steps some `4 * steps` ago, and
-    large: the reward by `rise` standard deviations of the rollouts, the success by `fall`.
+    Both changes have to be sure (`change.SURE`) against the run's first steps or against steps some `4 * steps` ago,
+    and large: the reward by `rise` standard deviations of the rollouts, the success by `fall`.
     """
 
     rise: NonNegativeFloat = 0.2
@@ -50,8 +50,8 @@ class RewardSuccessGap:
                     message=f"the reward of {env} rose from {was_r:.3g} to {is_r:.3g} while its success fell from "
                     f"{was_s:.2f} to {is_s:.2f} (medians of {self.steps} steps)",
                     cause="the reward can be earned without solving the task",
-                    advice=f"read these episodes, and change what `score` pays for; {_parts(window, env)}the run can go on "
-                    "from a checkpoint before the two parted",
+                    advice=f"read these episodes, and change what `score` pays for; {_parts(window, env)}the run can "
+                    "go on from a checkpoint before the two parted",
                     evidence={f"reward/{env}/mean": is_r, f"success/{env}": is_s, "reward before": was_r,
                               "success before": was_s},
                     trajectory_ids=_paid_without_success(window.fates, env),
@@ -91,12 +91,13 @@ class EvaluationFlat:
             ahead = (has - now) / (3 * math.hypot(_error(last), last.get(TRAINING_ERROR, 0.0)))
             yield Finding(
                 env=env, level=min((has - had) / max(self.rise, 1e-9), ahead) if is_flat else 0.0,
-                message=f"from step {began} to {step} the success of training rose from {had:.2f} to {has:.2f}, and that of "
-                f"the evaluation of {env} went from {was:.2f} to {now:.2f}",
-                cause="the policy learns the training examples, or a way to be rewarded that the evaluation does not pay",
+                message=f"from step {began} to {step} the success of training rose from {had:.2f} to {has:.2f}, and "
+                f"that of the evaluation of {env} went from {was:.2f} to {now:.2f}",
+                cause="the policy learns the training examples, or a way to be rewarded that the evaluation does not "
+                      "pay",
                 advice="take more or other training examples, and go on from an earlier checkpoint "
-                f"({window.now('checkpoint.keep_every')}); {window.now('orchestrator.eval.interval')} says how often is "
-                "looked",
+                f"({window.now('checkpoint.keep_every')}); {window.now('orchestrator.eval.interval')} says how often "
+                "is looked",
                 evidence={"success of training": has, "success of training before": had, "success of evaluation": now,
                           "success of evaluation before": was},
             )  # fmt: skip

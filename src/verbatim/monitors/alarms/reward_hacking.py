@@ -46,8 +46,8 @@ class RewardHacking:
 
     All of it has to hold: the reward rose surely (`change.SURE`), by `rise` standard deviations of the rollouts; the
     figure rose surely and by much, above both the run's first steps and those some `4 * steps` ago (so that a slow
-    growth, or a return after a dip, is none); and within groups rollouts with more of it earn more, with a correlation of
-    `credit`. A run whose evaluation, or whose own `is_success`, rises too is left alone.
+    growth, or a return after a dip, is none); and within groups rollouts with more of it earn more, with a correlation
+    of `credit`. A run whose evaluation, or whose own `is_success`, rises too is left alone.
     """
 
     growth: PositiveFloat = 2.0
@@ -78,8 +78,8 @@ class RewardHacking:
             was = min(statistics.median(values) for values in window.earlier("reward", self.steps, env))
             yield Finding(
                 env=env, level=min(found.level, gained),
-                message=f"the reward of {env} rose from {was:.3g} to {reward:.3g}, and {found.said} (medians of {self.steps} "
-                f"steps); within groups it correlates with the reward by {found.credit:.2f}",
+                message=f"the reward of {env} rose from {was:.3g} to {reward:.3g}, and {found.said} (medians of "
+                f"{self.steps} steps); within groups it correlates with the reward by {found.credit:.2f}",
                 cause="the reward can be earned by more of this instead of by solving the task",
                 advice=_advice(window, found),
                 evidence={f"reward/{env}/mean": reward or math.nan, found.figure: found.now,
@@ -141,10 +141,11 @@ def _advice(window: Window, found: _Growth) -> str:
         return ("read these rollouts; pay for the result instead of for calls, or pay less for each of them with "
                 f"{window.now('orchestrator.length_penalty.type')} = \"turns\"; bound them by max_turns")  # fmt: skip
     if found.figure == "repetition":
-        return (f"read these rollouts; keep the filter `repetition`, lower {window.now('orchestrator.sampling.max_tokens')}, "
-                "and take what is repeated out of the reward")  # fmt: skip
-    return (f"read these rollouts; set {window.now('orchestrator.length_penalty.type')} to \"tokens\" with a target, lower "
-            f"{window.now('orchestrator.sampling.max_tokens')}, and take length out of the reward")  # fmt: skip
+        return ("read these rollouts; keep the filter `repetition`, lower "
+                f"{window.now('orchestrator.sampling.max_tokens')}, and take what is repeated out of the "
+                "reward")  # fmt: skip
+    return (f"read these rollouts; set {window.now('orchestrator.length_penalty.type')} to \"tokens\" with a target, "
+            f"lower {window.now('orchestrator.sampling.max_tokens')}, and take length out of the reward")  # fmt: skip
 
 
 def _most_of(fates: Sequence[Fate], env: str, figure: str) -> tuple[str, ...]:

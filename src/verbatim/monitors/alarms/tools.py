@@ -3,7 +3,7 @@ sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verbatim.config.sections import Fraction, PositiveInt
@@ -23,13 +23,13 @@ class ToolFormat:
 
     Three things are looked for in each environment, over the last steps: text that looks like calls in rollouts
     without a single readable call (a parser that does not fit the model); turns with calls of which none can be read
-    (the model has lost the format); and calls that were there in the first steps and have gone, without a gain in reward.
-    A model that answers without tools, as it did from the start, is left alone.
+    (the model has lost the format); and calls that were there in the first steps and have gone, without a gain in
+    reward. A model that answers without tools, as it did from the start, is left alone.
     """
 
     share: Fraction = 0.3
     """Share of rollouts with unread text that looks like a call, or of turns with unreadable calls."""
-    lost: Fraction = 0.5
+    gone: Fraction = 0.5
     """By how much the share of rollouts with a readable call may fall."""
     steps: PositiveInt = 3
     """Steps of the median."""
@@ -44,42 +44,60 @@ class ToolFormat:
         like, unread, called = (window.median(name, self.steps, env) for name in ("call_like", "unread", "called"))
         if like is None or called is None:
             return
-        unread = unread or 0.0
-        before = median([c for figures in window.first[:8] if (c := figures.envs.get(env, {}).get("called")) is not None])
-        lost = 0.0 if before is None or _has_gained(window, env) else before - called
-        levels = (like / max(self.share, 1e-9), unread / max(self.share, 1e-9), lost / max(self.lost, 1e-9))
-        evidence = {"valid_format": window.metric("valid_format"), "tool_calls": window.metric("tool_calls"),
-                    "malformed": window.metric("malformed")}  # fmt: skip
-        renderer = window.now("orchestrator.renderer.name")
-        if levels[0] == max(levels):
-            message = (f"in {like:.0%} of the rollouts of {env} no call was read, though their text looks like calls; "
-                       f"{called:.0%} have a readable one")  # fmt: skip
-            cause = "the parser does not fit the format in which the model writes calls"
-            advice = (f"set {renderer} to the model's family, or {window.now('orchestrator.renderer.tools')} to "
-                      '"hermes"; `verbatim doctor --template MODEL` shows what is parsed')  # fmt: skip
-        elif levels[1] == max(levels):
-            message = f"in {unread:.0%} of the turns of {env} the calls cannot be read"
-            cause = ("calls are cut off" if (window.metric("truncated") or 0) > 0.2 else
-                     "the model no longer writes calls in its template's format")  # fmt: skip
-            advice = (f"if they are cut off, raise {window.now('orchestrator.sampling.max_tokens')}; otherwise lower "
-                      f"{window.now('trainer.optim.lr')}, or begin with a [warm_start] on demonstrations")  # fmt: skip
-        else:
-            message = (f"{called:.0%} of the rollouts of {env} have a readable call; in the first steps {before:.0%} had "
-                       "one, and the reward has not risen")  # fmt: skip
-            cause = "the policy has unlearned to call tools"
-            advice = (f"go back to a checkpoint before that and lower {window.now('trainer.optim.lr')}; look at what is "
-                      "rewarded in rollouts without calls")  # fmt: skip
+        before = median(_first(window, env, "called"))
+        gone = 0.0 if before is None or _has_gained(window, env) else before - called
+        found = {
+            "parser": like / max(self.share, 1e-9),
+            "unreadable": (unread or 0.0) / max(self.share, 1e-9),
+            "gone": gone / max(self.gone, 1e-9),
+        }
+        which = max(found, key=lambda name: found[name])
+        numbers = {"like": like, "unread": unread or 0.0, "called": called, "before": before or 0.0}
+        message, cause, advice = _words(window, env, which, numbers)
+        names = ("valid_format", "tool_calls", "malformed", "truncated")
         yield Finding(
-            level=max(levels), message=message, cause=cause, advice=advice, env=env,
-            evidence={name: value for name, value in evidence.items() if value is not None},
-            trajectory_ids=_without_a_call(window.fates, env) if max(levels) >= 1 else (),
+            level=found[which], message=message, cause=cause, advice=advice, env=env,
+            evidence={name: value for name in names if (value := window.metric(name)) is not None},
+            trajectory_ids=_without_a_call(window.fates, env) if found[which] >= 1 else (),
         )  # fmt: skip
+
+
+def _words(window: Window, env: str, which: str, numbers: Mapping[str, float]) -> tuple[str, str, str]:
+    """Message, cause and advice."""
+    lr = window.now("trainer.optim.lr")
+    if which == "parser":
+        return (
+            f"in {numbers['like']:.0%} of the rollouts of {env} no call was read, though their text looks like calls; "
+            f"{numbers['called']:.0%} have a readable one",
+            "the parser does not fit the format in which the model writes calls",
+            f"set {window.now('orchestrator.renderer.name')} to the model's family, or "
+            f'{window.now("orchestrator.renderer.tools")} to "hermes"; `verbatim doctor --template MODEL` shows what '
+            "is parsed",
+        )
+    if which == "unreadable":
+        is_cut = (window.metric("truncated") or 0) > 0.2
+        return (
+            f"in {numbers['unread']:.0%} of the turns of {env} the calls cannot be read",
+            "calls are cut off" if is_cut else "the model no longer writes calls in its template's format",
+            f"if they are cut off, raise {window.now('orchestrator.sampling.max_tokens')}; otherwise lower {lr}, or "
+            "begin with a [warm_start] on demonstrations",
+        )
+    return (
+        f"{numbers['called']:.0%} of the rollouts of {env} have a readable call; in the first steps "
+        f"{numbers['before']:.0%} had one, and the reward has not risen",
+        "the policy has unlearned to call tools",
+        f"go back to a checkpoint before that and lower {lr}; look at what is rewarded in rollouts without calls",
+    )
+
+
+def _first(window: Window, env: str, name: str) -> list[float]:
+    """Values of the run's first steps."""
+    return [value for figures in window.first[:8] if (value := figures.envs.get(env, {}).get(name)) is not None]
 
 
 def _has_gained(window: Window, env: str) -> bool:
     """Whether the reward is above that of the first steps."""
-    before = median([r for figures in window.first[:8] if (r := figures.envs.get(env, {}).get("reward")) is not None])
-    now = window.median("reward", 3, env)
+    before, now = median(_first(window, env, "reward")), window.median("reward", 3, env)
     return before is None or now is None or now > before
 
 
@@ -95,7 +113,12 @@ def _without_a_call(fates: Sequence[Fate], env: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBreaks:
-    """Prompts do not extend what was sampled: in each of the last steps, more than `share` of the turns after the first.
+    """Prompts do not extend what was sampled: in each of the last steps, more than `share` of the turns after the
+    first.
+
+    Breaks count where they were there in the run's first steps too: then a template or an environment makes them.
+    Those that appear later count where at least half of what was sampled has gone from the prompt; otherwise they are
+    the policy's own doing (it writes what its message cannot hold), become samples of their own, and pass.
 
     A sub-agent may begin anew whenever it is called; only the agent that speaks first counts. Nothing is looked for
     under the strategy "branching", to which breaks are nothing.
@@ -111,14 +134,16 @@ class PromptBreaks:
         if window.setting("orchestrator.trajectory_strategy") == "branching":
             return
         for env in window.envs:
-            shares = window.recent("broken", self.steps, env)
+            broken, rewritten = (window.recent(name, self.steps, env) for name in ("broken", "rewritten"))
             turns = window.recent("later_turns", self.steps, env)
-            if len(shares) < self.steps or min(turns, default=0) < _FEW_ROLLOUTS:
+            if len(broken) < self.steps or min(turns, default=0) < _FEW_ROLLOUTS:
                 continue
+            began = median(_first(window, env, "broken")[: self.steps]) or 0.0
+            share = max(min(rewritten), min(*broken, began))
             yield Finding(
-                env=env, level=min(shares) / max(self.share, 1e-9),
-                message=f"{shares[-1]:.0%} of the later turns of {env} do not extend the turn before them, so each of them "
-                "is a sample of its own that repeats the history",
+                env=env, level=share / max(self.share, 1e-9),
+                message=f"{broken[-1]:.0%} of the later turns of {env} do not extend the turn before them, so each of "
+                "them is a sample of its own that repeats the history",
                 cause="the chat template rewrites history (it strips the thinking of earlier turns, or formats calls "
                 "anew), or the environment changes messages that were sampled",
                 advice="`verbatim doctor RUN` shows the tokens and the reason; take a renderer that keeps history: "
@@ -126,11 +151,11 @@ class PromptBreaks:
                 "monitor.alarms.prompt_breaks = false",
                 evidence={name: value for name in ("breaks", "samples", "rollouts")
                           if (value := window.metric(name)) is not None},
-                trajectory_ids=_broken(window.fates, env) if min(shares) >= self.share else (),
+                trajectory_ids=_broken(window.fates, env) if share >= self.share else (),
             )  # fmt: skip
 
 
 def _broken(fates: Sequence[Fate], env: str) -> tuple[str, ...]:
     own = [f.trajectory for f in fates if f.trajectory.env == env and f.trajectory.error is None][:LOOKED_AT]
-    found = sorted(((own_breaks(t)[1], t.trajectory_id) for t in own if t.turns), key=lambda pair: -pair[0])
+    found = sorted(((own_breaks(t)[1], t.trajectory_id) for t in own), key=lambda pair: -pair[0])
     return tuple(name for count, name in found[:_SHOWN] if count)

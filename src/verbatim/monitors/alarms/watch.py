@@ -29,7 +29,7 @@ from verbatim.trajectories import Fate
 
 logger = logging.getLogger(__name__)
 
-KEPT_STEPS, KEPT_FIRST, KEPT_EVALUATIONS = 64, 16, 32
+KEPT_STEPS, KEPT_FIRST, KEPT_EVALUATIONS = 48, 16, 32
 """What a window holds: latest steps, first steps, evaluations of each environment."""
 TRAINING_STEPS = 5
 """Steps of training that an evaluation is compared with."""
@@ -75,8 +75,9 @@ class AlarmWatch:
     def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> list[Alarm]:
         """What this step raises and clears."""
         figures = StepFigures(
-            step=step, metrics=_finite(metrics), envs=rollout_figures(metrics, fates), errors=error_counts(fates)
-        )
+            step=step, metrics=_finite(metrics), errors=error_counts(fates),
+            envs={env: _finite(own) for env, own in rollout_figures(metrics, fates).items()},
+        )  # fmt: skip
         self._steps.append(figures)
         if len(self._first) < KEPT_FIRST:
             self._first.append(figures)
@@ -154,12 +155,9 @@ class AlarmWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """The window and what is raised, as plain JSON values."""
-        first = {figures.step for figures in self._first}
         return {
-            "first": [dataclasses.asdict(figures) for figures in self._first],
-            "steps": [
-                figures.step if figures.step in first else dataclasses.asdict(figures) for figures in self._steps
-            ],
+            "first": _columns(self._first),
+            "steps": _columns(self._steps),
             "evaluations": {env: [list(each) for each in kept] for env, kept in self._evaluations.items()},
             "raised": [
                 {"name": name, "env": env, **dataclasses.asdict(raised)} for (name, env), raised in self._raised.items()
@@ -168,12 +166,8 @@ class AlarmWatch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`. What is raised of rules that are no longer there is forgotten."""
-        self._first = [StepFigures(**figures) for figures in state["first"]]
-        by_step = {figures.step: figures for figures in self._first}
-        self._steps.clear()
-        self._steps.extend(
-            by_step[figures] if isinstance(figures, int) else StepFigures(**figures) for figures in state["steps"]
-        )
+        self._first = _rows(state["first"])
+        self._steps = deque(_rows(state["steps"]), maxlen=KEPT_STEPS)
         self._evaluations = {
             env: deque(((step, metrics) for step, metrics in kept), maxlen=KEPT_EVALUATIONS)
             for env, kept in state["evaluations"].items()
@@ -186,6 +180,38 @@ class AlarmWatch:
                 self._raised[name, env] = _Raised(**fields)
 
 
+def _columns(steps: Collection[StepFigures]) -> dict[str, Any]:
+    """Steps as columns, in which each name stands once; None where a step has no such figure."""
+    envs = dict.fromkeys(env for figures in steps for env in figures.envs)
+    return {
+        "step": [figures.step for figures in steps],
+        "metrics": _column([figures.metrics for figures in steps]),
+        "envs": {env: _column([figures.envs.get(env, {}) for figures in steps]) for env in envs},
+        "errors": [figures.errors for figures in steps],
+    }
+
+
+def _column(rows: Sequence[Figures]) -> dict[str, list[float | None]]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _rows(columns: Mapping[str, Any]) -> list[StepFigures]:
+    """The inverse of `_columns`."""
+    envs = columns["envs"]
+    return [
+        StepFigures(
+            step=step, metrics=_row(columns["metrics"], index), errors=columns["errors"][index],
+            envs={env: own for env in envs if (own := _row(envs[env], index))},
+        )
+        for index, step in enumerate(columns["step"])
+    ]  # fmt: skip
+
+
+def _row(columns: Mapping[str, Sequence[float | None]], index: int) -> dict[str, float]:
+    return {name: value for name, values in columns.items() if (value := values[index]) is not None}
+
+
 def _listed(found: Iterable[Finding] | Finding | None) -> list[Finding]:
     if found is None:
         return []
@@ -193,7 +219,8 @@ def _listed(found: Iterable[Finding] | Finding | None) -> list[Finding]:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    """To six digits, which is what a checkpoint keeps: a resumed run sees the same."""
+    return {name: float(f"{value:.6g}") for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _alarm(name: str, step: int, found: Finding) -> Alarm:
