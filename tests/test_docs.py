@@ -29,7 +29,9 @@ from verbatim.environments.resolve import create_environment
 from verbatim.inference import SamplingParams
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.scripted import ScriptedSampler
+from verbatim.monitors.alarms import StepFigures
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
+from verbatim.run.alarms import make_watch
 from verbatim.run.parts import make_loss
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.tables import component_tables
@@ -73,7 +75,7 @@ def snippets(language: str, *pages: Path) -> list[Snippet]:
     return found
 
 
-LISTINGS = ("extending", "monitors", "tutorial", "environments", "games")
+LISTINGS = ("extending", "monitors", "alarms", "tutorial", "environments", "games")
 """Pages whose Python blocks are whole files; what needs the extra `verifiers` is played in its own tests."""
 PYTHON = [
     snippet
@@ -290,6 +292,19 @@ def test_the_plug_ins_train(place: Path, tmp_path_factory):
         assert sum(a * a for a in advantages) == pytest.approx(len(group), rel=1e-5)
         by_reward = sorted(group, key=lambda t: t["reward"])
         assert [t["advantage"] for t in by_reward] == sorted(advantages)
+
+
+def test_the_alarms_are_raised(place: Path):
+    """Steps of 100 s and 200 s, with rollouts of one turn: the tenth step of 200 s is the fifth above 120 s."""
+    text = '[model]\nname = "some/model"\n[[orchestrator.train.env]]\nid = "guess_number"\n'
+    (place / "run.toml").write_text(text + toml_about("my_alarms.slow_steps"))
+    watch = make_watch(load_config("run.toml", tables=component_tables()))
+    raised = []
+    for step in range(1, 16):
+        seconds = 100.0 if step <= 5 else 200.0
+        figures = StepFigures(step=step, metrics={"time/step": seconds}, envs={"guess_number": {"turns": 1.1}})
+        raised += [(alarm.step, alarm.name, alarm.env) for alarm in watch.observe(figures)]
+    assert raised == [(5, "few_turns", "guess_number"), (10, "slow", None)]
 
 
 def test_a_loss_that_names_its_level_and_an_advantage_for_each_turn_train(place: Path, tmp_path_factory):

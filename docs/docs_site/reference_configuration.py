@@ -36,6 +36,7 @@ COMPONENTS = (
     ("trainer.loss", "losses", "Losses", "algorithms.md#losses"),
     ("orchestrator.advantage", "advantages", "Advantages", "algorithms.md#advantages"),
     ("[orchestrator.filters]", "filters", "Filters", "algorithms.md#filters"),
+    ("monitor.alarms.NAME", "alarms", "Alarms", "alarms.md"),
 )
 """Place in the file, table, heading, and the section that says what they do."""
 
@@ -176,7 +177,8 @@ def _components(path: str, kind: str, title: str, link: str) -> str:
     for name, entry in getattr(component_tables(), kind).items():
         target = import_object(entry) if isinstance(entry, str) else entry
         rows.append([code(f'"{name}"'), ", ".join(code(knob) for knob in _knobs(target)) or "none"])
-    about = f"Values of `type` in `[{path}]`, and the keys that each has there. [Algorithms]({link}) says what they do."
+    page = link.partition(".")[0].capitalize()
+    about = f"Values of `type` in `[{path}]`, and the keys that each has there. [{page}]({link}) says what they do."
     return f"## {title}\n\n{about}\n\n{table(['type', 'keys and defaults'], rows)}\n"
 
 

@@ -19,7 +19,8 @@ VerbatimError
     ├── CheckpointNotWritten     the disk or the trainer refused; the checkpoints before it are untouched
     ├── EngineDead               the inference engine can answer nothing any more
     ├── NothingToSample          every example is in a difficulty pool: the run has reached its end
-    └── NothingTrained           the run has reached its end, and has learned from no token
+    ├── NothingTrained           the run has reached its end, and has learned from no token
+    └── StoppedByAlarm           an alarm was raised that is to end the run
 ```
 
 A broken invariant of our own (the ledger does not add up, a token trained twice) is an `AssertionError`:
@@ -114,3 +115,7 @@ class NothingToSample(RunStopped):
 
 class NothingTrained(RunStopped):
     """The run has reached its end and has learned from no token; the message says which reason took them."""
+
+
+class StoppedByAlarm(RunStopped):
+    """An alarm was raised that [monitor.alarms] names under `stop`: the run has ended early, with a checkpoint."""

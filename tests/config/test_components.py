@@ -365,3 +365,51 @@ def test_a_wrong_monitor_is_named_with_file_and_line(tmp_path: Path, toml: str, 
 def test_a_wrong_monitor_of_an_override_is_named_by_it(tmp_path: Path):
     message = problems_of(tmp_path, FILE, "--monitor.scald.window", "4")
     assert message.startswith("FILE (with --monitor.scald.window 4): monitor.scald: there is no monitor 'scald'")
+
+
+# -- alarms, which are on unless they are switched off
+
+ALARM_TABLES = replace(TABLES, alarms={"rule": Rule, "scaled": scaled})
+
+
+def alarm_problems(tmp_path: Path, toml: str) -> str:
+    file = tmp_path / "run.toml"
+    file.write_text(FILE + toml)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, (), ALARM_TABLES)
+    return str(caught.value).replace(str(file), "FILE")
+
+
+def test_an_alarm_is_set_switched_off_or_imported_by_its_key(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text(FILE + '[monitor.alarms]\nstop = ["scaled"]\nrule = false\n[monitor.alarms.scaled]\nwindow = 9\n'
+                    '[monitor.alarms.mine]\ntype = "os.path.join"\n')  # fmt: skip
+    config = load_config(file, tables=ALARM_TABLES)
+    assert {name: (a.type, a.enabled, a.knobs) for name, a in config.monitor.alarms.components.items()} == {
+        "rule": ("rule", False, {}), "scaled": ("scaled", True, {"window": 9}),
+        "mine": ("os.path.join", True, {}),
+    }  # fmt: skip
+    assert config.monitor.alarms.stop == ("scaled",) and config.monitor.components == {}
+    file.write_text(dump_config(config))
+    assert load_config(file, tables=ALARM_TABLES) == config
+
+
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        ("[monitor.alarms]\nrul = false\n",
+         "FILE:14: monitor.alarms.rul: there is no alarm 'rul'; did you mean \"rule\"? There are rule, scaled; or "
+         'import your own: type = "my_module.name"'),
+        ("[monitor.alarms.scaled]\nwindw = 4\n",
+         'FILE:14: monitor.alarms.scaled.windw: unknown knob "windw"; did you mean "window"?'),
+        ("[monitor.alarms]\nrule = 3\n", "FILE:14: monitor.alarms.rule: found 3 (an integer), expected a table"),
+        ('[monitor.alarms]\nstop = ["rul"]\n',
+         'FILE:14: monitor.alarms.stop.0: "rul" is no alarm; did you mean "rule"? There are rule, scaled'),
+        ('[monitor.alarms]\nstop = ["rule"]\nrule = false\n',
+         'FILE:14: monitor.alarms.stop.0: "rule" is switched off. There are scaled'),
+        ('[monitor.alarms]\nstop = ["rule"]\nenabled = false\n',
+         'FILE:14: monitor.alarms.stop.0: "rule" is switched off.'),
+    ],
+)  # fmt: skip
+def test_a_wrong_alarm_is_named_with_file_and_line(tmp_path: Path, toml: str, expected: str):
+    assert alarm_problems(tmp_path, toml).startswith(expected)

@@ -8,5 +8,7 @@ USAGE = 2
 """A mistake in what was typed or configured, or in the file or folder that it names: type something else."""
 NOTHING_TRAINED = 3
 """The run came to its end and learned from no token; it says which reason took them."""
+ALARM = 4
+"""An alarm ended the run early, with a checkpoint; it says what was seen and what to change."""
 INTERRUPTED = 130
 """Ctrl-C, or SIGTERM."""

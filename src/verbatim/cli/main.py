@@ -21,7 +21,7 @@ from rich.text import Text
 from verbatim import __version__
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import end_without_stragglers, ignore_signals_at_the_very_end, sigterm_is_ctrl_c
-from verbatim.errors import NothingTrained, RunStopped, UsageError, VerbatimError
+from verbatim.errors import NothingTrained, RunStopped, StoppedByAlarm, UsageError, VerbatimError
 from verbatim.machine_faults import describe, is_machine_fault, is_out_of_memory
 from verbatim.plain_console import PlainConsole
 from verbatim.texts import printable, shown
@@ -103,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error
     except NothingTrained as error:
         return _complain("trained nothing", str(error), exit_status.NOTHING_TRAINED)
+    except StoppedByAlarm as error:
+        return _complain("stopped by an alarm", str(error), exit_status.ALARM)
     except VerbatimError as error:
         if isinstance(error, UsageError) and not is_machine_fault(error):
             return _complain("error", str(error), exit_status.USAGE)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.config.fields import nearest
@@ -46,6 +46,8 @@ class ComponentTables:
     """Checks the args of an environment's class or function, as `check_knobs` does, which is taken without it."""
     monitors: Table
     """For the tables below [monitor]."""
+    alarms: Table = field(default_factory=dict)
+    """For the tables below [monitor.alarms]."""
     packers: Table
     """For trainer.packing."""
     samplers: Table
@@ -95,10 +97,24 @@ def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem
             found += _unfit_loss(config, target, knobs)
         if not problems and use.what == "advantage" and getattr(target, "compares_rewards", False):
             found += _group_of_one(config, use)
+    found += _unknown_stops(config, tables.alarms)
     renderer = config.orchestrator.renderer.name
     if renderer not in tables.renderers:
         found.append((("orchestrator", "renderer", "name"), unknown("renderer", renderer, tables.renderers)))
     return found
+
+
+def _unknown_stops(config: RunConfig, table: Table) -> Iterator[Problem]:
+    """Refuse the names of alarms that are not looked for."""
+    alarms = config.monitor.alarms
+    off = {name for name, alarm in alarms.components.items() if not alarm.enabled}
+    there = sorted({*table, *alarms.components} - off) if alarms.enabled else []
+    for index, name in enumerate(alarms.stop):
+        if name not in there:
+            is_off = name in off or not alarms.enabled
+            why = "is switched off." if is_off else f"is no alarm{nearest(name, there) or '.'}"
+            names = f" There are {', '.join(there)}" if there else ""
+            yield ("monitor", "alarms", "stop", index), f'"{name}" {why}{names}'
 
 
 def _unfit_loss(config: RunConfig, loss: Any, knobs: Mapping[str, Any]) -> Iterator[Problem]:
@@ -198,6 +214,9 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
     for label, monitor in config.monitor.components.items():
         use = _use(monitor, "monitor", ("monitor", label))
         yield dataclasses.replace(use, name_key=use.path) if monitor.type == label else use, tables.monitors
+    for label, alarm in config.monitor.alarms.components.items():
+        use = _use(alarm, "alarm", ("monitor", "alarms", label))
+        yield dataclasses.replace(use, name_key=use.path) if alarm.type == label else use, tables.alarms
     evals = orchestrator.eval.env if orchestrator.eval else ()
     strategies: list[tuple[KeyPath, str | None]] = [(("orchestrator",), orchestrator.trajectory_strategy)]
     for kind, envs in (("train", orchestrator.train.env), ("eval", evals)):
@@ -270,7 +289,7 @@ def _own(what: str, name: str) -> str:
         return f'; or import your own: import_path = "{path}" instead of id'
     if what in ("packer", "trajectory strategy"):
         return '; or import your own: "my_module.name"'
-    if what in ("loss", "advantage", "filter", "monitor"):
+    if what in ("loss", "advantage", "filter", "monitor", "alarm"):
         return '; or import your own: type = "my_module.name"'
     return ""
 

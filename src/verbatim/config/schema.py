@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from verbatim.config.alarms import AlarmsConfig
 from verbatim.config.inference import InferenceConfig
 from verbatim.config.orchestrator import (
     CriterionConfig,
@@ -280,6 +281,8 @@ class MonitorConfig(Section):
     """Newest steps whose trajectories are kept; all if it is not given."""
     max_trajectory_gb: Annotated[float, Field(gt=0)] | None = None
     """Gigabytes that they may have together: those of the oldest steps are removed; no limit if it is not given."""
+    alarms: AlarmsConfig = AlarmsConfig()
+    """What the run is watched for."""
 
     @model_validator(mode="before")
     @classmethod

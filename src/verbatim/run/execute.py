@@ -21,9 +21,10 @@ from rich.console import Console
 from verbatim.checkpoints import ORCHESTRATOR, RunFolder
 from verbatim.config.schema import RunConfig
 from verbatim.environments import ENVIRONMENTS
-from verbatim.errors import NothingTrained, UsageError
+from verbatim.errors import NothingTrained, StoppedByAlarm, UsageError
 from verbatim.machine_faults import is_machine_fault
 from verbatim.monitors.base import Monitor
+from verbatim.run.alarms import make_watch, sentence
 from verbatim.run.check import check_run
 from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
@@ -61,12 +62,13 @@ def execute(
     Raises:
         UsageError: something that can be mended; where the run could not start, there is no run folder.
         NothingTrained: the run came to its end and learned from no token.
+        StoppedByAlarm: an alarm ended it early.
         RunStopped: the run cannot go on.
     """
     started = time.monotonic()
     config = config.named(name)  # it may be resumed from its own file
     made = check_run(config, environments, starts_both=not trainer_elsewhere)
-    services = make_monitors(config)
+    services, watch = make_monitors(config), make_watch(config)
     if getattr(inference_settings(config), "urls", ()):
         with ThreadPoolExecutor(1) as apart:  # this thread may have an event loop already, in a notebook
             apart.submit(asyncio.run, ask_servers_of(config)).result()
@@ -74,8 +76,8 @@ def execute(
     with opened as folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
         training = TrainingRun(
-            config=config, environments=made, services=services, monitors=monitors, folder=folder, console=console,
-            started=started,
+            config=config, environments=made, services=services, monitors=monitors, watch=watch, folder=folder,
+            console=console, started=started,
         )  # fmt: skip
         to_go_on = how_to_go_on(folder.path)
         try:
@@ -92,4 +94,6 @@ def execute(
             report(training.summary, str(config.name), folder, evaluated, console)
         if training.nothing_trained is not None:
             raise NothingTrained(training.nothing_trained)
+        if training.alarm is not None and not training.finished:
+            raise StoppedByAlarm(sentence(training.alarm))
     return training

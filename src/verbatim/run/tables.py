@@ -20,6 +20,7 @@ def component_tables(environments: Mapping[str, Any] | None = None) -> Component
     from verbatim.inference import SAMPLERS
     from verbatim.losses import LOSSES
     from verbatim.monitors import MONITORS
+    from verbatim.monitors.alarms import ALARMS
     from verbatim.packing import PACKERS
     from verbatim.renderers import ALIASES, RENDERERS
     from verbatim.rollouts.backends import RUNNERS
@@ -28,5 +29,6 @@ def component_tables(environments: Mapping[str, Any] | None = None) -> Component
     return ComponentTables(
         losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES,
         environments=environments or ENVIRONMENTS, environment_arguments=check_arguments, monitors=MONITORS,
+        alarms=ALARMS,
         packers=PACKERS, samplers=SAMPLERS, runners=RUNNERS, renderers=("auto", *RENDERERS, *ALIASES),
     )  # fmt: skip

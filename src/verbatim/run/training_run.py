@@ -21,6 +21,8 @@ from verbatim.disk import making
 from verbatim.fates.retention import Retention
 from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
+from verbatim.monitors.alarm import Alarm
+from verbatim.monitors.alarms import AlarmWatch
 from verbatim.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
 from verbatim.orchestrator.sending_trainer import SendingTrainer
 from verbatim.rollouts import EpisodeTally, RolloutSetup
@@ -30,7 +32,7 @@ from verbatim.run.ending import RunState
 from verbatim.run.environments import Environments
 from verbatim.run.parts import make_dispatcher, make_logprob_models, make_progress, make_rules, make_schedule
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
-from verbatim.run.run_log import RunLog
+from verbatim.run.run_log import ALARMS, RunLog
 from verbatim.run.weight_transfer import refuse_unreachable
 from verbatim.trajectories import Ledger
 from verbatim.transport.mirror.server import Listen
@@ -55,6 +57,8 @@ class TrainingRun:
     """The monitors of the configuration, not yet started."""
     monitors: Sequence[Monitor]
     """Further listeners."""
+    watch: AlarmWatch | None
+    """Raises alarms; None = nothing is looked for."""
     folder: RunFolder
     console: Console
     """Is told how the run goes on."""
@@ -68,6 +72,8 @@ class TrainingRun:
     """Whether this process was asked to end the run after a step."""
     summary: dict[str, Any] = field(default_factory=dict)
     """After a run that took all its steps: its results, as in `summary.json`."""
+    alarm: Alarm | None = None
+    """The alarm that asked for the end of the run; None = none has."""
     nothing_trained: str | None = None
     """After a run that came to its end and learned nothing: why."""
     _stop: Callable[[], None] | None = None
@@ -106,6 +112,18 @@ class TrainingRun:
         loop.call_soon_threadsafe(self._stop)
         return True
 
+    def _watched(self, loop: asyncio.AbstractEventLoop) -> AlarmWatch | None:
+        """What raises alarms; the first one that is to end the run asks the loop to end after this step."""
+
+        def end(alarm: Alarm) -> None:  # on the thread of the monitors
+            if self.alarm is None and self._stop is not None:
+                self.alarm = alarm
+                loop.call_soon_threadsafe(self._stop)
+
+        if self.watch is not None:
+            self.watch.on_stop = end
+        return self.watch
+
     async def _orchestrate(self, side: TrainerSide) -> bool:
         config, ready = self.config, side.ready
         state: dict[str, Any] = {}
@@ -118,6 +136,8 @@ class TrainingRun:
             name=str(config.name), folder=self.folder.path, config=redacted(tomllib.loads(dump_config(config))),
             first_step=ready.version,
         )  # fmt: skip
+        if self.watch is not None and (known := state.get(ALARMS)) is not None:
+            self.watch.load_state_dict(known)
         self._log = RunLog(
             self.folder,
             title=str(config.name),
@@ -126,6 +146,7 @@ class TrainingRun:
             trajectories=_retention(config.monitor),
             console=self.console,
             monitors=[*open_monitors(self.services, about), *self.monitors],
+            detector=self._watched(asyncio.get_running_loop()),
             store=self._store,
             environments={label: environment for label, (_, environment) in self.environments.eval.items()},
             earlier_seconds=state.get("seconds", 0.0),

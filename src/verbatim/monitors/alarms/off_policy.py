@@ -87,7 +87,9 @@ class Staleness:
     def __call__(self, window: Window) -> Finding | None:
         """What the last steps show."""
         level = float(window.setting("orchestrator.max_async_level") or 0)
-        mean = window.median("staleness/mean", self.steps) or 0.0
+        mean = window.median("staleness/mean", self.steps)
+        if mean is None:
+            return None
         lost, rollouts = (window.recent(name, self.steps) for name in ("staleness/dropped", "rollouts"))
         shares = [a / (a + b) if a + b else 0.0 for a, b in zip(lost, rollouts, strict=False)]
         share = statistics.median(shares) if shares else 0.0

@@ -69,8 +69,8 @@ class AlarmWatch:
         self._evaluations: dict[str, deque[tuple[int, Figures]]] = {}
         self._raised: dict[tuple[str, str | None], _Raised] = {}
         self._failed: set[str] = set()
-        self.stopped_by: Alarm | None = None
-        """The alarm that ends the run; None = none has."""
+        self.on_stop: Callable[[Alarm], None] | None = None
+        """Is called with each alarm that is to end the run, as it is raised."""
 
     def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> list[Alarm]:
         """What this step raises and clears."""
@@ -78,10 +78,14 @@ class AlarmWatch:
             step=step, metrics=_finite(metrics), errors=error_counts(fates),
             envs={env: _finite(own) for env, own in rollout_figures(metrics, fates).items()},
         )  # fmt: skip
+        return self.observe(figures, fates)
+
+    def observe(self, figures: StepFigures, fates: Sequence[Fate] = ()) -> list[Alarm]:
+        """The same of figures that are known already."""
         self._steps.append(figures)
         if len(self._first) < KEPT_FIRST:
             self._first.append(figures)
-        return self._judge(step, lambda rule: not getattr(rule, "on_evaluations", False), fates)
+        return self._judge(figures.step, lambda rule: not getattr(rule, "on_evaluations", False), fates)
 
     def on_eval(self, step: int, env: str, metrics: Mapping[str, float]) -> list[Alarm]:
         """What this evaluation raises and clears."""
@@ -113,8 +117,8 @@ class AlarmWatch:
                 patience = int(getattr(rule, "clear_after", CLEAR_AFTER))
                 alarms += self._compare(name, step, findings, patience, env)
         for alarm in alarms:
-            if self.stopped_by is None and alarm.state == "raised" and alarm.name in self._stop:
-                self.stopped_by = alarm
+            if self.on_stop is not None and alarm.state == "raised" and alarm.name in self._stop:
+                self.on_stop(alarm)
         return alarms
 
     def _ask(self, name: str, rule: Rule, window: Window) -> list[Finding]:

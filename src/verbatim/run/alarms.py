@@ -1,0 +1,36 @@
+"""Makes what watches a run from [monitor.alarms]."""
+
+from __future__ import annotations
+
+import tomllib
+
+from verbatim.config import dump_config, resolve
+from verbatim.config.alarms import AlarmConfig
+from verbatim.config.schema import RunConfig
+from verbatim.config.secrets import redacted
+from verbatim.monitors.alarm import Alarm
+from verbatim.monitors.alarms import AlarmWatch
+from verbatim.run.tables import component_tables
+
+
+def make_watch(config: RunConfig) -> AlarmWatch | None:
+    """Every alarm from `ALARMS` and of the file that is not switched off; None where none is looked for.
+
+    Raises:
+        UsageError: one of them refuses its knobs.
+    """
+    section, table = config.monitor.alarms, component_tables().alarms
+    if not section.enabled:
+        return None
+    components = {name: AlarmConfig(type=name) for name in table} | section.components
+    rules = {
+        name: resolve(component, table, what="alarm", where=f"monitor.alarms.{name}")
+        for name, component in components.items() if component.enabled
+    }  # fmt: skip
+    return AlarmWatch(rules, config=redacted(tomllib.loads(dump_config(config))), stop=section.stop)
+
+
+def sentence(alarm: Alarm) -> str:
+    """An alarm as the last message of a run that it ended."""
+    return (f"{alarm.name} at step {alarm.step}: {alarm.message}. Most likely: {alarm.cause}. What to do: "
+            f"{alarm.advice}. [monitor.alarms] stop names it; --resume goes on")  # fmt: skip
