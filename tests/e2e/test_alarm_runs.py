@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, lines, train_lines, workplace
+from verbatim.checkpoints import read_loop_state
 from verbatim.cli.main import main
 from verbatim.monitors import read_alarms
 
@@ -101,7 +101,7 @@ def test_an_environment_that_always_fails_is_named_and_may_end_the_run(tmp_path:
     before = lines(mine / "alarms.jsonl")
     assert run(tmp_path, model, '[monitor.alarms]\nstop = ["repeated_error"]\n', "--resume", "mine") == 0
     assert lines(mine / "alarms.jsonl") == before  # still raised: it is neither raised nor ends the run a second time
-    state = json.loads((mine / "checkpoints" / "step_000006" / "loop.json").read_text())["alarms"]
+    state = read_loop_state(mine / "checkpoints" / "step_000006")["alarms"]
     assert {entry["name"] for entry in state["raised"]} == {"short", "repeated_error"}
     assert state["steps"]["step"] == [1, 2, 3, 4, 5, 6]
 

@@ -92,8 +92,17 @@ def execute(
         if training.finished:
             evaluated = {label: environment for label, (_, environment) in made.eval.items()}
             report(training.summary, str(config.name), folder, evaluated, console)
-        if training.nothing_trained is not None:
-            raise NothingTrained(training.nothing_trained)
-        if training.alarm is not None and not training.finished:
-            raise StoppedByAlarm(sentence(training.alarm))
+        _tell_of_the_end(training)
     return training
+
+
+def _tell_of_the_end(training: TrainingRun) -> None:
+    """Raise what a run that did not fail ended with, where that is not its last step with something learned.
+
+    Raises:
+        NothingTrained, StoppedByAlarm: as `execute`.
+    """
+    if training.nothing_trained is not None:
+        raise NothingTrained(training.nothing_trained)
+    if training.alarm is not None and not training.finished:
+        raise StoppedByAlarm(sentence(training.alarm))
