@@ -12,7 +12,8 @@ VerbatimError
 │   ├── RecordError (ValueError) ids, logprobs or turns that cannot be what a sampler returned
 │   │   └── NoFlatList (KeyError)    one list of a trajectory's ids, where a break makes them two contexts
 │   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
-│   │   └── JudgeFailed          a judge gave no verdict
+│   │   ├── JudgeFailed          a judge gave no verdict
+│   │   └── ProgramFault         an agent program crashed, hung, or never called the model
 │   ├── TemplateFault            a chat template did not come to an end within its budget
 │   └── SamplerFault             an inference engine failed for good on one request
 └── RunStopped                   the run cannot usefully go on (every rollout fails, a loss that is no number)
@@ -76,6 +77,19 @@ class EnvironmentFault(RolloutError):
 
 class JudgeFailed(EnvironmentFault):
     """A judge or a reward model gave no verdict: its episode has failed, and has no reward."""
+
+
+class ProgramFault(EnvironmentFault):
+    """An agent program crashed, hung, or never called the model.
+
+    Args:
+        kind: "program_crashed", "program_hung" or "program_silent": what the episode is counted as.
+        message: What was seen.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class TemplateFault(RolloutError):

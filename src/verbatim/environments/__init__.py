@@ -23,6 +23,7 @@ ENVIRONMENTS = {
     "delegate": "verbatim.environments.delegate:Delegate",
     "guess_number": "verbatim.environments.guess_number:GuessNumber",
     "judged": "verbatim.rollouts.judges:Judged",
+    "program": "verbatim.gateway.program.environment:Program",
     "reasoning_gym": "verbatim.environments.reasoning_gym:ReasoningGym",
     "single_turn": "verbatim.environments.single_turn:SingleTurn",
     "terminal": "verbatim.environments.terminal:Terminal",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ class Session:
         """Requests by what they asked for: "requests", "repeated", "overridden/temperature", ..."""
         self.fault: RolloutError | None = None
         """The first failure of the sampler or of the record."""
+        self.first_request: float | None = None
+        """When the first request came, by the clock of `time.monotonic`."""
         self.last_stop: StopReason = StopReason.STOP
         """Why the last reply ended, or was refused."""
         self._threads: Threads[_Kept] = Threads(restores_reasoning=self.settings.restores_reasoning)
@@ -127,6 +130,8 @@ class Session:
             raise SessionRefusal(403, f"more than {self.settings.max_requests} requests of this session",
                                  "max_requests")  # fmt: skip
         self.counts["requests"] += 1
+        if self.first_request is None:
+            self.first_request = time.monotonic()
 
     async def answer(self, request: ChatRequest, *, agent: str = "", trained: bool = True) -> list[ChatReply]:
         """Sample and record as many replies as are asked for.

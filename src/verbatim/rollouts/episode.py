@@ -10,7 +10,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from verbatim.environments.base import Environment, Episode
-from verbatim.errors import EnvironmentFault, JudgeFailed, RecordError, RolloutError, SamplerFault, TemplateFault
+from verbatim.errors import (
+    EnvironmentFault,
+    JudgeFailed,
+    ProgramFault,
+    RecordError,
+    RolloutError,
+    SamplerFault,
+    TemplateFault,
+)
 from verbatim.rollouts import supervised
 from verbatim.rollouts.dialogue import Dialogue, awaitable
 from verbatim.rollouts.loop import TOOLS_OFFERED, EpisodeLoop, EpisodeOver
@@ -204,7 +212,8 @@ class EpisodeRun:
         the log quotes it, here or on another host."""
         kinds = {EnvironmentFault: "environment", JudgeFailed: "judge", SamplerFault: self._loop.engine,
                  RecordError: "record", TemplateFault: "template"}  # fmt: skip
-        self._error = f"{kinds.get(type(fault), 'rollout')}: {cut(str(fault), 2 * LONGEST_ERROR)}"
+        kind = fault.kind if isinstance(fault, ProgramFault) else kinds.get(type(fault), "rollout")
+        self._error = f"{kind}: {cut(str(fault), 2 * LONGEST_ERROR)}"
         if fault.__cause__ is not None:
             self._dialogue.info[TRACEBACK] = traceback_tail(fault.__cause__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -54,8 +54,9 @@ class Isolation:
 
     name: str
     """"bubblewrap", "unshare" or "none"."""
-    command: Callable[[SandboxLimits, str], list[str]]
-    """Returns the command line that runs a bash script under these limits."""
+    command: Callable[..., list[str]]
+    """(limits, script) -> the command line that runs a bash script under these limits. A third argument maps further
+    folders that are visible, read-only, by their paths inside to those outside."""
     has_namespaces: bool = True
     """Whether the script is process 1 of a process namespace of its own."""
 
@@ -145,12 +146,14 @@ exec setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --securebit
 _MOUNTING = ("CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SETPCAP")
 
 
-def _bubblewrap(limits: SandboxLimits, script: str) -> list[str]:
+def _bubblewrap(limits: SandboxLimits, script: str, shown: Mapping[str, str] | None = None) -> list[str]:
     system = [
         word
         for path, target in _system_folders()
         for word in (("--ro-bind", path, path) if target is None else ("--symlink", target, path))
     ]
+    for inside, outside in (shown or {}).items():
+        system += ["--ro-bind", outside, inside]
     return [
         *_as_nobody(), _program("bwrap"), "--unshare-all", "--unshare-user", "--uid", "0", "--gid", "0",
         "--hostname", "terminal", "--die-with-parent", "--as-pid-1",
@@ -173,10 +176,10 @@ cd $new
 while [[ $1 != -- ]]; do
   mkdir -p "./${1%/*}"
   if [[ $2 ]]; then ln -s "$2" ".$1"; else
-    if [[ -d $1 ]]; then mkdir -p ".$1"; else : >".$1"; fi
-    mount --rbind "$1" ".$1"
+    if [[ -d $3 ]]; then mkdir -p ".$1"; else : >".$1"; fi
+    mount --rbind "$3" ".$1"
   fi
-  shift 2
+  shift 3
 done
 while read -r _ _ _ _ point _; do
   [[ $point != $new/* ]] || mount -o remount,bind,ro,nosuid,nodev "$point"
@@ -194,8 +197,9 @@ hostname terminal
 """.replace("@work", _WORK.format(at="tmp", size="$2")).replace("@seal", _SEAL.format(script="$3"))
 
 
-def _unshare(limits: SandboxLimits, script: str) -> list[str]:
-    system = [word for path, target in _system_folders() for word in (path, target or "")]
+def _unshare(limits: SandboxLimits, script: str, shown: Mapping[str, str] | None = None) -> list[str]:
+    system = [word for path, target in _system_folders() for word in (path, target or "", path)]
+    system += [word for inside, outside in (shown or {}).items() for word in (inside, "", outside)]
     return [
         *_as_nobody(), _program("unshare"), "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts",
         "--fork", "--kill-child", "env", f"HOME={WORK}",
@@ -203,7 +207,7 @@ def _unshare(limits: SandboxLimits, script: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _none(limits: SandboxLimits, script: str) -> list[str]:
+def _none(limits: SandboxLimits, script: str, shown: Mapping[str, str] | None = None) -> list[str]:
     return [_program("bash"), "-c", script]
 
 

@@ -1,0 +1,316 @@
+"""A program as an environment: it is given an example, a base URL and a key; what it asks is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from verbatim.environments.base import Demonstration, Episode, Score
+from verbatim.environments.resolve import create_environment, demonstrations_of
+from verbatim.environments.rows import read_splits
+from verbatim.environments.sources import read_json_lines
+from verbatim.errors import EnvironmentFault, NoDemonstrations, ProgramFault, SamplerFault, UsageError
+from verbatim.gateway.gateway import stop_reason_of
+from verbatim.gateway.program.launch import Launch
+from verbatim.gateway.program.process import Outcome, ProgramProcess
+from verbatim.gateway.program.reused import ReusedPrograms
+from verbatim.gateway.program.rewards import read_reward
+from verbatim.gateway.service import Service
+from verbatim.gateway.session import INFO, Session, SessionSettings
+from verbatim.imports import find_file
+from verbatim.inference.chat.protocol import UNENFORCEABLE, Options
+from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.loop import EpisodeOver
+from verbatim.tools.isolation import SandboxLimits
+from verbatim.types import Example, StopReason, Trajectory
+
+HARMLESS = ("tool_choice", "reasoning_effort", "verbosity", "thinking", "context_management", "truncation")
+"""Fields that agents send as a matter of course and that are let pass without effect, by default."""
+_STARTING = 8
+"""Programs that start at a time: each takes seconds of processor time."""
+_RESERVE = 5.0
+"""Seconds before the episode's own time limit at which a program is taken to hang."""
+_SERVING: set[asyncio.Task[None]] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Played:
+    """What became of one program."""
+
+    reward: Any
+    """As the program gave it; None = it gave none."""
+    fault: ProgramFault | None
+    info: Mapping[str, Any]
+
+
+class Program:
+    """Runs a program for each example. The program knows nothing of this environment: it asks a chat model at the base
+    URL and with the key that SDKs find in their environment variables, and says what the episode earned.
+
+    Args:
+        command: The command line, as a list or a text. `{python}` at its beginning is the Python that runs Verbatim;
+            `{example}` is replaced by the path of the example's file.
+        data: The examples, as `single_turn` takes them: rows, a JSONL file, or a data set. A program gets its row as a
+            JSON object on one line, with an "id".
+        eval_data: Held-out rows; by default every tenth row of `data`, where there are at least 20.
+        eval_share: Another share than a tenth.
+        cwd: The folder it runs in. By default the one with a file of the command, beside the run's TOML file or in
+            the current directory, else the current one. In the sandbox it is read-only; VERBATIM_WORK_DIR can be
+            written to.
+        env: Further environment variables.
+        example: Whether the row is on standard input or in a file, whose path is in VERBATIM_EXAMPLE.
+        reward: Where the reward is: on the last line of the output, in the file `reward.txt` of the work folder, on the
+            last line of `score`, or posted to VERBATIM_REWARD_URL. What was posted always counts.
+        score: A bash command that runs after the program, in the same folder and sandbox, for reward = "score".
+        failed_reward: The reward of a program that crashed, hung or never called the model. None = such an episode has
+            failed, and is counted as `program_crashed`, `program_hung` or `program_silent`.
+        timeout: Seconds for the program; by default the episode's, less 5.
+        memory_mb: MiB of address space of each of its processes.
+        processes: Processes at a time, in the sandbox.
+        disk_mb: MiB of files that it may write, in the sandbox.
+        sandbox: Whether it runs in a sandbox, with its own folder, those in `visible`, and no network but the gateway.
+            Without one it runs as you, with your files, variables and network.
+        visible: Further folders that the sandbox shows, read-only.
+        unsafe_allow: If no sandbox works here, run without one.
+        reuse: Whether a program takes one example after the other, a line each (see the documentation).
+        max_processes: Most processes of a program that is reused.
+        episodes_per_process: Episodes that one of these plays at a time.
+        sampling: Whose temperature, top_p, top_k and min_p hold: the run's, or those of requests.
+        restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer.
+        unenforced: Fields of requests that are let pass without effect, and counted.
+        demonstrations: For a warm start: a JSONL file of conversations, `{"messages": [...], "tools": [...]}`, or the
+            id of a bundled environment.
+
+    Raises:
+        UsageError: a program, folder, data or setting that does not fit.
+    """
+
+    def __init__(
+        self, command: str | Sequence[str], data: Any, *, eval_data: Any = None, eval_share: float = 0.1,
+        cwd: str | None = None, env: Mapping[str, str] | None = None, example: Literal["stdin", "file"] = "stdin",
+        reward: Literal["last_line", "file", "score", "post"] = "last_line", score: str | None = None,
+        failed_reward: float | None = None, timeout: float | None = None, memory_mb: int = 4096, processes: int = 128,
+        disk_mb: int = 64, sandbox: bool = True, visible: Sequence[str] = (), unsafe_allow: bool = False,
+        reuse: bool = False, max_processes: int = 4, episodes_per_process: int = 1,
+        sampling: Literal["run", "client"] = "run", restores_reasoning: bool = False,
+        unenforced: Sequence[str] = HARMLESS, demonstrations: str | None = None,
+    ) -> None:  # fmt: skip
+        if (reward == "score") != (score is not None):
+            raise UsageError('program: reward = "score" and score = "COMMAND" belong together')
+        if reuse and (example == "file" or reward in ("file", "score")):
+            raise UsageError("program: one that is reused reads its examples from lines and answers them with lines; "
+                             'leave out example and reward, or use reward = "post"')  # fmt: skip
+        for name, value in (("max_processes", max_processes), ("episodes_per_process", episodes_per_process)):
+            if value < 1:
+                raise UsageError(f"program: {name} = {value}; expected at least 1")
+        if unknown := sorted(set(unenforced) - UNENFORCEABLE):
+            raise UsageError(f"program: unenforced has {unknown[0]!r}; it may have {', '.join(sorted(UNENFORCEABLE))}")
+        self._examples = read_splits(data, eval_data, eval_share=eval_share)
+        folder = _folder_of(command) if cwd is None else str(find_file(cwd) or cwd)
+        self.launch = Launch.of(
+            command, folder=folder, variables=env or {}, sandbox=sandbox, unsafe_allow=unsafe_allow, visible=visible,
+            limits=SandboxLimits(cpu_seconds=86_400, memory_mb=memory_mb, processes=processes, open_files=4096,
+                                 disk_mb=disk_mb),
+            score='head -c 65536 "{work}/reward.txt"' if reward == "file" else score or "",
+            example_in_file=example == "file",
+        )  # fmt: skip
+        self.reward, self.failed_reward, self.timeout, self.reuse = reward, failed_reward, timeout, reuse
+        self.settings = SessionSettings(sampling=sampling, restores_reasoning=restores_reasoning)
+        self._options = Options(unenforced=frozenset(unenforced))
+        self._most, self._places = max_processes, episodes_per_process
+        self._demonstrations = demonstrations
+        self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Serving] = weakref.WeakKeyDictionary()
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The rows of "train" or "eval"."""
+        return self._examples[split]
+
+    async def start(self, example: Example, seed: int) -> ProgramEpisode:
+        """An episode about one row. The seed reaches the sampling only."""
+        return ProgramEpisode(self, example)
+
+    def demonstrations(self, count: int, seed: int) -> Sequence[Demonstration]:
+        """Conversations to imitate, from the file or the environment that was named."""
+        named = self._demonstrations
+        if named is None:
+            raise NoDemonstrations("program: a warm start and [model.build] need conversations to imitate; give "
+                                   'args.demonstrations = "conversations.jsonl", or a pretrained model')  # fmt: skip
+        path = find_file(named)
+        if path is None:
+            return demonstrations_of(create_environment(named), named, count, seed)
+        rows = list(read_json_lines(path, "conversation").values())
+        return [Demonstration(messages=row["messages"], tools=row.get("tools") or ()) for row in
+                (rows[n % len(rows)] for n in range(count))]  # fmt: skip
+
+    async def serving(self) -> Serving:
+        """The gateway of the running event loop, and the programs that are reused; they end with the loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._serving:
+            self._serving[loop] = Serving(self.launch, Service(options=self._options), self._most, self._places)
+        serving = self._serving[loop]
+        await serving.up()
+        return serving
+
+
+def _folder_of(command: str | Sequence[str]) -> str | None:
+    """The folder of the first file that a command names by a relative path."""
+    words = shlex.split(command) if isinstance(command, str) else command
+    for word in words:
+        found = None if Path(word).is_absolute() else find_file(word)
+        if found is not None and found.is_file():
+            parents = len(Path(word).parts)
+            return str(found.resolve().parents[parents - 1])
+    return None
+
+
+class Serving:
+    """A gateway and its programs, for as long as their event loop runs."""
+
+    def __init__(self, launch: Launch, service: Service, most: int, places: int) -> None:
+        self.service = service
+        self.reused = ReusedPrograms(launch, service, most, places)
+        self.starting = asyncio.Semaphore(_STARTING)
+        self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._serve(), name="program-gateway")
+        _SERVING.add(task)  # an event loop by itself does not keep its tasks
+        task.add_done_callback(_SERVING.discard)
+
+    async def up(self) -> None:
+        """Wait until it listens."""
+        await asyncio.shield(self._up)
+
+    async def _serve(self) -> None:
+        try:
+            await self.service.start()
+        except BaseException as error:
+            self._up.set_exception(error)
+            raise
+        self._up.set_result(None)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.reused.close()
+            await self.service.close()
+
+
+class ProgramEpisode(Episode):
+    """One run of the program."""
+
+    def __init__(self, environment: Program, example: Example) -> None:
+        self._environment, self._example = environment, example
+        self._reward: Score = None
+
+    async def run(self, agent: Any) -> None:
+        """Run the program to its end.
+
+        Raises:
+            ProgramFault: it crashed, hung, or never called the model, and has no reward for that.
+            EnvironmentFault: it gave no reward.
+            EpisodeOver: its last request was cut off, or refused because no turn or token was left.
+        """
+        if not isinstance(agent, AgentLoop):
+            raise EnvironmentFault("programs are played by the run's sampler only, not by a teacher")
+        environment = self._environment
+        serving = await environment.serving()
+        session = Session(agent, environment.settings)
+        key = serving.service.open(session)
+        seconds = environment.timeout or max(agent.limits.timeout - _RESERVE, 0.8 * agent.limits.timeout)
+        try:
+            played = await (self._reuse if environment.reuse else self._launch)(serving, session, key, seconds)
+        finally:
+            serving.service.forget(key)
+            await session.end()
+        self.info = {INFO: session.info, "program": dict(played.info)}
+        self._settle(session, played)
+        if (reason := stop_reason_of(session)) is not StopReason.STOP:
+            raise EpisodeOver(reason)
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """What the program said."""
+        return self._reward
+
+    def _settle(self, session: Session, played: _Played) -> None:
+        """Find the reward, or say what went wrong: first the sampler, then the program."""
+        if session.fault is not None and (played.fault is not None or not isinstance(session.fault, SamplerFault)):
+            raise session.fault
+        fault = played.fault
+        if fault is None and not session.loop.turns and not session.num_requests:
+            fault = ProgramFault("program_silent", "the program ended without a request to the model")
+        if session.reward is not None:
+            self._reward = session.reward
+        elif fault is not None:
+            if self._environment.failed_reward is None:
+                raise fault
+            self._reward = self._environment.failed_reward
+        elif self._environment.reward == "post":
+            raise EnvironmentFault("program: nothing was posted to VERBATIM_REWARD_URL")
+        else:
+            places = {"file": "reward.txt", "score": "the scoring command"}
+            where = places.get(self._environment.reward, "the last line")
+            self._reward = read_reward(str(played.reward), where) if isinstance(played.reward, str) else played.reward
+        if fault is not None:
+            self.info = {**self.info, "program": {**self.info["program"], "end": fault.kind, "said": str(fault)[:1000]}}
+
+    async def _launch(self, serving: Serving, session: Session, key: str, seconds: float) -> _Played:
+        """A process of its own."""
+        process = ProgramProcess(self._environment.launch, serving.service)
+        try:
+            async with serving.starting:
+                began = time.monotonic()
+                await process.start(key)
+            await process.go()
+            await process.send(json.dumps(self._row()).encode() + b"\n", last=True)
+            fault: ProgramFault | None = None
+            try:
+                async with asyncio.timeout(seconds):
+                    outcome = await process.ended()
+            except TimeoutError:
+                outcome = process.outcome()
+                fault = ProgramFault("program_hung", f"no end after {seconds:g} s; so far {outcome.told()}")
+            if fault is None and outcome.status != 0:
+                fault = ProgramFault("program_crashed", f"the program ended with {outcome.told()}")
+            first = session.first_request
+            info = {"status": outcome.status, "seconds": time.monotonic() - process.started,
+                    "seconds_to_start": process.started - began,
+                    "seconds_to_first_request": None if first is None else first - process.started}  # fmt: skip
+            return _Played(reward=self._line(outcome), fault=fault, info=info)
+        finally:
+            await process.close()
+
+    def _line(self, outcome: Outcome) -> str:
+        """The line that holds the reward."""
+        text = outcome.stdout if self._environment.reward == "last_line" else outcome.score
+        return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+
+    async def _reuse(self, serving: Serving, session: Session, key: str, seconds: float) -> _Played:
+        """A process that plays other episodes too."""
+        began = time.monotonic()
+        fault: ProgramFault | None = None
+        answer: Mapping[str, Any] = {}
+        try:
+            answer = await serving.reused.play(self._row(), key, seconds)
+        except ProgramFault as raised:
+            fault = raised
+        if "error" in answer:
+            fault = ProgramFault("program_crashed", f"the program said: {str(answer['error'])[:600]}")
+        info = {"seconds": time.monotonic() - began, "processes_started": serving.reused.num_started}
+        reward = None if fault is not None else json.dumps({"reward": answer.get("reward")})
+        return _Played(reward=reward, fault=fault, info=info)
+
+    def _row(self) -> dict[str, Any]:
+        """The example as the program gets it."""
+        example = self._example
+        row = {"id": example.id, **example.payload}
+        if example.messages:
+            row["messages"] = list(example.messages)
+        if example.tools:
+            row["tools"] = list(example.tools)
+        return row
+

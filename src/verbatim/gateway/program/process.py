@@ -1,0 +1,243 @@
+"""One process of a program: started, told its example, listened to, and ended with all that it has started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from verbatim.errors import EnvironmentFault
+from verbatim.gateway.gateway import variables
+from verbatim.gateway.program.launch import PORT, Launch
+from verbatim.gateway.service import Service
+
+START_SECONDS = 60.0
+"""Seconds for the sandbox and the shell in it; many may start at a time on few cores."""
+SCORE_SECONDS = 60.0
+"""Seconds for the scoring command."""
+_TAIL = 64 * 2**10
+"""Bytes kept of each output: the last ones."""
+
+# Brings up the loopback device of a sandbox's network and listens there: a socket belongs to the network that it was
+# made in, whichever process holds it. It is handed over through the descriptor that is given.
+_LISTEN = """
+import fcntl, socket, struct, sys
+own = socket.socket(fileno=int(sys.argv[1]))
+with socket.socket() as device:
+    fcntl.ioctl(device, 0x8914, struct.pack("16sH14x", b"lo", 0x41))
+listening = socket.create_server(("127.0.0.1", int(sys.argv[2])), backlog=1024)
+socket.send_fds(own, [b"x"], [listening.fileno()])
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a program ended."""
+
+    status: int | None
+    """Its exit status, 128 + n after signal n; None = its process was gone before it could be told."""
+    stdout: str
+    """The end of what it wrote."""
+    stderr: str
+    score: str = ""
+    """The end of what the scoring command wrote."""
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the output that is not empty."""
+        return next((line for line in reversed(self.stdout.splitlines()) if line.strip()), "")
+
+    def told(self) -> str:
+        """For an error: the exit status, and the last words."""
+        said = self.stderr.strip() or self.stdout.strip()
+        how = "its process is gone" if self.status is None else f"exit status {self.status}"
+        return f"{how}; it said {said[-600:]!r}" if said else f"{how}; it said nothing"
+
+
+class ProgramProcess:
+    """A program that runs. Close it.
+
+    Args:
+        launch: How it is started.
+        service: The gateway.
+        on_line: Called with each line of its output, for a program that answers line by line.
+    """
+
+    def __init__(self, launch: Launch, service: Service, on_line: Callable[[str], None] | None = None) -> None:
+        self._launch, self._service, self._on_line = launch, service, on_line
+        self._token = f"program-{secrets.token_hex(8)}"
+        self._mark = re.compile(rb"\0%s (ready|done (\d{1,3}))\0" % self._token.encode())
+        self._process: Process | None = None
+        self._site: object | None = None
+        self._reading: list[asyncio.Task[None]] = []
+        self._ready, self._done = asyncio.Event(), asyncio.Event()
+        self._status: int | None = None
+        self._stdout, self._stderr, self._score = bytearray(), bytearray(), bytearray()
+        self._line = bytearray()
+        self._work, self._folder = launch.work_folder()
+        self.url = service.url
+        """Where the program reaches the gateway."""
+        self.started = time.monotonic()
+        """When the program was started, by the clock of `time.monotonic`."""
+
+    async def start(self, key: str = "") -> None:
+        """Start the process and its sandbox; the program itself begins with `go`.
+
+        Args:
+            key: Of its session, for the environment variables.
+
+        Raises:
+            EnvironmentFault: it does not start.
+        """
+        self.url = f"http://127.0.0.1:{PORT}" if self._launch.is_inside else self._service.url
+        starting = asyncio.ensure_future(asyncio.create_subprocess_exec(
+            *self._launch.argv(self._token, self._work), stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
+            env=self._launch.environment(variables(self.url, key), self._work), cwd="/",
+        ))  # fmt: skip
+        try:
+            await asyncio.shield(starting)
+        finally:
+            self._process = await starting
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._reading = [
+            asyncio.create_task(self._read(self._process.stdout), name="program-stdout"),
+            asyncio.create_task(self._read_errors(self._process.stderr), name="program-stderr"),
+        ]
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._ready.wait()
+                if self._status is None and self._done.is_set():
+                    raise EnvironmentFault(f"program: its sandbox did not start: {self.outcome().told()}")
+                if self._launch.is_inside:
+                    self._site = await self._service.listen_on(await _listen_inside(self._process.pid))
+        except TimeoutError:
+            raise EnvironmentFault(f"program: its sandbox did not start within {START_SECONDS:g} s") from None
+
+    async def go(self) -> None:
+        """Let the program begin."""
+        self.started = time.monotonic()
+        await self.send(b"go\n")
+
+    async def send(self, data: bytes, *, last: bool = False) -> None:
+        """Write to its standard input; nothing happens if it does not read any more."""
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+            if last:
+                self._process.stdin.close()
+
+    async def ended(self) -> Outcome:
+        """Wait for the end of the program, and of the scoring command."""
+        await self._done.wait()
+        if self._status is not None and self._launch.score:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SCORE_SECONDS):
+                    await self._reading[0]
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """How it ended, or what it has written so far."""
+        text = [bytes(part).decode(errors="replace") for part in (self._stdout, self._stderr, self._score)]
+        return Outcome(status=self._status, stdout=text[0], stderr=text[1], score=text[2])
+
+    async def close(self) -> None:
+        """Kill the program and what it has started, and delete its files. May be called again."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for task in self._reading:
+                task.cancel()
+            await asyncio.gather(*self._reading, return_exceptions=True)
+            await process.wait()
+            process._transport.close()  # type: ignore[attr-defined]  # its pipes may be held by what outlived it
+        if self._site is not None:
+            site, self._site = self._site, None
+            await site.stop()  # type: ignore[attr-defined]
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        """Sort the output: before the mark of the end it is the program's, then that of the scoring command."""
+        pending = b""
+        while chunk := await stream.read(1 << 16):
+            pending += chunk
+            while found := self._mark.search(pending):
+                self._take(pending[: found.start()])
+                pending = pending[found.end() :]
+                if found[2] is None:
+                    self._ready.set()
+                else:
+                    self._status = int(found[2])
+                    self._done.set()
+            start = pending.rfind(b"\0")  # a mark may be cut in two
+            keep = start if start >= 0 and len(pending) - start < 64 else len(pending)
+            self._take(pending[:keep])
+            pending = pending[keep:]
+        self._take(pending)
+        self._done.set()
+        self._ready.set()
+
+    def _take(self, data: bytes) -> None:
+        kept = self._stdout if self._status is None else self._score
+        kept += data
+        del kept[:-_TAIL]
+        if self._on_line is None or self._status is not None:
+            return
+        self._line += data
+        *lines, rest = self._line.split(b"\n")
+        self._line = bytearray(rest[-_TAIL:])
+        for line in lines:
+            self._on_line(line.decode(errors="replace"))
+
+    async def _read_errors(self, stream: asyncio.StreamReader) -> None:
+        while chunk := await stream.read(1 << 16):
+            self._stderr += chunk
+            del self._stderr[:-_TAIL]
+
+
+async def _listen_inside(pid: int) -> socket.socket:
+    """A socket that listens in the network of a sandbox.
+
+    Raises:
+        EnvironmentFault: the network cannot be entered.
+    """
+    inside = _child(pid)
+    if inside is None:
+        raise EnvironmentFault("program: its sandbox has ended")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        user = () if os.geteuid() == 0 else ("--user", "--preserve-credentials")
+        entering = await asyncio.create_subprocess_exec(
+            "nsenter", "--target", inside, "--net", *user, "--", sys.executable, "-I", "-S", "-c", _LISTEN,
+            str(theirs.fileno()), str(PORT), stdin=asyncio.subprocess.DEVNULL, stderr=PIPE, stdout=PIPE,
+            pass_fds=[theirs.fileno()],
+        )  # fmt: skip
+        _, said = await entering.communicate()
+        if entering.returncode:
+            raise EnvironmentFault("program: the network of its sandbox cannot be entered: "
+                                   f"{said.decode(errors='replace').strip()[-300:]}")  # fmt: skip
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+    listening = socket.socket(fileno=descriptors[0])
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+def _child(pid: int) -> str | None:
+    """The first child of a process."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    except OSError:
+        return None
+    return children[0] if children else None

@@ -1,0 +1,168 @@
+"""Keeps programs alive that take one example after the other: importing an SDK costs seconds.
+
+A program reads lines and answers each with a line, in any order:
+
+    {"id": "7", "example": {"id": "emma", ...}, "base_url": "http://127.0.0.1:40123/v1", "api_key": "vb-..."}
+    {"id": "7", "reward": 1.0}
+
+Other lines that it writes are passed over. It may answer `{"id": "7", "error": "..."}` where the episode failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.errors import EnvironmentFault, ProgramFault
+from verbatim.gateway.program.launch import Launch
+from verbatim.gateway.program.process import ProgramProcess
+from verbatim.gateway.service import Service
+
+
+class _Reused:
+    """One process, and the episodes that it is playing."""
+
+    def __init__(self, launch: Launch, service: Service) -> None:
+        self.process = ProgramProcess(launch, service, self._hear)
+        self.waiting: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
+        self.num_running = 0
+        self.is_dead = False
+        self.watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.process.start()
+        await self.process.go()
+        self.watching = asyncio.create_task(self._watch(), name="program-end")
+
+    async def play(self, number: int, example: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        """Its answer; a ProgramFault if it ends before."""
+        name = str(number)
+        future: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self.waiting[name] = future
+        url = self.process.url
+        line = {"id": name, "example": example, "base_url": f"{url}/v1", "anthropic_base_url": url, "api_key": key,
+                "reward_url": f"{url}/v1/reward"}  # fmt: skip
+        try:
+            await self.process.send(json.dumps(line).encode() + b"\n")
+            return await future
+        finally:
+            self.waiting.pop(name, None)
+
+    def _hear(self, line: str) -> None:
+        if not line.lstrip().startswith("{"):
+            return
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        future = self.waiting.get(str(answer.get("id"))) if isinstance(answer, dict) else None
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    async def _watch(self) -> None:
+        outcome = await self.process.ended()
+        self.is_dead = True
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_exception(ProgramFault("program_crashed", f"the program ended with {outcome.told()}"))
+
+    async def close(self) -> None:
+        self.is_dead = True
+        if self.watching is not None:
+            self.watching.cancel()
+        await self.process.close()
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_exception(
+                    ProgramFault("program_crashed", "the program was ended, because another of its episodes hung")
+                )
+
+
+class ReusedPrograms:
+    """Hands episodes to processes that have a place, and starts another one where none has.
+
+    Args:
+        launch: How a process is started.
+        service: The gateway.
+        most: Most processes.
+        places: Episodes of one process at a time.
+    """
+
+    def __init__(self, launch: Launch, service: Service, most: int, places: int) -> None:
+        self._launch, self._service, self._most, self._places = launch, service, most, places
+        self._running: list[_Reused] = []
+        self._changed = asyncio.Condition()
+        self._num_episodes = 0
+        self.num_started = 0
+        """Processes started so far."""
+
+    async def play(self, example: Mapping[str, Any], key: str, seconds: float) -> Mapping[str, Any]:
+        """The answer of a program to an example.
+
+        Args:
+            example: JSON values.
+            key: Of its session.
+            seconds: For the program, waiting for a place not counted.
+
+        Raises:
+            ProgramFault: it hung, and was killed, or it ended.
+            EnvironmentFault: it does not start.
+        """
+        program = await self._take()
+        self._num_episodes += 1
+        hung = False
+        try:
+            async with asyncio.timeout(seconds):
+                return await program.play(self._num_episodes, example, key)
+        except TimeoutError:
+            hung = True
+            so_far = program.process.outcome().told()
+            raise ProgramFault("program_hung", f"no answer after {seconds:g} s; so far {so_far}") from None
+        except asyncio.CancelledError:
+            hung = True  # nothing can tell it to stop one of its episodes
+            raise
+        finally:
+            program.num_running -= 1
+            if hung or program.is_dead:
+                await self._remove(program)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def close(self) -> None:
+        """End all processes."""
+        for program in list(self._running):
+            await self._remove(program)
+
+    async def _take(self) -> _Reused:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free() is not None or len(self._running) < self._most)
+            program = self._free()
+            if program is not None:
+                program.num_running += 1
+                return program
+            program = _Reused(self._launch, self._service)
+            program.num_running = 1
+            self._running.append(program)
+            self.num_started += 1
+        try:
+            await program.start()
+        except (EnvironmentFault, asyncio.CancelledError):
+            await self._remove(program)
+            raise
+        async with self._changed:
+            self._changed.notify_all()
+        return program
+
+    def _free(self) -> _Reused | None:
+        """The process with the fewest episodes, if it has a place."""
+        alive = [p for p in self._running if not p.is_dead and p.watching is not None and p.num_running < self._places]
+        return min(alive, key=lambda p: p.num_running, default=None)
+
+    async def _remove(self, program: _Reused) -> None:
+        if program in self._running:
+            self._running.remove(program)
+        await program.close()
+        async with self._changed:
+            self._changed.notify_all()
