@@ -87,8 +87,8 @@ def test_demonstrations_talk_well_and_play_badly():
         assert 1 <= len(guesses) <= 4
         assert all(g["name"] == "guess" and 1 <= g["arguments"]["number"] <= 15 for g in guesses)
         won += demonstration.messages[-1]["content"] == "correct"
-    # By hand, over states (numbers left, guesses left), with a repeated guess in a quarter of the later turns: 0.574.
-    assert 0.55 < won / len(shown) < 0.60
+    # By hand, over states (numbers left, guesses left), with a repeated guess in one of six later turns: 0.655.
+    assert 0.63 < won / len(shown) < 0.68
     assert {g["arguments"]["number"] for d in shown for m in d.messages if m["role"] == "assistant"
             for g in [m["tool_calls"][0]["function"]]} == set(range(1, 16))  # fmt: skip
 

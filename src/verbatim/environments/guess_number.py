@@ -11,7 +11,7 @@ from verbatim.errors import UsageError
 from verbatim.tools import FunctionTool, ToolResult
 from verbatim.types import Example, Message, Trajectory
 
-FORGETS = 0.25
+FORGETS = 1 / 6
 """Probability that a demonstration repeats an earlier guess."""
 AVERAGED = 5
 """Random numbers whose average a demonstration guesses: the more, the nearer to the middle."""
@@ -51,7 +51,7 @@ class GuessNumber:
         return Game(self, int(example.payload["secret"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Demonstrations in the right format that win little more than half of the games: they sometimes repeat an
+        """Demonstrations in the right format that win two thirds of the games: they sometimes repeat an
         earlier guess, and other guesses are the average of five random numbers of the possible range."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
