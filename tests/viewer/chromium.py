@@ -107,7 +107,8 @@ class Chromium:
             TimeoutError: it did not become true.
         """
         end = time.monotonic() + seconds
-        while not (value := self.evaluate(script)):
+        found = f"(value => value instanceof Node ? true : value)({script})"
+        while not (value := self.evaluate(found)):
             if time.monotonic() > end:
                 text = self.evaluate("document.body.innerText")[:600]
                 raise TimeoutError(f"never true: {script}\nproblems: {self.problems}\nthe page says: {text}")

@@ -14,7 +14,7 @@ export function AlarmList({ runs }: { runs: RunData[] }) {
   const past = all.filter(({ alarm }) => !now.has(alarm)).reverse();
   return (
     <section class="alarms" id="alarms" aria-label="Alarms">
-      {active.map(({ run, alarm }) => <AlarmCard key={keyOf(run.id, alarm)} alarm={alarm} run={run.id} name={several ? run.name : null} open />)}
+      {active.map(({ run, alarm }, i) => <AlarmCard key={keyOf(run.id, alarm)} alarm={alarm} run={run.id} name={several ? run.name : null} open={i < 3} />)}
       {past.length > 0 && (
         <details class="past">
           <summary>{active.length ? "Earlier alarms" : "No alarm is raised now. Earlier alarms"} ({past.length})</summary>
@@ -35,8 +35,8 @@ function AlarmCard({ alarm, run, name, open = false }: { alarm: Alarm; run: numb
     <details class={`alarm ${alarm.state}`} open={open}>
       <summary>
         <span class="kind">{alarm.state === "cleared" ? "cleared: " : ""}{alarm.name.replaceAll("_", " ")}</span>
-        <span class="step">step {alarm.step}{alarm.env ? `, ${alarm.env}` : ""}{name ? `, ${name}` : ""}</span>
-        <span class="message"><Text value={alarm.message} /></span>
+        <span class="when">step {alarm.step}{alarm.env ? `, ${alarm.env}` : ""}{name ? `, ${name}` : ""}</span>
+        <span class="told"><Text value={alarm.message} /></span>
       </summary>
       <dl>
         {alarm.cause && <><dt>Cause</dt><dd><Text value={alarm.cause} /></dd></>}

@@ -15,7 +15,7 @@ interface Props {
 export function RunTable({ runs, hidden, toggle }: Props) {
   const several = runs.length > 1;
   return (
-    <table class="runs">
+    <div class="runs-box"><table class="runs">
       <thead>
         <tr>
           <th>run</th><th>step</th><th>reward</th><th>success</th><th>evaluation</th><th>mismatch KL</th>
@@ -54,7 +54,7 @@ export function RunTable({ runs, hidden, toggle }: Props) {
           </tr>
         ))}
       </tbody>
-    </table>
+    </table></div>
   );
 }
 
@@ -94,7 +94,7 @@ function alarmsOf(metrics: Metrics | null) {
   const now = raised(metrics?.alarms ?? []).length;
   const all = metrics?.alarms.filter(({ state }) => state === "raised").length ?? 0;
   if (now) return <a class="alarmed" href="#alarms" onClick={jump}>{plural(now, "alarm")}</a>;
-  return all ? `none now, ${count(all)} before` : "none";
+  return all ? `none, ${count(all)} before` : "none";
 }
 
 function jump(event: Event) {
