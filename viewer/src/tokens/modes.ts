@@ -37,12 +37,12 @@ const MISSING: LegendItem = { colour: "miss", label: "no value" };
 export function nice(value: number): number {
   if (!(value > 0) || !Number.isFinite(value)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return ([1, 2, 5, 10].find((step) => step * power >= value * (1 - 1e-9)) ?? 10) * power;
+  return ([1, 2, 5, 10].find((step) => step * power >= value * (1 - 1e-4)) ?? 10) * power;
 }
 
 /** The class of a value from -limit to limit: n4 to n1, zero, p1 to p4. */
 export function diverging(value: number, limit: number): string {
-  const size = Math.min(4, Math.ceil((Math.abs(value) / limit) * 4 - 1e-9));
+  const size = Math.min(4, Math.ceil((Math.abs(value) / limit) * 4 - 1e-3));
   return size === 0 || Math.abs(value) < limit / 1000 ? "zero" : `${value > 0 ? "p" : "n"}${size}`;
 }
 

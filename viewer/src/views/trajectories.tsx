@@ -65,19 +65,24 @@ interface Props {
 export function Trajectories({ source, runs, route }: Props) {
   const run = runs.find(({ id }) => id === route.run) ?? runs[0];
   const query = useMemo(() => queryFrom(route.params), [route.params.toString()]);
-  const { value: facets } = useAnswer<Facets>(
-    () => source.facets(route.run), `${route.run} ${Math.floor(Math.log2((run?.num_trajectories ?? 0) + 1) * 4)}`,
-  );
+  const { value: facets } = useAnswer<Facets>(() => source.facets(route.run), `${route.run} ${run?.generation} ${run?.version}`);
   const kind = query.kind || (facets && !facets.kind.train && facets.kind.eval ? "eval" : "train");
   const asking = useMemo(() => ({ ...query, kind: kind === "all" ? "" : kind }), [query, kind]);
   const key = `${route.run}?${toParams(asking)}`;
   const rows = useRows(source, run?.id ?? 0, asking, key, run?.version ?? 0);
   const box = useRef<HTMLDivElement>(null);
   const search = useRef<HTMLInputElement>(null);
-  const [active, setActive] = useState(() => Number(sessionPlace.get(key)?.active ?? 0));
+  const [active, setShown] = useState(() => places.get(key)?.active ?? 0);
+  // Keys come faster than drawings: they count on from here.
+  const now = useRef(active);
+  const setActive = (index: number) => {
+    now.current = index;
+    places.set(key, { top: box.current?.scrollTop ?? 0, active: index });
+    setShown(index);
+  };
   const list = useVirtual({
     count: rows.matched, getScrollElement: () => box.current, estimateSize: () => HEIGHT, overscan: 12,
-    initialOffset: sessionPlace.get(key)?.top ?? 0,
+    initialOffset: places.get(key)?.top ?? 0,
   });
   const items = list.getVirtualItems();
   const [first, end] = [items[0]?.index ?? 0, (items.at(-1)?.index ?? 0) + 1];
@@ -91,9 +96,6 @@ export function Trajectories({ source, runs, route }: Props) {
     setActive(0);
     box.current?.scrollTo({ top: 0 });
   }, [key]);
-  useEffect(() => {
-    sessionPlace.set(key, { top: box.current?.scrollTop ?? 0, active });
-  });
 
   const asked = useRef({ key: "", start: 0 });
   if (asked.current.key !== key) asked.current = { key, start: performance.now() };
@@ -113,15 +115,15 @@ export function Trajectories({ source, runs, route }: Props) {
   const open = (row: Row | undefined) => row && go(link("trajectory", route.run, row.key, toParams(query)));
   const page = Math.max(1, Math.floor((box.current?.clientHeight ?? 600) / HEIGHT) - 2);
   const onKeyDown = (event: KeyboardEvent) => {
+    const at = now.current;
     const moves: Record<string, number> = {
-      ArrowDown: active + 1, ArrowUp: active - 1, PageDown: active + page, PageUp: active - page, Home: 0, End: rows.matched - 1,
-      j: active + 1, k: active - 1,
+      ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: rows.matched - 1, j: at + 1, k: at - 1,
     };
     const to = moves[event.key];
     if (to !== undefined) move(to);
-    else if (event.key === "Enter") open(rows.at(active));
+    else if (event.key === "Enter") open(rows.at(at));
     else if (event.key === "g") {
-      const row = rows.at(active);
+      const row = rows.at(at);
       if (row) go(link("group", route.run, row.group_key));
     } else return;
     event.preventDefault();
@@ -163,6 +165,7 @@ export function Trajectories({ source, runs, route }: Props) {
       <div
         class="table" role="grid" ref={box} tabIndex={0} onKeyDown={onKeyDown} hidden={rows.ready && rows.matched === 0}
         aria-rowcount={rows.matched + 1} aria-label="Trajectories" aria-activedescendant={`row-${active}`}
+        onScroll={(event) => places.set(key, { top: event.currentTarget.scrollTop, active: now.current })}
       >
         <div class="row head" role="row" aria-rowindex={1}>
           {COLUMNS.map(({ name, title, about, number }) => {
@@ -212,4 +215,4 @@ function Kinds({ kind, counts, set }: { kind: string; counts: Record<string, num
 }
 
 /** Where each question's table was left, for the way back. */
-const sessionPlace = new Map<string, { top: number; active: number }>();
+const places = new Map<string, { top: number; active: number }>();
