@@ -1,0 +1,217 @@
+"""Makes a run folder of any size: episodes played with the scripted sampler, written by the writers of a run.
+
+128 episodes with tools are played once, through the rollout engine; every step then takes them again with logprobs,
+rewards, fates and ids of its own, and is written as a run writes it. By default 100,000 trajectories of about 1,500
+sampled tokens, 2 GB. Used by `benchmarks/viewer.py`; prints one JSON line when run by itself:
+
+    python benchmarks/big_run.py FOLDER [--trajectories 100000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbatim.fates.files import FateFolder
+from verbatim.inference import SampleRequest, SamplingParams
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.models.build import END_OF_TURN, build_tokenizer
+from verbatim.monitors.jsonl import JsonlWriter
+from verbatim.monitors.metrics_log import MetricsLog
+from verbatim.monitors.trajectory_log import TrajectoryLog
+from verbatim.renderers import create_renderer
+from verbatim.rollouts import MultiTurnRollout
+from verbatim.tools import FunctionTool, ToolManager
+from verbatim.trajectories import Fate
+from verbatim.types import Trajectory
+
+PER_STEP, GROUP = 128, 16
+ENVIRONMENTS = ("library", "archive", "atlas")
+ROOT = Path(__file__).parents[1]
+_EVAL_EVERY, _EVAL_EPISODES = 50, 24
+_METRICS = 90
+"""Metrics of a step beside those that follow from its trajectories, as a run of several replicas has them."""
+
+
+def look_up(subject: str) -> str:
+    """Look a subject up.
+
+    Args:
+        subject: What to look up.
+    """
+    return " ".join(random.Random(subject).choices(words(), k=40))
+
+
+def words() -> list[str]:
+    """Words of the documentation."""
+    if not _WORDS:
+        _WORDS.extend((ROOT / "docs" / "trajectories.md").read_text(encoding="utf-8").split())
+    return _WORDS
+
+
+_WORDS: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was written."""
+
+    folder: Path
+    trajectories: int
+    steps: int
+    sampled_tokens: int
+    size: int
+    """Bytes of the fate files."""
+
+
+def play(folder: Path, *, count: int, turns: int, length: int) -> list[Trajectory]:
+    """Episodes of a model that looks things up and then answers.
+
+    Args:
+        folder: Gets the tokenizer.
+        count: Episodes, in groups of `GROUP`.
+        turns: Of each, about.
+        length: Words of each turn.
+    """
+    tokenizer = build_tokenizer([" ".join(words())] * 2, vocab_size=2048, context_length=65536)
+    tokenizer.save_pretrained(folder / "model")
+    ends = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+
+    def script(request: SampleRequest) -> list[int]:
+        draw = random.Random(request.seed)
+        said = " ".join(draw.choices(words(), k=length))
+        call = json.dumps({"name": "look_up", "arguments": {"subject": draw.choice(words())}})
+        again = request.prompt_ids.tolist().count(ends) < 2 * turns
+        text = f"<think>\n{said}\n</think>\n\n" + (f"<tool_call>\n{call}\n</tool_call>" if again else said)
+        ids: list[int] = tokenizer.encode(text)
+        return [*ids, ends]
+
+    sampler = ScriptedSampler(script=script, vocab_size=len(tokenizer), context_length=65536,
+                              logprob=lambda token: -0.5)  # fmt: skip
+    renderer = create_renderer("auto", tokenizer)
+    rollout = MultiTurnRollout(
+        sampler=sampler, template=renderer, tool_manager=ToolManager([FunctionTool(look_up)]), max_turns=turns,
+        sampling_params=SamplingParams(max_tokens=8192, stop_token_ids=(ends,)),
+    )  # fmt: skip
+    conversations = [
+        {"messages": [{"role": "user", "content": f"Tell me about {' '.join(words()[i : i + 12])}"}], "id": f"subject {i}"}
+        for i in range(count // GROUP)
+        for _ in range(GROUP)
+    ]
+    return rollout(conversations)
+
+
+def fates_of(step: int, played: Sequence[Trajectory], draw: np.random.Generator) -> list[Fate]:
+    """The fates of a step: the episodes with logprobs, rewards and ids of this step."""
+    skill = 1 - math.exp(-step / 300)
+    return [_fate(step, place, each, skill, draw) for place, each in enumerate(played)]
+
+
+def _fate(step: int, place: int, played: Trajectory, skill: float, draw: np.random.Generator) -> Fate:
+    group, sample = divmod(place, GROUP)
+    turns, trainer, gradients = [], [], []
+    advantage = float(draw.normal())
+    for turn in played.turns:
+        count = len(turn.completion_ids)
+        logprobs = -draw.exponential(0.5, count).astype(np.float32)
+        turns.append(turn.replace(logprobs=logprobs, policy_versions=np.full(count, max(0, step - 1 - place % 3), np.int32)))
+        trainer.append(np.minimum(logprobs + draw.normal(0, 0.01, count).astype(np.float32), 0))
+        gradients.append((-advantage * np.exp(draw.normal(0, 0.01, count))).astype(np.float32))
+    kind = draw.random()
+    error = f"environment: TimeoutError after {int(kind * 1000)} s" if kind < 0.02 else None
+    name = f"train-{step * (PER_STEP // GROUP) + group}"
+    trajectory = played.replace(
+        turns=turns, trajectory_id=f"{name}-{sample}", group_id=name, sample_index=sample, run_id="big", error=error,
+        env=ENVIRONMENTS[group % len(ENVIRONMENTS)], example_id=f"subject {(step + group) % 500}",
+        reward=None if error else float(draw.random() < 0.2 + 0.7 * skill), advantage=None if error else advantage,
+        reward_parts={} if error else {"right": float(draw.random()), "short": float(draw.random())},
+        stop_reason="length" if kind > 0.95 else played.stop_reason, truncated=bool(kind > 0.95),
+    )  # fmt: skip
+    if error:
+        return Fate.of_dropped(trajectory, "error")
+    if kind < 0.07:
+        return Fate.of_dropped(trajectory, "filter:repetition", ["repetition"])
+    if kind < 0.10:
+        return Fate.of_dropped(trajectory, "stale")
+    return Fate(trajectory=trajectory, turns=("trained",) * len(turns), trainer_logprobs=tuple(trainer),
+                gradients=tuple(gradients))  # fmt: skip
+
+
+def metrics_of(step: int, fates: Sequence[Fate], draw: np.random.Generator) -> dict[str, Any]:
+    """Metrics that follow from the trajectories, and as many others as a run has."""
+    rewards = [fate.trajectory.reward for fate in fates if fate.trajectory.reward is not None]
+    sampled = sum(fate.trajectory.num_sampled_tokens for fate in fates)
+    trained = sum(fate.num_trained_tokens for fate in fates)
+    return {
+        "reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards)), "success": float(np.mean(rewards)),
+        "rollouts": len(fates), "turns": float(np.mean([len(fate.turns) for fate in fates])),
+        "completion_tokens": sampled / len(fates), "entropy": 2 * math.exp(-step / 500), "grad_norm": float(draw.gamma(2)),
+        "mismatch_kl": float(draw.exponential(1e-3)), "staleness/mean": 1.0, "ledger/sampled": sampled * step,
+        "ledger/trained": trained * step, "ledger/dropped/error": (sampled - trained) * step, "seconds": 12.0,
+        **{f"replica/{i % 8}/figure_{i // 8}": float(value) for i, value in enumerate(draw.random(_METRICS))},
+    }  # fmt: skip
+
+
+def write_run(folder: Path, *, trajectories: int, turns: int = 4, length: int = 165, seed: int = 0) -> Written:
+    """Write the run; about 1,500 sampled tokens for each trajectory by default."""
+    draw = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    steps = max(1, trajectories // PER_STEP)
+    (folder / "config.toml").write_text(f'name = "big"\nmax_steps = {steps}\nseed = {seed}\n[model]\nname = "model"\n')
+    played = play(folder, count=PER_STEP, turns=turns, length=length)
+    files = FateFolder(folder / "trajectories")
+    metrics = MetricsLog(folder / "metrics.jsonl")
+    evaluated = TrajectoryLog(folder / "eval_trajectories.jsonl")
+    tokens = 0
+    for step in range(1, steps + 1):
+        fates = fates_of(step, played, draw)
+        files.write(step, fates)
+        found = metrics_of(step, fates, draw)
+        metrics.on_step(step, found)
+        tokens += sum(fate.trajectory.num_sampled_tokens for fate in fates)
+        if step % _EVAL_EVERY == 0:
+            for place, fate in enumerate(fates[:_EVAL_EPISODES]):
+                evaluated.write(step, fate.trajectory.replace(trajectory_id=f"eval-{place}-0", group_id=f"eval-{place}"))
+            share = {"success": found["success"], "reward/mean": found["reward/mean"], "reward/std": found["reward/std"]}
+            metrics.on_eval(step, ENVIRONMENTS[0], {**share, "episodes": _EVAL_EPISODES, "failed": 0})
+    metrics.close()
+    evaluated.close()
+    alarms = JsonlWriter(folder / "alarms.jsonl")
+    alarms.write({
+        "name": "entropy_collapse", "step": steps // 2, "state": "raised", "message": "entropy fell to 0.02 from 1.1",
+        "cause": "the learning rate is too high", "advice": "lower trainer.optim.lr (now 3e-4)",
+        "evidence": {"entropy": 0.02}, "env": None, "trajectory_ids": [f"train-{steps * PER_STEP // GROUP}-0"],
+    })  # fmt: skip
+    alarms.close()
+    (folder / "summary.json").write_text(json.dumps({"steps": steps}))
+    size = sum(mark.size for mark in files.files.values())
+    return Written(folder=folder, trajectories=steps * PER_STEP, steps=steps, sampled_tokens=tokens, size=size)
+
+
+def main() -> None:
+    """Write one run, and print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--trajectories", type=int, default=100_000)
+    args = parser.parse_args()
+    began = time.perf_counter()
+    found = write_run(args.folder, trajectories=args.trajectories)
+    print(json.dumps({
+        "benchmark": "big_run", "trajectories": found.trajectories, "steps": found.steps,
+        "sampled_tokens": found.sampled_tokens, "gigabytes": round(found.size / 1e9, 3),
+        "bytes_per_sampled_token": round(found.size / found.sampled_tokens, 2),
+        "seconds": round(time.perf_counter() - began, 1),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
