@@ -103,7 +103,7 @@ def play(folder: Path, *, count: int, turns: int, length: int) -> list[Trajector
         sampling_params=SamplingParams(max_tokens=8192, stop_token_ids=(ends,)),
     )  # fmt: skip
     conversations = [
-        {"messages": [{"role": "user", "content": f"Tell me about {' '.join(words()[i : i + 12])}"}], "id": f"subject {i}"}
+        {"messages": [{"role": "user", "content": " ".join(["About", *words()[i : i + 12]])}], "id": f"subject {i}"}
         for i in range(count // GROUP)
         for _ in range(GROUP)
     ]
@@ -123,7 +123,8 @@ def _fate(step: int, place: int, played: Trajectory, skill: float, draw: np.rand
     for turn in played.turns:
         count = len(turn.completion_ids)
         logprobs = -draw.exponential(0.5, count).astype(np.float32)
-        turns.append(turn.replace(logprobs=logprobs, policy_versions=np.full(count, max(0, step - 1 - place % 3), np.int32)))
+        version = max(0, step - 1 - place % 3)
+        turns.append(turn.replace(logprobs=logprobs, policy_versions=np.full(count, version, np.int32)))
         trainer.append(np.minimum(logprobs + draw.normal(0, 0.01, count).astype(np.float32), 0))
         gradients.append((-advantage * np.exp(draw.normal(0, 0.01, count))).astype(np.float32))
     kind = draw.random()
@@ -151,11 +152,12 @@ def metrics_of(step: int, fates: Sequence[Fate], draw: np.random.Generator) -> d
     rewards = [fate.trajectory.reward for fate in fates if fate.trajectory.reward is not None]
     sampled = sum(fate.trajectory.num_sampled_tokens for fate in fates)
     trained = sum(fate.num_trained_tokens for fate in fates)
+    mean = float(np.mean(rewards))
     return {
-        "reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards)), "success": float(np.mean(rewards)),
-        "rollouts": len(fates), "turns": float(np.mean([len(fate.turns) for fate in fates])),
-        "completion_tokens": sampled / len(fates), "entropy": 2 * math.exp(-step / 500), "grad_norm": float(draw.gamma(2)),
-        "mismatch_kl": float(draw.exponential(1e-3)), "staleness/mean": 1.0, "ledger/sampled": sampled * step,
+        "reward/mean": mean, "reward/std": float(np.std(rewards)), "success": mean, "rollouts": len(fates),
+        "turns": float(np.mean([len(fate.turns) for fate in fates])), "completion_tokens": sampled / len(fates),
+        "entropy": 2 * math.exp(-step / 500), "grad_norm": float(draw.gamma(2)), "staleness/mean": 1.0,
+        "mismatch_kl": float(draw.exponential(1e-3)), "ledger/sampled": sampled * step,
         "ledger/trained": trained * step, "ledger/dropped/error": (sampled - trained) * step, "seconds": 12.0,
         **{f"replica/{i % 8}/figure_{i // 8}": float(value) for i, value in enumerate(draw.random(_METRICS))},
     }  # fmt: skip
@@ -180,8 +182,9 @@ def write_run(folder: Path, *, trajectories: int, turns: int = 4, length: int = 
         tokens += sum(fate.trajectory.num_sampled_tokens for fate in fates)
         if step % _EVAL_EVERY == 0:
             for place, fate in enumerate(fates[:_EVAL_EPISODES]):
-                evaluated.write(step, fate.trajectory.replace(trajectory_id=f"eval-{place}-0", group_id=f"eval-{place}"))
-            share = {"success": found["success"], "reward/mean": found["reward/mean"], "reward/std": found["reward/std"]}
+                ids = {"trajectory_id": f"eval-{place}-0", "group_id": f"eval-{place}"}
+                evaluated.write(step, fate.trajectory.replace(**ids))
+            share = {name: found[name] for name in ("success", "reward/mean", "reward/std")}
             metrics.on_eval(step, ENVIRONMENTS[0], {**share, "episodes": _EVAL_EPISODES, "failed": 0})
     metrics.close()
     evaluated.close()
