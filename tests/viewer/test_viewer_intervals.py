@@ -14,6 +14,6 @@ def test_logged_intervals_are_shown_as_they_are():
 
 def test_an_older_run_has_those_of_independent_episodes():
     found = intervals({"success": 0.2, "episodes": 200, "failed": 0, "reward/mean": 1.0, "reward/std": 2.0})
-    assert found["success"] == pytest.approx([0.1504, 0.2607], abs=1e-4)
+    assert found["success"] == pytest.approx([0.1505, 0.2609], abs=1e-4)
     assert found["reward/mean"] == pytest.approx([1 - 1.96 * 2 / 200**0.5, 1 + 1.96 * 2 / 200**0.5], abs=1e-4)
     assert intervals({"success": "NaN", "episodes": 0}) == {}

@@ -19,7 +19,7 @@ class Retention:
 
     def keeps(self, group_id: str) -> bool:
         """Whether this group is written."""
-        return zlib.crc32(group_id.encode()) < self.share * 2**32
+        return zlib.crc32(group_id.encode("utf-8", "surrogatepass")) < self.share * 2**32
 
 
 EVERYTHING = Retention()

@@ -52,7 +52,7 @@ def to_table(step: int, fates: Sequence[Fate]) -> pa.Table:
             for column in _NUMBERS
         },
         "reason": [fate.reason for fate in fates],
-        "flags": [list(fate.flags) for fate in fates],
+        "flags": [[_text(flag) for flag in fate.flags] for fate in fates],
         "unrecorded": [fate.unrecorded for fate in fates],
         "num_turns": [len(record.turns) for record in records],
         "num_sampled_tokens": [record.num_sampled_tokens for record in records],

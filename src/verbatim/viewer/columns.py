@@ -23,6 +23,8 @@ from verbatim.fates.schema import SCHEMA, VERSION, VERSION_KEY
 from verbatim.texts import cut
 
 TRAIN, EVAL = "train", "eval"
+_LONGEST_NAMES = 300
+"""Characters of an environment's and a group's name in an address."""
 LONGEST_ERROR = 300
 """Characters of an error that the index keeps."""
 
@@ -77,8 +79,11 @@ class Place:
         return None
 
 
-def group_key(kind: str, env: str | None, step: int, group_id: str | None) -> str:
-    """Names a group: ids of evaluated groups repeat with each evaluation, and with each environment."""
+def group_key(kind: str, env: str | None, step: int, group_id: str | None, key: str) -> str:
+    """Names a group: ids of evaluated groups repeat with each evaluation, and with each environment. Where the names
+    are too long for an address, the key of the row stands for its group."""
+    if len(env or "") + len(group_id or "") > _LONGEST_NAMES:
+        return key
     parts = [kind, env or "", step if kind == EVAL else 0, group_id or ""]
     return "~" + base64.urlsafe_b64encode(json.dumps(parts).encode()).decode().rstrip("=")
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from verbatim.errors import UsageError
-from verbatim.viewer.columns import COLUMNS, SHOWN, TRAIN, Place, group_key, group_of
+from verbatim.viewer.columns import COLUMNS, EVALUATIONS, SHOWN, TRAIN, Place, group_key, group_of
 
 NONE = "(none)"
 """Stands for a missing value in facets and filters."""
@@ -139,12 +139,34 @@ def _has_flag(column: Any, values: Sequence[str]) -> NDArray[np.bool_]:
 
 def _of_group(table: pa.Table, group: str) -> NDArray[np.bool_]:
     parts = group_of(group)
+    if (place := Place.of(group)) is not None:
+        rows = np.flatnonzero(_at(table, place))
+        names = [table.column(name) for name in ("kind", "env", "step", "group_id")]
+        parts = tuple(column[rows[0]].as_py() for column in names) if len(rows) else None
     if parts is None:
         return np.asarray(pc.fill_null(pc.equal(table.column("group_id"), group), False))
     kind, env, step, group_id = parts
     found = np.asarray(pc.fill_null(pc.equal(table.column("group_id"), group_id), False))
     found &= _is_in(table.column("kind"), [kind]) & _is_in(table.column("env"), [env])
     return found if kind == TRAIN else found & (np.asarray(table.column("step")) == step)
+
+
+def _at(table: pa.Table, place: Place) -> NDArray[np.bool_]:
+    """The row at a place: one, or none."""
+    found = np.ones(table.num_rows, dtype=bool)
+    for column in ("source", "file", "place"):
+        found &= np.asarray(table.column(column)) == getattr(place, column)
+    return found
+
+
+def rows_of(table: pa.Table, name: str) -> Rows:
+    """The rows of a key, or of a trajectory's id, those of training before those of evaluations."""
+    if (place := Place.of(name)) is not None:
+        return np.flatnonzero(_at(table, place))
+    rows = np.flatnonzero(np.asarray(pc.equal(table.column("trajectory_id"), name)))
+    sources = np.asarray(table.column("source"))[rows]
+    found: Rows = rows[np.argsort(sources == EVALUATIONS, kind="stable")]
+    return found
 
 
 def _has_text(table: pa.Table, text: str) -> NDArray[np.bool_]:
@@ -226,7 +248,7 @@ def shown(table: pa.Table, rows: Rows) -> list[dict[str, Any]]:
     places = zip(*(part.column(name).to_pylist() for name in ("source", "file", "place")), strict=True)
     for row, place in zip(found, places, strict=True):
         row["key"] = Place(*place).key
-        row["group_key"] = group_key(row["kind"], row["env"], row["step"], row["group_id"])
+        row["group_key"] = group_key(row["kind"], row["env"], row["step"], row["group_id"], row["key"])
         for name in ("reward", "advantage"):
             row[name] = number(row[name])
     return found

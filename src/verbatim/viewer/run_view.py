@@ -12,10 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from verbatim.errors import UsageError, VerbatimError
 from verbatim.texts import error_text
 from verbatim.trajectory_json import plain, trajectory_to_json
@@ -235,26 +231,13 @@ class RunView:
 
     def _found(self, name: str) -> tuple[dict[str, Any], FoundTrajectory]:
         snapshot = self._index.snapshot
-        row = self._row_of(snapshot.table, name)
-        (shown,) = query.shown(snapshot.table, row)
+        rows = query.rows_of(snapshot.table, name)
+        if not len(rows):
+            raise LookupError(_MISSING.format(name[:100]))
+        (shown,) = query.shown(snapshot.table, rows[:1])
         place = Place.of(shown["key"])
         assert place is not None
         return shown, read_record(self.folder, place)
-
-    def _row_of(self, table: pa.Table, name: str) -> Rows:
-        """The row of a key, or the first one of a trajectory's id, those of training before those of evaluations."""
-        if (place := Place.of(name)) is not None:
-            found = np.ones(table.num_rows, dtype=bool)
-            for column in ("source", "file", "place"):
-                found &= np.asarray(table.column(column)) == getattr(place, column)
-            rows = np.flatnonzero(found)
-        else:
-            rows = np.flatnonzero(np.asarray(pc.equal(table.column("trajectory_id"), name)))
-            sources = np.asarray(table.column("source"))[rows]
-            rows = rows[np.argsort(sources == 1, kind="stable")]
-        if not len(rows):
-            raise LookupError(_MISSING.format(name[:100]))
-        return rows[:1]
 
     # ---- a group
 
