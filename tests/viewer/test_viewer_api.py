@@ -43,13 +43,68 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def test_the_runs_are_listed(folder: Path, tmp_path: Path):
-    other = make_run(tmp_path / "other", metrics=[(1, {"loss": 1.0}), (2, {"loss": 0.5})])
+    other = make_run(tmp_path / "b", metrics=[(1, {"loss": 1.0}), (2, {"loss": 0.5})], config='name = "b"\n')
     async with serving(folder, other) as client, client.session.get(f"{client.url}/api/runs") as answer:
         first, second = await answer.json()
     assert (first["id"], first["name"], first["max_steps"], first["num_trajectories"]) == (0, "tries", 7, 8)
     assert (second["id"], second["step"], second["num_trajectories"], second["indexed"]) == (1, 2, 0, 1.0)
     assert first["problems"] == [] and first["tokenizer"] is None and "--model FOLDER" in first["tokenizer_problem"]
     assert first["state"] == "unknown"  # no process has ever locked it
+
+
+async def test_runs_of_one_name_say_what_differs_of_their_folders(tmp_path: Path):
+    folders = [make_run(tmp_path / name) for name in ("a/0", "b/0", "b/1")]
+    other = make_run(tmp_path / "c", config='name = "other"\n')
+    async with serving(*folders, other) as client, client.session.get(f"{client.url}/api/runs") as answer:
+        assert [run["name"] for run in await answer.json()] == ["tries (a/0)", "tries (b/0)", "tries (b/1)", "other"]
+
+
+async def test_metrics_are_columns_with_gaps_and_say_what_they_mean(tmp_path: Path):
+    folder = make_run(tmp_path / "run", metrics=[(1, {"loss": 0.5}), (2, {"loss": float("nan"), "mine": 7}), (4, {})])
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 4, "kind": "eval", "env": "game", "metrics": {"success": 0.5, "success/low": 0.25, '
+                    '"success/high": 0.75, "reward/mean": 1.5, "reward/low": "NaN", "reward/high": "NaN"}}\n'
+                    'no json\n{"step": 5, "kind": "train", "metrics": {"loss": 0.1}}\n{"step": 6, "ki')  # fmt: skip
+    async with serving(folder) as client:
+        found = await client.get("metrics")
+        later = await client.get("metrics", after=2)
+        (problem,) = client.runs[0].about()["problems"]
+    assert found["steps"] == [1, 2, 4, 5]
+    assert found["columns"] == {"loss": [0.5, None, None, 0.1], "mine": [None, 7.0, None, None]}
+    (evaluation,) = found["evals"]
+    assert (evaluation["step"], evaluation["env"]) == (4, "game")
+    assert evaluation["metrics"]["intervals"] == {"success": [0.25, 0.75]}
+    assert evaluation["metrics"]["reward/low"] is None
+    assert later["steps"] == [4, 5] and later["columns"] == {"loss": [None, 0.1], "mine": [None, None]}
+    assert found["names"]["loss"]["about"] and "mine" not in found["names"]
+    assert problem.startswith("metrics.jsonl, byte ") and problem.endswith(": no metrics")
+
+
+async def test_the_configuration_is_shown_without_secrets(tmp_path: Path):
+    config = 'name = "tries"\n[monitor.mine]\napi_key = "sk-very-secret"\n'
+    folder = make_run(tmp_path / "run", config=config)
+    (folder / "summary.txt").write_text("it went well")
+    async with serving(folder) as client:
+        shown = (await client.get("config"))["toml"]
+        assert "very-secret" not in shown and "[redacted]" in shown and 'name = "tries"' in shown
+        assert await client.get("summary") == {"text": "it went well"}
+
+
+def test_a_run_says_whether_it_goes_on(tmp_path: Path):
+    from verbatim.checkpoints.lock import FolderLock
+    from verbatim.viewer.run_state import read_state
+
+    folder = make_run(tmp_path / "run")
+    assert read_state(folder).state == "unknown"
+    lock = FolderLock(folder, "orchestrator.lock")
+    assert read_state(folder).state == "running"
+    lock.release()
+    assert read_state(folder).state == "stopped"
+    (folder / "logs").mkdir()
+    (folder / "logs" / "orchestrator.log").write_text("2026-01-01 00:00:00,000 ERROR stopped: no memory\n")
+    assert read_state(folder).state == "failed"
+    (folder / "summary.json").write_text("{}")
+    assert read_state(folder).state == "finished"
 
 
 async def test_a_row_says_what_was_written(folder: Path):

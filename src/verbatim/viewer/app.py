@@ -16,7 +16,7 @@ from verbatim.texts import error_text
 from verbatim.viewer.assets import INDEX, Asset
 from verbatim.viewer.encoding import to_json
 from verbatim.viewer.query import Filters
-from verbatim.viewer.run_view import RunView
+from verbatim.viewer.run_view import RunView, list_runs
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -68,10 +68,7 @@ class ViewerApp:
     # ---- endpoints
 
     async def _list(self, request: web.Request) -> web.Response:
-        def read() -> list[dict[str, Any]]:
-            return [{"id": number, **run.about()} for number, run in enumerate(self._runs)]
-
-        return await self._answer(read)
+        return await self._answer(lambda: list_runs(self._runs))
 
     def _plain(self, read: Callable[[RunView], dict[str, Any]]) -> Handler:
         async def handle(request: web.Request) -> web.Response:

@@ -23,7 +23,7 @@ from verbatim.errors import UsageError
 from verbatim.viewer.assets import INDEX, Asset
 from verbatim.viewer.encoding import to_json
 from verbatim.viewer.query import Filters
-from verbatim.viewer.run_view import MOST_ROWS, RunView
+from verbatim.viewer.run_view import MOST_ROWS, RunView, list_runs
 
 VERSION = 1
 _LEVEL = 6
@@ -77,7 +77,7 @@ def export(
             total = sum(run.about()["num_trajectories"] for run in runs)
             marker = to_json({"version": VERSION, "of_total": total})
             file.write(b'<script type="application/json" id="verbatim-export">' + marker + b"</script>\n")
-            _write(file, "/api/runs", [{"id": number, **run.about()} for number, run in enumerate(runs)])
+            _write(file, "/api/runs", list_runs(runs))
             for number, run in enumerate(runs):
                 for url, answer in _answers(run, asked, sort, most):
                     count += url.startswith("/trajectories/")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.evaluation.intervals import Z95, wilson
+from verbatim.monitors.metric_table import descriptions
 from verbatim.texts import cut
 from verbatim.viewer.lines import FollowedLines
 
@@ -27,6 +28,8 @@ class MetricsFollower:
         """Grows where the history was rewritten."""
         self._clear()
         self.alarms: list[dict[str, Any]] = []
+        self._looked_up: set[str] = set()
+        self._named: dict[str, dict[str, str]] = {}
 
     def _clear(self) -> None:
         self.steps: list[int] = []
@@ -72,14 +75,16 @@ class MetricsFollower:
         return {
             "generation": self.generation, "steps": self.steps[first:],
             "columns": {name: column[first:].tolist() for name, column in self._columns.items()},
-            "evals": self.evals, "alarms": self.alarms,
+            "evals": self.evals, "alarms": self.alarms, "names": self._names(),
         }  # fmt: skip
 
-    @property
-    def names(self) -> list[str]:
-        """Every metric that any step or evaluation has."""
-        evals = (name for each in self.evals for name in each["metrics"] if name != "intervals")
-        return list(dict.fromkeys([*self._columns, *evals]))
+    def _names(self) -> dict[str, dict[str, str]]:
+        """Unit and meaning of each metric that the run has, as far as they are known."""
+        evals = (name for each in self.evals for name in each["metrics"])
+        new = [name for name in dict.fromkeys([*self._columns, *evals]) if name not in self._looked_up]
+        self._looked_up.update(new)
+        self._named |= descriptions(new)
+        return self._named
 
     def _take(self, place: int, line: bytes) -> None:
         record = _read(line)

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -122,7 +122,7 @@ class RunView:
             self._metrics.refresh()
             answer = self._metrics.answer(after)
         answer["generation"] += self._index.snapshot.generation
-        return {**answer, "names": {}}
+        return answer
 
     def config(self) -> dict[str, Any]:
         """`/config`."""
@@ -287,6 +287,23 @@ class RunView:
         if tokenizer is None:
             return {"pieces": {}, "byte_pieces": [], "special": []}
         return tokenizer.pieces(details.ids_of(parts))
+
+
+def list_runs(runs: Sequence[RunView]) -> list[dict[str, Any]]:
+    """`/api/runs`: where several runs have one name, each says what differs of its folder.
+
+    Example: two runs `guess_number` in `runs/a/0` and `runs/b/0` are `guess_number (a/0)` and `guess_number (b/0)`.
+    """
+    found = [{"id": number, **run.about()} for number, run in enumerate(runs)]
+    parts = [run.folder.resolve().parts for run in runs]
+    for name, count in Counter(each["name"] for each in found).items():
+        same = [each["id"] for each in found if each["name"] == name]
+        if count > 1:
+            longest = max(len(parts[number]) for number in same)
+            needed = next((n for n in range(1, longest) if len({parts[i][-n:] for i in same}) == count), longest)
+            for number in same:
+                found[number]["name"] = f"{name} ({'/'.join(parts[number][-needed:])})"
+    return found
 
 
 def _single(value: Any) -> Any:
