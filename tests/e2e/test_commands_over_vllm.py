@@ -133,9 +133,8 @@ def test_an_evaluation_over_a_server_that_is_there(place: Path, model: Path, cap
     double.key = KEY
     with serving_on_a_thread(double) as url:
         write_run(model, at(url))
-        assert main(EVAL) == 0
-    said = capsys.readouterr().out
-    found = json.loads(said[said.index("{") :])["lots.Lots"]
+        assert main([*EVAL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["models"][0]["environments"]["lots.Lots"]
     assert (found["episodes"], found["failed"]) == (5, 0)
     assert_logprobs_are_the_models(model, 5)
 

@@ -176,16 +176,16 @@ def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(plac
     from verbatim.models.loading import load_model
     from verbatim.trajectory_json import trajectory_from_json
 
-    arguments = ("eval", "run.toml", "--out", "said.jsonl", "--orchestrator.eval", "{ episodes = 10 }")
+    arguments = ("eval", "run.toml", "--out", "said.jsonl", "--json", "--orchestrator.eval", "{ episodes = 10 }")
     with command(place, model, *arguments, stdout=subprocess.PIPE) as evaluation:
         assert evaluation.stdout is not None
         printed = evaluation.stdout.read().decode()
         assert evaluation.wait(600) == 0
-    said = json.loads(printed[printed.index("{") :])["lots.Lots"]
+    said = json.loads(printed[printed.index("{") :])["models"][0]["environments"]["lots.Lots"]
     lines = (place / "said.jsonl").read_text().splitlines()
     sampled = [trajectory_from_json(json.loads(line)["trajectory"]) for line in lines]
     assert (said["episodes"], said["failed"], len(sampled)) == (10, 0, 10)
-    assert said["reward/mean"] == pytest.approx(np.mean([trajectory.reward for trajectory in sampled]))
+    assert said["reward"]["value"] == pytest.approx(np.mean([trajectory.reward for trajectory in sampled]))
     head = CausalLM(load_model(str(model)))
     for trajectory in sampled:
         (turn,) = trajectory.turns

@@ -151,7 +151,7 @@ def test_verbatim_rl_in_processes_writes_what_a_local_run_writes(model, tmp_path
         for options in ([], PROCESSES):
             capfd.readouterr()
             final = str(folder / "local" / "final")
-            assert main(["eval", "run.toml", "--model", final, *options]) == 0
+            assert main(["eval", "run.toml", "--model", final, "--json", *options]) == 0
             results.append(capfd.readouterr().out.replace("scored in", "").split("{", 1)[1])
         assert json.loads("{" + results[0]) == json.loads("{" + results[1])
 

@@ -1,55 +1,214 @@
-"""`verbatim eval FILE`: measures a model on the environments of a configuration."""
+"""`verbatim eval FILE`: measures models on the environments of a configuration, and compares them in pairs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.cli import exit_status
+from verbatim.cli.eval_results import Results
 from verbatim.cli.interrupts import two_presses
-from verbatim.config import load_config
-from verbatim.errors import ConfigError, RunStopped
-from verbatim.models.catalog import folder_of
-from verbatim.monitors.console import eval_line
+from verbatim.config import RunConfig, load_config
+from verbatim.config.schema import EvalConfig
+from verbatim.errors import ConfigError, RunStopped, UsageError
+from verbatim.inference.chat.client import OpenAI
+from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
-from verbatim.run.evaluation import evaluate_model
+from verbatim.run.check import warn_of_unread_tables
+from verbatim.run.environments import make_environments
+from verbatim.run.episode_log import EpisodeLog
+from verbatim.run.eval_models import EvalModel, find_models
+from verbatim.run.evaluation import EvalSettings, evaluate_models
 from verbatim.run.logs import log_to_console
 from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, --model and --out."""
-    parser.add_argument("file", type=run_file, metavar="FILE", help="the run's TOML file, or a recipe's name")
-    parser.add_argument("--model", metavar="FOLDER", help="the model to measure, instead of the file's model.name")
-    parser.add_argument("--out", type=Path, metavar="JSONL", help="write every trajectory there")
+    """Declare FILE, the models, how much is played, and where results go."""
+    parser.epilog = ("exit status: 0 everything was played, 1 every episode of an environment failed or an API is "
+                     "dead, 2 a mistake; every key of FILE is an option: --orchestrator.sampling.temperature 0.6")
+    add = parser.add_argument
+    add("file", type=run_file, metavar="FILE",
+        help="the run's TOML file, a recipe's name, or a run's folder: its environments are played")  # fmt: skip
+    add("--model", action="append", metavar="MODEL", dest="models",
+        help="what to measure, instead of the file's model.name: a folder or hub id; a run's folder (its trained "
+             "model); RUN@latest, RUN@best or RUN@120 (a checkpoint); NAME@URL (behind an OpenAI-compatible server, "
+             "gpt-5-mini@https://api.openai.com/v1); again for each further one")  # fmt: skip
+    add("--examples", type=_count, metavar="N", help="only the first N examples of each environment")
+    add("--episodes-per-example", type=_count, metavar="N",
+        help="episodes of each example (as many as make up orchestrator.eval.episodes)")  # fmt: skip
+    add("--seed", type=int, metavar="N", help="seed of all episodes (orchestrator.eval.seed)")
+    add("--k", type=_counts, metavar="K,K", help="the k of pass@k and pass^k (1, 2, 4, ... up to the episodes of each)")
+    add("--concurrency", type=_count, metavar="N",
+        help="most episodes at a time (orchestrator.max_concurrent; 8 at an API)")  # fmt: skip
+    add("--out", type=Path, metavar="JSONL",
+        help="every episode is appended there; the same command goes on with what is not in it")  # fmt: skip
+    add("--per-example", type=Path, metavar="JSONL", help="write a line for each example and model there")
+    add("--report", type=Path, metavar="MD", help="write a report in Markdown there")
+    add("--json", action="store_true", help="print the results as JSON, and nothing else, on standard output")
+    add("--api-key-env", action="append", metavar="[HOST=]NAME",
+        help="the variable with the key of all servers, or of this one (OPENAI_API_KEY, for OpenAI's)")  # fmt: skip
+    add("--request-timeout", type=float, metavar="SECONDS", help="for one try at an API (600)")
+    add("--max-retries", type=int, metavar="N", help="tries after the first at an API (5)")
+    add("--extra-body", type=_json_object, metavar="JSON",
+        help='goes into every request to an API; null leaves a key out: {"seed": null}')  # fmt: skip
+    add("--price", type=_price, metavar="IN,OUT", help="price of a million tokens of prompts, and of answers: 0.25,2")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, print one line and one JSON object for each environment.
+    """Measure every model, compare each two, and print what they come to.
 
     Raises:
         ConfigError: there is no model to measure.
-        RunStopped: every episode of an environment failed.
+        RunStopped: every episode of an environment failed, or an API is dead.
     """
-    log_to_console(PlainConsole(stderr=True), logging.WARNING)
-    config = load_config(args.file, args.overrides, component_tables())
-    model = args.model or config.model.name
-    if model is None:
-        raise ConfigError(f"{args.file} builds its model when it is trained; name a trained one: --model "
-                          f"runs/{args.file.stem}/latest/final")  # fmt: skip
-    model = folder_of(model)
-    if args.out is not None and args.out.exists():
-        raise ConfigError(f"--out {args.out} exists; name another file, or remove it")
-    results = run_main(evaluate_model(config, model, args.out), two_presses(), ends_without_memory=True)
-    console = PlainConsole()
-    for env, metrics in results.items():
-        console.print(eval_line(0, env, metrics).replace("after step 0", model), soft_wrap=True)
-    console.print_json(json.dumps(results))
-    failed = [env for env, metrics in results.items() if metrics["failed"] == metrics["episodes"]]
-    if failed:
+    told = PlainConsole(stderr=True)
+    log_to_console(told, logging.WARNING)
+    config, folder = _config(args)
+    models = find_models(_models(args, config, folder), lambda name, url: _api(args, name, url))
+    asked = config.orchestrator.eval or EvalConfig()
+    settings = EvalSettings(
+        num_examples=args.examples, episodes_per_example=args.episodes_per_example, concurrency=args.concurrency,
+        seed=asked.seed if args.seed is None else args.seed, ks=args.k, extra_body=args.extra_body or {},
+    )  # fmt: skip
+    for path in (args.per_example, args.report):
+        if path is not None and path.is_dir():
+            raise UsageError(f"{path} is a folder; name a file")
+    warn_of_unread_tables(config)
+    environments = make_environments(config)
+    console = PlainConsole(quiet=args.json)
+    results = Results(config, settings, source=args.file, price=args.price)
+    with EpisodeLog(args.out, models) as log:
+        if log.num_failed_before:
+            told.print(f"{log.num_failed_before} episodes of {args.out} had failed, and are played again")
+        with _Progress(told) as progress:
+
+            async def evaluate() -> None:
+                async for result in evaluate_models(config, environments, models, settings, log, progress):
+                    results.add(result)
+
+            try:
+                run_main(evaluate(), two_presses(), ends_without_memory=True)
+            except (KeyboardInterrupt, RunStopped):
+                _say_how_to_go_on(args, told)
+                raise
+    results.show(console, where=_where(args))
+    if args.json:
+        sys.stdout.write(json.dumps(results.as_json(), indent=2) + "\n")
+    for path, write in ((args.per_example, results.write_examples), (args.report, results.write_report)):
+        if path is not None:
+            write(path)
+            console.print(f"wrote {path}", soft_wrap=True)
+    if args.out is not None:
+        console.print(f"every episode is in {args.out}", soft_wrap=True)
+    if failed := results.nothing_measured():
         raise RunStopped(f"every episode failed in {', '.join(failed)}: nothing was measured")
     return exit_status.FINISHED
+
+
+def _config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
+    """The configuration, and the run's folder where that was given."""
+    folder = args.file if args.file.is_dir() and (args.file / CONFIG).is_file() else None
+    file = args.file if folder is None else folder / CONFIG
+    return load_stored_config(file, lambda path: load_config(path, args.overrides, component_tables())), folder
+
+
+def _models(args: argparse.Namespace, config: RunConfig, folder: Path | None) -> Sequence[str]:
+    if args.models:
+        models: Sequence[str] = args.models
+        return models
+    if folder is not None:
+        return [str(folder)]
+    if config.model.name is None:
+        raise ConfigError(f"{args.file} builds its model when it is trained; name a trained one: --model "
+                          f"runs/{args.file.stem}/latest")  # fmt: skip
+    return [config.model.name]
+
+
+def _api(args: argparse.Namespace, name: str, url: str) -> OpenAI:
+    """The settings of the server at this address."""
+    from urllib.parse import urlsplit
+
+    key = None
+    for given in args.api_key_env or ():
+        host, _, variable = given.rpartition("=")
+        if not host or host == urlsplit(url).hostname:
+            key = variable
+    given_limits = {"request_timeout": args.request_timeout, "max_retries": args.max_retries}
+    limits: dict[str, Any] = {name: value for name, value in given_limits.items() if value is not None}
+    api = OpenAI(model=name, base_url=url, api_key_env=key, **limits)
+    api.check_key()
+    return api
+
+
+def _where(args: argparse.Namespace) -> str:
+    return f"see {args.per_example}" if args.per_example is not None else "--per-example FILE"
+
+
+def _say_how_to_go_on(args: argparse.Namespace, told: PlainConsole) -> None:
+    said = "nothing of it is kept; with --out FILE the same command goes on where it stopped"
+    if args.out is not None:
+        said = f"what was played is in {args.out}; to go on:  {shlex.join(['verbatim', *sys.argv[1:]])}"
+    told.print(said, soft_wrap=True, style="bold")
+
+
+class _Progress:
+    """One bar for each model, on a terminal."""
+
+    def __init__(self, console: PlainConsole) -> None:
+        self._console, self._label = console, ""
+        self._bar: ProgressBar | None = None
+
+    def __call__(self, model: EvalModel, done: int, total: int, failed: int) -> None:
+        if self._bar is None or model.label != self._label:
+            self._close()
+            self._label = model.label
+            self._bar = ProgressBar(f"evaluating {model.label[-30:]}", total, console=self._console, done=done)
+        self._bar.update(done, note=f"{failed} failed" if failed else "")
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return sorted({_count(part.strip()) for part in text.split(",")})
+
+
+def _price(text: str) -> tuple[float, float]:
+    try:
+        prompt, completion = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected two prices of a million tokens, 0.25,2.0") from None
+    return prompt, completion
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value

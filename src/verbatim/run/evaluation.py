@@ -1,62 +1,270 @@
-"""Evaluates a model on the environments of a configuration."""
+"""Plays the environments of a configuration with one model after the other, and says what each came to."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.config.schema import EvalConfig, RunConfig
-from verbatim.rollouts import EpisodeTally
-from verbatim.run.check import warn_of_unread_tables
-from verbatim.run.environments import check_environments, check_tools, make_environments
-from verbatim.run.rollouts import check_backend, make_renderer, make_sampler, make_setups, open_runner
+from verbatim.config.schema import EnvConfig, EvalConfig, RunConfig
+from verbatim.environments.base import Environment, succeeded
+from verbatim.environments.resolve import examples_of
+from verbatim.errors import RunStopped, UsageError
+from verbatim.evaluation.outcomes import Outcome
+from verbatim.evaluation.results import EnvResult, env_result
+from verbatim.rollouts import EpisodeTally, GroupRun, RolloutSetup
+from verbatim.rollouts.chat_runner import ChatRunner, chat_setup
+from verbatim.rollouts.group import run_together
+from verbatim.run.environments import Environments, check_tools
+from verbatim.run.episode_log import Conditions, EpisodeLog
+from verbatim.run.eval_models import EvalModel
+from verbatim.run.rollouts import (
+    check_backend,
+    limits_of,
+    make_renderer,
+    make_sampler,
+    make_setups,
+    open_runner,
+    plays_elsewhere,
+    sampling_params,
+)
+from verbatim.types import Example, Trajectory
+
+LONGEST_LOSING_STREAK = 16
+"""Episodes in a row that fail at an API, or twice the concurrency if that is more, after which it is taken for dead."""
+CHAT_CONCURRENCY = 8
+"""Episodes at a time with an API, where nothing is said."""
 
 
-async def evaluate_model(config: RunConfig, model: str, out: Path | None) -> dict[str, dict[str, Any]]:
-    """The metrics of each environment, with the number of `episodes` and how many `failed`.
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """How much is played, with which seed."""
 
-    Args:
-        config: Says which environments, how many episodes, and how to sample.
-        model: The folder or hub id of what is measured.
-        out: Where every trajectory is written; None keeps none.
+    num_examples: int | None = None
+    """The first so many examples of each environment; None = all."""
+    episodes_per_example: int | None = None
+    """None = as many as make up orchestrator.eval.episodes."""
+    seed: int = 0
+    """Of all episodes."""
+    concurrency: int | None = None
+    """Most episodes at a time; None = orchestrator.max_concurrent, and 8 with an API."""
+    ks: Sequence[int] | None = None
+    """The k of pass@k; None = powers of two."""
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Goes into every request to an API."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EnvPlan:
+    """What one environment's episodes are."""
+
+    env: str
+    config: EnvConfig
+    environment: Environment
+    examples: Sequence[Example]
+    episodes_each: int
+
+    @property
+    def num_episodes(self) -> int:
+        """For each model."""
+        return len(self.examples) * self.episodes_each
+
+    def units(self, played: Mapping[tuple[str, int], object]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """What is left to play: an example's place, and numbers of its episodes. Where an environment scores the
+        episodes of an example together, they are played together; each is a unit by itself otherwise."""
+        for index, example in enumerate(self.examples):
+            left = tuple(k for k in range(self.episodes_each) if (example.id, k) not in played)
+            if left and self.scores_together:
+                yield index, tuple(range(self.episodes_each))
+            elif left:
+                yield from ((index, (k,)) for k in left)
+
+    @property
+    def scores_together(self) -> bool:
+        """Whether rewards depend on the other episodes of the example."""
+        return getattr(self.environment, "score_group", None) is not None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelResult:
+    """What one model came to."""
+
+    model: EvalModel
+    environments: Mapping[str, EnvResult]
+    """By label."""
+    outcomes: Mapping[str, Sequence[Outcome]]
+    """The episodes behind them."""
+
+
+Progress = Callable[[EvalModel, int, int, int], None]
+"""Is told the model, its episodes that are played, all of them, and those that failed."""
+
+
+def plan_evaluation(config: RunConfig, environments: Environments, settings: EvalSettings) -> list[EnvPlan]:
+    """The episodes of each environment.
+
+    Raises:
+        ComponentError: an environment whose examples cannot be read.
     """
-    from verbatim.models.loading import load_tokenizer
-    from verbatim.monitors.trajectory_log import TrajectoryLog
-    from verbatim.orchestrator.evaluate import evaluate
+    asked = config.orchestrator.eval or EvalConfig()
+    plans = []
+    for label, (env, environment) in (environments.eval or environments.train).items():
+        examples = examples_of(environment, label, "eval")[: settings.num_examples]
+        each = settings.episodes_per_example or max(1, math.ceil(asked.episodes / len(examples)))
+        plans.append(EnvPlan(env=label, config=env, environment=environment, examples=examples, episodes_each=each))
+    return plans
 
-    warn_of_unread_tables(config)
-    check_backend(config)
-    orchestrator = config.orchestrator
-    settings = orchestrator.eval or EvalConfig()
-    environments = make_environments(config)
-    check_environments(config, environments)
-    renderer = make_renderer(orchestrator.renderer, load_tokenizer(model))
-    check_tools(config, environments, renderer)
-    log = TrajectoryLog(out) if out is not None else None
-    try:
-        sampler = await make_sampler(config, model)
-    except BaseException:
-        if out is not None and log is not None:  # it is empty, and the command typed again would refuse it
-            log.close()
-            await asyncio.to_thread(out.unlink, missing_ok=True)
-        raise
-    slots = asyncio.Semaphore(orchestrator.max_concurrent)
-    made = environments.eval or environments.train
-    results: dict[str, dict[str, Any]] = {}
-    try:
-        async with open_runner(orchestrator, {"eval": made}, sampler, renderer) as runner:
+
+async def evaluate_models(
+    config: RunConfig, environments: Environments, models: Sequence[EvalModel], settings: EvalSettings,
+    log: EpisodeLog, progress: Progress,
+) -> AsyncIterator[ModelResult]:  # fmt: skip
+    """Each model's result, as soon as its episodes are played. What the log has is not played again.
+
+    Raises:
+        UsageError: conditions that differ from the log's, a model or a backend that cannot be used.
+        RunStopped: an API at which everything fails.
+    """
+    plans = plan_evaluation(config, environments, settings)
+    for model in models:  # all conditions are compared before anything is played
+        for plan in plans:
+            log.played(_conditions(config, model, plan, settings))
+    for model in models:
+        playing = _Playing(config, environments, model, plans, settings, log, progress)
+        yield await playing.run()
+
+
+class _Playing:
+    """One model's episodes under way."""
+
+    def __init__(
+        self, config: RunConfig, environments: Environments, model: EvalModel, plans: Sequence[EnvPlan],
+        settings: EvalSettings, log: EpisodeLog, progress: Progress,
+    ) -> None:  # fmt: skip
+        self._config, self._environments, self._model = config, environments, model
+        self._plans, self._settings, self._log, self._progress = plans, settings, log, progress
+        self._conditions = {plan.env: _conditions(config, model, plan, settings) for plan in plans}
+        self._played = {plan.env: log.played(self._conditions[plan.env]) for plan in plans}
+        own = CHAT_CONCURRENCY if model.api is not None else config.orchestrator.max_concurrent
+        self._concurrency = settings.concurrency or own
+        self._total = sum(plan.num_episodes for plan in plans)
+        self._done = sum((example.id, k) in self._played[plan.env] for plan in plans for example in plan.examples
+                         for k in range(plan.episodes_each))  # fmt: skip
+        self._num_failed = self._streak = 0
+
+    async def run(self) -> ModelResult:
+        """Play what is left."""
+        if any(True for plan in self._plans for _ in plan.units(self._played[plan.env])):
             tally = EpisodeTally("eval")
-            setups = make_setups(orchestrator, made, sampler, renderer, slots, runner=runner, tally=tally)
-            for env, setup in setups.items():
-                found = await evaluate(setup, episodes=settings.episodes, seed=settings.seed)
-                results[env] = {**found.metrics, "episodes": found.num_episodes, "failed": found.num_failed}
-                if log is not None:
-                    for trajectory in found.trajectories:
-                        log.write(0, trajectory)
+            async with self._open(tally) as setups:
+                for plan in self._plans:
+                    await self._play(plan, setups[plan.env])
             tally.log_summary()
-    finally:
-        await sampler.close()
-        if log is not None:
-            log.close()
-    return results
+        outcomes = {plan.env: list(self._asked(plan)) for plan in self._plans}
+        results = {env: env_result(env, found, ks=self._settings.ks) for env, found in outcomes.items()}
+        return ModelResult(model=self._model, environments=results, outcomes=outcomes)
+
+    def _asked(self, plan: EnvPlan) -> Iterator[Outcome]:
+        """The episodes that were asked for; the log may have more."""
+        played = self._played[plan.env]
+        for example in plan.examples:
+            yield from (played[example.id, k] for k in range(plan.episodes_each))
+
+    @contextlib.asynccontextmanager
+    async def _open(self, tally: EpisodeTally) -> AsyncIterator[Mapping[str, RolloutSetup]]:
+        """How episodes are run, by environment."""
+        orchestrator, model = self._config.orchestrator, self._model
+        made = {plan.env: (plan.config, plan.environment) for plan in self._plans}
+        slots = asyncio.Semaphore(self._concurrency)
+        if model.api is not None:
+            _refuse_elsewhere(self._config, self._plans, model)
+            async with model.api.connect() as connection:
+                runner = ChatRunner(connection=connection, extra_body=self._settings.extra_body)
+                yield {
+                    label: chat_setup(
+                        label, environment, runner, params=sampling_params(env.sampling or orchestrator.sampling),
+                        limits=limits_of(orchestrator, env), slots=slots, tally=tally,
+                    )
+                    for label, (env, environment) in made.items()
+                }  # fmt: skip
+            return
+        from verbatim.models.loading import load_tokenizer  # imports torch, which no API needs
+
+        check_backend(self._config)
+        renderer = make_renderer(orchestrator.renderer, load_tokenizer(model.source))
+        check_tools(self._config, self._environments, renderer)
+        sampler = await make_sampler(self._config, model.source)
+        try:
+            async with open_runner(orchestrator, {"eval": made}, sampler, renderer) as local:
+                yield make_setups(orchestrator, made, sampler, renderer, slots, runner=local, tally=tally)
+        finally:
+            await sampler.close()
+
+    async def _play(self, plan: EnvPlan, setup: RolloutSetup) -> None:
+        """Every unit that is left, as many at a time as there are places."""
+        units = plan.units(self._played[plan.env])
+
+        async def work() -> None:
+            for index, samples in units:
+                group = await GroupRun(
+                    setup, plan.examples[index], index=index, size=plan.episodes_each, samples=samples,
+                    run_seed=self._settings.seed, purpose="eval",
+                ).run()  # fmt: skip
+                for trajectory in group.trajectories:
+                    self._take(plan, trajectory)
+
+        await run_together(work() for _ in range(min(self._concurrency, plan.num_episodes)))
+
+    def _take(self, plan: EnvPlan, trajectory: Trajectory) -> None:
+        """One that ended."""
+        verdict = succeeded(plan.environment, trajectory)
+        outcome = self._log.write(self._conditions[plan.env], trajectory, verdict)
+        played = self._played[plan.env]
+        self._done += (outcome.example_id, outcome.sample_index) not in played
+        played[outcome.example_id, outcome.sample_index] = outcome
+        self._num_failed += outcome.error is not None
+        self._streak = self._streak + 1 if outcome.error is not None else 0
+        self._progress(self._model, self._done, self._total, self._num_failed)
+        if self._model.api is not None and self._streak >= max(LONGEST_LOSING_STREAK, 2 * self._concurrency):
+            kept = "" if self._log.path is None else "; the same command goes on with what is left"
+            raise RunStopped(f"{self._streak} episodes in a row failed with {self._model.label}; the last: "
+                             f"{outcome.error}{kept}")  # fmt: skip
+
+
+def _conditions(config: RunConfig, model: EvalModel, plan: EnvPlan, settings: EvalSettings) -> Conditions:
+    orchestrator, env = config.orchestrator, plan.config
+    depends: dict[str, Any] = {
+        "seed": settings.seed, "environment": env.id or env.import_path, "args": env.args,
+        **{f"sampling.{name}": value
+           for name, value in (env.sampling or orchestrator.sampling).model_dump(exclude_none=True).items()},
+        "max_turns": env.max_turns, "seq_len": orchestrator.seq_len,
+        "tool_output_limit": orchestrator.tool_output_limit, "tool_error": orchestrator.tool_error,
+        "max_malformed_retries": orchestrator.max_malformed_retries, "renderer": orchestrator.renderer.name,
+    }  # fmt: skip
+    if plan.scores_together:
+        depends["episodes_per_example"] = plan.episodes_each
+    if model.api is not None and settings.extra_body:
+        depends["extra_body"] = dict(settings.extra_body)
+    digests = {example.id: _digest(example) for example in plan.examples}
+    as_json = json.loads(json.dumps(depends, default=str))  # as the log gives them back
+    return Conditions(model=model, env=plan.env, settings=as_json, digests=digests)
+
+
+def _digest(example: Example) -> str:
+    text = json.dumps(dataclasses.asdict(example), sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _refuse_elsewhere(config: RunConfig, plans: Sequence[EnvPlan], model: EvalModel) -> None:
+    for plan in plans:
+        if plays_elsewhere(config.orchestrator, plan.config):
+            raise UsageError(
+                f"environment {plan.env!r} plays in other processes, and with {model.label}, a model behind an API, "
+                "episodes are played in this one; add --orchestrator.rollout.backend local, and isolated = false"
+            )

@@ -55,7 +55,7 @@ def make_setups(
             sampler=sampler,
             renderer=renderer,
             params=sampling_params(env.sampling or orchestrator.sampling),
-            limits=_limits(orchestrator, env),
+            limits=limits_of(orchestrator, env),
             slots=slots,
             teacher=teacher,
             runner=runner or LocalRunner(),
@@ -67,7 +67,8 @@ def make_setups(
     }
 
 
-def _limits(orchestrator: OrchestratorConfig, env: EnvConfig) -> EpisodeLimits:
+def limits_of(orchestrator: OrchestratorConfig, env: EnvConfig) -> EpisodeLimits:
+    """Where an environment's episodes are cut off."""
     return EpisodeLimits(
         max_turns=env.max_turns,
         max_context=orchestrator.seq_len,
@@ -116,7 +117,7 @@ async def open_runner(
             name=env.id or str(env.import_path),
             args=env.args,
             params=sampling_params(env.sampling or orchestrator.sampling),
-            limits=_limits(orchestrator, env),
+            limits=limits_of(orchestrator, env),
             teacher=teacher if purpose == "train" else None,
         )
         for (purpose, label), env in elsewhere.items()

@@ -60,6 +60,17 @@ class OpenAI:
         check_address(self.base_url, "base_url")
         check_limits(self.request_timeout, self.max_retries)
 
+    def check_key(self) -> None:
+        """Look for the key before anything is asked.
+
+        Raises:
+            UsageError: the variable of `api_key_env` is empty; for OpenAI's own server also OPENAI_API_KEY.
+        """
+        variable = key_variable(self.base_url, self.api_key_env)
+        if self.api_key is None and named_key(self.base_url, self.api_key_env) is None and variable is not None:
+            raise UsageError(f"the environment variable {variable} is empty, and {self.base_url} needs a key; export "
+                             "it, or name the variable that holds it: api_key_env, --api-key-env")  # fmt: skip
+
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[Connection]:
         """Connections for as long as the block lasts, all on the running event loop.

@@ -1,0 +1,181 @@
+"""Gathers the results of `verbatim eval`: tables for the terminal, JSON, lines by example, and a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from verbatim import __version__
+from verbatim.config import RunConfig
+from verbatim.disk import write_file
+from verbatim.evaluation.as_json import difference_to_json, example_to_json, finite, result_to_json
+from verbatim.evaluation.markdown import Report, Subject, markdown
+from verbatim.evaluation.outcomes import Outcome
+from verbatim.evaluation.pairs import difference
+from verbatim.evaluation.results import EnvResult
+from verbatim.evaluation.rows import Compared, spent_line
+from verbatim.evaluation.show import show_differences, show_examples, show_results
+from verbatim.evaluation.texts import letter
+from verbatim.rollouts.tally import failure_kind
+from verbatim.run.evaluation import EvalSettings, ModelResult
+from verbatim.texts import cut
+
+_MOST_KINDS = 5
+"""Kinds of failures that a report names for each model."""
+
+
+class Results:
+    """What the models of one command came to, in the order in which they were typed.
+
+    Args:
+        config: The configuration that was played.
+        settings: How much was played.
+        source: The file or folder that it came from.
+        price: Of a million tokens of prompts and of answers.
+    """
+
+    def __init__(
+        self, config: RunConfig, settings: EvalSettings, *, source: Path, price: tuple[float, float] | None = None
+    ) -> None:
+        self._config, self._settings, self._source, self._price = config, settings, source, price
+        self._found: list[ModelResult] = []
+
+    def add(self, result: ModelResult) -> None:
+        """One model's."""
+        environments = {env: self._priced(found, result) for env, found in result.environments.items()}
+        self._found.append(dataclasses.replace(result, environments=environments))
+
+    def _priced(self, found: EnvResult, result: ModelResult) -> EnvResult:
+        if self._price is None or result.model.api is None:
+            return found
+        tokens = [found.spent.get(f"{kind}_tokens", 0.0) for kind in ("prompt", "completion")]
+        cost = sum(count * price for count, price in zip(tokens, self._price, strict=True)) / 1e6
+        return dataclasses.replace(found, spent={**found.spent, "cost": cost})
+
+    @property
+    def environments(self) -> list[str]:
+        """Labels of what was played."""
+        return list(dict.fromkeys(env for found in self._found for env in found.environments))
+
+    def compared(self) -> list[Compared]:
+        """Each two models, the later one minus the earlier one."""
+        places = range(len(self._found))
+        return [
+            Compared(before=letter(one), after=letter(two), environments={
+                env: difference(env, self._found[one].outcomes[env], self._found[two].outcomes[env])
+                for env in self.environments
+            })
+            for one, two in itertools.combinations(places, 2)
+        ]  # fmt: skip
+
+    def nothing_measured(self) -> list[str]:
+        """Environments in which every episode of a model failed."""
+        return list(dict.fromkeys(
+            env for found in self._found for env, result in found.environments.items()
+            if result.num_failed == result.num_episodes
+        ))  # fmt: skip
+
+    def show(self, console: Console, *, where: str) -> None:
+        """Tables by environment; `where` says what to type for all examples."""
+        compared = self.compared()
+        for place, found in enumerate(self._found):
+            console.print(Text.assemble((letter(place), "bold"), f"  {found.model.label}{_resolved(found)}"),
+                          soft_wrap=True)  # fmt: skip
+        for env in self.environments:
+            console.print()
+            console.print(Text.assemble((env, "bold"), f": seed {self._settings.seed}; 95% intervals over examples"),
+                          soft_wrap=True)  # fmt: skip
+            results = [(letter(place), found.environments.get(env)) for place, found in enumerate(self._found)]
+            show_results(results, console)
+            show_differences(compared, env, console)
+            show_examples(results, console, where=where)
+            for name, result in results:
+                if result is not None:
+                    console.print(Text(f"{name}  {spent_line(result)}{_failures(result)}", style="dim"))
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but single examples and episodes."""
+        models = [
+            {
+                "letter": letter(place), "model": found.model.label, "where": found.model.where,
+                "steps": found.model.step or None,
+                "environments": {env: result_to_json(result) for env, result in found.environments.items()},
+            }
+            for place, found in enumerate(self._found)
+        ]  # fmt: skip
+        pairs = [
+            {"before": pair.before, "after": pair.after,
+             "environments": {env: difference_to_json(found) for env, found in pair.environments.items()}}
+            for pair in self.compared()
+        ]  # fmt: skip
+        found = {"verbatim": __version__, **self._conditions(), "models": models, "pairs": pairs}
+        value: dict[str, Any] = finite(found)
+        return value
+
+    def write_examples(self, path: Path) -> None:
+        """A line for each example of each model and environment."""
+        lines = [
+            {"model": found.model.label, "env": env, **finite(example_to_json(example))}
+            for found in self._found for env, result in found.environments.items() for example in result.examples
+        ]  # fmt: skip
+        write_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def write_report(self, path: Path) -> None:
+        """The report in Markdown."""
+        subjects = [
+            Subject(letter=letter(place), label=found.model.label, where=f"{found.model.where}{_steps(found)}",
+                    results=found.environments)
+            for place, found in enumerate(self._found)
+        ]  # fmt: skip
+        report = Report(
+            title=f"Evaluation on {', '.join(self.environments)}", subjects=subjects, compared=self.compared(),
+            conditions={**self._conditions(), "verbatim": __version__,
+                        "written": datetime.now().astimezone().isoformat(timespec="seconds")},
+            errors={letter(place): _errors(found.outcomes) for place, found in enumerate(self._found)},
+        )  # fmt: skip
+        write_file(path, markdown(report).encode())
+
+    def _conditions(self) -> dict[str, object]:
+        sampling = self._config.orchestrator.sampling
+        return {"file": str(self._source), "seed": self._settings.seed, "temperature": sampling.temperature,
+                "max_tokens": sampling.max_tokens, "seq_len": self._config.orchestrator.seq_len}  # fmt: skip
+
+
+def _resolved(found: ModelResult) -> str:
+    """What a name stands for, where it does not say itself."""
+    where = "" if found.model.api is not None or found.model.where == found.model.label else f" = {found.model.where}"
+    return f"{where}{_steps(found)}"
+
+
+def _steps(found: ModelResult) -> str:
+    return f" (step {found.model.step})" if found.model.step else ""
+
+
+def _failures(result: EnvResult) -> str:
+    """How failed episodes count, where there are any."""
+    if not result.num_failed:
+        return "; no episode failed"
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in result.failures.items())
+    return (f"; {result.num_failed:,} of {result.num_episodes:,} episodes failed ({kinds}): they count as no success, "
+            "and are left out of all other means")  # fmt: skip
+
+
+def _errors(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, tuple[int, str]]:
+    """The most common kinds of failures: how often, and what the first one said."""
+    counts: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for outcome in (outcome for each in outcomes.values() for outcome in each):
+        if outcome.error is not None:
+            kind = failure_kind(outcome.error)
+            counts[kind] += 1
+            first.setdefault(kind, cut(outcome.error, 400))
+    return {kind: (count, first[kind]) for kind, count in counts.most_common(_MOST_KINDS)}

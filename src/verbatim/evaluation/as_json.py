@@ -1,0 +1,67 @@
+"""Turns results of an evaluation into plain JSON values; what is unknown is null."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.evaluation.intervals import Estimate
+from verbatim.evaluation.pairs import Difference
+from verbatim.evaluation.results import EnvResult, ExampleResult
+
+
+def estimate_to_json(found: Estimate) -> dict[str, Any]:
+    """
+    >>> estimate_to_json(Estimate(value=0.5, low=0.25, high=0.75, num_examples=4, num_values=8))
+    {'value': 0.5, 'interval_95': [0.25, 0.75], 'examples': 4, 'episodes': 8}
+    """
+    return {
+        "value": known(found.value), "interval_95": [found.low, found.high] if found.has_interval else None,
+        "examples": found.num_examples, "episodes": found.num_values,
+    }  # fmt: skip
+
+
+def result_to_json(result: EnvResult) -> dict[str, Any]:
+    """One model on one environment, without its examples."""
+    return {
+        "episodes": result.num_episodes, "failed": result.num_failed, "failures": dict(result.failures),
+        "examples": len(result.examples), "episodes_per_example": result.episodes_each,
+        "success": estimate_to_json(result.success), "reward": estimate_to_json(result.reward),
+        "pass_at": {str(k): estimate_to_json(found) for k, found in result.pass_at.items()},
+        "pass_hat": {str(k): estimate_to_json(found) for k, found in result.pass_hat.items()},
+        "metrics": {name: known(value) for name, value in result.metrics().items()},
+        "spent": {name: known(value) for name, value in result.spent.items()},
+    }  # fmt: skip
+
+
+def example_to_json(example: ExampleResult) -> dict[str, Any]:
+    """One example."""
+    return {
+        "example_id": example.example_id, "episodes": example.num_episodes, "failed": example.num_failed,
+        "successes": example.num_successes, "success": example.success, "reward": known(example.mean_reward),
+        "pass_at": {str(k): value for k, value in example.pass_at.items()}, "first_error": example.first_error,
+    }  # fmt: skip
+
+
+def difference_to_json(found: Difference) -> dict[str, Any]:
+    """The second minus the first."""
+    return {
+        "paired": found.is_paired, "pairs": found.num_pairs, "unpaired": list(found.num_unpaired),
+        "success": estimate_to_json(found.success), "reward": estimate_to_json(found.reward),
+        "gained": found.gained if found.is_paired else None, "lost": found.lost if found.is_paired else None,
+    }  # fmt: skip
+
+
+def known(value: float) -> float | None:
+    """The number; None for NaN and infinities, which JSON does not have."""
+    return float(value) if math.isfinite(value) else None
+
+
+def finite(value: Any) -> Any:
+    """A value with `known` numbers all the way down."""
+    if isinstance(value, float):
+        return known(value)
+    if isinstance(value, Mapping):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,105 @@
+"""Writes the results of an evaluation as a report in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from verbatim.evaluation.results import EnvResult
+from verbatim.evaluation.rows import (
+    Compared,
+    Row,
+    difference_rows,
+    example_rows,
+    result_rows,
+    spent_line,
+    unpaired_note,
+)
+from verbatim.texts import printable
+
+_MOST_EXAMPLES = 500
+"""Examples of an environment that a report has."""
+NOTE = (
+    "Intervals are 95%, over examples: episodes of one example are not independent. Failed episodes count as no "
+    "success, and are left out of rewards and of all other means."
+)
+"""What has to be known to read a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model of a report."""
+
+    letter: str
+    label: str
+    """As it was typed."""
+    where: str
+    """The folder, or the model and its server."""
+    results: Mapping[str, EnvResult]
+    """By environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a report says."""
+
+    title: str
+    conditions: Mapping[str, object]
+    """What was asked for: seed, episodes, sampling, ..."""
+    subjects: Sequence[Subject]
+    compared: Sequence[Compared] = ()
+    errors: Mapping[str, Mapping[str, tuple[int, str]]] = field(default_factory=dict)
+    """By letter and kind of failure: how often, and what the first one said."""
+
+    @property
+    def environments(self) -> list[str]:
+        """Labels, in the order of the first model."""
+        return list(dict.fromkeys(env for subject in self.subjects for env in subject.results))
+
+
+def markdown(report: Report) -> str:
+    """The report, as GitHub shows it. Texts of models and environments are escaped."""
+    conditions = [(name, str(value)) for name, value in report.conditions.items()]
+    parts = [f"# {_plain(report.title)}", _table(("condition", ""), conditions)]
+    models = [(each.letter, each.label, each.where) for each in report.subjects]
+    parts += ["## Models", _table(("", "model", "where"), models)]
+    for env in report.environments:
+        parts += [f"## {_plain(env)}", *_environment(report, env)]
+    if any(report.errors.values()):
+        rows = [(letter, str(count), kind, first) for letter, kinds in report.errors.items()
+                for kind, (count, first) in kinds.items()]  # fmt: skip
+        parts += ["## Failures", _table(("", "episodes", "kind", "the first"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _environment(report: Report, env: str) -> list[str]:
+    letters = [subject.letter for subject in report.subjects]
+    results = [subject.results.get(env) for subject in report.subjects]
+    parts = [_table(("", *letters), result_rows(results)), NOTE]
+    if rows := difference_rows(report.compared, env):
+        parts += [_table(("difference", "success", "mean reward", "pairs of episodes"), rows)]
+        if note := unpaired_note(report.compared, env):
+            parts.append(_plain(note) + ".")
+    spent = [(letter, spent_line(result)) for letter, result in zip(letters, results, strict=True) if result]
+    parts.append(_table(("", "spent"), spent))
+    rows, left = example_rows(results, _MOST_EXAMPLES)
+    more = f"\n\n{left:,} more examples are left out." if left else ""
+    parts.append(f"<details><summary>Examples</summary>\n\n{_table(('example', *letters), rows)}{more}\n\n</details>")
+    return parts
+
+
+def _table(header: Sequence[str], rows: Sequence[Row]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    r"""One line that Markdown shows as it is.
+
+    >>> print(_plain("a|b\n<b> `c` [d](e) [0, 1]"))
+    a\|b &lt;b&gt; \`c\` [d]\(e) [0, 1]
+    """
+    text = " ".join(printable(text).split())
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = "".join(f"\\{c}" if c in "\\|`*_#" else c for c in text)
+    return text.replace("](", "]\\(").replace("][", "]\\[")  # no link; intervals keep their brackets

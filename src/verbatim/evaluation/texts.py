@@ -1,0 +1,53 @@
+"""Writes estimates for people."""
+
+from __future__ import annotations
+
+import math
+
+from verbatim.evaluation.intervals import Estimate
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""What models and runs are called in tables, in the order in which they were typed."""
+
+
+def letter(place: int) -> str:
+    """A name for the model or the run at this place.
+
+    >>> letter(0), letter(25), letter(26)
+    ('A', 'Z', 'A2')
+    """
+    number, place = divmod(place, len(LETTERS))
+    return LETTERS[place] + (str(number + 1) if number else "")
+
+
+def number(value: float, *, signed: bool = False) -> str:
+    """Three places for what is below 10, less for more; `-` for NaN.
+
+    >>> [number(x) for x in (float("nan"), 0.5, 12.346, 1234.5, -0.0002)], number(0.25, signed=True)
+    (['-', '0.500', '12.35', '1,234', '-0.000'], '+0.250')
+    """
+    if math.isnan(value):
+        return "-"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    places = 3 if abs(value) < 10 else 2 if abs(value) < 1000 else 0
+    return f"{value:{'+' if signed else ''},.{places}f}"
+
+
+def with_interval(found: Estimate, *, signed: bool = False) -> str:
+    """
+    >>> with_interval(Estimate(value=0.25, low=0.125, high=0.5))
+    '0.250 [0.125, 0.500]'
+    """
+    value = number(found.value, signed=signed)
+    if not found.has_interval:
+        return value
+    return f"{value} [{number(found.low, signed=signed)}, {number(found.high, signed=signed)}]"
+
+
+def counted(count: int, what: str) -> str:
+    """
+    >>> counted(1, "episode"), counted(1200, "episode")
+    ('1 episode', '1,200 episodes')
+    """
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

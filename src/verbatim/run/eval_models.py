@@ -1,0 +1,120 @@
+"""Finds the models that `verbatim eval` is asked to measure: a folder, a hub id, a run's checkpoint, or an API."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verbatim.checkpoints import CheckpointStore, find_checkpoint
+from verbatim.checkpoints.run_folder import holds_run
+from verbatim.errors import UsageError
+from verbatim.inference.chat.client import OpenAI
+from verbatim.models.catalog import folder_of
+
+_API = re.compile(r"(?P<model>.+)@(?P<url>https?://.+)")
+_READ = 1 << 16
+"""Bytes of the beginning and of the end of a file that tell it from another: training changes every tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalModel:
+    """One model to measure."""
+
+    label: str
+    """As it was typed, for people."""
+    source: str = ""
+    """A folder or hub id; "" where it is behind an API."""
+    api: OpenAI | None = None
+    """The server and the model's name there."""
+    step: int = 0
+    """Steps that it was trained for, where a checkpoint says so."""
+    fingerprint: str = ""
+    """Tells its weights from others of the same name."""
+
+    @property
+    def where(self) -> str:
+        """What was measured, for reports: the folder behind a checkpoint's name."""
+        return self.source if self.api is None else f"{self.api.model} at {self.api.base_url}"
+
+
+def find_models(typed: Sequence[str], make_api: Callable[[str, str], OpenAI]) -> list[EvalModel]:
+    """The models, in order.
+
+    Args:
+        typed: "FOLDER", a hub id or a name of `verbatim models`; "RUN", a run's folder, for its trained model or else
+            its newest checkpoint; "RUN@latest", "RUN@best" or "RUN@120" for a checkpoint; "NAME@URL" for a model
+            behind an OpenAI-compatible server.
+        make_api: A server's settings, from the model's name and the address.
+
+    Raises:
+        UsageError: no such run, checkpoint or address, or one model twice.
+        ModelError: no such model of the catalog.
+    """
+    found = [_find(text, make_api) for text in typed]
+    places: dict[tuple[str, str], str] = {}
+    for model in found:
+        first = places.setdefault((model.where, model.fingerprint), model.label)
+        if first is not model.label:
+            raise UsageError(f"--model {model.label} is the same model as --model {first} ({model.where}); leave one "
+                             "of them out")  # fmt: skip
+    return found
+
+
+def _find(text: str, make_api: Callable[[str, str], OpenAI]) -> EvalModel:
+    behind_api = _API.fullmatch(text)
+    if behind_api is not None:
+        api = make_api(behind_api["model"], behind_api["url"])
+        return EvalModel(label=text, api=api, fingerprint=text)
+    folder, _, which = text.rpartition("@")
+    if folder and not Path(text).exists():
+        if not holds_run(Path(folder)):
+            raise UsageError(f"--model {text}: {folder} is {_what_is(Path(folder))}; expected the folder of a run "
+                             "before @, and latest, best or a step behind it, or NAME@http://... for an "
+                             "API")  # fmt: skip
+        return _checkpoint(text, Path(folder), which)
+    if holds_run(Path(text)):
+        final = Path(text) / "final"
+        if not final.is_dir():
+            return _checkpoint(text, Path(text), "latest")
+        steps = CheckpointStore(Path(text) / "checkpoints", read_only=True).steps()
+        return EvalModel(label=text, source=str(final), step=max(steps, default=0), fingerprint=fingerprint(final))
+    source = folder_of(text)
+    is_folder = Path(source).expanduser().is_dir()
+    return EvalModel(
+        label=text, source=source, fingerprint=fingerprint(Path(source).expanduser()) if is_folder else source
+    )
+
+
+def _checkpoint(text: str, run: Path, which: str) -> EvalModel:
+    if which == "final":
+        return EvalModel(label=text, source=str(run / "final"), fingerprint=fingerprint(run / "final"))
+    found = find_checkpoint(run, which)
+    weights = found.folder / "weights"
+    return EvalModel(label=text, source=str(weights), step=found.step, fingerprint=fingerprint(weights))
+
+
+def _what_is(path: Path) -> str:
+    return "no run" if path.is_dir() else "no folder"
+
+
+def fingerprint(folder: Path) -> str:
+    """A short digest of a model's files: their names, sizes, beginnings and ends.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}")
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in (".safetensors", ".bin", ".json", ".gguf", ".jinja"):
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(0)
+                digest.update(f"{path.name} {size}\n".encode() + file.read(_READ))
+                file.seek(max(0, size - _READ))
+                digest.update(file.read(_READ))
+    return digest.hexdigest()[:16]
