@@ -28,6 +28,7 @@ from verbatim.envcheck import CheckSettings, check_environment
 from verbatim.environments.resolve import create_environment
 from verbatim.inference import SamplingParams
 from verbatim.inference.base import SampleRequest
+from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.monitors.alarms import StepFigures
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
@@ -398,6 +399,17 @@ def test_the_snippet_of_a_sampler_over_http_gives_what_the_sampler_gives():
     assert there.ids.tolist() == [5, 6, 7]
     for name in ("ids", "logprobs", "policy_versions"):
         assert getattr(there, name).tolist() == getattr(here, name).tolist()
+
+
+def test_the_snippet_of_a_chat_client_streams_what_is_sampled():
+    ask = run_snippet("serving.md", "openai")["ask"]
+    sampler = ScriptedSampler(script=lambda request: say("yo\n\nman"), vocab_size=VOCAB_SIZE, context_length=100)
+
+    async def served() -> str:
+        async with serve_sampler(sampler, renderer=ByteRenderer()) as server:
+            return await asyncio.to_thread(ask, server.url)
+
+    assert asyncio.run(served()) == "yo"
 
 
 # ---- the algorithms

@@ -17,7 +17,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from verbatim.inference.chat import messages, openai_form, protocol, streaming
 from verbatim.inference.chat.openai_chat import FIELDS, OpenAIChat
 from verbatim.inference.chat.protocol import (
-    UNENFORCEABLE,
     ChatDelta,
     ChatReply,
     ChatRequest,
@@ -185,11 +184,6 @@ def test_a_server_may_let_named_fields_pass_and_says_which():
     assert (request.tool_choice, sorted(request.unenforced)) == ("required", ["response_format", "tool_choice"])
     assert "only 0" in refused(options, top_logprobs=1).message
     assert "no tools" in refused(options, tool_choice="required").message
-
-
-def test_only_fields_that_are_refused_by_default_can_be_let_pass():
-    elsewhere = {"thinking", "context_management", "truncation"}
-    assert set(FIELDS.neutral) | {"tool_choice"} >= UNENFORCEABLE - elsewhere
 
 
 def test_a_field_has_one_meaning():
