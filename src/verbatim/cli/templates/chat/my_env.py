@@ -69,7 +69,8 @@ class MyEnv:
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
 
-        They show what an answer looks like, not which one is right: this speaker answers with any of the opposites.
+        They show what an answer looks like, and play badly: this speaker says the right word half of the time, and any
+        of the opposites otherwise.
         """
         rng = random.Random(seed)
         return [Demonstration(messages=list(self._demonstration(rng))) for _ in range(count)]
@@ -79,6 +80,7 @@ class MyEnv:
         said: list[Message] = list(episode.messages)
         while said:
             yield from said
-            guess = rng.choice(list(OPPOSITES.values()))
+            right = OPPOSITES[episode.words[len(episode.right)]]
+            guess = right if rng.random() < 0.5 else rng.choice(list(OPPOSITES.values()))
             yield {"role": "assistant", "content": guess}
             said = episode.answer(guess)

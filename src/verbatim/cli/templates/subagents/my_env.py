@@ -85,7 +85,7 @@ class MyEnv:
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
 
-        They show each agent's format, not what is right: the gardener asks half of the time, and both often guess.
+        They show each agent's format, and play badly: the gardener asks half of the time, and both often guess.
         """
         rng = random.Random(seed)
         return [self._of_the_gardener(rng) if n % 2 == 0 else self._of_the_scout(rng) for n in range(count)]
@@ -93,9 +93,12 @@ class MyEnv:
     def _of_the_gardener(self, rng: random.Random) -> Demonstration:
         episode = MyEpisode(rng.choice(list(SIGNS)))
         messages = list(episode.messages)
+        care = rng.choice(list(RIGHT_CARE.values()))
         if rng.random() < 0.5:
-            messages += tool_exchange("ask", {}, rng.choice(list(RIGHT_CARE)))
-        messages.append({"role": "assistant", "content": rng.choice(list(RIGHT_CARE.values()))})
+            heard = rng.choice(list(RIGHT_CARE))
+            messages += tool_exchange("ask", {}, heard)
+            care = RIGHT_CARE[heard] if rng.random() < 0.5 else care
+        messages.append({"role": "assistant", "content": care})
         return Demonstration(messages=messages, tools=[episode.ask.schema])
 
     def _of_the_scout(self, rng: random.Random) -> Demonstration:

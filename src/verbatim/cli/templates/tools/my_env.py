@@ -59,15 +59,18 @@ class MyEnv:
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
 
-        They show how a tool is called, not what is right: this gardener looks half of the time, and cares at random.
+        They show how a tool is called, and play badly: this gardener looks half of the time, and is then right half of
+        the time.
         """
         rng = random.Random(seed)
         shown = []
         for state in rng.choices(list(RIGHT_CARE), k=count):
             episode = MyEpisode(state)
             messages = list(episode.messages)
+            way = rng.choice(CARES)
             if rng.random() < 0.5:
                 messages += tool_exchange("look", {}, episode.look(), call_id="call_0")
-            messages += tool_exchange("care", {"way": rng.choice(CARES)}, "done", call_id="call_1")
+                way = RIGHT_CARE[state] if rng.random() < 0.5 else way
+            messages += tool_exchange("care", {"way": way}, "done", call_id="call_1")
             shown.append(Demonstration(messages=messages, tools=[tool.schema for tool in episode.tools]))
         return shown
