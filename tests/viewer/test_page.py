@@ -170,6 +170,8 @@ def test_a_group_stands_side_by_side_with_its_prefix_tree(browser: Chromium, url
 def test_hostile_texts_are_shown_as_they_are_and_do_nothing(browser: Chromium, url: str):
     browser.open(f"{url}/#/trajectories/0?env=hostile&sort=sample_index")
     wait_rows(browser, len(HOSTILE))
+    table = browser.evaluate("[...document.querySelectorAll('.row .example_id')].slice(1).map(e => e.textContent)")
+    assert table == [visible(stored(text)) for text in HOSTILE.values()]
     for index, (kind, text) in enumerate(HOSTILE.items()):
         browser.evaluate(f"location.hash = '#/trajectory/0/hostile-{index}?color=logprob'")
         browser.wait(f"document.querySelector('.crumbs b')?.textContent === 'hostile-{index}' "
@@ -187,10 +189,16 @@ def test_hostile_texts_are_shown_as_they_are_and_do_nothing(browser: Chromium, u
     browser.wait("document.querySelector('.u-over')")
 
 
+def stored(text: str) -> str:
+    """A name as a fate file has it."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def visible(text: str) -> str:
     """What stands on the page for a text: signs in place of what would not be seen."""
     unseen = (0x85, 0x9B, 0xAD, 0x61C, 0x200B, 0x200D, 0x200F, 0x2028, 0x202E, 0x2066, 0x2069, 0xFEFF)
-    signs = {chr(code): chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"} | {"\x7f": "␡"}
+    signs = {"\x00": "NUL", "\x01": "SOH", "\x07": "BEL", "\x08": "BS", "\x0b": "VT", "\x0c": "FF", "\r": "CR",
+             "\x1b": "ESC", "\x7f": "DEL"}  # fmt: skip
     signs |= {chr(code): f"U+{code:04X}" for code in unseen}
     if "👩" in text:
         del signs["\u200d"]  # it joins two emoji

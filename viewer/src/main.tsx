@@ -10,11 +10,13 @@ import { useRuns } from "./metrics";
 import { Empty } from "./parts/empty";
 import { link, useRoute, type View } from "./route";
 import { openSource } from "./source";
+import { spelled } from "./visible";
 import { useTheme, type Theme } from "./theme";
 import { GroupPage } from "./views/group";
 import { Overview } from "./views/overview";
 import { Trajectories } from "./views/trajectories";
 import { TrajectoryPage } from "./views/trajectory";
+import { Text } from "./parts/text";
 
 const source = openSource();
 const THEMES: Theme[] = ["system", "light", "dark"];
@@ -25,7 +27,7 @@ function App() {
   const { theme, choose } = useTheme();
   const names = runs?.map(({ run }) => run.name).join(", ") ?? "";
   useEffect(() => {
-    document.title = `${route.view === "trajectory" || route.view === "group" ? `${route.id} · ` : ""}${names || "Verbatim"}`;
+    document.title = spelled(`${route.view === "trajectory" || route.view === "group" ? `${route.id} · ` : ""}${names || "Verbatim"}`);
   }, [names, route.view, route.id]);
   useKeys({ o: () => { location.hash = link("overview", route.run); }, t: () => { location.hash = link("trajectories", route.run); } });
   const at = (view: View) => (route.view === view || (view === "trajectories" && ["trajectory", "group"].includes(route.view)) ? "page" : undefined);
@@ -38,7 +40,7 @@ function App() {
           <a href={link("overview", route.run)} aria-current={at("overview")} title="key o">Overview</a>
           <a href={link("trajectories", route.run)} aria-current={at("trajectories")} title="key t">Trajectories</a>
         </nav>
-        <span class="run-names"><bdi>{names}</bdi></span>
+        <span class="run-names"><Text value={names} /></span>
         {!source.live && <span class="tag">exported</span>}
         {error && runs && <span class="tag error" role="alert">{error}</span>}
         <label class="theme">

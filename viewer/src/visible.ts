@@ -20,6 +20,10 @@ const NAMES: Record<number, string> = {
   0x2069: "POP DIRECTIONAL ISOLATE", 0xfeff: "ZERO WIDTH NO-BREAK SPACE",
 };
 
+/** ASCII's names of its controls. The pictures that Unicode has of them are in few fonts. */
+const CONTROLS = ["NUL", "SOH", "STX", "ETX", "EOT", "ENQ", "ACK", "BEL", "BS", "TAB", "LF", "VT", "FF", "CR", "SO", "SI", "DLE",
+  "DC1", "DC2", "DC3", "DC4", "NAK", "SYN", "ETB", "CAN", "EM", "SUB", "ESC", "FS", "GS", "RS", "US"];
+
 // Controls but tab and line feed, bidi controls, invisible and unassigned formats, tag characters, lone surrogates.
 const UNSEEN =
   /[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\uffff]|[\u{e0000}-\u{e0fff}]|\p{Cs}/gu;
@@ -34,13 +38,17 @@ function joinsEmoji(text: string, at: number): boolean {
 
 export function signOf(code: number): Sign {
   const hex = code.toString(16).toUpperCase().padStart(4, "0");
-  const glyph =
-    code < 0x20 ? String.fromCharCode(0x2400 + code) : code === 0x7f ? "\u2421" : code === 0xfffd ? "\ufffd" : `U+${hex}`;
+  const glyph = CONTROLS[code] ?? (code === 0x7f ? "DEL" : `U+${hex}`);
   return { glyph, name: `U+${hex} ${NAMES[code] ?? (code < 0xa0 ? "CONTROL" : "INVISIBLE")}` };
 }
 
+/** For places that take no elements, such as hints and choices: signs in place of what would not be seen. */
+export function spelled(text: string): string {
+  return pieces(text).map((piece) => (typeof piece === "string" ? piece : `[${piece.glyph}]`)).join("");
+}
+
 /**
- * Example: pieces("a\u001b[31mb") is ["a", {glyph: "␛", name: "U+001B ESCAPE"}, "[31mb"].
+ * Example: pieces("a\u001b[31mb") is ["a", {glyph: "ESC", name: "U+001B ESCAPE"}, "[31mb"].
  */
 export function pieces(text: string): Piece[] {
   const found: Piece[] = [];

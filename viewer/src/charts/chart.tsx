@@ -4,6 +4,8 @@ import uPlot from "uplot";
 import { figure, tick } from "../format";
 import { useSeen } from "../hooks";
 import { colour, useColours } from "../theme";
+import { Text } from "../parts/text";
+import { spelled } from "../visible";
 import type { Alarm } from "../types";
 
 export interface Line {
@@ -95,7 +97,7 @@ export function Chart(props: ChartProps) {
     });
     if (!at.current) return;
     const near = x === null ? null : alarmAt(plot.current, latest.current, x);
-    at.current.textContent = near ? `step ${near.step}: ${near.message}` : x === null ? latest.current.unit : `step ${x}`;
+    at.current.textContent = near ? `step ${near.step}: ${spelled(near.message)}` : x === null ? latest.current.unit : `step ${x}`;
     at.current.classList.toggle("alarmed", near !== null);
   }
 
@@ -140,19 +142,19 @@ export function Chart(props: ChartProps) {
   return (
     <section class={`card chart${props.wide ? " wide" : ""}`} ref={seen}>
       <header>
-        <h3 title={about || undefined}>{title}</h3>
+        <h3><Text value={title} title={about} /></h3>
         <span class="at" ref={at} aria-live="polite">{unit}</span>
       </header>
       <div
         class="plot" ref={box} tabIndex={0} role="img" onKeyDown={onKeyDown}
         style={{ height: `${height}px` }}
-        aria-label={`${title}${unit ? `, ${unit}` : ""}: ${lines.map((line) => `${line.label} ${said(line, null)}`).join(", ")}. Arrow keys move along the steps.`}
+        aria-label={spelled(`${title}${unit ? `, ${unit}` : ""}: ${lines.map((line) => `${line.label} ${said(line, null)}`).join(", ")}. Arrow keys move along the steps.`)}
       />
       <ul class={`legend${lines.length === 1 && lines[0]?.label === title.toLowerCase() ? " single" : ""}`}>
         {(props.stacked ? lines.map((line, i) => ({ line, i })).reverse() : lines.map((line, i) => ({ line, i }))).map(({ line, i }) => (
           <li key={line.label}>
             <i class={`swatch${line.dash ? " dashed" : ""}`} style={{ color: `var(${line.colour})` }} />
-            <span class="label">{line.label}</span>
+            <span class="label"><Text value={line.label} /></span>
             <output ref={(node: HTMLElement | null) => { values.current[i] = node; }}>{said(line, null)}</output>
           </li>
         ))}

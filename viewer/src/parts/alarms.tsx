@@ -34,8 +34,8 @@ function AlarmCard({ alarm, run, name, open = false }: { alarm: Alarm; run: numb
   return (
     <details class={`alarm ${alarm.state}`} open={open}>
       <summary>
-        <span class="kind">{alarm.state === "cleared" ? "cleared: " : ""}{alarm.name.replaceAll("_", " ")}</span>
-        <span class="when">step {alarm.step}{alarm.env ? `, ${alarm.env}` : ""}{name ? `, ${name}` : ""}</span>
+        <span class="kind">{alarm.state === "cleared" ? "cleared: " : ""}<Text value={alarm.name.replaceAll("_", " ")} /></span>
+        <span class="when">step {alarm.step}{alarm.env ? <>, <Text value={alarm.env} /></> : ""}{name ? <>, <Text value={name} /></> : ""}</span>
         <span class="told"><Text value={alarm.message} /></span>
       </summary>
       <dl>
@@ -45,7 +45,7 @@ function AlarmCard({ alarm, run, name, open = false }: { alarm: Alarm; run: numb
           <><dt>Seen</dt><dd>{evidence.map(([metric, value]) => <span key={metric} class="fact"><code>{metric}</code> {figure(value)}</span>)}</dd></>
         )}
         {alarm.trajectory_ids?.length > 0 && (
-          <><dt>Look at</dt><dd>{alarm.trajectory_ids.slice(0, 12).map((id) => <a key={id} class="fact" href={link("trajectory", run, id)}><bdi>{id}</bdi></a>)}</dd></>
+          <><dt>Look at</dt><dd>{alarm.trajectory_ids.slice(0, 12).map((id) => <a key={id} class="fact" href={link("trajectory", run, id)}><Text value={id} /></a>)}</dd></>
         )}
       </dl>
     </details>

@@ -3,6 +3,7 @@ import { useState } from "preact/hooks";
 import { figure } from "../format";
 import { last, type RunData } from "../metrics";
 import { setParams, type Route } from "../route";
+import { Text } from "./text";
 import { SpecChart, type Common } from "../views/overview";
 
 interface Props {
@@ -42,7 +43,7 @@ export function AllMetrics({ names, runs, common, about, route }: Props) {
                 <li key={name}>
                   <label title={about(name)}>
                     <input type="checkbox" checked={chosen.includes(name)} onChange={() => toggle(name)} />
-                    <code>{name}</code>
+                    <code><Text value={name} /></code>
                     <output>{figure(last(runs[0]?.metrics?.columns[name]))}</output>
                   </label>
                 </li>

@@ -1,6 +1,7 @@
 /** What became of a trajectory or a turn: a word and a colour. */
 import { percent } from "../format";
 import type { Row } from "../types";
+import { Text } from "./text";
 
 const REASONS = ["difficulty", "stale", "error", "missing_logprobs", "untrained", "over_length", "cancelled", "lost_worker",
   "lost_replica", "unused_at_end"];
@@ -14,7 +15,7 @@ export function fateColour(fate: string): number {
 }
 
 export function Fate({ fate }: { fate: string }) {
-  return <span class={`fate f${fateColour(fate)}`}>{fate === "trained" ? "trained" : fate}</span>;
+  return <span class={`fate f${fateColour(fate)}`}><Text value={fate} /></span>;
 }
 
 export function RowFate({ row }: { row: Row }) {

@@ -2,8 +2,10 @@
 import type { RefObject } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { count, figure } from "../format";
+import { spelled } from "../visible";
 import { MISSING, range, type Query } from "../query";
 import type { Facets } from "../types";
+import { Text } from "./text";
 
 interface Props {
   facets: Facets | null;
@@ -29,7 +31,7 @@ export function Filters({ facets, query, change, search }: Props) {
           <Check label="errors" on={query.errors !== ""} set={(on) => change({ errors: on ? "1" : "" })} />
         </span>
       </div>
-      {query.group && <button type="button" class="chip" onClick={() => change({ group: "" })}>group <bdi>{query.group}</bdi> ✕</button>}
+      {query.group && <button type="button" class="chip" onClick={() => change({ group: "" })}>group <Text value={query.group} /> ✕</button>}
     </div>
   );
 }
@@ -71,7 +73,7 @@ function Choice({ label, value, counts, any, names: shown = {}, set }: ChoicePro
       <span>{label}</span>
       <select value={value} data-testid={`filter-${label === "environment" ? "env" : label}`} class={value ? "set" : ""} onChange={(event) => set(event.currentTarget.value)}>
         <option value="">{any}</option>
-        {names.map(([name, amount]) => <option key={name} value={name}>{`${shown[name] ?? name} (${count(amount)})`}</option>)}
+        {names.map(([name, amount]) => <option key={name} value={name}>{`${shown[name] ?? spelled(name)} (${count(amount)})`}</option>)}
       </select>
     </label>
   );

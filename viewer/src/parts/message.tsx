@@ -1,6 +1,8 @@
 /** One message of a conversation: who said it, its text, its calls. */
+import { spelled } from "../visible";
 import { LongText } from "./text";
 import { isCut, type Json, type Message as Record, type ToolCall } from "../types";
+import { Text } from "./text";
 
 type Load = (path: string) => Promise<string>;
 
@@ -31,17 +33,17 @@ export function Message({ message, load }: { message: Record; load?: Load }) {
   const calls = callsOf(message.tool_calls);
   const known = ["user", "assistant", "system", "tool", "developer"].includes(role) ? role : "other";
   return (
-    <article class={`message ${known}`} aria-label={`${role} said`}>
+    <article class={`message ${known}`} aria-label={`${spelled(role)} said`}>
       <header>
-        <span class="role">{role}</span>
-        {name && <bdi class="name">{name}</bdi>}
-        {message.tool_call_id && <span class="call-id">answers <bdi>{message.tool_call_id}</bdi></span>}
+        <span class="role"><Text value={role} /></span>
+        {name && <Text class="name" value={name} />}
+        {message.tool_call_id && <span class="call-id">answers <Text value={message.tool_call_id} /></span>}
       </header>
       {reasoning && <div class="reasoning"><span class="label">reasoning</span><LongText value={reasoning} load={load} /></div>}
       <Content content={content} load={load} bare={calls.length === 0 && !reasoning} />
       {calls.map((call, i) => (
         <div key={i} class="call">
-          <div class="call-head"><span class="label">calls</span><bdi class="name">{call.name}</bdi>{call.id && <span class="call-id"><bdi>{call.id}</bdi></span>}</div>
+          <div class="call-head"><span class="label">calls</span><Text class="name" value={call.name} />{call.id && <span class="call-id"><Text value={call.id} /></span>}</div>
           {isCut(call.arguments) ? <LongText value={call.arguments} load={load} /> : <div class="code"><LongText value={json(call.arguments)} /></div>}
         </div>
       ))}
@@ -72,7 +74,7 @@ export function FailedCalls({ calls }: { calls: ToolCall[] | null }) {
     <>
       {failed.map((call, i) => (
         <div key={i} class="call failed">
-          <div class="call-head"><span class="label">call not carried out: {call.status?.replaceAll("_", " ")}</span></div>
+          <div class="call-head"><span class="label">call not carried out: <Text value={call.status?.replaceAll("_", " ")} /></span></div>
           {call.raw !== undefined && <div class="code"><LongText value={call.raw} /></div>}
         </div>
       ))}

@@ -1,4 +1,5 @@
 /** Which of several runs a view is about. */
+import { spelled } from "../visible";
 import type { Run } from "../types";
 import { go, link, type View } from "../route";
 
@@ -8,7 +9,7 @@ export function RunChoice({ runs, run, view }: { runs: Run[]; run: number; view:
     <label class="field">
       <span>run</span>
       <select value={String(run)} onChange={(event) => go(link(view, Number(event.currentTarget.value)))}>
-        {runs.map(({ id, name }) => <option key={id} value={String(id)}>{name}</option>)}
+        {runs.map(({ id, name }) => <option key={id} value={String(id)}>{spelled(name)}</option>)}
       </select>
     </label>
   );

@@ -3,6 +3,7 @@ import { count, figure, percent, plural } from "../format";
 import { intervalOf, last, raised, type Metrics, type RunData } from "../metrics";
 import { link } from "../route";
 import { categorical } from "../views/overview";
+import { Text } from "./text";
 
 const STATES = { running: "running", finished: "finished", stopped: "stopped", failed: "failed", unknown: "" } as const;
 
@@ -32,7 +33,7 @@ export function RunTable({ runs, hidden, toggle }: Props) {
                 <input type="checkbox" aria-label={`show ${run.name}`} checked={!hidden.includes(run.id)} onChange={() => toggle(run.id)} />
               )}
               {several && <i class="swatch" style={{ color: `var(${categorical(run.id)})` }} />}
-              <bdi title={run.folder}>{run.name}</bdi>
+              <Text title={run.folder} value={run.name} />
               <span class={`state ${run.state}`}>{STATES[run.state] ?? run.state}</span>
             </th>
             <td>

@@ -4,6 +4,7 @@ import { useAnswer } from "../hooks";
 import { NO_QUERY } from "../query";
 import { link } from "../route";
 import type { Source } from "../source";
+import { spelled } from "../visible";
 import type { Trajectory } from "../types";
 
 interface Props {
@@ -28,7 +29,7 @@ export function Siblings({ source, run, trajectory, params }: Props) {
         {value.rows.map((row) => (
           <li key={row.key}>
             <a href={link("trajectory", run, row.key, keep)} aria-current={row.key === trajectory.key ? "page" : undefined}
-              class={row.reason ? "dropped" : ""} title={`${row.trajectory_id}: reward ${figure(row.reward)}, ${row.reason ?? "trained"}`}>
+              class={row.reason ? "dropped" : ""} title={`${spelled(row.trajectory_id)}: reward ${figure(row.reward)}, ${row.reason ?? "trained"}`}>
               {row.reward === null ? "–" : figure(row.reward)}
             </a>
           </li>

@@ -3,13 +3,13 @@ import { useMemo, useRef, useState } from "preact/hooks";
 import { bytes, count } from "../format";
 import { sentence, useVirtual } from "../hooks";
 import { isCut, type Cut } from "../types";
-import { pieces } from "../visible";
+import { pieces, spelled } from "../visible";
 
 /** A short text inside a line. */
-export function Text({ value }: { value: string }) {
-  const found = useMemo(() => pieces(value), [value]);
+export function Text({ value, title, class: name = "" }: { value: string | null | undefined; title?: string; class?: string }) {
+  const found = useMemo(() => pieces(value ?? ""), [value]);
   return (
-    <bdi class="text">
+    <bdi class={`text ${name}`} title={title && spelled(title)}>
       {found.map((piece, i) => (typeof piece === "string" ? piece : <span key={i} class="sign" title={piece.name}>{piece.glyph}</span>))}
     </bdi>
   );

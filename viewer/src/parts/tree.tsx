@@ -6,6 +6,7 @@ import { useMemo, useState } from "preact/hooks";
 import { count, figure, plural, tick } from "../format";
 import { go, link } from "../route";
 import type { Row, TreeNode } from "../types";
+import { spelled } from "../visible";
 import { Text } from "./text";
 
 const LINE = 22;
@@ -71,7 +72,7 @@ export function Tree({ rows, nodes, run }: { rows: Row[]; nodes: TreeNode[]; run
           {lines.map((found, i) => (
             <li key={i}>
               {found.map((at) => rows[at]).filter((row): row is Row => row !== undefined).slice(0, 3).map((row) => (
-                <a key={row.trajectory_id} href={link("trajectory", run, row.key)} title={row.trajectory_id}>{row.sample_index}: <b>{figure(row.reward)}</b></a>
+                <a key={row.trajectory_id} href={link("trajectory", run, row.key)} title={spelled(row.trajectory_id)}>{row.sample_index}: <b>{figure(row.reward)}</b></a>
               ))}
             </li>
           ))}

@@ -38,7 +38,7 @@ export function TurnView(props: Props) {
       {turn && <Head {...props} turn={turn} />}
       {turn?.break && <BreakNote found={turn.break} turn={turn} />}
       {seen && said && <Message message={said} load={load} />}
-      {seen && turn && !said && <p class="none said-nothing">{turn.agent === "main" ? "The conversation that was kept does not hold this turn's message; its tokens are below." : `The tokens of agent ${turn.agent}; its messages are not kept.`}</p>}
+      {seen && turn && !said && <p class="none said-nothing">{turn.agent === "main" ? "The conversation that was kept does not hold this turn's message; its tokens are below." : <>The tokens of agent <Text value={turn.agent} />; its messages are not kept.</>}</p>}
       {seen && turn && <FailedCalls calls={turn.tool_calls} />}
       {seen && tokens && <Tokens {...props} tokens={tokens} />}
     </section>
@@ -53,15 +53,15 @@ function Head({ trajectory, turn, tokens }: Props & { turn: Turn }) {
   return (
     <header class="turn-head">
       <h3>Turn {turn.index}</h3>
-      {turn.agent !== "main" && <span class="tag"><bdi>{turn.agent}</bdi></span>}
+      {turn.agent !== "main" && <span class="tag"><Text value={turn.agent} /></span>}
       {turn.fate !== null && <Fate fate={turn.fate} />}
       {advantage !== null && <span>advantage <b>{signed(advantage)}</b></span>}
       {turn.reward !== null && <span>reward <b>{figure(turn.reward)}</b></span>}
       <span title="tokens that are new in its prompt, and tokens it sampled"><b>{count(tokens?.numPrompt ?? 0)}</b> + <b>{count(tokens?.numSampled ?? 0)}</b> tokens</span>
-      {turn.stop_reason && <span class={turn.stop_reason === "length" ? "warned" : ""}>ended by <b>{turn.stop_reason}</b></span>}
+      {turn.stop_reason && <span class={turn.stop_reason === "length" ? "warned" : ""}>ended by <b><Text value={turn.stop_reason} /></b></span>}
       {versions.length > 0 && <span>version <b>{low === high ? low : `${low}–${high}`}</b></span>}
       {turn.temperature !== null && turn.temperature !== 1 && <span>temperature <b>{figure(turn.temperature)}</b></span>}
-      {turn.parse_status && turn.parse_status !== "ok" && <span class="tag error">{turn.parse_status.replaceAll("_", " ")}</span>}
+      {turn.parse_status && turn.parse_status !== "ok" && <span class="tag error"><Text value={turn.parse_status.replaceAll("_", " ")} /></span>}
       {timing && <span class="timing" title="from the request to its first token processed; to the last sampled token; in tools and environment">{times(timing)}</span>}
     </header>
   );

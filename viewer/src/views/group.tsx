@@ -12,6 +12,7 @@ import { go, link, type Route } from "../route";
 import type { Source } from "../source";
 import type { Group, Row } from "../types";
 import { side } from "./trajectories";
+import { Text } from "../parts/text";
 
 interface Props {
   source: Source;
@@ -48,12 +49,12 @@ function Shown({ source, run, id, group }: { source: Source; run: number; id: st
     <div class="group">
       <nav class="crumbs" aria-label="Where">
         <a href={link("trajectories", run)}>Trajectories</a>
-        <b>group <bdi>{first.group_id ?? id}</bdi></b>
+        <b>group <Text value={first.group_id ?? id} /></b>
         <a class="aside" href={link("trajectories", run, "", { group: id })}>as a table</a>
       </nav>
       <dl class="facts">
-        <div><dt>example</dt><dd><bdi>{first.example_id}</bdi></dd></div>
-        <div><dt>environment</dt><dd><bdi>{first.env}</bdi></dd></div>
+        <div><dt>example</dt><dd class="id"><Text value={first.example_id} title={first.example_id ?? ""} /></dd></div>
+        <div><dt>environment</dt><dd><Text value={first.env} /></dd></div>
         <div><dt>step</dt><dd>{count(first.step)}</dd></div>
         <div><dt>trajectories</dt><dd>{count(rows.length)}</dd></div>
         <div><dt>mean reward</dt><dd>{rewards.length ? figure(mean) : "–"}</dd></div>
@@ -87,11 +88,11 @@ function Column({ source, run, row, best, skip }: { source: Source; run: number;
   return (
     <article class={`column${best ? " best" : ""}`} ref={ref}>
       <header>
-        <a href={link("trajectory", run, row.key)}><b>{row.sample_index}</b> <bdi>{row.trajectory_id}</bdi></a>
+        <a href={link("trajectory", run, row.key)}><b>{row.sample_index}</b> <Text value={row.trajectory_id} /></a>
         <p>
           <span>reward <b>{figure(row.reward)}</b></span> <span class={side(row.advantage)}>{signed(row.advantage)}</span> <RowFate row={row} />
         </p>
-        <p class="of">{plural(row.num_turns, "turn")}, {plural(row.num_sampled_tokens, "token")}, {row.stop_reason ?? "no end"}{row.num_breaks ? `, ${plural(row.num_breaks, "break")}` : ""}</p>
+        <p class="of">{plural(row.num_turns, "turn")}, {plural(row.num_sampled_tokens, "token")}, <Text value={row.stop_reason ?? "no end"} />{row.num_breaks ? `, ${plural(row.num_breaks, "break")}` : ""}</p>
       </header>
       {error && <p class="why">{error}</p>}
       {!value && !error && <p class="loading">Reading.</p>}

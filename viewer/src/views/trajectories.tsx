@@ -12,6 +12,7 @@ import { isFiltered, queryFrom, toParams, NO_QUERY, type Query } from "../query"
 import { go, link, type Route } from "../route";
 import type { Source } from "../source";
 import { textOf, type Facets, type Row, type Run } from "../types";
+import { Text } from "../parts/text";
 
 const HEIGHT = 30;
 
@@ -25,13 +26,13 @@ interface Column {
 
 const COLUMNS: Column[] = [
   { name: "step", title: "step", number: true, about: "the step it was trained in, or dropped before", cell: (row) => <>{row.kind === "eval" && <span class="tag" title="of an evaluation">eval</span>}{count(row.step)}</> },
-  { name: "env", title: "environment", cell: (row) => <bdi>{row.env}</bdi> },
-  { name: "trajectory_id", title: "trajectory", cell: (row) => <bdi>{row.trajectory_id}</bdi> },
-  { name: "example_id", title: "example", cell: (row) => <bdi>{row.example_id}</bdi> },
+  { name: "env", title: "environment", cell: (row) => <Text value={row.env} /> },
+  { name: "trajectory_id", title: "trajectory", cell: (row) => <Text value={row.trajectory_id} /> },
+  { name: "example_id", title: "example", cell: (row) => <Text value={row.example_id} /> },
   { name: "reward", title: "reward", number: true, cell: (row) => <Reward value={row.reward} /> },
   { name: "advantage", title: "advantage", number: true, cell: (row) => <span class={side(row.advantage)}>{signed(row.advantage)}</span> },
   { name: "reason", title: "fate", about: "trained, or why not", cell: (row) => <RowFate row={row} /> },
-  { name: "stop_reason", title: "ended by", cell: (row) => <>{row.stop_reason ?? "–"}{row.truncated && <span class="tag warn" title="something was cut off">cut</span>}</> },
+  { name: "stop_reason", title: "ended by", cell: (row) => <><Text value={row.stop_reason ?? "–"} />{row.truncated && <span class="tag warn" title="something was cut off">cut</span>}</> },
   { name: "num_turns", title: "turns", number: true, cell: (row) => count(row.num_turns) },
   { name: "num_sampled_tokens", title: "tokens", number: true, about: "sampled tokens", cell: (row) => count(row.num_sampled_tokens) },
   { name: "num_breaks", title: "breaks", number: true, about: "turns that do not extend the turn before", cell: (row) => (row.num_breaks ? <span class="tag warn">{row.num_breaks}</span> : <span class="none">0</span>) },
@@ -42,8 +43,8 @@ function Notes({ row }: { row: Row }) {
   const error = row.error && textOf(row.error);
   return (
     <>
-      {row.flags.map((flag) => <span key={flag} class="tag">{flag}</span>)}
-      {error && <span class="tag error" title={error.slice(0, 500)}><bdi>{error.slice(0, 80)}</bdi></span>}
+      {row.flags.map((flag) => <span key={flag} class="tag"><Text value={flag} /></span>)}
+      {error && <span class="tag error"><Text title={error.slice(0, 500)} value={error.slice(0, 120)} /></span>}
     </>
   );
 }

@@ -93,8 +93,8 @@ function Shown({ source, route, trajectory }: { source: Source; route: Route; tr
       <div class="main-column">
         <nav class="crumbs" aria-label="Where">
           <a href={link("trajectories", run, "", back)}>Trajectories</a>
-          <a href={link("group", run, trajectory.group_key)}>group <bdi>{trajectory.group_id}</bdi></a>
-          <b><bdi>{trajectory.trajectory_id}</bdi></b>
+          <a href={link("group", run, trajectory.group_key)}>group <Text value={trajectory.group_id} /></a>
+          <b><Text value={trajectory.trajectory_id} /></b>
         </nav>
         <Facts trajectory={trajectory} load={load} />
         <ColourChoice mode={shownMode} choose={colourBy} context={context} show={showContext} />
@@ -143,14 +143,14 @@ function Facts({ trajectory: t, load }: { trajectory: Trajectory; load: (path: s
         <div><dt>reward</dt><dd class="big">{t.reward === null ? <span class="none">not scored</span> : figure(t.reward)}</dd></div>
         <div><dt>advantage</dt><dd class="big">{t.advantage === null ? <span class="none">none</span> : signed(t.advantage)}</dd></div>
         <div><dt>fate</dt><dd><RowFate row={t} /></dd></div>
-        <div><dt>ended by</dt><dd>{t.stop_reason ?? "–"}{t.truncated && <span class="tag warn">cut</span>}</dd></div>
+        <div><dt>ended by</dt><dd><Text value={t.stop_reason ?? "–"} />{t.truncated && <span class="tag warn">cut</span>}</dd></div>
         <div><dt>turns</dt><dd>{count(t.num_turns)}</dd></div>
         <div><dt>tokens trained</dt><dd>{t.num_trained_tokens === null ? "not kept" : count(t.num_trained_tokens)} <span class="of">of {count(t.num_sampled_tokens)}</span></dd></div>
         <div><dt>breaks</dt><dd>{t.num_breaks ? <span class="tag warn">{t.num_breaks}</span> : "0"}</dd></div>
-        <div><dt>environment</dt><dd><bdi>{t.env}</bdi></dd></div>
-        <div><dt>example</dt><dd><bdi>{t.example_id}</bdi></dd></div>
+        <div><dt>environment</dt><dd class="id"><Text value={t.env} /></dd></div>
+        <div><dt>example</dt><dd class="id"><Text value={t.example_id} title={t.example_id ?? ""} /></dd></div>
         <div><dt>step</dt><dd>{count(t.step)}{t.kind === "eval" && <span class="tag">evaluation</span>}</dd></div>
-        {t.flags.length > 0 && <div><dt>flagged by</dt><dd>{t.flags.map((flag) => <span key={flag} class="tag">{flag}</span>)}</dd></div>}
+        {t.flags.length > 0 && <div><dt>flagged by</dt><dd>{t.flags.map((flag) => <span key={flag} class="tag"><Text value={flag} /></span>)}</dd></div>}
         {parts.map(([name, value]) => <div key={name}><dt><Text value={name} /></dt><dd>{figure(value)}</dd></div>)}
       </dl>
       {t.problems?.map((problem) => <div key={problem} class="error-note" role="note"><Text value={problem} /></div>)}
@@ -202,7 +202,7 @@ function TurnList({ trajectory, turns }: { trajectory: Trajectory; turns: Map<nu
               <b>{turn.index}</b>
               <span class="bar"><i class={turn.fate === "trained" ? "f0" : turn.fate === null ? "" : "f1"} style={{ width: `${Math.max(3, (100 * (turns.get(turn.index)?.numSampled ?? 0)) / longest(turns))}%` }} /></span>
               <span class="amount">{count(turns.get(turn.index)?.numSampled ?? 0)}</span>
-              {turn.agent !== "main" && <bdi class="agent">{turn.agent}</bdi>}
+              {turn.agent !== "main" && <Text class="agent" value={turn.agent} />}
               {turn.break && <span class="tag warn">break</span>}
             </a>
           </li>
