@@ -97,10 +97,8 @@ export function useRuns(source: Source): { runs: RunData[] | null; error: string
       const runs = await source.runs();
       times.current += 1;
       await Promise.all(runs.map(readMetrics));
-      const names = distinct(runs);
       set({
-        runs: runs.map((found, i) => {
-          const run = { ...found, name: names[i] ?? found.name };
+        runs: runs.map((run) => {
           const { metrics = null, error = null } = known.current.get(run.id) ?? {};
           return { run, metrics, error };
         }),
@@ -111,23 +109,6 @@ export function useRuns(source: Source): { runs: RunData[] | null; error: string
     }
   });
   return state;
-}
-
-/**
- * The names of the runs, with as much of the folder behind those that are equal as tells them apart.
- *
- * Example: two runs "a" in /runs/1/x and /runs/2/x are "a 1/x" and "a 2/x".
- */
-export function distinct(runs: Pick<Run, "name" | "folder">[]): string[] {
-  return runs.map((run) => {
-    const same = runs.filter(({ name }) => name === run.name);
-    if (same.length < 2) return run.name;
-    const end = (folder: string, parts: number) => folder.split("/").slice(-parts).join("/");
-    const most = Math.max(...same.map(({ folder }) => folder.split("/").length));
-    let parts = 1;
-    while (parts < most && new Set(same.map(({ folder }) => end(folder, parts))).size < same.length) parts++;
-    return `${run.name} ${end(run.folder, parts)}`;
-  });
 }
 
 export function last(column: Column | undefined): number | null {
