@@ -36,9 +36,10 @@ ORDER = (
     ("monitors",),
     ("evaluation",),
     ("trainer", "orchestrator"),
-    ("comparison", "doctor", "envcheck"),
+    ("doctor", "envcheck"),
     ("run",),
     ("plan", "viewer"),
+    ("comparison",),
     ("cli", "recipes"),
 )
 """Left to right: a package imports from rows above its own, never from below, and not from its neighbours in the

@@ -60,8 +60,10 @@ def test_a_mean_is_over_examples():
 
 
 def test_rewards_that_are_all_equal_say_nothing_of_their_spread():
-    assert not mean_interval({"a": [1.0, 1.0], "b": [1.0]}).has_interval
-    assert mean_interval({"a": [1.0, 1.0], "b": [1.0]}).value == 1.0
+    assert not mean_interval({"a": [2.5, 2.5], "b": [2.5]}).has_interval
+    assert mean_interval({"a": [2.5, 2.5], "b": [2.5]}).value == 2.5
+    values = {str(i): [1.0] for i in range(20)}  # 0 and 1 are bounds, and a mean between them is a share
+    assert mean_interval(values) == share_interval(values) and share_interval(values).high == 1.0
     assert not mean_interval({"a": [2.0]}).has_interval
     assert math.isnan(mean_interval({}).value) and math.isnan(share_interval({"a": []}).value)
 
@@ -121,6 +123,7 @@ def test_differences_without_pairs_are_those_of_independent_samples():
     assert (found.low, found.high) == pytest.approx(gain_interval((0.6, sizes[0]), (0.8, sizes[1])))
     assert (found.low, found.high) == pytest.approx((0.0524, 0.3339), abs=0.005)  # the published one, of 80 and 70
     # Welch, by hand: means 2 and 5, variances of the means 1 / 3 and 4 / 3, 3.2 / 1.2 ... -> 2 degrees, t = 4.3027.
+    assert unpaired_mean(*values) == found
     rewards = {"a": [1.0], "b": [2.0], "c": [3.0]}, {"a": [3.0], "b": [5.0], "c": [7.0]}
     found = unpaired_mean(*rewards)
     assert found.value == 3.0

@@ -105,8 +105,12 @@ def test_pairs_are_of_the_same_example_number_and_seed():
     assert found.is_paired and (found.num_pairs, found.num_unpaired) == (4, (0, 1))
     assert (found.gained, found.lost) == (3, 0)
     assert found.success.value == found.reward.value == 0.75
-    # The examples' deviations from 0.75 sum to -0.5 and 0.5: variance 2 / 1 * 0.5 / 16, t = 12.706.
-    assert found.reward.high == pytest.approx(0.75 + 12.7062 * 0.25, abs=1e-3)
+    assert found.reward == found.success  # rewards are 0 or 1
+    # With one reward of 0.5 in place of 0 the differences are 1, 0, 1, 0.5. The examples' deviations from 0.625 sum to
+    # -0.25 and 0.25: variance 2 / 1 * 0.125 / 16 = 1 / 64, t = 12.706.
+    found = difference("game", [*before[:3], outcome("b", 1, 0.5)], after)
+    assert found.reward.value == 0.625
+    assert found.reward.high == pytest.approx(0.625 + 12.7062 / 8, abs=1e-3)
 
 
 def test_a_failed_episode_leaves_its_pair_out_of_rewards_only():
@@ -124,7 +128,7 @@ def test_other_seeds_have_no_pairs():
                      stop_reason="stop") for e in "ab"]  # fmt: skip
     found = difference("game", before, after)
     assert not found.is_paired and found.num_unpaired == (2, 2)
-    assert found.success.value == 1.0 and not found.reward.has_interval
+    assert found.success.value == 1.0 and found.reward == found.success
 
 
 # ---- logs

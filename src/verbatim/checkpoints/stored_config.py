@@ -63,11 +63,11 @@ def changed_keys(config: RunConfig, toml: str) -> list[str]:
         UsageError: the stored one is no TOML.
     """
     try:
-        stored = dict(_leaves(tomllib.loads(toml)))
+        stored = dict(leaves(tomllib.loads(toml)))
     except ValueError as error:
         raise UsageError(f"the configuration of the run's other process is damaged ({error}); start both processes "
                          "again") from None  # fmt: skip
-    current = dict(_leaves(tomllib.loads(dump_config(config))))
+    current = dict(leaves(tomllib.loads(dump_config(config))))
     return [
         f"{key}: {_shown(key, stored)} -> {_shown(key, current)}"
         for key in sorted({*stored, *current} - {"run_dir"})  # the folder is not part of the configuration
@@ -80,13 +80,13 @@ def _shown(key: str, values: Mapping[str, Any]) -> str:
     return repr(redacted_at(key, values.get(key, "not set")))
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted keys of a table, with their values."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else key)
+            yield from leaves(inner, f"{name}.{key}" if name else key)
     elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
         for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{name}.{index}")
+            yield from leaves(inner, f"{name}.{index}")
     else:
         yield name, value

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--episodes-per-example", type=_count, metavar="N",
         help="episodes of each example (as many as make up orchestrator.eval.episodes)")  # fmt: skip
     add("--seed", type=int, metavar="N", help="seed of all episodes (orchestrator.eval.seed)")
-    add("--k", type=_counts, metavar="K,K", help="the k of pass@k and pass^k (1, 2, 4, ... up to the episodes of each)")
+    add("--k", type=_counts, metavar="K,K", help="the k of pass@k and pass^k (1, 2, 4, 8)")
     add("--concurrency", type=_count, metavar="N",
         help="most episodes at a time (orchestrator.max_concurrent; 8 at an API)")  # fmt: skip
     add("--out", type=Path, metavar="JSONL",

@@ -33,6 +33,7 @@ COMMANDS = {
     "trainer": ("verbatim.cli.trainer_command", "only the trainer of a run"),
     "sft": ("verbatim.cli.sft_command", "train a model on conversations"),
     "eval": ("verbatim.cli.eval_command", "measure a model on environments"),
+    "compare": ("verbatim.cli.compare_command", "say in what runs differ"),
     "env": ("verbatim.cli.env_command", "check an environment without a model, or list the bundled ones"),
     "recipes": ("verbatim.cli.recipes_command", "list the runs that come with the package, or copy one"),
     "models": ("verbatim.cli.models_command", "list pretrained models that need no hub, or get one"),

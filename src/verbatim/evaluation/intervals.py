@@ -90,13 +90,17 @@ def _sizes(values: ByExample) -> dict[str, int]:
 
 def mean_interval(values: ByExample) -> Estimate:
     """The mean of values without bounds, such as rewards: mean ± t * standard error, with K - 1 degrees of freedom for
-    K examples. Values that are all equal have no interval.
+    K examples. Values that are all equal have no interval; those that are all 0 or 1 have that of `share_interval`.
 
     Example: `{"a": [1, 3], "b": [5, 7]}` has the mean 4, the variance 2 / 1 * (16 + 16) / 16 = 4, and t = 12.71: 4 ±
     25.4.
     """
     if not any(values.values()):
         return UNKNOWN
+    return share_interval(values) if are_binary(values) else _mean_interval(values)
+
+
+def _mean_interval(values: ByExample) -> Estimate:
     found = _clusters(values)
     if found.num_clusters == 1 or _all_equal(values):
         return Estimate(value=found.mean, **_sizes(values))
@@ -139,9 +143,9 @@ def _effective(spread: float, found: _Clusters) -> float:
 
 
 def paired_mean(differences: ByExample) -> Estimate:
-    """The mean difference of pairs without bounds, such as rewards of the same example and seed: `mean_interval` of the
-    differences."""
-    return mean_interval(differences)
+    """The mean difference of pairs without bounds, such as rewards of the same example and seed: mean ± t * standard
+    error of the differences; none where all are equal."""
+    return _mean_interval(differences) if any(differences.values()) else UNKNOWN
 
 
 def paired_share(differences: ByExample) -> Estimate:
@@ -163,9 +167,12 @@ def paired_share(differences: ByExample) -> Estimate:
 
 def unpaired_mean(before: ByExample, after: ByExample) -> Estimate:
     """The difference of two means of other examples or seeds: Welch's interval over examples. Without a pair there is
-    nothing that both have in common: it is wider than that of pairs."""
+    nothing that both have in common: it is wider than that of pairs. Values that are all 0 or 1 have that of
+    `unpaired_share`."""
     if not any(before.values()) or not any(after.values()):
         return UNKNOWN
+    if are_binary(before, after):
+        return unpaired_share(before, after)
     first, second = _clusters(before), _clusters(after)
     sizes = {name: min(_sizes(before)[name], _sizes(after)[name]) for name in ("num_examples", "num_values")}
     value = second.mean - first.mean
@@ -228,6 +235,15 @@ def pairs_interval(gained: float, lost: float, pairs: float) -> tuple[float, flo
     up, down = (gained + 1) / (pairs + 2), (lost + 1) / (pairs + 2)
     half = Z95 * math.sqrt((up + down - (up - down) ** 2) / (pairs + 2))
     return max(-1.0, up - down - half), min(1.0, up - down + half)
+
+
+def are_binary(*given: ByExample) -> bool:
+    """Whether all values are 0 or 1: then a mean is a share.
+
+    >>> are_binary({"a": [0.0, 1.0]}, {"a": [1.0]}), are_binary({"a": [0.5]})
+    (True, False)
+    """
+    return all(value in (0.0, 1.0) for values in given for group in values.values() for value in group)
 
 
 def _all_equal(values: ByExample) -> bool:

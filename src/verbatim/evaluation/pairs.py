@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from verbatim.evaluation.intervals import (
     UNKNOWN,
     Estimate,
+    are_binary,
     paired_mean,
     paired_share,
     unpaired_mean,
@@ -61,7 +62,7 @@ def difference(env: str, before: Iterable[Outcome], after: Iterable[Outcome]) ->
         )  # fmt: skip
     return Difference(
         env=env, num_pairs=len(pairs), num_unpaired=left, success=paired_share(_success_differences(pairs)),
-        reward=paired_mean(_reward_differences(pairs)),
+        reward=_paired_reward(pairs),
         gained=sum(two.success and not one.success for one, two in pairs),
         lost=sum(one.success and not two.success for one, two in pairs),
     )  # fmt: skip
@@ -72,6 +73,13 @@ def _success_differences(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, 
     for one, two in pairs:
         found.setdefault(one.example_id, []).append(float(two.success) - float(one.success))
     return found
+
+
+def _paired_reward(pairs: Sequence[tuple[Outcome, Outcome]]) -> Estimate:
+    """Rewards that are all 0 or 1 are compared as successes are."""
+    found = _reward_differences(pairs)
+    both = [rewards_of(side) for side in zip(*pairs, strict=True)]
+    return paired_share(found) if are_binary(*both) else paired_mean(found)
 
 
 def _reward_differences(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, list[float]]:

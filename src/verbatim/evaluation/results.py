@@ -84,8 +84,7 @@ def env_result(env: str, outcomes: Iterable[Outcome], *, ks: Sequence[int] | Non
     Args:
         env: The environment's label.
         outcomes: In any order; examples keep the order in which they appear.
-        ks: The k of pass@k and pass^k; None = 1, 2, 4, ... up to the episodes of every example. A k that an example has
-            too few episodes for is left out.
+        ks: The k of pass@k and pass^k; None = 1, 2, 4 and 8. A k that an example has too few episodes for is left out.
     """
     listed = list(outcomes)
     groups: dict[str, list[Outcome]] = {}

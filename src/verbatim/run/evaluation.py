@@ -55,7 +55,7 @@ class EvalSettings:
     concurrency: int | None = None
     """Most episodes at a time; None = orchestrator.max_concurrent, and 8 with an API."""
     ks: Sequence[int] | None = None
-    """The k of pass@k; None = powers of two."""
+    """The k of pass@k; None = 1, 2, 4, 8."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     """Goes into every request to an API."""
 

@@ -1,0 +1,46 @@
+"""`verbatim compare RUN RUN...`: says in what runs differ: configuration, curves, evaluations, speed, alarms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from verbatim.cli import exit_status
+from verbatim.comparison.compared import compare_runs, comparison_to_json
+from verbatim.comparison.draw import draw_comparison
+from verbatim.comparison.show import show_comparison
+from verbatim.errors import UsageError
+from verbatim.plain_console import PlainConsole
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the runs, --metric, --plot and --json."""
+    add = parser.add_argument
+    add("folders", type=Path, nargs="+", metavar="RUN", help="the folders of runs, such as runs/NAME/latest")
+    add("--metric", action="append", default=[], metavar="NAME",
+        help="compare this metric of the steps too, also as a curve; again for each further one")  # fmt: skip
+    add("--plot", type=Path, metavar="PNG", help="draw the curves there")
+    add("--json", action="store_true", help="print everything as JSON, and nothing else, on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the runs, also those that are under way, and print in what they differ.
+
+    Raises:
+        UsageError: fewer than two runs, a folder without a run, or a metric that no run has.
+    """
+    if args.overrides:
+        raise UsageError(f"verbatim compare has no option {args.overrides[0]}; there are --metric, --plot and --json")
+    comparison = compare_runs(args.folders, args.metric)
+    console = PlainConsole(quiet=args.json)
+    show_comparison(comparison, console)
+    if args.json:
+        sys.stdout.write(json.dumps(comparison_to_json(comparison), indent=2) + "\n")
+    if args.plot is not None:
+        if args.plot.is_dir():
+            raise UsageError(f"--plot {args.plot} is a folder; name a file")
+        draw_comparison(comparison, args.plot)
+        console.print(f"wrote {args.plot}", soft_wrap=True)
+    return exit_status.FINISHED

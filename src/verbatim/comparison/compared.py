@@ -1,0 +1,137 @@
+"""Lays several runs side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verbatim.comparison.configs import Difference, config_differences
+from verbatim.comparison.evals import ComparedEvals, compare_evals
+from verbatim.comparison.figures import Figures, figures
+from verbatim.comparison.read_run import Run, alarm_counts, read_run
+from verbatim.comparison.text_plot import Series
+from verbatim.errors import UsageError
+from verbatim.evaluation.as_json import difference_to_json, finite, result_to_json
+from verbatim.evaluation.texts import letter
+
+REWARD = "reward/mean"
+"""The metric of steps that is always drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """One metric of all runs."""
+
+    name: str
+    """Of the metric; of evaluations `success of guess_number`."""
+    series: Sequence[Series]
+    """For each run; empty where it does not have it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs, and everything in which they can be compared."""
+
+    runs: Sequence[Run]
+    settings: Sequence[Difference]
+    """Keys of the configuration that are not the same in all."""
+    curves: Sequence[Curves]
+    evals: Sequence[ComparedEvals]
+    figures: Sequence[Figures]
+    problems: Sequence[str]
+    """What could not be read, beside the problems of each run."""
+
+
+def compare_runs(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
+    """Read the runs and compare them.
+
+    Args:
+        folders: Run folders, at least two.
+        metrics: Further metrics of steps, for curves and tables.
+
+    Raises:
+        UsageError: fewer than two runs, one of them twice, a folder without a run, or a metric that no run has.
+    """
+    if len(folders) < 2:
+        raise UsageError("verbatim compare needs at least two runs: verbatim compare runs/NAME/FIRST runs/NAME/SECOND")
+    resolved: dict[Path, Path] = {}
+    for folder in folders:
+        if folder.resolve() in resolved:
+            raise UsageError(f"{folder} and {resolved[folder.resolve()]} are the same run; name another one")
+        resolved[folder.resolve()] = folder
+    runs = [read_run(folder) for folder in folders]
+    there = {name for run in runs for metrics_of in run.steps.values() for name in metrics_of}
+    for name in metrics:
+        if name not in there:
+            raise UsageError(f"no step of these runs has the metric {name!r}; there are {', '.join(sorted(there)[:20])}"
+                             f"{', ...' if len(there) > 20 else ''}")  # fmt: skip
+    problems: list[str] = []
+    return Comparison(
+        runs=runs, settings=config_differences(runs), curves=_curves(runs, metrics),
+        evals=compare_evals(runs, problems), figures=figures(runs, metrics), problems=problems,
+    )  # fmt: skip
+
+
+def _curves(runs: Sequence[Run], metrics: Sequence[str]) -> list[Curves]:
+    found = [Curves(name=name, series=[run.series(name) for run in runs]) for name in dict.fromkeys([REWARD, *metrics])]
+    for env in dict.fromkeys(env for run in runs for env in run.evals):
+        found.append(Curves(name=f"success of {env}", series=[run.eval_series(env, "success") for run in runs]))
+    return [curves for curves in found if any(curves.series)]
+
+
+def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
+    """All of it as plain JSON values; runs are named by their letters."""
+    letters = [letter(place) for place in range(len(comparison.runs))]
+
+    def by_letter(values: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(letters, values, strict=True))
+
+    found: Mapping[str, Any] = {
+        "runs": [{"letter": name, **_run_to_json(run)} for name, run in zip(letters, comparison.runs, strict=True)],
+        "config": [
+            {"key": each.key, "default": each.default, "values": by_letter(each.values), "lines": by_letter(each.lines)}
+            for each in comparison.settings
+        ],
+        "curves": {each.name: by_letter([[list(point) for point in one] for one in each.series])
+                   for each in comparison.curves},
+        "evaluations": [
+            {"env": each.env, "at": each.at, "steps": by_letter(each.steps),
+             "results": by_letter([result and result_to_json(result) for result in each.results]),
+             "pairs": [{"before": pair.before, "after": pair.after,
+                        **difference_to_json(pair.environments[each.env])} for pair in each.pairs]}
+            for each in comparison.evals
+        ],
+        "figures": {each.title: {name: by_letter(values) for name, values in each.rows}
+                    for each in comparison.figures},
+        "problems": list(comparison.problems),
+    }  # fmt: skip
+    value: dict[str, Any] = finite(found)
+    return value
+
+
+def _run_to_json(run: Run) -> dict[str, Any]:
+    return {
+        "folder": str(run.folder), "name": run.name, "state": run.state, "steps": run.last_step,
+        "max_steps": run.max_steps, "starts": run.num_starts, "changed_on_resume": list(run.changed),
+        "forked_from": run.forked_from and {"run": run.forked_from[0], "step": run.forked_from[1]},
+        "alarms": {name: {"raised": count, "still": still} for name, (count, still) in alarm_counts(run).items()},
+        "problems": list(run.problems),
+    }  # fmt: skip
+
+
+def state_line(run: Run) -> str:
+    """How far a run is, and what has happened to it.
+
+    Example: `finished, 210 of 210 steps`, `stopped, 40 of 210 steps, resumed 2 times`.
+    """
+    parts = [run.state, f"{run.last_step} of {run.max_steps if run.max_steps is not None else '?'} steps"]
+    if run.num_starts > 1:
+        parts.append("resumed once" if run.num_starts == 2 else f"resumed {run.num_starts - 1} times")
+    if run.forked_from is not None:
+        parts.append(f"forked from {run.forked_from[0]} after step {run.forked_from[1]}")
+    if run.seconds is not None and not math.isnan(run.seconds):
+        parts.append(f"{run.seconds:,.0f} s")
+    return ", ".join(parts)

@@ -1,0 +1,69 @@
+"""Finds the keys in which configurations differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from verbatim.comparison.read_run import Run
+from verbatim.config.fields import field_at
+from verbatim.config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One key that is not the same in all runs."""
+
+    key: str
+    values: Sequence[Any]
+    """For each run; None = it is not set."""
+    lines: Sequence[int | None]
+    """Where it stands in each run's config.toml."""
+    default: Any
+    """What it is where a file does not say; None where the schema has no default."""
+
+    def is_default(self, place: int) -> bool:
+        """Whether this run has the default."""
+        return self.default is not None and self.values[place] == self.default
+
+
+def config_differences(runs: Sequence[Run]) -> list[Difference]:
+    """The keys whose values differ, in the order of the first run's file. Runs without a readable configuration have
+    none set."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    found = []
+    for key in keys:
+        settings = [run.config.get(key) for run in runs]
+        values = [setting.value if setting is not None else None for setting in settings]
+        if any(value != values[0] for value in values):
+            lines = [setting.line if setting is not None else None for setting in settings]
+            found.append(Difference(key=key, values=values, lines=lines, default=_default(key)))
+    return found
+
+
+def _default(key: str) -> Any:
+    """The schema's default of a key, as TOML has it; None without one."""
+    path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+    field = field_at(RunConfig, path)
+    if field is None or field.default is PydanticUndefined:
+        return None
+    return list(field.default) if isinstance(field.default, tuple) else field.default
+
+
+def told(differences: Sequence[Difference]) -> list[Difference]:
+    """Those that people need: a key that is its default in some runs, and not set in the others because they do not
+    have its table, is left out; where all keys of a table are, one row `[table]` says which runs have it."""
+    found: dict[str, Difference] = {}
+    for each in differences:
+        if all(value is None or each.is_default(place) for place, value in enumerate(each.values)):
+            table = each.key.rpartition(".")[0]
+            there = ["there" if value is not None else None for value in each.values]
+            found.setdefault(f"[{table}]", dataclasses.replace(each, key=f"[{table}]", values=there, default=None))
+        else:
+            found[each.key] = each
+    tables = {name.rpartition(".")[0] for name in found if not name.startswith("[")}
+    return [each for name, each in found.items() if not name.startswith("[") or name[1:-1] not in tables]

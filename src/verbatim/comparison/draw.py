@@ -1,0 +1,73 @@
+"""Draws the curves of several runs into one PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verbatim.comparison.compared import Comparison
+from verbatim.comparison.read_run import Run
+from verbatim.errors import UsageError
+from verbatim.evaluation.texts import letter
+from verbatim.imports import is_installed
+
+_DRAWN = ("completion_tokens", "entropy", "mismatch_kl", "grad_norm")
+"""Metrics of steps that are drawn beside the comparison's own curves, where a run has them."""
+
+
+def draw_comparison(comparison: Comparison, path: Path) -> None:
+    """A panel for each metric, a line for each run; success of evaluations with its interval as a band.
+
+    Args:
+        comparison: The runs.
+        path: The PNG; written whole or not at all.
+
+    Raises:
+        UsageError: matplotlib is missing.
+    """
+    if not is_installed("matplotlib"):
+        raise UsageError("--plot needs matplotlib, which is not installed; type: pip install 'verbatim-rl[plot]'")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = [curves.name for curves in comparison.curves]
+    extra = [name for name in _DRAWN if name not in names and any(run.series(name) for run in comparison.runs)]
+    panels = [*names, *extra]
+    columns = min(2, len(panels)) or 1
+    rows = -(-len(panels) // columns) or 1
+    figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")  # no pyplot: no global state, no display
+    FigureCanvasAgg(figure)
+    for place, name in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        of = name.removeprefix("success of ") if name.startswith("success of ") else None
+        if of is not None:
+            _draw_evals(axes, comparison.runs, of)
+        else:
+            for number, run in enumerate(comparison.runs):
+                if points := run.series(name):
+                    axes.plot(*zip(*points, strict=True), color=f"C{number}", linewidth=1)
+        axes.set_title(name, fontsize="medium", parse_math=False)
+        axes.set_xlabel("step")
+    handles = [figure.axes[0].plot([], [], color=f"C{number}")[0] for number in range(len(comparison.runs))]
+    labels = [f"{letter(number)}  {run.folder}" for number, run in enumerate(comparison.runs)]
+    legend = figure.legend(handles, labels, loc="outside lower center", fontsize="small")
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, dpi=120, format="png")
+    temporary.replace(path)
+
+
+def _draw_evals(axes: Any, runs: Sequence[Run], env: str) -> None:
+    for number, run in enumerate(runs):
+        points = run.eval_series(env, "success")
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, "o-", color=f"C{number}", markersize=3, linewidth=1.2)
+        low, high = dict(run.eval_series(env, "success/low")), dict(run.eval_series(env, "success/high"))
+        known = [step for step in steps if step in low and step in high]
+        axes.fill_between(known, [low[step] for step in known], [high[step] for step in known], color=f"C{number}",
+                          alpha=0.15, linewidth=0)  # fmt: skip
+    axes.set_ylim(-0.03, 1.03)

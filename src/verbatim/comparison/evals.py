@@ -1,0 +1,105 @@
+"""Compares the evaluations of runs: the last of each, and those after a step that all of them have evaluated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from verbatim.comparison.read_run import Metrics, Run
+from verbatim.errors import UsageError
+from verbatim.evaluation.intervals import Estimate
+from verbatim.evaluation.outcomes import Outcome
+from verbatim.evaluation.pairs import difference
+from verbatim.evaluation.results import EnvResult, env_result
+from verbatim.evaluation.rows import Compared
+from verbatim.evaluation.stored import read_outcomes
+from verbatim.evaluation.texts import letter
+
+MOST_PAIRS = 6
+"""Pairs of runs that are compared; beyond them every run is compared with the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedEvals:
+    """The evaluations of one environment."""
+
+    env: str
+    at: str
+    """"last": the last evaluation of each run; "shared": those after the last step that all have."""
+    steps: Sequence[int | None]
+    """After which step each run's was; None = it has none."""
+    results: Sequence[EnvResult | None]
+    """Where the episodes are not kept, what the metrics say: without examples."""
+    pairs: Sequence[Compared]
+    """Of the runs whose episodes are kept."""
+
+
+def compare_evals(runs: Sequence[Run], problems: list[str]) -> list[ComparedEvals]:
+    """For each environment its last evaluations, and where these are after other steps, those of a shared one.
+
+    Args:
+        runs: The runs.
+        problems: Gets what could not be read.
+    """
+    found = []
+    for env in dict.fromkeys(env for run in runs for env in run.evals):
+        last = [max(run.evals[env]) if run.evals.get(env) else None for run in runs]
+        there = [set(run.evals.get(env, ())) for run in runs]
+        shared = max(set.intersection(*there), default=0)
+        asked = [("last", last)]
+        if shared and len(set(last)) > 1 and None not in last:
+            asked.append(("shared", [shared] * len(runs)))
+        for at, steps in asked:
+            found.append(_compared(runs, env, at, steps, problems))
+    return found
+
+
+def _compared(
+    runs: Sequence[Run], env: str, at: str, steps: Sequence[int | None], problems: list[str]
+) -> ComparedEvals:
+    outcomes = [_outcomes(run, env, step, problems) for run, step in zip(runs, steps, strict=True)]
+    results: list[EnvResult | None] = []
+    for run, step, played in zip(runs, steps, outcomes, strict=True):
+        if step is None:
+            results.append(None)
+        else:
+            results.append(env_result(env, played, ks=(4,)) if played else _from_metrics(env, run.evals[env][step]))
+    pairs = list(itertools.combinations(range(len(runs)), 2))
+    if len(pairs) > MOST_PAIRS:
+        pairs = [(0, place) for place in range(1, len(runs))]
+    return ComparedEvals(env=env, at=at, steps=steps, results=results, pairs=[
+        Compared(before=letter(one), after=letter(two),
+                 environments={env: difference(env, outcomes[one], outcomes[two])})
+        for one, two in pairs if outcomes[one] and outcomes[two]
+    ])  # fmt: skip
+
+
+def _outcomes(run: Run, env: str, step: int | None, problems: list[str]) -> list[Outcome]:
+    """The episodes of one evaluation; none where they are not kept."""
+    if step is None or step not in run.kept_evals:
+        return []
+    try:
+        return [outcome for _, outcome in read_outcomes(run.episodes, {step}) if outcome.env == env]
+    except (UsageError, OSError) as error:
+        problems.append(str(error))
+        return []
+
+
+def _from_metrics(env: str, metrics: Metrics) -> EnvResult:
+    """What is left of an evaluation whose episodes were not kept."""
+    episodes = int(metrics.get("episodes", 0))
+
+    def estimate(name: str, stem: str) -> Estimate:
+        return Estimate(value=metrics.get(name, math.nan), low=metrics.get(f"{stem}/low", math.nan),
+                        high=metrics.get(f"{stem}/high", math.nan), num_values=episodes)  # fmt: skip
+
+    shown: Mapping[str, float] = {
+        name: value for name, value in metrics.items()
+        if name in ("turns", "completion_tokens", "valid_format", "tool_errors", "truncated")
+    }  # fmt: skip
+    return EnvResult(
+        env=env, num_episodes=episodes, num_failed=int(metrics.get("failed", 0)), figures=shown,
+        success=estimate("success", "success"), reward=estimate("reward/mean", "reward"),
+    )  # fmt: skip

@@ -1,0 +1,217 @@
+"""Reads what a run folder says of its run: also of one that is under way, or that failed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verbatim.checkpoints.run_folder import ORCHESTRATOR, holds_run
+from verbatim.checkpoints.stored_config import CONFIG, leaves
+from verbatim.config.origins import dotted, line_numbers
+from verbatim.config.secrets import redacted_at
+from verbatim.errors import UsageError
+from verbatim.evaluation.stored import evaluated_steps
+from verbatim.monitors.alarm import Alarm
+from verbatim.monitors.alarm_log import alarm_from_json
+from verbatim.viewer.run_state import read_config, read_state
+
+Metrics = Mapping[str, float]
+
+_STARTED = re.compile(r"^\S+ \S+ INFO started \(process \d+\)$")
+_CHANGED = re.compile(r" WARNING the configuration changed since this run started: (.+)$")
+_NO_PART = ("name", "run_dir")
+"""Keys that say nothing of how a run trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One key of a run's configuration."""
+
+    value: Any
+    """Without secrets."""
+    line: int | None
+    """Where it stands in the stored configuration."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """One run, as its folder is now."""
+
+    folder: Path
+    name: str
+    state: str
+    """"running", "finished", "stopped" (it can be resumed), "failed" (its log ends with an error) or "unknown"."""
+    max_steps: int | None
+    num_starts: int
+    """How often a process of it began: more than 1 = it was resumed."""
+    config: Mapping[str, Setting]
+    """By dotted key."""
+    changed: Sequence[str]
+    """The keys that a resume changed, as the log has them: "key: before -> after"."""
+    forked_from: tuple[str, int] | None
+    """Folder and step of the run that it was forked from."""
+    steps: Mapping[int, Metrics]
+    """Metrics by step."""
+    times: Mapping[int, float]
+    """When each step was logged, in seconds since 1970."""
+    evals: Mapping[str, Mapping[int, Metrics]]
+    """Metrics of evaluations by environment and step."""
+    alarms: Sequence[Alarm]
+    episodes: Path
+    """The log of evaluated episodes, which need not be there."""
+    kept_evals: Sequence[int]
+    """Steps whose evaluated episodes are kept."""
+    seconds: float | None
+    """What the run says that it took, where it is finished."""
+    problems: Sequence[str] = field(default_factory=tuple)
+    """What could not be read, as sentences."""
+
+    @property
+    def last_step(self) -> int:
+        """Steps that are logged."""
+        return max(self.steps, default=0)
+
+    def series(self, metric: str) -> list[tuple[int, float]]:
+        """Step and value wherever a step has a finite one."""
+        found = [(step, metrics[metric]) for step, metrics in self.steps.items() if metric in metrics]
+        return [(step, value) for step, value in found if math.isfinite(value)]
+
+    def eval_series(self, env: str, metric: str) -> list[tuple[int, float]]:
+        """The same of the evaluations of an environment."""
+        found = [(step, metrics[metric]) for step, metrics in self.evals.get(env, {}).items() if metric in metrics]
+        return [(step, value) for step, value in found if math.isfinite(value)]
+
+
+def read_run(folder: Path) -> Run:
+    """The run in a folder. What is damaged in it is left out, and told in `problems`.
+
+    Raises:
+        UsageError: there is no run; says what was found, and which runs are near.
+    """
+    if not folder.is_dir() or not (holds_run(folder) or (folder / "metrics.jsonl").is_file()):
+        raise UsageError(f"there is no run in {folder}: {_what_is(folder)}. {_near(folder)}")
+    problems: list[str] = []
+    folder_state, config, text = read_state(folder), read_config(folder), _text(folder / CONFIG)
+    if not config:
+        problems.append(f"{CONFIG} is missing or damaged: its keys are not compared")
+    steps, times, evals = _read_metrics(folder / "metrics.jsonl", problems)
+    log = _text(folder / "logs" / f"{ORCHESTRATOR}.log").splitlines()
+    lines = {dotted(path): line for path, line in line_numbers(text).items()} if config else {}
+    seconds = _json(folder / "summary.json").get("seconds")
+    origin = _json(folder / "forked_from.json")
+    known = "run" in origin and type(origin.get("step")) is int
+    return Run(
+        folder=folder, name=folder_state.name, state=folder_state.state, max_steps=folder_state.max_steps,
+        num_starts=sum(bool(_STARTED.match(line)) for line in log),
+        config={
+            key: Setting(value=redacted_at(key, value), line=lines.get(key))
+            for key, value in leaves(config) if key not in _NO_PART
+        },
+        changed=list(dict.fromkeys(found[1] for line in log if (found := _CHANGED.search(line)))),
+        forked_from=(str(origin["run"]), origin["step"]) if known else None, steps=steps, times=times, evals=evals,
+        alarms=_read_alarms(folder / "alarms.jsonl", problems), episodes=folder / "eval_trajectories.jsonl",
+        kept_evals=evaluated_steps(folder / "eval_trajectories.jsonl"),
+        seconds=float(seconds) if isinstance(seconds, int | float) else None, problems=problems,
+    )  # fmt: skip
+
+
+def _what_is(folder: Path) -> str:
+    if not folder.exists():
+        return "no such folder"
+    if not folder.is_dir():
+        return "it is a file"
+    names = sorted(path.name for path in folder.iterdir())
+    return f"it has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"
+
+
+def _near(folder: Path) -> str:
+    """What to type instead."""
+    for parent in (folder, folder.parent, folder.parent.parent):
+        runs = sorted(path.parent for path in parent.glob(f"*/{CONFIG}")) if parent.is_dir() else []
+        if runs:
+            return f"Runs near it: {', '.join(map(str, runs[-4:]))}"
+    return "Name the folders of runs, such as runs/NAME/latest"
+
+
+def _read_metrics(
+    path: Path, problems: list[str]
+) -> tuple[dict[int, Metrics], dict[int, float], dict[str, dict[int, Metrics]]]:
+    """Metrics by step, when they were logged, and those of evaluations."""
+    steps: dict[int, Metrics] = {}
+    times: dict[int, float] = {}
+    evals: dict[str, dict[int, Metrics]] = {}
+    if not path.is_file():
+        problems.append("it has no metrics.jsonl yet")
+        return steps, times, evals
+    bad = 0
+    for record in _records(path):
+        try:
+            step, metrics = int(record["step"]), {name: float(value) for name, value in record["metrics"].items()}
+            if record["kind"] == "eval":
+                if metrics.get("episodes") != 0:  # it was left out
+                    evals.setdefault(str(record["env"]), {})[step] = metrics
+            else:
+                steps[step], times[step] = metrics, float(record.get("time", math.nan))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            bad += 1
+    if bad:
+        problems.append(f"{bad} lines of metrics.jsonl cannot be read, and are left out")
+    return steps, times, evals
+
+
+def _read_alarms(path: Path, problems: list[str]) -> list[Alarm]:
+    found, bad = [], 0
+    for record in _records(path) if path.is_file() else ():
+        try:
+            found.append(alarm_from_json(record))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            bad += 1
+    if bad:
+        problems.append(f"{bad} lines of alarms.jsonl cannot be read, and are left out")
+    return found
+
+
+def _records(path: Path) -> list[Any]:
+    """The JSON value of each whole line; None for one that is none. A torn last line is still being written."""
+    records: list[Any] = []
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.endswith(b"\n"):
+                try:
+                    records.append(json.loads(line))
+                except (ValueError, RecursionError):
+                    records.append(None)
+    return records
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    """The object in a file; empty where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def alarm_counts(run: Run) -> dict[str, tuple[int, bool]]:
+    """How often each alarm was raised, and whether it still is, by its name and environment."""
+    counts: Counter[str] = Counter()
+    raised: dict[str, bool] = {}
+    for alarm in run.alarms:
+        name = alarm.name if alarm.env is None else f"{alarm.name} ({alarm.env})"
+        counts[name] += alarm.state == "raised"
+        raised[name] = alarm.state == "raised"
+    return {name: (count, raised[name]) for name, count in counts.most_common()}

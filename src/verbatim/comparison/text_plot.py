@@ -1,0 +1,69 @@
+"""Draws the curves of several runs into one plot of characters: each run is its letter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from verbatim.evaluation.texts import letter, number
+
+Series = Sequence[tuple[int, float]]
+"""Steps and values."""
+
+COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
+SEVERAL = "*"
+"""Where two runs meet."""
+
+
+def text_plot(series: Sequence[Series], *, width: int = 79, height: int = 11) -> Text | None:
+    """A plot of these runs over one axis of steps; each column shows the mean of the run's values in it.
+
+    Args:
+        series: The points of each run, in the order of their letters; a run may have none.
+        width: Columns, labels included; at least 40 are used.
+        height: Rows, without the axis of steps.
+
+    Returns:
+        Lines of at most `width` columns; None where there is nothing to draw.
+    """
+    points = [point for each in series for point in each]
+    if not points:
+        return None
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    if high == low:
+        low, high = low - 0.5, high + 0.5
+    labels = [number(high - (high - low) * row / (height - 1)) for row in range(height)]
+    margin = max(map(len, labels))
+    columns = max(40, width) - margin - 2
+    cells: list[list[tuple[str, str]]] = [[(" ", "")] * columns for _ in range(height)]
+    for place, each in enumerate(series):
+        for column, value in _means(each, first, last, columns):
+            row = round((high - value) / (high - low) * (height - 1))
+            taken = cells[row][column][0]
+            mark = letter(place)[0] if taken in (" ", letter(place)[0]) else SEVERAL
+            cells[row][column] = (mark, COLOURS[place % len(COLOURS)] if mark != SEVERAL else "bold")
+    text = Text()
+    for row in range(height):
+        label = labels[row] if row % 5 == 0 or row == height - 1 else ""
+        text.append(f"{label:>{margin}} |", style="dim")
+        for mark, style in cells[row]:
+            text.append(mark, style=style)
+        text.append("\n")
+    text.append(" " * (margin + 1) + "+" + "-" * columns + "\n", style="dim")
+    begin, end = f"step {first}", str(last)
+    text.append(" " * (margin + 2) + begin.ljust(columns - len(end)) + (end if last > first else ""), style="dim")
+    return text
+
+
+def _means(points: Series, first: int, last: int, columns: int) -> list[tuple[int, float]]:
+    """The mean of the points of each column.
+
+    >>> _means([(1, 0.0), (2, 1.0), (9, 3.0)], 1, 9, 3)
+    [(0, 0.5), (2, 3.0)]
+    """
+    found: dict[int, list[float]] = {}
+    for step, value in points:
+        found.setdefault(round((step - first) / max(1, last - first) * (columns - 1)), []).append(value)
+    return [(column, sum(values) / len(values)) for column, values in sorted(found.items())]
