@@ -101,6 +101,14 @@ def write_file(path: Path, data: bytes, *, temporary: Path | None = None) -> Non
         raise
 
 
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """A second name for a file that is never written to again; a copy where the system has no such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def keep_aside(path: Path, folder: Path | None = None) -> Path:
     """Rename a damaged file or folder, so that it is neither used nor lost; returns the new path.
 

@@ -47,6 +47,7 @@ FATE = Fate(
     trajectory=FULL, turns=("trained", "missing_logprobs", "untrained", "trained"), unrecorded="cancelled",
     flags=("gibberish", "repetition"), trainer_logprobs=(np.float32([-0.1, -2.5]), None, None, np.zeros(0, np.float32)),
     gradients=(np.float32([1.5, -0.25]), None, None, np.zeros(0, np.float32)),
+    teacher_logprobs=(np.float32([-0.5, -0.75]), None, None, None),
 )  # fmt: skip
 FAILED = Fate.of_dropped(Trajectory(example_id="y", group_id="h", env="game", error="raised: KeyError"), "error")
 
@@ -63,16 +64,34 @@ def test_what_is_read_is_what_was_written_to_the_last_bit(tmp_path: Path):
     told = [(a if a is None else a.tolist(), b if b is None else b.tolist())
             for a, b in zip(fate.trainer_logprobs, fate.gradients, strict=True)]  # fmt: skip
     assert told == [(np.float32([-0.1, -2.5]).tolist(), [1.5, -0.25]), (None, None), (None, None), ([], [])]
-    assert failed.trainer_logprobs == failed.gradients == ()
+    assert failed.trainer_logprobs == failed.gradients == failed.teacher_logprobs == ()
+    assert fate.teacher_logprobs[0].tolist() == [-0.5, -0.75] and fate.teacher_logprobs[1:] == (None, None, None)
     assert text_of(failed.trajectory) == text_of(FAILED.trajectory) and failed.reason == "error"
     assert fate.trajectory.turns[1].extends(fate.trajectory.turns[0])
+
+
+def test_a_file_of_an_earlier_version_has_no_column_of_a_teacher(tmp_path: Path):
+    files = FateFolder(tmp_path)
+    files.write(1, [FATE])
+    path = files_in(tmp_path)[1]
+    table = pq.read_table(path, partitioning=None)
+    turns = table.column("turns").combine_chunks()
+    kept = [field for field in turns.values.type if field.name != "teacher_logprobs"]
+    without = pa.StructArray.from_arrays([turns.values.field(field.name) for field in kept], fields=kept)
+    column = pa.ListArray.from_arrays(turns.offsets, without)
+    place = table.schema.get_field_index("turns")
+    pq.write_table(table.set_column(place, pa.field("turns", column.type), column), path)
+    ((_, fate),) = read_fates(tmp_path)
+    assert fate.teacher_logprobs == ()
+    assert text_of(fate.trajectory) == text_of(FULL.replace(turns=[FIRST.replace(state_key="room \\udce9"),
+                                                                   *FULL.turns[1:]]))  # fmt: skip
 
 
 def test_every_field_of_a_trajectory_and_of_a_turn_has_a_column():
     derived = {"path": {"prompt_of_turn", "prompt_shared", "prompt_new_ids"}, "attachments": set(),
                "timing": {"seconds_queued", "seconds_generated", "seconds_tools"}}  # fmt: skip
     of_turn = set().union(*(derived.get(f.name, {f.name}) for f in dataclasses.fields(Turn)))
-    assert {field.name for field in TURN} == of_turn | {"fate", "trainer_logprobs", "gradients"}
+    assert {field.name for field in TURN} == of_turn | {"fate", "trainer_logprobs", "gradients", "teacher_logprobs"}
     of_trajectory = {f.name for f in dataclasses.fields(Trajectory)}
     figures = {"num_turns", "num_sampled_tokens", "num_trained_tokens", "num_breaks"}
     assert set(SCHEMA.names) == of_trajectory | figures | {"step", "reason", "unrecorded", "flags"}

@@ -16,11 +16,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from verbatim.checkpoints.lock import ANOTHER_FOLDER, FolderLock, is_locked
+from verbatim.checkpoints.origin import FORKING
 from verbatim.checkpoints.store import WEIGHTS, CheckpointStore
 from verbatim.checkpoints.stored_config import CONFIG, changed_keys, damage_of_config, newest_copy
 from verbatim.config import dump_config
@@ -86,6 +87,7 @@ class RunFolder:
         self.toml = ""
         """The stored configuration as TOML."""
         self._new = self._stamped = False
+        self._beginning: tuple[str, ...] = ()
         self.is_withdrawn = False
         """Whether `withdraw` has removed the run: there is nothing to resume."""
 
@@ -108,8 +110,18 @@ class RunFolder:
         return cls.join(config, role=role) if joins else cls.create(config, name=name, now=datetime.now())
 
     @classmethod
-    def create(cls, config: RunConfig, *, name: str, now: datetime, root: Path = RUNS) -> RunFolder:
+    def create(
+        cls, config: RunConfig, *, name: str, now: datetime, root: Path = RUNS,
+        beginning: Callable[[Path], Sequence[str]] | None = None,
+    ) -> RunFolder:  # fmt: skip
         """A folder for a new run: `config.run_dir`, or else `root/name/{time stamp}`.
+
+        Args:
+            config: The run's configuration, stored last: until then the folder holds no run.
+            name: The folder's below `root`.
+            now: For the time stamp.
+            root: Where runs are.
+            beginning: Puts into the folder what the run begins with; returns the names of it.
 
         Raises:
             UsageError: `run_dir` already holds a run, or the folder cannot be written to.
@@ -121,7 +133,12 @@ class RunFolder:
             _make_writable(path)
         else:
             path = _make_stamped(root / name, now)
-        folder = cls._open(path, ORCHESTRATOR, lambda found: found._store(dump_config(config)))
+
+        def begin(found: RunFolder) -> None:
+            found._beginning = tuple(beginning(path)) if beginning is not None else ()
+            found._store(dump_config(config))
+
+        folder = cls._open(path, ORCHESTRATOR, begin)
         folder._new, folder._stamped = True, config.run_dir is None
         if folders := folders_beside():  # the stored configuration names modules that lie there
             write_file(path / MODULE_FOLDERS, json.dumps(folders).encode())
@@ -217,22 +234,18 @@ class RunFolder:
 
         A time-stamped folder is deleted. In a folder that the user named, the logs stay.
         """
-        if not self._new or (self.path / "warm_start").exists():
+        if not self._new or ((self.path / "warm_start").exists() and not self._beginning):
             return
         self.is_withdrawn = True
         if self._stamped:
             shutil.rmtree(self.path)
         else:
             (self.path / CONFIG).unlink()
+            remove_from(self.path, self._beginning)
 
     def remove_left_overs(self, role: str) -> None:
         """Remove files that a killed process of this role left half written."""
-        for name in (*_LEFT[role], _temporary_config(role)):
-            path = self.path / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        remove_from(self.path, (*_LEFT[role], _temporary_config(role)))
 
     def close(self) -> None:
         """Release the folder."""
@@ -304,9 +317,20 @@ class RunFolder:
         if done > config.max_steps:
             raise CheckpointError(f"the run in {self.path} has done {done} steps, and max_steps = {config.max_steps}; "
                                   f"expected at least {done}, or a new run")  # fmt: skip
+        (self.path / FORKING).unlink(missing_ok=True)  # a fork that was killed once its checkpoint was there
         for change in changes:
             logger.warning("the configuration changed since this run started: %s", change)
         self._store(dump_config(config))
+
+
+def remove_from(folder: Path, names: Iterable[str]) -> None:
+    """Remove these files and folders, as far as they are there."""
+    for name in names:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def holds_run(path: Path) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 
 from verbatim.checkpoints.json_files import write_json
 from verbatim.checkpoints.seal import MANIFEST, find_damage, read_manifest, seal
-from verbatim.disk import keep_aside, make_folder, rename, sync
+from verbatim.disk import keep_aside, link_or_copy, make_folder, rename, sync, sync_tree
 from verbatim.errors import CheckpointError, CheckpointNotWritten
 from verbatim.machine_faults import describe
 
@@ -107,6 +107,16 @@ class CheckpointStore:
                 raise self.refused(step, error) from error
             raise
         self._retire({step, best["step"]} if best is not None else {step})
+
+    def adopt(self, checkpoint: Checkpoint) -> None:
+        """Take over a checkpoint of another run, as it is. The files of both are the same ones, where the system has
+        second names for files."""
+        name = f"step_{checkpoint.step:06d}"
+        temporary = self.folder / f"{_WRITING}{name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(checkpoint.folder, temporary, copy_function=link_or_copy)
+        sync_tree(temporary)
+        _put_in_place(temporary, self.folder / name)
 
     def refused(self, step: int, error: Exception) -> CheckpointNotWritten:
         """The error for a checkpoint that could not be written; further lines of `error` come last."""

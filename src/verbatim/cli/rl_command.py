@@ -11,9 +11,11 @@ from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
 from verbatim.config import RunConfig, load_config
+from verbatim.errors import UsageError
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.execute import execute
+from verbatim.run.fork import Fork, find_fork, load_forked
 from verbatim.run.logs import log_to_console
 from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
@@ -21,8 +23,23 @@ from verbatim.transport.mirror.server import Listen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, --resume and --trajectory-strategy."""
-    parser.add_argument("file", type=run_file, metavar="FILE", help="the run's TOML file, or a recipe's name")
+    """Declare FILE, --resume, --fork, --fresh, --replay and --trajectory-strategy."""
+    add_shared_arguments(parser, file="?")
+    parser.add_argument("--fork", metavar="RUN[@STEP]",
+                        help="begin a new run at a checkpoint of another one, with its logs and changed keys; STEP is "
+                        "a step, best or latest; without FILE with that run's configuration")  # fmt: skip
+    parser.add_argument("--fresh", action="append", default=[], metavar="PART",
+                        help="with --fork: begin anew the optimizer, or the examples (their order, the pools, groups "
+                        "in flight); may be given twice")  # fmt: skip
+    parser.add_argument("--replay", metavar="STEP",
+                        help="train one step of the run in --run-dir again from what is stored, without a sampler, and "
+                        "compare; options that are keys change them in that step; nothing is written")  # fmt: skip
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser, *, file: str | None = None) -> None:
+    """Declare FILE, --resume and --trajectory-strategy, which `verbatim orchestrator` and `trainer` have too."""
+    parser.add_argument("file", type=run_file, nargs=file, metavar="FILE",
+                        help="the run's TOML file, or a recipe's name")  # fmt: skip
     parser.add_argument("--resume", nargs="?", const=True, default=False, type=_folder, metavar="FOLDER",
                         help="continue a run: the latest one of this file, or the one in FOLDER")  # fmt: skip
     parser.add_argument("--trajectory-strategy", metavar="NAME",
@@ -33,20 +50,48 @@ def _folder(text: str) -> bool | Path:
     return text == "latest" or Path(text)
 
 
-def load(args: argparse.Namespace) -> RunConfig:
-    """The configuration of the arguments."""
-    overrides = args.overrides
-    if args.trajectory_strategy is not None:
-        overrides = [*overrides, "--orchestrator.trajectory-strategy", args.trajectory_strategy]
+def _replay(args: argparse.Namespace) -> int:
+    from verbatim.cli.replay import run_replay
+
+    given = [name for name, value in (("FILE", args.file), ("--resume", args.resume), ("--fork", args.fork),
+                                      ("--fresh", args.fresh)) if value]  # fmt: skip
+    if given:
+        raise UsageError(f"--replay takes the configuration that the run has stored; leave out {', '.join(given)}")
+    log_to_console(PlainConsole(stderr=True))
+    return run_replay(args.replay, _overrides(args), prints_json=getattr(args, "json", False))
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    if args.trajectory_strategy is None:
+        return list(args.overrides)
+    return [*args.overrides, "--orchestrator.trajectory-strategy", args.trajectory_strategy]
+
+
+def load(args: argparse.Namespace, fork: Fork | None = None) -> RunConfig:
+    """The configuration of the arguments; of a fork without FILE that of the run that is forked.
+
+    Raises:
+        UsageError: there is no file.
+    """
+    overrides = _overrides(args)
+    if args.file is None:
+        if fork is None:
+            raise UsageError("FILE is missing: the TOML file of the run, or a recipe's name; `verbatim recipes` lists "
+                             "those")  # fmt: skip
+        return load_forked(fork, overrides)
     return load_stored_config(args.file, lambda file: load_config(file, overrides, component_tables()))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train. 0 when all steps were taken, 130 when Ctrl-C ended it; then it says how to go on.
+    """Train. 0 when all steps were taken, 130 when Ctrl-C ended it; then it says how to go on. With --replay, 1 where
+    the step is not what it was.
 
     Raises:
         NothingTrained: the run came to its end and learned from no token.
+        UsageError: options that exclude each other.
     """
+    if args.replay is not None:
+        return _replay(args)
     return train(args, lambda folder: shlex.join(["verbatim", "rl", str(folder / CONFIG), "--resume", str(folder)]))
 
 
@@ -57,9 +102,10 @@ def train(
     """`run`, also for `verbatim orchestrator`. `again` is what to type to continue the run in a folder."""
     console = PlainConsole()
     log_to_console(console)
+    fork = _fork(args)
     training = execute(
-        load(args),
-        name=args.file.stem,
+        load(args, fork),
+        name=args.file.stem if args.file is not None else "fork",
         resume=args.resume,
         console=console,
         run_loop=lambda work, ask, to_go_on: run_main(
@@ -68,5 +114,18 @@ def train(
         how_to_go_on=lambda folder: f"not finished; to go on:  {again(folder)}",
         trainer_elsewhere=trainer_elsewhere,
         listen=listen,
+        fork=fork,
     )
     return exit_status.FINISHED if training.finished else exit_status.INTERRUPTED
+
+
+def _fork(args: argparse.Namespace) -> Fork | None:
+    """What --fork stands for. `verbatim orchestrator` has no such option."""
+    text = getattr(args, "fork", None)
+    if text is None:
+        if getattr(args, "fresh", None):
+            raise UsageError(f"--fresh {args.fresh[0]} is for --fork RUN[@STEP]")
+        return None
+    if args.resume:
+        raise UsageError("--fork begins a new run, and --resume goes on with one; give one of them")
+    return find_fork(text, args.fresh)

@@ -29,7 +29,7 @@ from verbatim.user_code import raise_ctrl_c
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verbatim rl` has."""
-    rl_command.add_arguments(parser)
+    rl_command.add_shared_arguments(parser)
     parser.epilog = ("With --connect the orchestrator runs on another host, and --run-dir is a folder of this one: "
                      "weights, batches and checkpoints travel. Ctrl-C ends the run, with a checkpoint")
     parser.add_argument("--connect", metavar="URL",

@@ -39,7 +39,8 @@ _ROWS = 64
 _ROW_GROUP_BYTES = 4 * 2**20
 """Bytes in memory from which on a row group has fewer rows."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
-_FLOATS = [f"turns.list.element.{name}.list.element" for name in ("logprobs", "trainer_logprobs", "gradients")]
+_FLOATS = [f"turns.list.element.{name}.list.element"
+           for name in ("logprobs", "trainer_logprobs", "gradients", "teacher_logprobs")]  # fmt: skip
 """Columns of numbers that hardly repeat: their bytes are grouped by place instead of looked up in a dictionary."""
 
 

@@ -27,6 +27,7 @@ TURN = pa.struct([
     _field("logprobs", pa.list_(pa.float32()), "the sampler's logprob of each; null = missing"),
     _field("trainer_logprobs", pa.list_(pa.float32()), "the trainer's logprob of each; null = not trained"),
     _field("gradients", pa.list_(pa.float32()), "the derivative of the loss, not yet divided, by that logprob"),
+    _field("teacher_logprobs", pa.list_(pa.float32()), "the teacher's logprob of each; null = not asked for"),
     _field("policy_versions", pa.list_(pa.int32()), "the policy version that sampled each; null = unknown"),
     _field("routed_experts", pa.binary(), "the experts that computed its tokens, a file of numpy; null = not recorded"),
     _field("advantage", pa.float64(), "of its tokens; null = the trajectory's"),

@@ -99,6 +99,7 @@ def _turns(fates: Sequence[Fate]) -> pa.StructArray:
         "logprobs": lambda: _token_lists([turn.logprobs for turn in turns], np.float32),
         "trainer_logprobs": lambda: _token_lists(_each(fates, "trainer_logprobs"), np.float32),
         "gradients": lambda: _token_lists(_each(fates, "gradients"), np.float32),
+        "teacher_logprobs": lambda: _token_lists(_each(fates, "teacher_logprobs"), np.float32),
         "policy_versions": lambda: _token_lists([turn.policy_versions for turn in turns], np.int32),
         "routed_experts": lambda: [_experts_to_bytes(turn.routed_experts) for turn in turns],
         "tool_calls": lambda: [_json([vars(call) for call in turn.tool_calls]) for turn in turns],
@@ -158,12 +159,13 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[Fate]:
         ValueError, KeyError, TypeError: the rows are no fates.
     """
     for found in records_of(table):
-        trainer, gradients = (tuple(turn[name] for turn in found.turns) for name in ("trainer_logprobs", "gradients"))
+        trainer, gradients, teacher = (tuple(turn[name] for turn in found.turns) for name in _SAID)
         said = any(array is not None for array in trainer)
         yield Fate(
             trajectory=trajectory_from_json(found.record), turns=found.fates, reason=found.row["reason"],
             unrecorded=found.row["unrecorded"], flags=tuple(found.row["flags"]),
             trainer_logprobs=trainer if said else (), gradients=gradients if said else (),
+            teacher_logprobs=teacher if any(array is not None for array in teacher) else (),
         )  # fmt: skip
 
 
@@ -178,7 +180,7 @@ class StoredFate:
     fates: tuple[str, ...]
     """The fate of each turn's completion."""
     turns: tuple[Mapping[str, NDArray[Any] | None], ...]
-    """The arrays of each turn, by column; `trainer_logprobs` and `gradients` are in no trajectory."""
+    """The arrays of each turn, by column; those of `_SAID` are in no trajectory."""
 
 
 def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredFate]:
@@ -202,7 +204,9 @@ def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredFate]:
 
 
 _Tokens = Mapping[str, NDArray[Any] | None]
-_TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", "trainer_logprobs", "gradients")
+_SAID = ("trainer_logprobs", "gradients", "teacher_logprobs")
+"""What the trainer and a teacher said of the tokens: in no trajectory."""
+_TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", *_SAID)
 
 
 def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[str, Any], _Tokens]]:
@@ -211,7 +215,8 @@ def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[
     for chunk in chunks:
         turns = chunk.flatten()
         names = [field.name for field in TURN if field.name not in _TOKENS]
-        tokens = {name: _read_lists(turns.field(name)) for name in _TOKENS}
+        there = {field.name for field in turns.type}  # an earlier version's have no column of a teacher
+        tokens = {name: _read_lists(turns.field(name)) if name in there else [None] * len(turns) for name in _TOKENS}
         for index, row in enumerate(pa.Table.from_arrays([turns.field(name) for name in names], names).to_pylist()):
             found = {name: lists[index] for name, lists in tokens.items()}
             yield row["fate"], _turn_record(row, found), found

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_args, runtime_checkable
 
+import numpy as np
+
 from verbatim.curriculum import Flatness
 from verbatim.environments.base import Environment, succeeded
 from verbatim.inference.base import Sampler
@@ -106,8 +108,10 @@ class StepMetrics:
                 counts[group.env, kind] += len(group.completed)
         everything |= {f"filtered_rollouts/{env}/{kind}": count for (env, kind), count in counts.items()}
         fates = [fate for group in batch for fate in group.fates]
+        samples = [sample for group in batch for sample in group.samples]
         if tokens is not None:
-            fates = _with_tokens(fates, [sample for group in batch for sample in group.samples], tokens)
+            fates = _with_tokens(fates, samples, tokens)
+        fates = _with_teacher(fates, samples)
         for kind, group in dropped:
             fates += _dropped_fates(kind, group)
         self.observer.on_step(number + 1, everything, fates)
@@ -137,6 +141,21 @@ def _with_tokens(fates: Sequence[Fate], samples: Sequence[TrainingSample], token
         said = [of_turn.get(turn, (None, None)) for turn in range(len(fate.turns))]
         told.append(replace(fate, trainer_logprobs=tuple(t for t, _ in said), gradients=tuple(g for _, g in said)))
     return told
+
+
+def _with_teacher(fates: Sequence[Fate], samples: Sequence[TrainingSample]) -> list[Fate]:
+    """The fates of a batch, with the teacher's logprobs of what it was asked about."""
+    found: dict[str, dict[int, Float32]] = {}
+    for sample in samples:
+        if sample.teacher_logprobs is not None:
+            for turn in np.unique(sample.chunk_ids[sample.loss_mask]).tolist():
+                said = sample.teacher_logprobs[sample.chunk_ids == turn]
+                found.setdefault(sample.trajectory_id, {})[turn] = said
+    return [
+        replace(fate, teacher_logprobs=tuple(map(of_turn.get, range(len(fate.turns)))))
+        if (of_turn := found.get(fate.trajectory.trajectory_id)) is not None else fate
+        for fate in fates
+    ]  # fmt: skip
 
 
 def _dropped_fates(kind: Flatness | None, group: Group) -> list[Fate]:

@@ -19,6 +19,7 @@ from verbatim.monitors.base import METHODS, Monitor, fault_of
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_in_program
 from verbatim.run.execute import execute
+from verbatim.run.fork import Fork, find_fork
 from verbatim.run.given_environments import environment_tables, keep_here, makers
 from verbatim.run.logs import log_for_a_while
 from verbatim.run.recipes import run_file
@@ -37,6 +38,8 @@ def run(
     config: Config,
     *,
     resume: bool | str | Path = False,
+    fork: str | Path | None = None,
+    fresh: Sequence[str] = (),
     environments: Mapping[str, Any] | None = None,
     monitors: Sequence[Monitor] = (),
     quiet: bool = False,
@@ -50,6 +53,8 @@ def run(
     Args:
         config: A TOML file, or the same tables in Python: `{"model": {"name": "..."}, "orchestrator": {...}}`.
         resume: Continue a run: True for the latest of this name, or a run folder.
+        fork: Begin a new run at a checkpoint of another one: "RUN" or "RUN@STEP", as `--fork` on the command line.
+        fresh: What of that checkpoint is not taken over: "optimizer", "examples".
         environments: What further ids of environments stand for: classes, functions or instances.
         monitors: Listeners, with some of the methods of `verbatim.monitors.Monitor`.
         quiet: Print no progress. Warnings are still logged.
@@ -63,8 +68,12 @@ def run(
         RunStopped: the run cannot go on, or its trainer's process was asked to end it.
         KeyboardInterrupt: Ctrl-C. As any exception after the first step, it says how to continue the run.
     """
+    if (fork is not None and resume) or (fresh and fork is None):
+        raise ConfigError("verbatim.run(): fork= begins a new run, resume= goes on with one, and fresh= is for fork=; "
+                          "give fork, or resume")  # fmt: skip
+    begin = find_fork(str(fork), fresh) if fork is not None else None
     return _run("verbatim.run", config, settings, resume=resume, environments={} if environments is None else
-                environments, monitors=monitors, quiet=quiet)  # fmt: skip
+                environments, monitors=monitors, quiet=quiet, fork=begin)  # fmt: skip
 
 
 def train(
@@ -116,7 +125,7 @@ def _has_environments(settings: Mapping[str, Any]) -> bool:
 
 def _run(
     caller: str, config: Config, settings: Mapping[str, Any], *, resume: bool | str | Path,
-    environments: Mapping[str, Any], monitors: Sequence[Monitor], quiet: bool,
+    environments: Mapping[str, Any], monitors: Sequence[Monitor], quiet: bool, fork: Fork | None = None,
 ) -> RunResult:  # fmt: skip
     if "callbacks" in settings:
         raise ConfigError(f"{caller}(): callbacks are called monitors here: monitors=[my_monitor]")
@@ -138,7 +147,7 @@ def _run(
             training = execute(
                 loaded, name=_name(config, loaded), resume=resume if isinstance(resume, bool) else Path(resume),
                 console=console, run_loop=lambda work, ask, _: run_in_program(work, ask), how_to_go_on=how_to_go_on,
-                environments=table, monitors=monitors,
+                environments=table, monitors=monitors, fork=fork,
             )  # fmt: skip
         except SystemExit as error:
             raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error

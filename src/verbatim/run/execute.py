@@ -26,6 +26,7 @@ from verbatim.machine_faults import is_machine_fault
 from verbatim.monitors.base import Monitor
 from verbatim.run.alarms import make_watch, sentence
 from verbatim.run.check import check_run
+from verbatim.run.fork import Fork, check_fork, open_fork
 from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
 from verbatim.run.report import report
@@ -46,11 +47,12 @@ def execute(
     monitors: Sequence[Monitor] = (),
     trainer_elsewhere: bool = False,
     listen: Listen | None = None,
+    fork: Fork | None = None,
 ) -> TrainingRun:
     """Run the configuration to its end, and return how it ended.
 
     Args:
-        name: The run's name, where the configuration has none.
+        name: Where the configuration has none.
         resume: False for a new run; True for the latest of this name, or a run folder.
         run_loop: Runs its event loop, and handles Ctrl-C meanwhile.
         how_to_go_on: What to type to continue the run in this folder.
@@ -58,21 +60,23 @@ def execute(
         monitors: Listeners beside those of the configuration.
         trainer_elsewhere: Whether the trainer is a process that is started separately.
         listen: Where its host connects to, if it does not share the run folder.
+        fork: The checkpoint of another run that this one begins at; then `resume` is False.
 
     Raises:
         UsageError: something that can be mended; where the run could not start, there is no run folder.
         NothingTrained: the run came to its end and learned from no token.
-        StoppedByAlarm: an alarm ended it early.
-        RunStopped: the run cannot go on.
+        StoppedByAlarm, RunStopped: an alarm ended it early; it cannot go on.
     """
     started = time.monotonic()
     config = config.named(name)  # it may be resumed from its own file
+    origin = check_fork(fork, config) if fork is not None else None
     made = check_run(config, environments, starts_both=not trainer_elsewhere)
     services, watch = make_monitors(config), make_watch(config)
-    if getattr(inference_settings(config), "urls", ()):
-        with ThreadPoolExecutor(1) as apart:  # this thread may have an event loop already, in a notebook
-            apart.submit(asyncio.run, ask_servers_of(config)).result()
-    opened = RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere)
+    _ask_servers(config)
+    if fork is not None and origin is not None:
+        opened = open_fork(fork, origin, config, made, console)
+    else:
+        opened = RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere)
     with opened as folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
         training = TrainingRun(
@@ -89,19 +93,26 @@ def execute(
         finally:
             if not training.finished and not folder.is_withdrawn:
                 console.print(to_go_on, soft_wrap=True, style="bold")
-        if training.finished:
-            evaluated = {label: environment for label, (_, environment) in made.eval.items()}
-            report(training.summary, str(config.name), folder, evaluated, console)
         _tell_of_the_end(training)
     return training
 
 
+def _ask_servers(config: RunConfig) -> None:
+    """Ask the servers that the configuration names, if it does, whether they suit the run."""
+    if getattr(inference_settings(config), "urls", ()):
+        with ThreadPoolExecutor(1) as apart:  # this thread may have an event loop already, in a notebook
+            apart.submit(asyncio.run, ask_servers_of(config)).result()
+
+
 def _tell_of_the_end(training: TrainingRun) -> None:
-    """Raise what a run that did not fail ended with, where that is not its last step with something learned.
+    """Report a run that came to its end; raise what it ended with, where that is not something learned.
 
     Raises:
         NothingTrained, StoppedByAlarm: as `execute`.
     """
+    if training.finished:
+        evaluated = {label: environment for label, (_, environment) in training.environments.eval.items()}
+        report(training.summary, str(training.config.name), training.folder, evaluated, training.console)
     if training.nothing_trained is not None:
         raise NothingTrained(training.nothing_trained)
     if training.alarm is not None and not training.finished:

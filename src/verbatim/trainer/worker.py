@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
+from verbatim.disk import link_or_copy
 from verbatim.errors import RunStopped, VerbatimError
 from verbatim.inference.sending import SendOrder, SendReport
 from verbatim.machine_faults import describe, is_out_of_memory
@@ -150,18 +150,10 @@ class TrainerWorker:
         if published is None:
             self.trainer.save_weights(folder / "weights")
         else:
-            shutil.copytree(published, folder / "weights", copy_function=_link_or_copy)
+            shutil.copytree(published, folder / "weights", copy_function=link_or_copy)
         self.trainer.save_state(folder / "trainer")
 
 
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    """Published files are never written to again, so a second name is as good as a copy, where the system has it."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -42,9 +42,13 @@ class Fate:
     they were not kept."""
     gradients: tuple[Float32 | None, ...] = ()
     """The derivative of the loss, not yet divided, by each of these: float32 [C]."""
+    teacher_logprobs: tuple[Float32 | None, ...] = ()
+    """The teacher's logprobs of each turn's completion, float32 [C]; None for a turn that it was not asked about. Empty
+    without a teacher."""
 
     def __post_init__(self) -> None:
         assert len(self.turns) == len(self.trajectory.turns), "each turn has a fate"
+        assert len(self.teacher_logprobs) in (0, len(self.turns))
         assert len(self.trainer_logprobs) in (0, len(self.turns)) and len(self.gradients) == len(self.trainer_logprobs)
         assert bool(self.trajectory.num_unrecorded_tokens) <= (self.unrecorded is not None), "so has what is in none"
 

@@ -1,0 +1,299 @@
+"""Begins a run at a checkpoint of another one: with its model, optimizer, examples, logs and step, and with changed
+keys.
+
+```
+runs/a/checkpoints/step_000040     ->  runs/b/checkpoints/step_000040       its files, and the new configuration
+runs/a/metrics.jsonl, ...          ->  runs/b/metrics.jsonl, ...            as far as they were at step 40
+runs/a/trajectories/               ->  runs/b/trajectories/                 the files up to step 40
+runs/a/model, warm_start           ->  runs/b/model, warm_start             what the run began with
+                                       runs/b/forked_from.json
+```
+
+From then on the fork is a run that is resumed. Files that are never written to again get a second name, where the file
+system has such; others are copied.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from verbatim.checkpoints import (
+    CONFIG,
+    Checkpoint,
+    CheckpointStore,
+    Origin,
+    RunFolder,
+    find_checkpoint,
+    find_damage,
+    read_json,
+    read_loop_state,
+    read_origin,
+    write_origin,
+)
+from verbatim.checkpoints.origin import FORKING, ORIGIN
+from verbatim.checkpoints.run_folder import remove_from
+from verbatim.checkpoints.stored_config import changed_keys
+from verbatim.config import dump_config, load_config
+from verbatim.config.schema import RunConfig
+from verbatim.disk import link_or_copy, sync, sync_tree, write_file
+from verbatim.environments.resolve import examples_of
+from verbatim.errors import CheckpointError, UsageError
+from verbatim.fates.files import files_in
+from verbatim.imports import search_beside
+from verbatim.monitors.trajectory_log import TRAJECTORIES
+from verbatim.rollouts import derive_seed
+from verbatim.run.environments import Environments
+from verbatim.run.fork_state import LOOP_FILES, write_changed_state
+from verbatim.run.tables import component_tables
+
+FRESH = ("optimizer", "examples")
+"""What a fork may begin anew: the optimizer's moments; pools, order of the examples and groups in flight."""
+_BEGINNINGS = ("model", "warm_start")
+_WITHOUT_MARKS = ("metrics.jsonl", "eval_trajectories.jsonl")
+_FIXED = {
+    "model.": "the weights and their tokenizer are the checkpoint's",
+    "warm_start.": "it came before step 0, and is in the weights",
+    "trainer.lora.": "the checkpoint's adapters, or its weights, have this shape",
+}
+"""Keys that a fork cannot change, and why."""
+_MAY_CHANGE = ("trainer.lora.merge_final",)
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Where a new run begins."""
+
+    run: Path
+    """The folder of the run that is forked."""
+    checkpoint: Checkpoint
+    fresh: tuple[str, ...] = ()
+    """What is not taken over, of `FRESH`."""
+
+    @property
+    def config_file(self) -> Path:
+        """The configuration under which the checkpoint was written."""
+        return self.checkpoint.folder / CONFIG
+
+    @property
+    def toml(self) -> str:
+        """The same, as text."""
+        try:
+            return self.config_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.config_file} cannot be read: {error}") from error
+
+
+def find_fork(text: str, fresh: Iterable[str] = ()) -> Fork:
+    """The fork that RUN or RUN@STEP stands for; STEP is a step, "best" or "latest", which is the default.
+
+    Raises:
+        UsageError: no such run or checkpoint, or nothing of that name can be fresh.
+    """
+    name, at, which = text.rpartition("@")
+    if not at or Path(text).is_dir():
+        name, which = text, "latest"
+    run = Path(name).expanduser()
+    if not run.is_dir():
+        raise UsageError(f"--fork {text}: there is no folder {run}; expected that of a run, with @STEP behind it, "
+                         "@best, or nothing for its latest checkpoint: --fork runs/NAME/latest@40")  # fmt: skip
+    unknown = [part for part in fresh if part not in FRESH]
+    if unknown:
+        raise UsageError(f"--fresh {unknown[0]}: expected {' or '.join(FRESH)}")
+    return Fork(run=run.resolve(), checkpoint=find_checkpoint(run.resolve(), which), fresh=tuple(dict.fromkeys(fresh)))
+
+
+def load_forked(fork: Fork, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of the run that is forked, as it was at the checkpoint, with overrides; its folder left out.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    search_beside(fork.run / CONFIG)  # the modules that it names
+    return load_config(fork.config_file, ["--run-dir", "null", *overrides], component_tables())
+
+
+def check_fork(fork: Fork, config: RunConfig) -> Origin:
+    """Refuse keys that this checkpoint cannot be continued with.
+
+    Returns:
+        What `forked_from.json` will say.
+
+    Raises:
+        UsageError: says what was found, and what to type.
+        CheckpointError: the checkpoint is damaged.
+    """
+    run, step = fork.run, fork.checkpoint.step
+    changes = changed_keys(config, fork.toml)
+    fixed = [f"{change}: {why}" for change in changes for prefix, why in _FIXED.items()
+             if change.startswith(prefix) and not change.startswith(_MAY_CHANGE)]  # fmt: skip
+    if fixed:
+        raise UsageError(f"a fork of {run} at step {step} cannot change:\n  " + "\n  ".join(fixed) + "\nLeave "
+                         f"{'it' if len(fixed) == 1 else 'them'} out. A new run can begin with the weights alone: "
+                         f"model.name = {json.dumps(str(fork.checkpoint.weights))}")  # fmt: skip
+    if config.run_dir is not None and config.run_dir.resolve() == run:
+        raise UsageError(f"--run-dir {config.run_dir} is the run that is forked; name another folder, or leave --fork "
+                         "out and add --resume")  # fmt: skip
+    if config.max_steps <= step:
+        raise UsageError(f"max_steps = {config.max_steps}, and the checkpoint is that of step {step}: nothing would be "
+                         f"trained; for example --max-steps {step + 100}")  # fmt: skip
+    done = int(read_json(fork.checkpoint.folder / "trainer" / "trainer.json")["num_optimizer_steps"])
+    total = config.max_steps * config.trainer.optimizer_steps_per_batch
+    if done >= total:
+        raise UsageError(f"{done} optimizer steps are done at step {step}, and this run would have {total} in all "
+                         "(max_steps x trainer.optimizer_steps_per_batch); raise one of them")  # fmt: skip
+    return Origin(run=str(run), step=step, fresh=fork.fresh, changes=tuple(changes), forked_from=read_origin(run))
+
+
+def check_held_examples(fork: Fork, environments: Environments) -> None:
+    """Refuse environments that do not have the examples of the groups in flight, which are run again first.
+
+    Raises:
+        UsageError: names them.
+    """
+    if "examples" in fork.fresh:
+        return
+    there = {label: {example.id for example in examples_of(environment, label, "train")}
+             for label, environment in environments.by_label.items()}  # fmt: skip
+    held = read_loop_state(fork.checkpoint.folder)["dispatcher"]["held"]
+    gone = [f"{group['env']}/{group['example_id']}" for group in held
+            if group["example_id"] not in there.get(group["env"], ())]  # fmt: skip
+    if gone:
+        raise UsageError(f"{len(gone)} groups that were in flight at step {fork.checkpoint.step} are of examples that "
+                         f"the environments of this run do not have: {_listed(gone)}; add --fresh examples, which "
+                         "forgets them, the order of the examples and the difficulty pools")  # fmt: skip
+
+
+def open_fork(fork: Fork, origin: Origin, config: RunConfig, environments: Environments, console: Console) -> RunFolder:
+    """The folder of a new run that begins at the checkpoint.
+
+    Raises:
+        UsageError: as `check_held_examples` and `begin_fork`, or the folder holds a run.
+    """
+    check_held_examples(fork, environments)
+    _announce(origin, console)
+    return RunFolder.create(
+        config, name=str(config.name), now=datetime.now(),
+        beginning=lambda path: begin_fork(fork, origin, config, path),
+    )  # fmt: skip
+
+
+def _announce(origin: Origin, console: Console) -> None:
+    """Say where a run begins, and with which changes."""
+    console.print(f"fork        of {origin.run} after step {origin.step}", soft_wrap=True)
+    for part in origin.fresh:
+        console.print(f"fork        fresh {part}")
+    for change in origin.changes or ("no key is changed",):
+        console.print(f"fork        {change}", soft_wrap=True)
+
+
+def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> list[str]:
+    """Put what the fork begins with into the folder of a new run, the checkpoint last: until then it holds no run.
+
+    Returns:
+        The names of what was put there.
+
+    Raises:
+        UsageError: the folder has something of these names, or the checkpoint was removed meanwhile.
+    """
+    source = CheckpointStore(fork.run / "checkpoints", read_only=True)
+    logs = source.logs(fork.checkpoint.step)
+    files = _logs_to_copy(fork, logs)
+    parts = [name for name in _BEGINNINGS if (fork.run / name).is_dir()]
+    names = [*files, TRAJECTORIES, *parts, ORIGIN, "checkpoints"]
+    _make_room(path, names)
+    try:
+        write_file(path / FORKING, "".join(f"{name}\n" for name in names).encode())
+        for name, size in files.items():
+            _copy_beginning(fork.run / name, path / name, size)
+        _link_trajectories(fork, logs.get(TRAJECTORIES), path / TRAJECTORIES)
+        for name in parts:
+            shutil.copytree(fork.run / name, path / name, copy_function=link_or_copy, symlinks=True)
+            sync_tree(path / name)
+        write_origin(path, origin)
+        _write_checkpoints(fork, origin, config, path, source, logs)
+    except BaseException as error:
+        remove_from(path, [*names, FORKING])
+        if isinstance(error, FileNotFoundError) and fork.checkpoint.step not in source.steps():
+            raise UsageError(f"the checkpoint of step {fork.checkpoint.step} was removed while it was copied: "
+                             f"{fork.run} is at work; fork a newer one") from error  # fmt: skip
+        raise
+    (path / FORKING).unlink()
+    sync(path)
+    return names
+
+
+def _write_checkpoints(
+    fork: Fork, origin: Origin, config: RunConfig, path: Path, source: CheckpointStore, logs: Mapping[str, Any]
+) -> None:  # fmt: skip
+    store = CheckpointStore(path / "checkpoints")
+    step = fork.checkpoint.step
+    best = read_loop_state(fork.checkpoint.folder).get("evaluations", {}).get("best")
+    if config.checkpoint.keep_best is None:
+        best = None
+    other: Checkpoint | None = None
+    if best is not None and best["step"] != step:
+        other = Checkpoint(step=best["step"], folder=source.folder / f"step_{best['step']:06d}")
+        if find_damage(other.folder) is not None:
+            best = other = None
+    with store.writing(step, logs, best) as temporary:
+        for part in fork.checkpoint.folder.iterdir():
+            if part.is_dir():
+                shutil.copytree(part, temporary / part.name, copy_function=link_or_copy)
+            elif part.name not in ("manifest.json", CONFIG, *LOOP_FILES):
+                link_or_copy(part, temporary / part.name)
+        (temporary / CONFIG).write_text(dump_config(config), encoding="utf-8")
+        write_changed_state(fork.checkpoint.folder, temporary, origin, seed=derive_seed(config.seed, "schedule"),
+                            moved=(fork.run, path))  # fmt: skip
+    if other is not None:
+        store.adopt(other)
+
+
+def _logs_to_copy(fork: Fork, logs: Mapping[str, Any]) -> dict[str, int | None]:
+    """The logs that are there, and how many bytes of each; None = all of them, and a resume finds the place."""
+    marked = {name: mark["size"] for name, mark in logs.items()
+              if Path(name).name == name and isinstance(mark, Mapping) and type(mark.get("size")) is int}  # fmt: skip
+    found: dict[str, int | None] = dict(marked) if marked else dict.fromkeys(_WITHOUT_MARKS)
+    found.setdefault(f"{TRAJECTORIES}.jsonl", None)  # of a run that an earlier version began
+    return {name: size for name, size in found.items() if (fork.run / name).is_file()}
+
+
+def _copy_beginning(source: Path, target: Path, size: int | None) -> None:
+    left = size
+    with source.open("rb") as whole, target.open("wb") as copy:
+        while block := whole.read(1 << 20 if left is None else min(1 << 20, left)):
+            copy.write(block)
+            left = None if left is None else left - len(block)
+    sync(target)
+
+
+def _link_trajectories(fork: Fork, marks: Any, target: Path) -> None:
+    """The files that the checkpoint lists; of an earlier version's, which lists none, those up to its step."""
+    target.mkdir()
+    for step, file in files_in(fork.run / TRAJECTORIES).items():
+        if step <= fork.checkpoint.step and (not isinstance(marks, Mapping) or str(step) in marks):
+            link_or_copy(file, target / file.name)
+    sync_tree(target)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def _make_room(path: Path, names: Sequence[str]) -> None:
+    """Remove what a killed process left of a fork. What is not of one stays, and is refused."""
+    marker = path / FORKING
+    if marker.is_file():
+        remove_from(path, [name for name in marker.read_text().splitlines() if Path(name).name == name])
+    there = [name for name in names if (path / name).exists() or (path / name).is_symlink()]
+    if there:
+        raise UsageError(f"{path} has {_listed(there)} already; name an empty folder with --run-dir FOLDER")

@@ -1,0 +1,74 @@
+"""Writes what a fork does not take over of a checkpoint as it is: the loop's state, the optimizer, paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbatim.checkpoints import Origin, read_json, read_loop_state, write_json, write_loop_state
+from verbatim.checkpoints.loop_state import POOLS, STATE
+from verbatim.checkpoints.store import WEIGHTS
+from verbatim.disk import write_file
+from verbatim.models.source import ADAPTER_CONFIG
+from verbatim.trainer.progress import STATE_FILE
+
+LOOP_FILES = (STATE, *(f"{pool}_examples.jsonl" for pool in POOLS))
+"""The files of the loop's state."""
+OPTIMIZER_FILE = "optimizer.safetensors"
+"""The name in `trainer.optimizer_state`, which imports torch."""
+_BASE = "base_model_name_or_path"
+_REFERENCE = "trainer.reference."
+
+
+def write_changed_state(source: Path, target: Path, origin: Origin, *, seed: int, moved: tuple[Path, Path]) -> None:
+    """Write into a copy of a checkpoint what is not the same there.
+
+    Args:
+        source: The checkpoint.
+        target: The copy, without `LOOP_FILES`; its other files may be those of the checkpoint itself, and are replaced,
+            never written to.
+        origin: What is fresh, and which keys have changed.
+        seed: Of the fork's order of examples, where that is fresh.
+        moved: The folder of the run that is forked, and that of the fork.
+    """
+    state = read_loop_state(source)
+    write_loop_state(target, _fresh_examples(state, seed) if "examples" in origin.fresh else state)
+    if "optimizer" in origin.fresh:
+        _drop_moments(target / "trainer")
+    if any(change.startswith(_REFERENCE) for change in origin.changes):
+        _change_json(target / "trainer" / STATE_FILE, frozen={})  # another reference is asked for: its digest is new
+    adapter = target / WEIGHTS / ADAPTER_CONFIG
+    if adapter.is_file():
+        base, (old, new) = Path(read_json(adapter).get(_BASE, "")), moved
+        if base.is_absolute() and base.is_relative_to(old):  # a model that was built or warm-started in the old folder
+            _change_json(adapter, **{_BASE: str(new.absolute() / base.relative_to(old))})
+
+
+def _fresh_examples(state: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The loop's state with nothing in flight, no pools, and a new order of the examples; groups count on."""
+    schedule, ledger = state["dispatcher"]["schedule"], state["ledger"]
+    drawn = schedule["drawn"]
+    fresh = {
+        "rng": np.random.PCG64(seed).state, "pass": {}, "drained": [], "drawn": drawn,
+        "pools": {**{pool: [] for pool in POOLS}, "recent": {}},
+    }  # fmt: skip
+    return {
+        **state,
+        "dispatcher": {"schedule": fresh, "held": []},
+        "ledger": {**ledger, "settled_below": drawn, "settled_above": []},
+    }
+
+
+def _drop_moments(folder: Path) -> None:
+    """An optimizer that has seen no gradient; how many optimizer steps are done stays, and the schedule with it."""
+    from safetensors.numpy import save
+
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    write_file(folder / OPTIMIZER_FILE, save({}))
+
+
+def _change_json(path: Path, **changes: Any) -> None:
+    write_json(path, {**read_json(path), **changes})

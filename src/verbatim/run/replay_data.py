@@ -1,0 +1,211 @@
+"""Finds what a stored step can be trained again from: a checkpoint before it, the files of trajectories, its metrics.
+
+A step's file has the batch: every trajectory with ids, logprobs, versions, experts, advantages, the teacher's
+logprobs and the fate of each turn, in the order of the batch. Samples follow from these, micro-batches from the
+samples, and the trainer draws no random numbers: with the state of the checkpoint before it, the step is what it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from verbatim.checkpoints import CONFIG, Checkpoint, CheckpointStore, find_damage
+from verbatim.config.schema import RunConfig
+from verbatim.errors import CheckpointError, UsageError
+from verbatim.fates.files import files_in, read_fates
+from verbatim.monitors.jsonl import read_jsonl
+from verbatim.monitors.trajectory_log import TRAJECTORIES
+from verbatim.orchestrator.assemble import assemble_group
+from verbatim.records.fields import TEACHER
+from verbatim.run.environments import Environments
+from verbatim.run.parts import logprob_models, make_rules
+from verbatim.texts import ranges
+from verbatim.trajectories import Fate, build
+from verbatim.trajectories.fate import TRAINED
+from verbatim.types import Group, TrainingSample, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredStep:
+    """A step as a run left it."""
+
+    step: int
+    fates: Sequence[Fate]
+    """Of its file, in order: the batch, and behind it what was dropped before it came into one."""
+    metrics: Mapping[str, float] | None
+    """Its line of the metrics; None where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayPlan:
+    """What a step is trained again from."""
+
+    run: Path
+    step: int
+    checkpoint: Checkpoint
+    """The newest undamaged one before the step."""
+
+    @property
+    def steps(self) -> range:
+        """The steps to train: those between checkpoint and step, and the step."""
+        return range(self.checkpoint.step + 1, self.step + 1)
+
+    @property
+    def config_file(self) -> Path:
+        """The configuration of the step: that of the first checkpoint that has it behind it, or the run's."""
+        store = CheckpointStore(self.run / "checkpoints", read_only=True)
+        copies = [store.folder / f"step_{step:06d}" / CONFIG for step in store.steps() if step >= self.step]
+        return next((copy for copy in copies if copy.is_file()), self.run / CONFIG)
+
+
+def plan_replay(run: Path, step: int) -> ReplayPlan:
+    """What this step can be trained again from.
+
+    Raises:
+        UsageError: no such run, or a checkpoint or a file is missing; says which steps can be replayed.
+    """
+    if not (run / CONFIG).is_file() and not (run / "checkpoints").is_dir():
+        raise UsageError(f"there is no run in {run}; expected its folder: --run-dir runs/NAME/latest")
+    store = CheckpointStore(run / "checkpoints", read_only=True)
+    steps, files = store.steps(), files_in(run / TRAJECTORIES)
+    can = [number for number in files if any(
+        all(between in files for between in range(base + 1, number + 1)) for base in steps if base < number
+    )]  # fmt: skip
+    there = f"steps that can be replayed: {ranges(can) or 'none'} (checkpoints: {ranges(steps) or 'none'}; files of " \
+            f"trajectories: {ranges(list(files)) or 'none'})"  # fmt: skip
+    if step not in can:
+        keep = "" if step in files else "; monitor.keep_trajectory_steps and max_trajectory_gb say how many are kept"
+        raise UsageError(f"step {step} of {run} cannot be replayed: it needs a checkpoint before it, and the files of "
+                         f"trajectories from there to it; {there}{keep}")  # fmt: skip
+    damages = []
+    for base in reversed([number for number in steps if number < step]):
+        folder = store.folder / f"step_{base:06d}"
+        if (damage := find_damage(folder)) is None:
+            missing = [number for number in range(base + 1, step + 1) if number not in files]
+            if not missing:
+                return ReplayPlan(run=run, step=step, checkpoint=Checkpoint(step=base, folder=folder))
+            damages.append(f"the files of steps {ranges(missing)} are missing after step {base}")
+        else:
+            damages.append(f"{folder}: {damage}")
+    raise UsageError(f"step {step} of {run} cannot be replayed: {'; '.join(damages)}")
+
+
+def read_step(run: Path, step: int) -> StoredStep:
+    """What is stored of a step.
+
+    Raises:
+        UsageError: its file, or the log of metrics, is missing or damaged; or the file has not all that was trained.
+    """
+    file = files_in(run / TRAJECTORIES)[step]
+    fates = [fate for _, fate in read_fates(file)]
+    metrics: Mapping[str, float] | None = None
+    if (run / "metrics.jsonl").is_file():
+        for record in read_jsonl(run / "metrics.jsonl"):
+            if record.get("kind") == "train" and record.get("step") == step:
+                metrics = {name: float(value) for name, value in record["metrics"].items()}
+    found = sum(fate.num_trained_tokens for fate in fates)
+    if metrics is not None and "trained_tokens" in metrics and found != metrics["trained_tokens"]:
+        raise UsageError(f"{file} has {found} of the {metrics['trained_tokens']:.0f} tokens that step {step} trained: "
+                         "a step can be replayed where monitor.trajectory_share was 1")  # fmt: skip
+    return StoredStep(step=step, fates=fates, metrics=metrics)
+
+
+def stored_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample]:
+    """The samples that the step was trained on, in the order of its batch.
+
+    Raises:
+        CheckpointError: the trajectories do not give the samples of then.
+    """
+    rules = make_rules(config, _labels(config))
+    samples: list[TrainingSample] = []
+    for fate in stored.fates:
+        if not fate.num_trained_tokens:
+            continue
+        rule = rules[fate.trajectory.env]
+        built = build(fate.trajectory, strategy=rule.strategy, max_length=rule.max_length,
+                      needs_logprobs=rule.needs_logprobs)  # fmt: skip
+        if built.fate.turns != fate.turns:
+            raise CheckpointError(f"step {stored.step}: the samples of trajectory {fate.trajectory.trajectory_id} are "
+                                  f"not those of then: {_first_other(built.fate, fate)}; the configuration, or the "
+                                  "version of Verbatim, was another one")  # fmt: skip
+        samples += with_teacher(built.samples, fate, needs=TEACHER in logprob_models(config))
+    return samples
+
+
+def _first_other(found: Fate, stored: Fate) -> str:
+    turn = next(i for i, (a, b) in enumerate(zip(found.turns, stored.turns, strict=True)) if a != b)
+    return f"turn {turn} was {stored.turns[turn]!r} and is {found.turns[turn]!r} now"
+
+
+def with_teacher(samples: Sequence[TrainingSample], fate: Fate, *, needs: bool) -> list[TrainingSample]:
+    """The samples with the teacher's logprobs that are stored beside them.
+
+    Raises:
+        UsageError: they are needed, and not stored.
+    """
+    if not needs:
+        return list(samples)
+    found = []
+    for sample in samples:
+        stream = np.full(len(sample), np.nan, dtype=np.float32)
+        for turn in np.unique(sample.chunk_ids[sample.loss_mask]).tolist():
+            said = fate.teacher_logprobs[turn] if fate.teacher_logprobs else None
+            if said is None:
+                raise UsageError(f"trajectory {sample.trajectory_id}, turn {turn}: the teacher's logprobs are not "
+                                 "stored: it was not asked, or by an earlier version of Verbatim")  # fmt: skip
+            stream[sample.chunk_ids == turn] = said
+        found.append(dataclasses.replace(sample, logprob_streams={**sample.logprob_streams, TEACHER: stream}))
+    return found
+
+
+def changed_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample]:
+    """The samples that this configuration makes of the batch: credit, filters and strategy again, from the rewards.
+
+    Groups that online difficulty filtering dropped stay dropped.
+    """
+    rules, samples = make_rules(config, _labels(config)), list[TrainingSample]()
+    fates = {fate.trajectory.trajectory_id: fate for fate in stored.fates}
+    batch = [fate.trajectory for fate in stored.fates if fate.reason != "difficulty"]
+    for group_id, members in groupby(batch, key=lambda trajectory: trajectory.group_id):
+        trajectories = tuple(_uncredited(cast(Trajectory, member)) for member in members)
+        first = trajectories[0]
+        group = Group(group_id=group_id, example_id=first.example_id, env=first.env, trajectories=trajectories)
+        for sample in assemble_group(group, rules[first.env], stored.step - 1).samples:
+            samples += with_teacher([sample], fates[sample.trajectory_id], needs=TEACHER in logprob_models(config))
+    return samples
+
+
+def _uncredited(trajectory: Trajectory) -> Trajectory:
+    turns = tuple(turn if turn.advantage is None else turn.replace(advantage=None) for turn in trajectory.turns)
+    return trajectory.replace(advantage=None, turns=turns)
+
+
+def _labels(config: RunConfig) -> Environments:
+    """The environments by label alone: rules read their tables, and play nothing."""
+    nothing = cast(Any, None)
+    return Environments(train={env.label: (env, nothing) for env in config.orchestrator.train.env}, eval={})
+
+
+def turns_of(fates: Sequence[Fate], value: Callable[[Fate], Sequence[Any]]) -> dict[tuple[str, int], Any]:
+    """What is stored of each trained turn, by trajectory and turn."""
+    return {
+        (fate.trajectory.trajectory_id, turn): said
+        for fate in fates for turn, said in enumerate(value(fate))
+        if said is not None and fate.turns[turn] == TRAINED
+    }  # fmt: skip
+
+
+def reasons_of(stored: StoredStep) -> Counter[str]:
+    """Tokens of the step's file by what became of them."""
+    total: Counter[str] = Counter()
+    for fate in stored.fates:
+        total.update(fate.num_tokens)
+    return total

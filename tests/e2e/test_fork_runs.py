@@ -1,0 +1,316 @@
+"""`verbatim rl --fork`: a run that begins at another one's checkpoint, and goes on as that one would have."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import verbatim
+from e2e.test_best_runs import SPOKEN
+from e2e.tiny_runs import (
+    LOTS,
+    TOML,
+    assert_ledger_adds_up,
+    build_tiny_model,
+    lines,
+    snapshot,
+    train_lines,
+    trajectory_lines,
+    workplace,
+)
+from faults.tiny_places import deterministic, is_leftover
+from verbatim.checkpoints import find_checkpoint, read_json, read_origin
+from verbatim.cli.main import main
+from verbatim.errors import UsageError
+from verbatim.run import fork as forking
+
+pytestmark = pytest.mark.slow
+
+STEPS, AT = 6, 3
+EVERY = """
+[orchestrator.eval]
+interval = 2
+episodes = 10
+[checkpoint]
+interval = 1
+keep_last = 10
+keep_best = { metric = "reward/mean" }
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with workplace(tmp_path_factory.mktemp("fork"), {"lots": LOTS, "spoken": SPOKEN}) as folder:
+        text = TOML.format(model=build_tiny_model(folder / "model")).replace("max_steps = 2", f"max_steps = {STEPS}")
+        text = text.replace("[inference.torch]", "[inference.torch]\ndeterministic = true")
+        (folder / "run.toml").write_text(text + 'import_path = "spoken.Spoken"\n' + EVERY)
+        assert main(["rl", "run.toml", "--run-dir", "whole"]) == 0
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    return place / "whole"
+
+
+def weights(run: Path, step: int) -> bytes:
+    return (run / f"checkpoints/step_{step:06d}/weights/model.safetensors").read_bytes()
+
+
+def assert_same(mine: Path, theirs: Path) -> None:
+    """The same run, to the bit: weights, optimizer, metrics of every step, evaluations, trajectories."""
+    for name in ("final/model.safetensors", f"checkpoints/step_{STEPS:06d}/trainer/optimizer.safetensors"):
+        assert (mine / name).read_bytes() == (theirs / name).read_bytes(), name
+    own, other = (
+        [(line["step"], line["kind"], deterministic(line["metrics"])) for line in lines(run / "metrics.jsonl")]
+        for run in (mine, theirs)
+    )
+    assert own == other
+    said, told = ([{**t, "run_id": ""} for t in trajectory_lines(run)] for run in (mine, theirs))
+    for trajectory in (*said, *told):
+        for turn in trajectory["turns"]:
+            turn["timing"] = None
+    assert said == told
+    evaluated = [(mine / "eval_trajectories.jsonl"), (theirs / "eval_trajectories.jsonl")]
+    ids = [[(row["step"], row["trajectory"]["reward"]) for row in lines(path)] for path in evaluated]
+    assert ids[0] == ids[1]
+    best = [read_json(run / "summary.json")["best"] for run in (mine, theirs)]
+    assert best[0] == best[1]
+    assert_ledger_adds_up(mine)
+
+
+def test_an_untouched_fork_goes_on_bit_for_bit_as_the_run_did_and_stands_alone(place: Path, whole: Path):
+    before = snapshot(whole)
+    copy = place / "copy"
+    shutil.copytree(whole, copy, symlinks=True)
+    assert main(["rl", "--fork", f"{copy}@{AT}", "--run-dir", "alone", "--max-steps", str(AT + 1)]) == 0
+    shutil.rmtree(copy)  # from here on it needs nothing of that run
+    run = place / "alone"
+    assert main(["rl", "alone/config.toml", "--run-dir", "alone", "--max-steps", str(STEPS), "--resume"]) == 0
+    assert_same(run, whole)
+    assert snapshot(whole) == before
+    assert [path for path in run.rglob("*") if is_leftover(path) or path.name == ".forking"] == []
+    origin = read_origin(run)
+    assert (origin.run, origin.step, origin.fresh, origin.forked_from) == (str(copy.resolve()), AT, (), None)
+    assert origin.changes == (f"max_steps: {STEPS} -> {AT + 1}",)
+
+
+def test_changed_keys_are_listed_and_change_what_comes_after(place: Path, whole: Path, capsys):
+    typed = ["rl", "run.toml", "--fork", f"whole@{AT}", "--run-dir", "changed", "--trainer.optim.lr", "0.003"]
+    assert main(typed) == 0
+    out = capsys.readouterr().out
+    assert f"fork        of {whole.resolve()} after step {AT}" in out
+    assert "fork        trainer.optim.lr: 0.01 -> 0.003" in out
+    run = place / "changed"
+    lr = [line["metrics"]["lr"] for line in train_lines(run)]
+    assert lr == [0.01] * AT + [0.003] * (STEPS - AT)
+    mine, theirs = (train_lines(folder) for folder in (run, whole))
+    assert [deterministic(line["metrics"]) for line in mine[:AT]] == [
+        deterministic(line["metrics"]) for line in theirs[:AT]
+    ]
+    # Step AT + 1 begins with the same weights: the same batch and loss, and another optimizer step.
+    assert mine[AT]["metrics"]["loss"] == theirs[AT]["metrics"]["loss"]
+    assert weights(run, AT) == weights(whole, AT)
+    assert weights(run, AT + 1) != weights(whole, AT + 1)
+    assert read_json(run / "summary.json")["steps"] == STEPS
+
+
+def test_a_fork_of_a_fork_says_both_and_best_and_latest_are_steps_too(place: Path, whole: Path):
+    best = find_checkpoint(whole, "best").step
+    shown = []
+    for source, name in ((f"{whole}@best", "first"), (f"{place / 'first'}", "second")):
+        assert main(["rl", "--fork", source, "--run-dir", name, "--max-steps", str(STEPS + len(shown) + 1)]) == 0
+        shown.append(read_origin(place / name))
+    assert shown[0].step == best
+    assert (shown[1].step, shown[1].run) == (STEPS + 1, str((place / "first").resolve()))
+    assert shown[1].forked_from == shown[0]
+
+
+def test_the_checkpoint_of_the_best_evaluation_comes_along(place: Path, whole: Path):
+    at = STEPS - 1  # not evaluated itself
+    best = read_json(whole / f"checkpoints/step_{at:06d}/manifest.json")["best"]["step"]
+    assert best in (0, 2, 4)
+    fork = ["rl", "--fork", f"whole@{at}", "--run-dir", "with-best", "--max-steps", str(at + 1)]
+    assert main(fork) == 0
+    run = place / "with-best"
+    assert read_json(run / f"checkpoints/step_{at:06d}/manifest.json")["best"]["step"] == best
+    assert weights(run, best) == weights(whole, best)
+    assert find_checkpoint(run, "best").step in (best, STEPS)
+    assert (run / "best/model.safetensors").exists()
+
+
+def test_a_fresh_optimizer_begins_without_moments_and_keeps_its_place_in_the_schedule(place: Path, whole: Path):
+    fork = ["rl", "--fork", f"whole@{AT}", "--run-dir", "fresh", "--fresh", "optimizer", "--max-steps", str(AT + 1)]
+    assert main(fork) == 0
+    run = place / "fresh"
+    assert read_origin(run).fresh == ("optimizer",)
+    for step, count in ((AT, AT), (AT + 1, AT + 1)):
+        state = run / f"checkpoints/step_{step:06d}/trainer"
+        assert read_json(state / "trainer.json")["num_optimizer_steps"] == count
+    from safetensors.numpy import load_file
+
+    moments = load_file(run / f"checkpoints/step_{AT + 1:06d}/trainer/optimizer.safetensors")
+    assert {float(value) for name, value in moments.items() if name.endswith("/step")} == {1.0}
+    assert load_file(run / f"checkpoints/step_{AT:06d}/trainer/optimizer.safetensors") == {}
+    assert (whole / f"checkpoints/step_{AT:06d}/trainer/optimizer.safetensors").stat().st_size > 1000
+
+
+def test_fresh_examples_forget_what_is_gone_and_groups_count_on(place: Path, whole: Path):
+    """The fork plays another environment, whose examples the run did not have."""
+    (place / "others.py").write_text(
+        "from verbatim import Example\nfrom spoken import Spoken\n\n\nclass Others(Spoken):\n"
+        "    def examples(self, split):\n        return [Example(id=f'other-{n}') for n in range(3)]\n"
+    )
+    fork = ["rl", "--fork", f"whole@{AT}", "--run-dir", "others", "--max-steps", str(AT + 2), "--fresh", "examples",
+            "--orchestrator.train.env.0.import-path", "others.Others"]  # fmt: skip
+    assert main(fork) == 0
+    later = [t for t in trajectory_lines(place / "others") if t["env"] == "others.Others"]
+    assert {t["example_id"] for t in later} <= {"other-0", "other-1", "other-2"}
+    groups = [t["group_id"] for t in trajectory_lines(place / "others")]
+    assert len(set(groups)) == len(groups) // 4
+    assert_ledger_adds_up(place / "others")
+
+
+def test_from_python(place: Path, whole: Path):
+    result = verbatim.run("run.toml", fork=f"{whole}@{AT}", run_dir="python", max_steps=AT + 1, quiet=True)
+    assert (result.summary["steps"], read_origin(result.folder).step) == (AT + 1, AT)
+    with pytest.raises(UsageError, match="give fork, or resume"):
+        verbatim.run("run.toml", fork=whole, resume=True)
+
+
+# ---- ended in the middle
+
+
+KILLED = """
+import os, sys
+from verbatim.run import fork
+from verbatim.cli.main import main
+
+inner, calls = getattr(fork, sys.argv[1]), 0
+
+def ends(*args, **kwargs):
+    if sys.argv[2] == "after":
+        inner(*args, **kwargs)
+    os._exit(9)
+
+setattr(fork, sys.argv[1], ends)
+main(["rl", "--fork", sys.argv[3], "--run-dir", sys.argv[4], "--max-steps", sys.argv[5]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "when", "holds"),
+    [("_copy_beginning", "after", False), ("write_origin", "after", False), ("_write_checkpoints", "before", False),
+     ("write_changed_state", "after", False), ("_write_checkpoints", "after", True)],
+)  # fmt: skip
+def test_a_fork_that_was_killed_while_it_was_made_is_made_again_or_goes_on(
+    place: Path, whole: Path, where: str, when: str, holds: bool
+):
+    name = f"killed-{where}-{when}"
+    arguments = [where, when, f"{whole}@{AT}", name, str(STEPS)]
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 9, ended.stderr
+    run = place / name
+    assert (run / ".forking").exists()
+    there = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+    assert there[-1:] == ([f"step_{AT:06d}"] if holds else [])
+    if holds:
+        assert main(["rl", "run.toml", "--run-dir", name, "--resume"]) == 0
+    else:
+        assert main(["rl", "run.toml", "--run-dir", name, "--resume"]) == 2
+        assert main(["rl", "--fork", f"{whole}@{AT}", "--run-dir", name]) == 0
+    assert (run / "final/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
+    assert [line["step"] for line in train_lines(run)] == list(range(1, STEPS + 1))
+    assert not (run / ".forking").exists()
+
+
+def test_a_disk_that_is_full_leaves_nothing_of_the_fork(place: Path, whole: Path, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(forking, "write_changed_state", full)
+    assert main(["rl", "--fork", f"{whole}@{AT}", "--run-dir", "full"]) == 1
+    assert [path.name for path in (place / "full").iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
+    """The trainer refuses the state: the folder is as it was, and can be used again."""
+    broken = place / "broken"
+    shutil.copytree(whole, broken, symlinks=True)
+    state = broken / f"checkpoints/step_{AT:06d}"
+    (state / "trainer/optimizer.safetensors").write_bytes(b"no state")
+    from verbatim.checkpoints import seal
+
+    manifest = read_json(state / "manifest.json")
+    seal(state, {"step": AT, "logs": manifest["logs"]})
+    assert main(["rl", "--fork", f"{broken}@{AT}", "--run-dir", "taken-back"]) == 2
+    assert sorted(path.name for path in (place / "taken-back").iterdir() if path.suffix != ".lock") == ["logs"]
+    assert main(["rl", "--fork", f"{whole}@{AT}", "--run-dir", "taken-back", "--max-steps", str(AT + 1)]) == 0
+
+
+# ---- refused
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--fork", "nowhere@3"], "there is no folder nowhere; expected that of a run, with @STEP behind it"),
+        (["--fork", "whole@99"], "has no checkpoint of step 99; there are checkpoints of steps 0-6"),
+        (["--fork", "whole@x"], "expected latest, best or a step"),
+        (["--fork", "model"], "has no checkpoints; expected the folder of a run"),
+        (["--fork", "whole@3", "--resume"], "--fork begins a new run, and --resume goes on with one"),
+        (["--fork", "whole@3", "--fresh", "weights"], "--fresh weights: expected optimizer or examples"),
+        (["run.toml", "--fresh", "optimizer"], "--fresh optimizer is for --fork RUN[@STEP]"),
+        ([], "FILE is missing: the TOML file of the run, or a recipe's name"),
+        (["--fork", "whole@3", "--run-dir", "whole"], "is the run that is forked; name another folder"),
+        (["--fork", "whole@3", "--max-steps", "3"], "max_steps = 3, and the checkpoint is that of step 3"),
+        (["--fork", "whole@3", "--model.name", "other"], "model.name: "),
+        (["--fork", "whole@3", "--trainer.lora.r", "8"], "trainer.lora.r: 'not set' -> 8: the checkpoint's adapters"),
+        (["--fork", "whole@3", "--warm-start.steps", "8"], "warm_start.steps: 'not set' -> 8: it came before step 0"),
+        (["--fork", "whole@3", "--trainer.optim.lrr", "8"], 'unknown key "lrr"'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_forked_is_refused_before_there_is_a_folder(place: Path, typed, said: str, capsys):
+    folder = [] if "--run-dir" in typed else ["--run-dir", "refused"]
+    kept = snapshot(place / "whole")
+    assert main(["rl", *typed, *folder]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (place / "refused").exists()
+    assert snapshot(place / "whole") == kept
+
+
+def test_a_folder_with_other_things_of_these_names_is_left_alone(place: Path, whole: Path, capsys):
+    (place / "mine").mkdir()
+    (place / "mine" / "metrics.jsonl").write_text("mine")
+    assert main(["rl", "--fork", "whole@3", "--run-dir", "mine"]) == 2
+    assert "mine has metrics.jsonl already; name an empty folder with --run-dir FOLDER" in capsys.readouterr().err
+    assert (place / "mine" / "metrics.jsonl").read_text() == "mine"
+    assert main(["rl", "--fork", "whole@3", "--run-dir", "whole-2", "--max-steps", str(AT + 1)]) == 0
+    assert main(["rl", "--fork", "whole@3", "--run-dir", "whole-2"]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_groups_in_flight_of_examples_that_are_gone_are_named(place: Path, whole: Path, capsys):
+    held = place / "held"
+    shutil.copytree(whole, held, symlinks=True)
+    folder = held / f"checkpoints/step_{AT:06d}"
+    state = read_json(folder / "orchestrator.json")
+    state["dispatcher"]["held"] = [{"index": 99, "env": "gone", "example_id": "e1"},
+                                   {"index": 98, "env": "spoken.Spoken", "example_id": "lot-77"}]  # fmt: skip
+    (folder / "orchestrator.json").write_text(json.dumps(state))
+    from verbatim.checkpoints import seal
+
+    seal(folder, {"step": AT, "logs": read_json(folder / "manifest.json")["logs"]})
+    assert main(["rl", "--fork", f"held@{AT}", "--run-dir", "refused"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "2 groups that were in flight at step 3" in said
+    assert "gone/e1, spoken.Spoken/lot-77; add --fresh examples" in said

@@ -1,0 +1,243 @@
+"""`verbatim rl --replay STEP`: a step trained again from what is stored, without a sampler."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from e2e.tiny_runs import LOTS, TOML, build_tiny_model, snapshot, train_lines, workplace
+from verbatim.checkpoints import read_json
+from verbatim.cli.main import main
+from verbatim.errors import UsageError
+from verbatim.fates.files import FateFolder, files_in, read_fates
+from verbatim.run.replay import replay
+
+pytestmark = pytest.mark.slow
+
+STEPS = 5
+EVERY = """
+[checkpoint]
+interval = 2
+keep_last = 10
+"""
+"""Checkpoints of the steps 0, 2, 4 and 5."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with workplace(tmp_path_factory.mktemp("replay"), {"lots": LOTS}) as folder:
+        text = TOML.format(model=build_tiny_model(folder / "model")).replace("max_steps = 2", f"max_steps = {STEPS}")
+        text = text.replace("[trainer.optim]", "optimizer_steps_per_batch = 2\n[trainer.optim]")
+        (folder / "run.toml").write_text(text + 'import_path = "lots.Lots"\n' + EVERY)
+        assert main(["rl", "run.toml", "--run-dir", "run"]) == 0
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    return place / "run"
+
+
+def copied(place: Path, run: Path, name: str) -> Path:
+    shutil.copytree(run, place / name, symlinks=True)
+    return place / name
+
+
+@pytest.mark.parametrize(("step", "base"), [(1, 0), (2, 0), (5, 4)])
+def test_a_step_replays_bit_for_bit_from_the_checkpoint_before_it_and_over_the_steps_between(run: Path, step, base):
+    before = snapshot(run)
+    found = replay(run, step)
+    assert (found.step, found.checkpoint, found.changes) == (step, base, ())
+    assert found.is_exact and found.is_same
+    stored = train_lines(run)[step - 1]["metrics"]
+    assert found.num_tokens == stored["trained_tokens"] == found.logprobs.num_compared > 20
+    assert found.metrics["loss"].replayed == stored["loss"] and found.metrics["grad_norm"].replayed > 0
+    assert {"loss", "grad_norm", "lr", "entropy", "mismatch_kl", "num_micro_batches"} <= set(found.metrics)
+    if step % 2 and step < STEPS:
+        assert found.weights is None  # there is no checkpoint of it
+    else:
+        assert found.weights.is_exact and found.weights.num_parameters > 5
+    assert snapshot(run) == before
+
+
+def test_the_command_prints_it_and_writes_nothing(run: Path, capsys):
+    before = snapshot(run)
+    assert main(["rl", "--replay", "2", "--run-dir", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"replay      step 2 of {run.resolve()}, from the checkpoint of step 0, and 1 steps on the way" in out
+    assert "logprobs    the same bit for bit, of " in out and "gradients   the same bit for bit, of " in out
+    assert "weights     the same bit for bit, all " in out
+    assert "step 2 replays bit for bit" in out
+    assert snapshot(run) == before
+
+
+def test_another_learning_rate_and_another_number_of_optimizer_steps_are_shown(run: Path):
+    found = replay(run, 5, ["--trainer.optim.lr", "0.005", "--trainer.optimizer-steps-per-batch", "1"])
+    assert found.changes == ("trainer.optim.lr: 0.01 -> 0.005", "trainer.optimizer_steps_per_batch: 2 -> 1")
+    assert (found.metrics["lr"].stored, found.metrics["lr"].replayed) == (0.01, 0.005)
+    assert (found.metrics["num_optimizer_steps"].stored, found.metrics["num_optimizer_steps"].replayed) == (2, 1)
+    assert not found.is_exact and found.weights.num_different > 0
+
+    half = replay(run, 1, ["--trainer.optim.lr", "0.005"])
+    assert half.logprobs.num_different > 0  # those of the second optimizer step
+    assert half.metrics["trained_tokens"].is_exact
+
+
+def test_another_loss_has_the_logprobs_of_then_and_other_gradients(run: Path, capsys):
+    found = replay(run, 5, ["--trainer.loss.type", "ppo", "--trainer.optimizer-steps-per-batch", "1"])
+    first = replay(run, 5, ["--trainer.optimizer-steps-per-batch", "1"])
+    assert found.gradients.num_different > 0
+    assert (found.logprobs.num_different, found.logprobs.largest) == (
+        first.logprobs.num_different, first.logprobs.largest
+    )
+    assert main(["rl", "--replay", "5", "--run-dir", str(run), "--trainer.loss.type", "ppo"]) == 0
+    out = capsys.readouterr().out
+    assert "changed     trainer.loss.type: 'default' -> 'ppo'" in out
+    assert "step 5 with 1 changed key" in out
+
+
+def test_credit_filters_and_lengths_are_applied_to_the_batch_again(run: Path):
+    """The same credit again gives the step of then; another one other gradients; a shorter bound fewer tokens."""
+    same = replay(run, 5, ["--orchestrator.max-off-policy-steps", "7"])
+    assert same.changes and same.is_exact
+    other = replay(run, 5, ["--orchestrator.advantage.type", "rloo"])
+    assert other.logprobs.num_compared == same.num_tokens and other.gradients.num_different > 0
+    fates = [fate for _, fate in read_fates(files_in(run / "trajectories")[5])]
+    shortest = min(turn.path.length for fate in fates for turn in fate.trajectory.turns)
+    none = replay(run, 5, ["--orchestrator.seq-len", str(shortest - 1)])
+    assert (none.num_tokens, none.logprobs.num_only_stored) == (0, same.num_tokens)
+    assert not none.is_same and none.weights.num_different > 0
+
+
+def test_a_change_on_the_disk_is_found_in_its_trajectory_and_token(place: Path, run: Path, capsys):
+    """One stored logprob of the trainer, one advantage."""
+    other = copied(place, run, "other")
+    path = files_in(other / "trajectories")[5]
+    fates = [fate for _, fate in read_fates(path)]
+    marked = next(i for i, fate in enumerate(fates) if fate.num_trained_tokens)
+    said = [None if array is None else array.copy() for array in fates[marked].trainer_logprobs]
+    said[0][3] += np.float32(0.5)
+    import dataclasses
+
+    fates[marked] = dataclasses.replace(fates[marked], trainer_logprobs=tuple(said))
+    FateFolder(other / "trajectories").write(5, fates)
+    found = replay(other, 5)
+    trajectory = fates[marked].trajectory
+    assert (found.logprobs.num_different, found.logprobs.trajectory_id) == (1, trajectory.trajectory_id)
+    assert (found.logprobs.turn, found.logprobs.position) == (0, 3)
+    assert found.logprobs.token_id == trajectory.turns[0].completion_ids[3]
+    assert found.logprobs.stored - found.logprobs.replayed == pytest.approx(0.5)
+    assert not found.is_same and found.gradients.is_exact
+    assert main(["rl", "--replay", "5", "--run-dir", str(other)]) == 1
+    out = capsys.readouterr().out
+    assert f"trajectory {trajectory.trajectory_id}, turn 0, token 3 (id {found.logprobs.token_id})" in out
+    assert "step 5 does not replay" in out
+
+
+def test_one_row_in_another_place_is_no_other_step_but_other_weights_are(place: Path, run: Path):
+    other = copied(place, run, "moved")
+    weights = other / "checkpoints/step_000004/weights/model.safetensors"
+    from safetensors.numpy import load_file, save_file
+
+    from verbatim.checkpoints import seal
+
+    tensors = load_file(weights)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name] * np.float32(1.5)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    seal(weights.parents[1], {"step": 4})
+    found = replay(other, 5)
+    assert found.logprobs.num_different > 10 and not found.is_same
+    assert found.weights.parameter is not None and found.weights.largest > 1e-3
+
+
+# ---- what is missing
+
+
+def test_which_steps_can_be_replayed_is_said(place: Path, run: Path, capsys):
+    other = copied(place, run, "less")
+    for step in (0, 4):
+        shutil.rmtree(other / f"checkpoints/step_{step:06d}")
+    (other / "trajectories/step-000004.parquet").unlink()
+    assert main(["rl", "--replay", "1", "--run-dir", str(other)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "step 1 of" in said and "it needs a checkpoint before it" in said
+    assert "steps that can be replayed: 3 (checkpoints: 2, 5; files of trajectories: 1-3, 5)" in said
+    for step in (4, 5, 6):
+        with pytest.raises(UsageError, match=rf"step {step} of .* cannot be replayed"):
+            replay(other, step)
+    assert replay(other, 3).is_exact
+
+
+def test_a_damaged_checkpoint_is_not_begun_at(place: Path, run: Path):
+    other = copied(place, run, "damaged")
+    (other / "checkpoints/step_000004/trainer/optimizer.safetensors").write_bytes(b"x")
+    found = replay(other, 5)
+    assert (found.checkpoint, found.is_exact) == (2, True)
+
+
+def test_a_file_that_has_not_all_of_the_batch_is_refused(place: Path, run: Path):
+    other = copied(place, run, "part")
+    path = files_in(other / "trajectories")[5]
+    fates = [fate for _, fate in read_fates(path)]
+    FateFolder(other / "trajectories").write(5, fates[:4])
+    trained = sum(fate.num_trained_tokens for fate in fates)
+    with pytest.raises(UsageError, match=rf"has \d+ of the {trained} tokens that step 5 trained: .*trajectory_share"):
+        replay(other, 5)
+
+
+def test_a_file_of_other_columns_is_refused(place: Path, run: Path):
+    other = copied(place, run, "foreign")
+    pq.write_table(pa.table({"a": [1]}), files_in(other / "trajectories")[5])
+    with pytest.raises(UsageError, match="holds no trajectories of ours"):
+        replay(other, 5)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--replay", "1"], "--replay needs the run's folder: --run-dir runs/NAME/latest"),
+        (["--replay", "x", "--run-dir", "run"], "--replay x: expected the number of a step, from 1 on"),
+        (["--replay", "0", "--run-dir", "run"], "--replay 0: expected the number of a step, from 1 on"),
+        (["--replay", "1", "--run-dir", "nowhere"], "there is no run in"),
+        (["--replay", "1", "--run-dir", "model"], "there is no run in"),
+        (["--replay", "99", "--run-dir", "run"], "steps that can be replayed: 1-5 (checkpoints: 0, 2, 4-5;"),
+        (["run.toml", "--replay", "1", "--run-dir", "run"], "leave out FILE"),
+        (["--replay", "1", "--run-dir", "run", "--resume"], "leave out --resume"),
+        (["--replay", "1", "--run-dir", "run", "--fork", "run"], "leave out --fork"),
+        (["--replay", "1", "--run-dir", "run", "--seed", "7"], "seed: 0 -> 7 changes nothing in it; keys that may"),
+        (["--replay", "1", "--run-dir", "run", "--model.name", "x"], "changes nothing in it"),
+        (["--replay", "1", "--run-dir", "run", "--trainer.lora.r", "4"], "changes nothing in it"),
+        (["--replay", "1", "--run-dir", "run", "--orchestrator.group-size", "2"], "changes nothing in it"),
+        (["--replay", "1", "--run-dir", "run", "--trainer.optim.lrr", "1"], 'unknown key "lrr"'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_replayed_is_refused_with_what_to_type(run: Path, typed, said: str, capsys):
+    assert main(["rl", *typed]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_that_is_at_work_can_be_replayed(place: Path, run: Path):
+    """Its folder is locked by another process, or by this one."""
+    from verbatim.checkpoints.lock import FolderLock
+
+    lock = FolderLock(run, "orchestrator.lock")
+    try:
+        assert replay(run, 5).is_exact
+    finally:
+        lock.release()
+
+
+def test_the_result_is_plain_json(run: Path):
+    from verbatim.run.replay import as_json
+
+    said = json.loads(json.dumps(as_json(replay(run, 5)), allow_nan=False))
+    assert (said["step"], said["checkpoint"], said["is_exact"]) == (5, 4, True)
+    assert said["metrics"]["loss"]["stored"] == train_lines(run)[4]["metrics"]["loss"]
+    assert read_json(run / "summary.json")["steps"] == STEPS
