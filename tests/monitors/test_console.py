@@ -7,12 +7,15 @@ import math
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+import pyte
 import pytest
 import rich.console
 
-from verbatim.monitors import Console
-from verbatim.monitors.console import format_number, header, step_line
+from verbatim.monitors import Alarm, Console
+from verbatim.monitors.console import COLUMNS, eval_line, format_number, header, known_columns, step_line, what_waits
+from verbatim.plain_console import PlainConsole
 
 METRICS = {"rollouts/failed_share": 0.125, "reward/mean": 0.5, "success": 0.25, "turns": 3.5, "mismatch_kl": 1.2e-5,
            "sampler/tokens_per_second": 1234.5, "tokens_per_second": 98765.4,
@@ -44,16 +47,54 @@ def test_a_step_is_one_plain_line_under_a_heading():
 
 
 def test_what_is_missing_or_nan_is_a_dash():
-    line = step_line(100, 100, {"reward/mean": math.nan, "success": 1.0})
+    line = step_line(100, 100, {"reward/mean": math.nan, "success": 1.0}, COLUMNS)
     assert line.split() == ["100/100", "-", "1.000", *"--------"]
-    assert len(line) == len(header(100))
+    assert len(line) == len(header(100, COLUMNS))
 
 
-def test_an_evaluation_is_one_line_of_all_its_metrics():
+def test_a_column_without_a_value_is_left_out_until_it_has_one():
+    monitor, out = printed()
+    monitor.on_step(1, {"reward/mean": 0.5, "success": math.nan})
+    monitor.on_step(2, {"reward/mean": 0.5})
+    monitor.on_step(3, {"reward/mean": 0.5, "success": 0.25})
+    monitor.on_step(4, {"success": 0.25})
+    monitor.close()
+    assert [line.split() for line in out.getvalue().splitlines()] == [
+        ["step", "reward"], ["1/100", "0.500"], ["2/100", "0.500"],
+        ["step", "reward", "success"], ["3/100", "0.500", "0.250"], ["4/100", "-", "0.250"],
+    ]  # fmt: skip
+    assert known_columns({}) == ()
+
+
+def test_an_evaluation_is_one_line_of_the_metrics_that_have_a_value():
     monitor, out = printed()
     monitor.on_eval(20, "guess_number", {"success": 0.91, "turns": math.nan, "episodes": 300})
     monitor.close()
-    assert out.getvalue() == "eval  guess_number  after step 20  success 0.910  turns -  episodes 300\n"
+    assert out.getvalue() == "eval  guess_number  after step 20  success 0.910  episodes 300\n"
+
+
+def test_an_interval_stands_behind_its_metric():
+    line = eval_line(3, "game", {
+        "reward/mean": 0.5, "success": 0.25, "success/low": 0.125, "success/high": 0.375, "reward/low": math.nan,
+        "reward/high": math.nan,
+    })  # fmt: skip
+    assert line == "eval  game  after step 3  success 0.250 [0.125, 0.375]  reward/mean 0.500"
+
+
+RAISED = Alarm(name="stale", step=3, state="raised", message="Rollouts are 9 steps old", cause="slow episodes",
+               advice="lower orchestrator.max_async_level", evidence={"staleness/mean": 9.0})  # fmt: skip
+
+
+def test_an_alarm_is_a_line_with_its_cause_and_what_to_do():
+    monitor, out = printed()
+    monitor.on_alarm(RAISED)
+    monitor.on_alarm(replace(RAISED, step=5, state="cleared"))
+    monitor.close()
+    assert out.getvalue().splitlines() == [
+        "alarm  stale  after step 3  Rollouts are 9 steps old. Cause: slow episodes. To do: lower "
+        "orchestrator.max_async_level.",
+        "alarm  stale  after step 5  No longer: Rollouts are 9 steps old",
+    ]
 
 
 def test_the_heading_returns_every_20_steps():
@@ -71,9 +112,8 @@ def test_a_terminal_gets_a_bar_and_a_file_does_not():
     in_file, file = printed()
     in_file.on_step(50, METRICS)
     in_file.close()
-    assert "50/100" in terminal.getvalue().split("\n")[-2]
-    assert "\x1b" in terminal.getvalue()
-    assert "\x1b" not in file.getvalue()
+    assert re.search(r"training .*━", terminal.getvalue())
+    assert "━" not in file.getvalue() and "\x1b" not in file.getvalue()
 
 
 def on_terminal(width: int, times: list[float]) -> list[str]:
@@ -89,8 +129,15 @@ def on_terminal(width: int, times: list[float]) -> list[str]:
         monitor.on_step(step, METRICS)
     monitor.on_eval(100, "game", {f"metric_{n}": 0.5 for n in range(8)})
     monitor.close()
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
-    return [line for line in plain.split("\n") if line and not line.startswith("training")]
+    return shown(out, width)
+
+
+def shown(out: io.StringIO, width: int) -> list[str]:
+    """What a terminal of this width has on it in the end."""
+    screen = pyte.Screen(width, 40)
+    pyte.Stream(screen).feed(out.getvalue().replace("\n", "\r\n"))
+    assert not screen.cursor.hidden
+    return [line.rstrip() for line in screen.display if line.strip()]
 
 
 def test_on_a_terminal_lines_are_five_seconds_apart_and_the_last_step_has_one():
@@ -104,18 +151,78 @@ def test_on_a_terminal_no_line_is_wider_than_it_and_words_stay_whole():
     heading, step, *evaluation = lines
     assert heading.split() == ["step", "reward", "success", "failed", "turns"]
     assert step.split() == ["100/100", "0.500", "0.250", "0.125", "3.500"]
-    words = " ".join(evaluation).split()
-    assert words == ["eval", "game", "after", "step", "100", *(w for n in range(8) for w in (f"metric_{n}", "0.500"))]
+    assert evaluation == ["eval  game  after step 100  metric_0 0.500"]
 
 
-def test_the_bar_shows_the_last_reward_and_the_time_left():
-    monitor, out = printed(100, force_terminal=True)
-    for step in (1, 2, 3):
-        monitor.on_step(step, {**METRICS, "reward/mean": step / 8})
+def drawn(monitor: Console, width: int) -> list[str]:
+    """The live view as it would be drawn now."""
+    out = io.StringIO()
+    rich.console.Console(file=out, width=width, highlight=False).print(monitor.view.drawing())
+    return out.getvalue().splitlines()
+
+
+def seen(width: int) -> list[str]:
+    """The live view after the third of 100 steps, which took 10 seconds each; an evaluation goes on."""
+    at = [0.0]
+    monitor, _ = printed(width, lambda: at[0], force_terminal=True)
+    monitor.on_eval(0, "game", {"success": 0.25, "success/low": 0.2, "success/high": 0.3})
+    for step, at[0] in enumerate((10.0, 20.0, 30.0), start=1):
+        monitor.on_step(step, {**METRICS, "reward/mean": step / 8, "time/step": 10.0, "time/sampler_idle": 1.0,
+                               "time/trainer_idle": 6.0, "time/wait_for_batch": 2.0, "queue/groups_in_flight": 4})
+    monitor.on_alarm(RAISED)
+    with monitor.view.stage("evaluating game", 300, count=lambda: 120):
+        lines = drawn(monitor, width)
     monitor.close()
-    bar = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).split("\n")[-2]
-    assert "3/100 reward 0.375" in bar
-    assert re.search(r"\d:\d\d:\d\d left \d:\d\d:\d\d", bar)
+    return lines
+
+
+def test_the_live_view_has_progress_evaluation_waits_and_the_alarm():
+    training, evaluating, *lines = seen(105)
+    assert re.fullmatch(r"training +━ +3/100 +reward 0\.375 0:30 left 16:10", training)
+    assert re.fullmatch(r"evaluating game ━+╸? +120/300 +0:00 *", evaluating)
+    assert [line.rstrip() for line in lines] == [
+        "eval  game  success 0.250 [0.200, 0.300]  after step 0",
+        "waits idle: sampler 10%, trainer 60%  ·  waited 2.0 s for rollouts  ·  4 groups in flight",
+        "alarm stale after step 3: Rollouts are 9 steps old",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_of_the_live_view_is_wider_than_the_terminal(width: int):
+    lines = seen(width)
+    assert max(map(len, lines)) <= width - 5  # room for the ^C that a terminal shows
+    assert [line.split()[0].rstrip("…") for line in lines] == ["training", "evaluating", "eval", "waits", "alarm"]
+
+
+def test_a_cleared_alarm_leaves_the_view_and_an_older_one_comes_back():
+    monitor, _ = printed(80, force_terminal=True)
+    monitor.on_alarm(RAISED)
+    monitor.on_alarm(replace(RAISED, name="idle", message="The sampler is idle"))
+    assert drawn(monitor, 80)[-1].rstrip() == "alarm idle after step 3  (and 1 more): The sampler is idle"
+    monitor.on_alarm(replace(RAISED, name="idle", state="cleared"))
+    assert drawn(monitor, 80)[-1].rstrip() == "alarm stale after step 3: Rollouts are 9 steps old"
+    monitor.close()
+
+
+def test_control_sequences_of_an_environment_do_nothing_to_the_terminal():
+    out = io.StringIO()
+    console = PlainConsole(file=out, width=80, force_terminal=True)
+    monitor = Console(100, console=console)
+    hostile = replace(RAISED, message="\n\x1b[2J\x1b[?25l[bold]gone", env="\x1b]0;title\x07")
+    monitor.on_alarm(hostile)
+    monitor.on_eval(1, "\x1b[31mred", {"success": 1.0})
+    monitor.on_step(1, METRICS)
+    console.print(monitor.view.drawing())
+    monitor.close()
+    assert "\x1b[2J" not in out.getvalue() and "\x1b]0;" not in out.getvalue() and "\x1b[31mred" not in out.getvalue()
+    assert any("\\x1b[2J" in line for line in shown(out, 80))
+
+
+def test_waits_leaves_out_what_is_not_known():
+    assert what_waits({}) == ""
+    assert what_waits({"time/step": 0.0, "time/sampler_idle": 1.0}) == ""
+    known = {"time/step": 2.0, "time/sampler_idle": 4.0, "time/trainer_idle": math.nan}
+    assert what_waits(known) == "idle: sampler 100%"
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,11 @@ def sigterm_is_ctrl_c() -> None:
 
 
 def _end_at_once(farewell: str) -> None:
-    """No `finally` of anyone's runs: whoever asks twice does not want to wait for them."""
+    """No `finally` of anyone's runs: whoever asks twice does not want to wait for them. A cursor that a bar has hidden
+    is shown again."""
     with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h")
         os.write(2, f"\n{printable(farewell)}\n".encode(errors="replace"))
     os._exit(exit_status.INTERRUPTED)
 

@@ -23,6 +23,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verbatim rl` has, and where to listen for the trainer's host."""
     rl_command.add_shared_arguments(parser)
+    rl_command.add_output_arguments(parser)
     parser.epilog = ("With --listen the trainer may run on a host that does not share the run folder: weights, batches "
                      "and checkpoints travel. An SSH tunnel, or --tls-cert, keeps others from reading them on the way")
     add = parser.add_argument

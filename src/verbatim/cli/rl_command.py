@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
+from verbatim.cli.own_stdout import own_stdout
 from verbatim.config import RunConfig, load_config
 from verbatim.errors import UsageError
+from verbatim.monitors.json_lines import JsonLines
 from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.execute import execute
@@ -23,8 +28,9 @@ from verbatim.transport.mirror.server import Listen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, --resume, --fork, --fresh, --replay and --trajectory-strategy."""
+    """Declare FILE, --resume, --fork, --fresh, --replay, --trajectory-strategy, --quiet and --json."""
     add_shared_arguments(parser, file="?")
+    add_output_arguments(parser)
     parser.add_argument("--fork", metavar="RUN[@STEP]",
                         help="begin a new run at a checkpoint of another one, with its logs and changed keys; STEP is "
                         "a step, best or latest; without FILE with that run's configuration")  # fmt: skip
@@ -46,6 +52,15 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, file: str | None = 
                         help="the same as --orchestrator.trajectory-strategy NAME")  # fmt: skip
 
 
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare --quiet and --json, which `verbatim orchestrator` has too."""
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--quiet", action="store_true", help="print only warnings and errors, on standard error")
+    output.add_argument("--json", action="store_true",
+                        help="print one JSON object on a line for each step, evaluation, alarm, and the end; all else "
+                             "goes to standard error")  # fmt: skip
+
+
 def _folder(text: str) -> bool | Path:
     return text == "latest" or Path(text)
 
@@ -57,6 +72,8 @@ def _replay(args: argparse.Namespace) -> int:
                                       ("--fresh", args.fresh)) if value]  # fmt: skip
     if given:
         raise UsageError(f"--replay takes the configuration that the run has stored; leave out {', '.join(given)}")
+    if args.quiet or args.json:
+        raise UsageError("--replay prints a comparison; leave out --quiet and --json")
     log_to_console(PlainConsole(stderr=True))
     return run_replay(args.replay, _overrides(args), prints_json=getattr(args, "json", False))
 
@@ -100,23 +117,38 @@ def train(
     listen: Listen | None = None,
 ) -> int:  # fmt: skip
     """`run`, also for `verbatim orchestrator`. `again` is what to type to continue the run in a folder."""
-    console = PlainConsole()
-    log_to_console(console)
-    fork = _fork(args)
-    training = execute(
-        load(args, fork),
-        name=args.file.stem if args.file is not None else "fork",
-        resume=args.resume,
-        console=console,
-        run_loop=lambda work, ask, to_go_on: run_main(
-            work, two_presses(ask, lambda: to_go_on), ends_without_memory=True
-        ),
-        how_to_go_on=lambda folder: f"not finished; to go on:  {again(folder)}",
-        trainer_elsewhere=trainer_elsewhere,
-        listen=listen,
-        fork=fork,
-    )
-    return exit_status.FINISHED if training.finished else exit_status.INTERRUPTED
+    is_plain = not (args.quiet or args.json)
+    console = PlainConsole(quiet=not is_plain)
+    notes = console if is_plain else PlainConsole(stderr=True)
+    log_to_console(notes, logging.WARNING if args.quiet else logging.INFO)
+    folders: list[Path] = []
+
+    def how_to_go_on(folder: Path) -> str:
+        folders[:] = [folder]
+        return f"not finished; to go on:  {again(folder)}"
+
+    fork, is_finished = _fork(args), False
+    with own_stdout() if args.json else contextlib.nullcontext(sys.stdout) as stdout:
+        try:
+            training = execute(
+                load(args, fork),
+                name=args.file.stem if args.file is not None else "fork",
+                resume=args.resume,
+                console=console,
+                run_loop=lambda work, ask, to_go_on: run_main(
+                    work, two_presses(ask, lambda: to_go_on), ends_without_memory=True
+                ),
+                how_to_go_on=how_to_go_on,
+                monitors=[JsonLines(stdout)] if args.json else [],
+                trainer_elsewhere=trainer_elsewhere,
+                listen=listen,
+                fork=fork,
+            )
+            is_finished = training.finished
+        finally:
+            if not is_plain and not is_finished and folders and (folders[0] / CONFIG).exists():
+                notes.print(how_to_go_on(folders[0]), soft_wrap=True)  # the console is quiet
+    return exit_status.FINISHED if is_finished else exit_status.INTERRUPTED
 
 
 def _fork(args: argparse.Namespace) -> Fork | None:

@@ -21,7 +21,7 @@ class AlarmLog(Monitor):
         self.writer = JsonlWriter(path, mark)
 
     def on_alarm(self, alarm: Alarm) -> None:
-        self.writer.write({name: getattr(alarm, name) for name in _FIELDS})
+        self.writer.write(vars(alarm))
 
     def close(self) -> None:
         self.writer.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,12 @@ class Observer(Protocol):
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
         """The policy after this step was evaluated; 0 is before the first."""
+
+    def stage(
+        self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
+    ) -> AbstractContextManager[object]:
+        """Something that may take a while goes on as long as the block runs; `count` gives what is done of it. Called
+        on the event loop."""
 
 
 class Checkpointer(Protocol):

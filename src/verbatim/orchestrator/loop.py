@@ -26,6 +26,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from verbatim.orchestrator.sending_trainer import SendingTrainer
 from verbatim.orchestrator.step_metrics import StepMetrics
 from verbatim.orchestrator.turns import Turns
 from verbatim.orchestrator.weight_sync import WeightSync
-from verbatim.rollouts import EpisodeTally
+from verbatim.rollouts import EpisodeTally, RolloutSetup
 from verbatim.trajectories import Ledger
 from verbatim.transport import StepReport, TrainerLink
 from verbatim.transport.canary import Probes
@@ -305,15 +306,22 @@ class Orchestrator:
             )
             stop = asyncio.ensure_future(self._asked_to_end.wait())
             try:
-                await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
-                if not running.done() and not is_last:
-                    return False
-                found[setup.env] = await running
+                with self._evaluating(setup):
+                    await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
+                    if not running.done() and not is_last:
+                        return False
+                    found[setup.env] = await running
             finally:
                 await cancel_all([running, stop])
             await asyncio.to_thread(self.observer.on_eval, self.step, found[setup.env])
         self._evaluated = self.step
         return bool(found) and self.progress.observe(self.step, found)
+
+    def _evaluating(self, setup: RolloutSetup) -> AbstractContextManager[object]:
+        """Tell the observer how many episodes are over."""
+        total, before = self.schedule.eval_episodes, setup.tally.num_episodes
+        return self.observer.stage(f"evaluating {setup.env}", total,
+                                   count=lambda: min(total, setup.tally.num_episodes - before))  # fmt: skip
 
     def _mark_best(self) -> None:
         best = self.progress.state_dict()["best"]

@@ -54,7 +54,7 @@ def _build(config: RunConfig, environments: Environments, folder: Path, console:
     if _is_whole(target):  # made by a process that was killed before its first checkpoint
         return target
     texts = corpus([demonstration for _, demonstration in demonstrations(environments, 2000, config.seed)])
-    with making(target) as partial:
+    with making(target) as partial, ProgressBar("building the model", console=console):
         build_model(partial, build_config, texts, seed=derive_seed(config.seed, "model") % 2**32)
         seal(partial)
     console.print(f"model       built in {target}", soft_wrap=True)
@@ -72,7 +72,8 @@ def _warm_start(
     tokenizer = load_tokenizer(source)
     renderer = make_renderer(config.orchestrator.renderer, tokenizer)
     samples = _warm_start_samples(config, settings, environments, renderer, console)
-    trainer = make_trainer(config, "warm_start", source, ranks=ranks, tokenizer=tokenizer)
+    with ProgressBar("loading the model", console=console):
+        trainer = make_trainer(config, "warm_start", source, ranks=ranks, tokenizer=tokenizer)
     started = time.monotonic()
 
     def show(step: int, metrics: Mapping[str, float]) -> None:
@@ -114,14 +115,16 @@ def _warm_start_samples(
         for env, demonstration in demonstrations(environments, settings.conversations, config.seed)
     ]  # fmt: skip
     console.print(f"warm start  rendering {len(conversations)} conversations")
-    for number, (env, messages, tools) in enumerate(conversations):
-        trajectory = trajectory_from_messages(
-            renderer, messages, tools or None, trajectory_id=f"demonstration-{number}", env=env
-        )
-        built = build(trajectory, max_length=config.orchestrator.seq_len, needs_logprobs=False)
-        left_out += built.dropped.get("over_length", 0)
-        if built.samples:
-            samples.append(built.samples)
+    with ProgressBar("rendering", len(conversations), console=console) as bar:
+        for number, (env, messages, tools) in enumerate(conversations):
+            trajectory = trajectory_from_messages(
+                renderer, messages, tools or None, trajectory_id=f"demonstration-{number}", env=env
+            )
+            built = build(trajectory, max_length=config.orchestrator.seq_len, needs_logprobs=False)
+            left_out += built.dropped.get("over_length", 0)
+            if built.samples:
+                samples.append(built.samples)
+            bar.update(number + 1)
     if left_out:
         console.print(f"warm start  {left_out} tokens of turns beyond seq_len = {config.orchestrator.seq_len} are left "
                       "out", style="yellow")  # fmt: skip

@@ -94,7 +94,7 @@ def _print_curve(curve: Curve, title: str, best_constant: Mapping[str, float], c
 def _print_figures(summary: Mapping[str, Any], title: str, console: Console) -> None:
     table = Table(show_header=False, title=f"{title}: results", title_justify="left")
     for key, value in summary.items():
-        if not isinstance(value, dict):
+        if value is not None and not isinstance(value, dict):
             table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
     console.print(table)
 

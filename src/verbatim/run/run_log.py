@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,8 @@ class RunLog:
         self._num_incomplete = 0
         self.results: dict[str, Any] = {}
         """What the loop says of its end, beside the figures of the metrics."""
-        shown = Console(max_steps, console=console, first_step=first_step)
-        self._monitors = Monitors([metrics, alarms, shown, curve, *monitors])
+        self._console = Console(max_steps, console=console, first_step=first_step)
+        self._monitors = Monitors([metrics, alarms, self._console, curve, *monitors])
 
     def _go_back(self, path: Path, step: int, is_record: Callable[[Any], bool]) -> LogMark:
         """Bring a log back to the checkpoint of this step; where it is damaged, say so, and not again next time."""
@@ -121,6 +122,12 @@ class RunLog:
     def seconds(self) -> float:
         """Wall-clock time of the run so far, over all its processes."""
         return self._earlier_seconds + time.monotonic() - self._started
+
+    def stage(
+        self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
+    ) -> AbstractContextManager[object]:
+        """A bar below the lines of a terminal, as long as the block runs."""
+        return self._console.view.stage(what, total, count=count)
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Tell the monitors that the run begins; `config` has no secrets."""
@@ -183,6 +190,12 @@ class RunLog:
         Raises:
             CheckpointNotWritten: the disk or the trainer refused.
         """
+        with self.stage("checkpoint"):
+            await self._save(step, trainer, state, trainer_state)
+
+    async def _save(
+        self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None
+    ) -> None:
         if trainer_state is None:
             trainer_state = self._folder.path / ".trainer_state"
             shutil.rmtree(trainer_state, ignore_errors=True)

@@ -15,6 +15,7 @@ from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.errors import CheckpointError, RunStopped
+from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.hosts import fetch_run
 from verbatim.run.logs import last_lines
@@ -56,7 +57,8 @@ def open_trainer(
     first, base = _sources(
         config, environments, folder, console, found.folder / "weights" if found else None, ranks=ranks
     )
-    trainer = make_trainer(config, "run", base, first=first, ranks=ranks, tokenizer=load_tokenizer(base))
+    with ProgressBar("loading the model", console=console):
+        trainer = make_trainer(config, "run", base, first=first, ranks=ranks, tokenizer=load_tokenizer(base))
     if trainer.adapters is not None:
         console.print(f"lora        {trainer.adapters}", soft_wrap=True)
     if found is not None:

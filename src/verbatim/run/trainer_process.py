@@ -26,6 +26,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.errors import RunStopped, UsageError
 from verbatim.imports import child_environment
 from verbatim.inference.http.server import as_others_reach
+from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.run.environments import Environments
 from verbatim.run.hosts import serve_run
 from verbatim.run.logs import last_lines
@@ -105,6 +106,9 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
 
     patience = 0.0  # before it is ready, and when the user cannot wait
     try:
+        with ProgressBar("starting the trainer", console=console):  # until it draws bars of its own
+            while not exchange.trainer_beat.exists() and ended() is None:
+                time.sleep(_POLL)
         ready = _wait_until_ready(exchange, config, ended, log)
         exchange.attach()
         with _side(ready, exchange, config, ended, log) as side:

@@ -181,10 +181,11 @@ class TrainingRun:
             api = OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)
             chat_teacher = await stack.enter_async_context(api.connect())
         renderer = make_renderer(settings.renderer, load_tokenizer(ready.weights))
-        sampler = await make_sampler(
-            config, ready.weights, policy_version=ready.version, num_threads=threads_of(config, None),
-            logs=self.folder.path / "logs" / "inference", sender=sending,
-        )  # fmt: skip
+        with self._log.stage("starting the sampler"):
+            sampler = await make_sampler(
+                config, ready.weights, policy_version=ready.version, num_threads=threads_of(config, None),
+                logs=self.folder.path / "logs" / "inference", sender=sending,
+            )  # fmt: skip
         stack.push_async_callback(side.link.close)
         stack.push_async_callback(sampler.close)
         made = {"train": self.environments.train, "eval": self.environments.eval}

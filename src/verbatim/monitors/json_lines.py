@@ -1,0 +1,40 @@
+"""Prints a run as JSON, for programs: one object on each line for a step, an evaluation, an alarm and the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from verbatim.monitors.alarm import Alarm
+from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
+from verbatim.trajectory_json import plain
+
+
+class JsonLines(Monitor):
+    """`{"kind": "step", "step": 1, "metrics": {...}}`, `{"kind": "eval", "step": 0, "env": "game", "metrics": {...}}`,
+    `{"kind": "alarm", ...}` with the alarm's fields, and `{"kind": "end", "state": "finished", ...}` with the summary
+    of `Monitor.on_end`. NaN and infinities are the texts "NaN", "Infinity" and "-Infinity".
+
+    Args:
+        stream: Where to print; each line is flushed.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
+        self._print("step", {"step": step, "metrics": metrics})
+
+    def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
+        self._print("eval", {"step": step, "env": env, "metrics": metrics})
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        self._print("alarm", vars(alarm))
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        self._print("end", summary)
+
+    def _print(self, kind: str, record: Mapping[str, Any]) -> None:
+        self._stream.write(json.dumps({"kind": kind, **plain(record)}, allow_nan=False, default=str) + "\n")
+        self._stream.flush()

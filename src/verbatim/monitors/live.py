@@ -1,0 +1,167 @@
+"""Draws the bottom of a terminal while a command is at work: a bar for everything that goes on, and a few lines."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import rich.console
+from rich.console import Group, RenderableType
+from rich.constrain import Constrain
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_REFRESHES_PER_SECOND = 2
+_MARGIN = 5
+"""Columns that stay free: a terminal that echoes ^C at the end of a full line begins another one, which would stay."""
+_REMEMBERED = 50
+"""Updates over which the speed is measured: an evaluation now and then does not change the time left by much."""
+
+
+class Stage:
+    """One thing that goes on.
+
+    Args:
+        what: The words in front of the bar.
+        total: What it counts to; None where that is not known.
+        done: What was done before.
+        count: Gives what is done now, for work that nothing reports; asked at each drawing.
+    """
+
+    def __init__(
+        self, what: str, total: int | None, *, done: int = 0, count: Callable[[], int] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.what, self.total, self.done, self.note = what, total, done, ""
+        self._count, self._now = count, now
+        self.began = now()
+        self._first = (self.began, done)
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED)
+
+    def update(self, done: int, note: str = "") -> None:
+        """So much is done; the note stands behind the count."""
+        self.done, self.note = done, note
+        self._marks.append((self._now(), done))
+
+    def begin(self) -> None:
+        """The work itself begins only now: what went before says nothing of its speed."""
+        self._first = (self._now(), self.done)
+
+    def look(self) -> None:
+        """Ask what is done, if there is something to ask."""
+        if self._count is not None and (done := self._count()) != self.done:
+            self.update(done)
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return self._now() - self.began
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the speed of the last updates; None while nothing is known.
+
+        Example: of 10 things 4 are done, and the last 3 took 2 seconds each: 12 seconds, 11 of them a second later.
+        """
+        if self.total is None or not self._marks:
+            return None
+        first, last = self._first if len(self._marks) == 1 else self._marks[0], self._marks[-1]
+        if last[1] <= first[1] or last[0] <= first[0]:
+            return None
+        each = (last[0] - first[0]) / (last[1] - first[1])
+        return max(0.0, (self.total - self.done) * each - (self._now() - last[0]))
+
+
+class LiveView:
+    """The stages that are open, one below the other, and the lines of whoever made the view.
+
+    What is printed on the console meanwhile stands above. Where the console is no terminal, nothing is drawn.
+
+    Args:
+        console: Where to draw.
+        lines: Gives the lines below the bars, each a label and a text, at each drawing.
+    """
+
+    def __init__(
+        self, console: rich.console.Console, *, lines: Callable[[], Sequence[tuple[str, Text]]] = tuple,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.console, self._lines, self._now = console, lines, now
+        self._stages: list[Stage] = []
+        self._is_drawn = console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        self._live: Live | None = None
+
+    def open(
+        self, what: str, total: int | None = None, *, done: int = 0, count: Callable[[], int] | None = None
+    ) -> Stage:
+        """Draw a bar until `close`."""
+        stage = Stage(what, total, done=done, count=count, now=self._now)
+        self._stages.append(stage)
+        if self._is_drawn and self._live is None:
+            self._live = Live(console=self.console, get_renderable=self.drawing, transient=True,
+                              refresh_per_second=_REFRESHES_PER_SECOND)  # fmt: skip
+            self._live.start(refresh=True)
+        return stage
+
+    def close(self, stage: Stage) -> None:
+        """Take the bar away; with the last one the view ends, and the terminal is as it was."""
+        self._stages.remove(stage)
+        if not self._stages:
+            self.stop()
+
+    @contextlib.contextmanager
+    def stage(
+        self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
+    ) -> Iterator[Stage]:
+        """A bar while the block runs."""
+        stage = self.open(what, total, count=count)
+        try:
+            yield stage
+        finally:
+            self.close(stage)
+
+    def stop(self) -> None:
+        """End the view, with whatever is open. The cursor is shown again."""
+        self._stages.clear()
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+
+    def drawing(self) -> RenderableType:
+        """What is drawn now, at most as wide as the console."""
+        bars = Table.grid(padding=(0, 1), expand=True)
+        bars.add_column(no_wrap=True)
+        bars.add_column(ratio=1, min_width=8)
+        for overflow in ("ellipsis", "ellipsis", "crop"):
+            bars.add_column(no_wrap=True, overflow=overflow)
+        for stage in list(self._stages):
+            stage.look()
+            bar = ProgressBar(total=stage.total, completed=stage.done, pulse=stage.total is None)
+            count = f"{stage.done:,}/{stage.total:,}" if stage.total is not None else ""
+            bars.add_row(stage.what, bar, count, stage.note, _times(stage))
+        rows = Table.grid(padding=(0, 1), expand=True)
+        rows.add_column(no_wrap=True, style="dim")
+        rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        for label, text in self._lines():
+            rows.add_row(label, Text(text.plain.replace("\n", " "), style=text.style))
+        drawn = Group(bars, rows) if rows.row_count else bars
+        return Constrain(drawn, max(1, self.console.width - _MARGIN))
+
+
+def _times(stage: Stage) -> str:
+    left = stage.seconds_left
+    return clock(stage.seconds) if left is None else f"{clock(stage.seconds)} left {clock(left)}"
+
+
+def clock(seconds: float) -> str:
+    """
+    >>> [clock(s) for s in (0.2, 75, 36_610)]
+    ['0:00', '1:15', '10:10:10']
+    """
+    hours, rest = divmod(int(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,157 @@
+"""What a run prints: on a terminal, for programs, and when only warnings are wanted."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyte
+import pytest
+
+from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
+from verbatim.cli.main import main
+
+pytestmark = pytest.mark.slow
+
+NOISY = LOTS.replace("return self.reward", "print('NOISE', flush=True); return self.reward")
+EVALUATED = """
+[orchestrator.eval]
+episodes = 5
+interval = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("output") / "model")
+
+
+@pytest.fixture
+def place(model: Path, tmp_path: Path) -> Iterator[Path]:
+    with workplace(tmp_path / "work", {"lots": NOISY}) as folder:
+        (folder / "run.toml").write_text(TOML.format(model=model) + 'import_path = "lots.Lots"\n' + EVALUATED)
+        yield folder
+
+
+def test_json_has_one_object_for_each_step_evaluation_and_the_end_and_nothing_else(place: Path, capfd):
+    assert main(["rl", "run.toml", "--run-dir", "run", "--json"]) == 0
+    said = capfd.readouterr()
+    records = [json.loads(line) for line in said.out.splitlines()]
+    assert [(record["kind"], record.get("step")) for record in records] == [
+        ("eval", 0), ("step", 1), ("eval", 1), ("step", 2), ("eval", 2), ("end", None)
+    ]  # fmt: skip
+    assert [record["metrics"] for record in records if record["kind"] == "step"] == [
+        line["metrics"] for line in train_lines(place / "run")
+    ]
+    end = records[-1]
+    assert (end["state"], end["steps"], end["results"]["steps"]) == ("finished", 2, 2)
+    assert end["ledger"]["sampled"] == end["ledger"]["trained"] + sum(
+        count for name, count in end["ledger"].items() if name.startswith("dropped/")
+    )
+    assert "NOISE" in said.err
+
+
+def test_a_run_that_cannot_start_prints_no_json(place: Path, capfd):
+    assert main(["rl", "run.toml", "--trainer.optim.lr", "high", "--json"]) == 2
+    said = capfd.readouterr()
+    assert said.out == "" and "trainer.optim.lr" in said.err
+
+
+def test_quiet_prints_nothing_but_warnings(place: Path, capfd, caplog):
+    assert main(["rl", "run.toml", "--run-dir", "run", "--quiet", "--max-steps", "1"]) == 0
+    said = capfd.readouterr()
+    assert said.out.replace("NOISE\n", "") == ""  # the environment's own
+    assert "step" not in said.err
+    assert main(["rl", "run.toml", "--resume", "run", "--quiet"]) == 0
+    assert capfd.readouterr().out.replace("NOISE\n", "") == ""
+    assert "the configuration changed since this run started" in caplog.text
+
+
+def test_quiet_and_json_exclude_each_other(place: Path, capfd):
+    with pytest.raises(SystemExit):
+        main(["rl", "run.toml", "--quiet", "--json"])
+    assert "not allowed with argument --quiet" in capfd.readouterr().err
+
+
+class Terminal:
+    """A command in a terminal of 80 columns and 40 rows."""
+
+    def __init__(self, *command: str, folder: Path) -> None:
+        self.process, self._descriptor = pty.fork()
+        if self.process == 0:
+            os.chdir(folder)
+            os.environ |= {"TERM": "xterm-256color"}
+            os.execv(sys.executable, [sys.executable, "-m", "verbatim.cli", *command])
+        fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+        self.screen = pyte.Screen(80, 40)
+        self._stream = pyte.ByteStream(self.screen)
+        self.seen: list[list[str]] = []
+
+    @property
+    def lines(self) -> list[str]:
+        return [line.rstrip() for line in self.screen.display if line.strip()]
+
+    def until(self, found: Callable[[], bool] = lambda: False) -> None:
+        """Read until something is on the screen, or the command ends."""
+        deadline = time.monotonic() + 240
+        while not found():
+            assert time.monotonic() < deadline, self.lines
+            if not select.select([self._descriptor], [], [], 1.0)[0]:
+                continue
+            try:
+                data = os.read(self._descriptor, 1 << 16)
+            except OSError:
+                return
+            self._stream.feed(data)
+            self.seen.append(self.lines)
+
+    def has(self, text: str) -> bool:
+        return any(text in line for line in self.lines)
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._descriptor, b"\x03")
+
+    def end(self) -> int:
+        self.until()
+        os.close(self._descriptor)
+        _, status = os.waitpid(self.process, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+SLOW = ("--orchestrator.train.env.0.args", "{ delay = 0.3 }")
+
+
+def is_clean(terminal: Terminal) -> bool:
+    """No bar is left, and the cursor is there, at the beginning of a line."""
+    return not terminal.screen.cursor.hidden and terminal.screen.cursor.x == 0 and not terminal.has("━━━━━━━━")
+
+
+def test_a_run_on_a_terminal_has_bars_and_ctrl_c_leaves_it_clean(place: Path):
+    terminal = Terminal("rl", "run.toml", "--run-dir", "run", "--max-steps", "50", *SLOW, folder=place)
+    terminal.until(lambda: terminal.has(" 2/50"))
+    terminal.press_ctrl_c()
+    assert terminal.end() == 130
+    assert is_clean(terminal) and terminal.has("not finished; to go on:")
+    bars = {line.split("━")[0].strip() for lines in terminal.seen for line in lines if "━━━" in line}
+    assert {"training", "evaluating lots.Lots"} <= bars
+    assert any(line.startswith("waits ") for lines in terminal.seen for line in lines)
+
+
+def test_a_second_ctrl_c_shows_the_cursor_again(place: Path):
+    terminal = Terminal("rl", "run.toml", "--run-dir", "run", "--max-steps", "50", *SLOW, folder=place)
+    terminal.until(lambda: terminal.has("training "))
+    assert terminal.screen.cursor.hidden
+    terminal.press_ctrl_c()
+    terminal.until(lambda: terminal.has("again ends at once"))
+    terminal.press_ctrl_c()
+    assert terminal.end() == 130
+    assert not terminal.screen.cursor.hidden

@@ -1,0 +1,114 @@
+"""Bars appear and go, the time left is that of the last updates, and the terminal is left as it was."""
+
+from __future__ import annotations
+
+import io
+
+import pyte
+import pytest
+import rich.console
+
+from verbatim.monitors.live import LiveView, Stage
+from verbatim.monitors.progress_bar import ProgressBar
+
+
+def terminal(**options: object) -> tuple[rich.console.Console, io.StringIO]:
+    out = io.StringIO()
+    given = {"width": 60, "force_terminal": True, **options}
+    return rich.console.Console(file=out, highlight=False, **given), out  # type: ignore[arg-type]
+
+
+def screen_of(out: io.StringIO) -> pyte.Screen:
+    screen = pyte.Screen(60, 20)
+    pyte.Stream(screen).feed(out.getvalue().replace("\n", "\r\n"))
+    return screen
+
+
+def lines(out: io.StringIO) -> list[str]:
+    return [line.rstrip() for line in screen_of(out).display if line.strip()]
+
+
+def test_the_time_left_is_that_of_the_last_updates():
+    """Of 10 things 4 are done, at 2, 4, 6 and 8 seconds: 6 more take 12 seconds, and 11 a second later."""
+    at = [0.0]
+    stage = Stage("work", 10, now=lambda: at[0])
+    assert stage.seconds_left is None
+    for done, at[0] in enumerate((2.0, 4.0, 6.0, 8.0), start=1):
+        stage.update(done)
+    assert stage.seconds_left == 12.0
+    at[0] = 9.0
+    assert stage.seconds_left == 11.0
+    at[0] = 100.0
+    assert stage.seconds_left == 0.0
+
+
+def test_what_was_done_before_and_what_went_before_the_work_do_not_count():
+    """Resumed after 50 of 100; loading takes 30 seconds, then one step 2 seconds: 49 more take 98."""
+    at = [0.0]
+    stage = Stage("work", 100, done=50, now=lambda: at[0])
+    at[0] = 30.0
+    stage.begin()
+    at[0] = 32.0
+    stage.update(51)
+    assert stage.seconds_left == 98.0
+
+
+def test_without_a_total_or_without_progress_there_is_no_time_left():
+    at = [0.0]
+    for stage in (Stage("work", None, now=lambda: at[0]), Stage("work", 5, now=lambda: at[0])):
+        at[0] += 1.0
+        stage.update(0)
+        assert stage.seconds_left is None
+
+
+def test_work_that_nothing_reports_is_asked_at_each_drawing():
+    done = [0]
+    console, _ = terminal()
+    with LiveView(console).stage("episodes", 8, count=lambda: done[0]) as stage:
+        done[0] = 5
+        stage.look()
+        assert stage.done == 5
+
+
+def test_bars_go_and_what_was_printed_stays():
+    console, out = terminal()
+    with ProgressBar("warm start", 3, console=console) as bar:
+        bar.update(2, note="loss 0.5")
+        console.print("a line above")
+    console.print("a line after")
+    assert lines(out) == ["a line above", "a line after"]
+    assert not screen_of(out).cursor.hidden
+
+
+def test_an_error_leaves_the_terminal_as_it_was():
+    console, out = terminal()
+    with pytest.raises(ValueError), ProgressBar("warm start", 3, console=console):
+        raise ValueError("no")
+    assert lines(out) == [] and not screen_of(out).cursor.hidden
+
+
+def test_two_bars_stand_below_each_other_and_the_second_goes_first():
+    console, _ = terminal()
+    view = LiveView(console)
+
+    def drawn() -> list[str]:
+        shown, out = terminal(force_terminal=False)
+        shown.print(view.drawing())
+        return [line.split()[0] for line in out.getvalue().splitlines()]
+
+    training = view.open("training", 10)
+    with view.stage("evaluating", 5):
+        assert drawn() == ["training", "evaluating"]
+    assert drawn() == ["training"]
+    view.close(training)
+    view.open("again")
+    view.stop()
+    assert drawn() == []
+
+
+@pytest.mark.parametrize("options", [{"force_terminal": False}, {"quiet": True}, {"_environ": {"TERM": "dumb"}}])
+def test_nothing_is_drawn_where_there_is_no_terminal_that_could_show_it(options: dict[str, object]):
+    console, out = terminal(**options)
+    with ProgressBar("warm start", 3, console=console) as bar:
+        bar.update(3)
+    assert out.getvalue() == ""
