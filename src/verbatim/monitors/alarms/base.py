@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,8 +70,9 @@ class Window:
 
     def recent(self, name: str, count: int, env: str | None = None, *, missing: float | None = None) -> list[float]:
         """The values of the last `count` steps, oldest first; empty where fewer than half of the steps have one, or the
-        window has fewer steps. `missing` stands for a figure that an environment with others does not have."""
-        return _values(self.steps[-count:], name, env, count, missing)
+        window has fewer steps. With an environment, of the last steps that have rollouts of it; `missing` stands for a
+        figure that it does not have there."""
+        return _values(self._of(env)[-count:], name, env, count, missing)
 
     def median(self, name: str, count: int, env: str | None = None) -> float | None:
         """The median of `recent`; None where that is empty."""
@@ -82,17 +84,22 @@ class Window:
         """What `recent` is compared with: the values of the run's first `count` steps, and of the `count` steps that
         ended `4 * count` steps before the recent ones, or as far back as the window goes. Empty before the run has
         `2 * count` steps; steps are never both recent and earlier."""
-        if not self.steps or self.step < 2 * count:
+        own = self._of(env)
+        if len(own) < count:
             return []
         found = []
-        before = self.steps[:-count]
+        before = own[:-count]
         end = max(count, len(before) - 4 * count)
-        newest = self.steps[-count].step if len(self.steps) >= count else self.step
-        for steps in (self.first[:count], before[end - count : end]):
+        newest = own[-count].step
+        first = [figures for figures in self.first if env is None or env in figures.envs]
+        for steps in (first[:count], before[end - count : end]):
             values = _values([figures for figures in steps if figures.step < newest], name, env, count, missing)
             if values and values not in found:
                 found.append(values)
         return found
+
+    def _of(self, env: str | None) -> Sequence[StepFigures]:
+        return self.steps if env is None else [figures for figures in self.steps if env in figures.envs]
 
     def setting(self, key: str) -> Any:
         """The value of a key of the configuration, "trainer.optim.lr"; None where it is not set."""
@@ -152,6 +159,25 @@ class Rule(Protocol):
 
     def __call__(self, window: Window, /) -> Iterable[Finding] | Finding | None:
         """What the window shows: at most one finding for each environment, and one for the run."""
+
+
+def training_before(steps: Sequence[StepFigures], env: str) -> dict[str, float]:
+    """`TRAINING` and `TRAINING_ERROR` of these steps: of the same environment, or of all where it is not trained.
+
+    The error is that of the steps' mean, and not below that of a share of so many rollouts. Example: successes of 0.4
+    and 0.6 in two steps of 50 rollouts: 0.5, with an error of max(0.1 / sqrt(2), sqrt(0.25 / 100)) = 0.071.
+    """
+    for name in (f"success/{env}", "success"):
+        values = [figures.metrics[name] for figures in steps if name in figures.metrics]
+        if not values:
+            continue
+        mean = statistics.fmean(values)
+        own = [figures.envs.get(env, {}).get("completed", 0.0) for figures in steps]
+        count = sum(own) or sum(figures.metrics.get("rollouts", 0.0) for figures in steps) or 1.0
+        rounded = (mean * count + 1) / (count + 2)  # never 0 where all or none succeed
+        error = max(statistics.pstdev(values) / math.sqrt(len(values)), math.sqrt(rounded * (1 - rounded) / count))
+        return {TRAINING: mean, TRAINING_ERROR: error}
+    return {}
 
 
 def median(values: Sequence[float]) -> float | None:

@@ -22,7 +22,7 @@ class EntropyCollapse:
     fault only where nothing is gained by it any more.
     """
 
-    share: Fraction = 0.1
+    share: Fraction = 0.05
     """Of the entropy of the first steps."""
     solved: Fraction = 0.9
     """Success from which on a low entropy is what one wants."""

@@ -42,8 +42,8 @@ class RepeatedError:
     """Of the environment's rollouts."""
     rollouts: PositiveInt = 8
     """That ended with this error."""
-    steps: PositiveInt = 2
-    """Steps that are counted together."""
+    steps: PositiveInt = 3
+    """Steps that are counted together; in the first steps fewer."""
 
     def __call__(self, window: Window) -> Iterator[Finding]:
         """What the last steps show."""

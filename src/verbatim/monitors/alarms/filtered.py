@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,6 @@ from verbatim.monitors.alarms.figures import main_reason
 from verbatim.trajectories import Fate
 
 _SHOWN = 5
-_FEW_ROLLOUTS = 8
-"""Fewer in the window say nothing."""
 _OF_ERRORS = ("error", "stale", "cancelled", "lost_worker", "lost_replica", "empty")
 """Reasons that no filter and no advantage gave."""
 _UNTRAINED = "untrained/"
@@ -50,43 +49,58 @@ _KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EverythingFiltered:
-    """In each of the last steps, `share` of an environment's rollouts are filtered or cannot be trained, and the task
-    is not solved.
+    """`share` of an environment's latest rollouts are filtered or cannot be trained, and the task is not solved.
 
-    Where the success is `solved` or more, groups of equal rewards are what learning leads to. Rollouts that failed or
-    are too old have alarms of their own.
+    At least `rollouts` of them are counted, and `steps` steps: in few groups all rewards may be equal by chance. Where
+    the success is `solved` or more, groups of equal rewards are what learning leads to. Rollouts that failed or are too
+    old have alarms of their own.
     """
 
     share: Fraction = 0.95
     """Of the completed rollouts."""
     solved: Fraction = 0.9
     """Success from which on nothing is left to learn."""
+    rollouts: PositiveInt = 100
+    """Fewest that are counted."""
     steps: PositiveInt = 3
-    """Steps that have to show it."""
+    """Fewest steps that are counted."""
 
     def __call__(self, window: Window) -> Iterator[Finding]:
         """What the last steps show."""
         for env in window.envs:
-            steps = [own for figures in window.steps[-self.steps :] if (own := figures.envs.get(env))]
-            if len(steps) < self.steps or min(own.get("completed", 0) for own in steps) < _FEW_ROLLOUTS:
+            steps = self._steps(window, env)
+            if not steps or max(own.get("success", 0.0) for own in steps) >= self.solved:
                 continue
-            if max(_success(own) for own in steps) >= self.solved:
+            counts: Counter[str] = Counter()
+            for own in steps:
+                counts.update(_filtered(own))
+            completed = sum(own.get("completed", 0.0) for own in steps)
+            share = sum(counts.values()) / completed
+            if share < self.share / 2:
                 continue
-            counts = [_filtered(own) for own in steps]
-            shares = [sum(each.values()) / own["completed"] for each, own in zip(counts, steps, strict=True)]
-            if min(shares) < self.share / 2:
-                continue
-            reason = max(counts[-1], key=lambda name: counts[-1][name])
+            ((reason, _),) = counts.most_common(1)
             cause, advice = _CAUSES.get(reason, (f"the reason {reason}", f"look at ledger/dropped/{reason}"))
             yield Finding(
-                env=env, level=min(shares) / max(self.share, 1e-9),
-                message=f"in {self.steps} steps at least {min(shares):.0%} of the rollouts of {env} were dropped, "
-                f"most as {reason}; success is {_success(steps[-1]):.2f}",
+                env=env, level=share / max(self.share, 1e-9),
+                message=f"{share:.0%} of the last {completed:.0f} rollouts of {env}, in {len(steps)} steps, were "
+                f"dropped, most as {reason}; success is {steps[-1].get('success', 0.0):.2f}",
                 cause=cause, advice=advice.format(**{name: window.now(key) for name, key in _KEYS.items()}),
-                evidence={f"{_UNTRAINED}{name}": float(count) for name, count in counts[-1].items()}
+                evidence={f"{_UNTRAINED}{name}": float(count) for name, count in counts.items()}
                 | {name: steps[-1][name] for name in ("rollouts", "reward", "reward_std") if name in steps[-1]},
                 trajectory_ids=_untrained(window.fates, env, reason),
             )  # fmt: skip
+
+    def _steps(self, window: Window, env: str) -> list[Mapping[str, float]]:
+        """The environment's figures of the fewest latest steps that are enough; empty where there are not so many."""
+        found: list[Mapping[str, float]] = []
+        completed = 0.0
+        for figures in reversed(window.steps):
+            own = figures.envs.get(env, {})
+            found.insert(0, own)
+            completed += own.get("completed", 0.0)
+            if len(found) >= self.steps and completed >= self.rollouts:
+                return found
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +202,6 @@ def _why_starved(window: Window, steps: Sequence[StepFigures], env: str) -> tupl
         f"shorten its episodes (max_turns), raise {window.now('orchestrator.max_concurrent')}, or raise its ratio in "
         "[[orchestrator.train.env]]",
     )
-
-
-def _success(own: Mapping[str, float]) -> float:
-    return own.get("success", 0.0)
 
 
 def _filtered(own: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from verbatim.config.sections import Fraction, NonNegativeFloat, PositiveInt
-from verbatim.monitors.alarms.base import TRAINING, TRAINING_ERROR, Figures, Finding, Window
+from verbatim.monitors.alarms.base import TRAINING, TRAINING_ERROR, Figures, Finding, Window, training_before
 from verbatim.monitors.alarms.change import falls, rises
 from verbatim.trajectories import Fate
 
@@ -64,8 +64,8 @@ class EvaluationFlat:
     """The success of training rises over the last evaluations, and that of the evaluation does not.
 
     Over `evaluations` of them, the evaluation's success has not risen by more than its standard error, the training's
-    has risen by `rise`, and it is now above the evaluation's by three standard errors of their difference: for a policy
-    that does equally well on both, that is chance once in 700 evaluations.
+    has risen by `rise` and by three standard errors, and it is now above the evaluation's by three standard errors of
+    their difference: for a policy that does equally well on both, the last is chance once in 700 evaluations.
     """
 
     on_evaluations: ClassVar[bool] = True
@@ -83,14 +83,16 @@ class EvaluationFlat:
             if len(evaluations) < self.evaluations:
                 continue
             (began, first), (step, last) = evaluations[-self.evaluations], evaluations[-1]
-            had, has = _training(window, env, first), last.get(TRAINING)
-            if had is None or has is None or "success" not in first or "success" not in last:
+            earlier = first if TRAINING in first else training_before(window.first[:5], env)
+            if TRAINING not in earlier or TRAINING not in last or "success" not in first or "success" not in last:
                 continue
+            had, has = earlier[TRAINING], last[TRAINING]
             was, now = first["success"], last["success"]
             is_flat = now - was <= math.hypot(_error(first), _error(last)) and now < self.solved
-            ahead = (has - now) / (3 * math.hypot(_error(last), last.get(TRAINING_ERROR, 0.0)))
+            risen = (has - had) / (3 * math.hypot(earlier[TRAINING_ERROR], last[TRAINING_ERROR]))
+            ahead = (has - now) / (3 * math.hypot(_error(last), last[TRAINING_ERROR]))
             yield Finding(
-                env=env, level=min((has - had) / max(self.rise, 1e-9), ahead) if is_flat else 0.0,
+                env=env, level=min((has - had) / max(self.rise, 1e-9), risen, ahead) if is_flat else 0.0,
                 message=f"from step {began} to {step} the success of training rose from {had:.2f} to {has:.2f}, and "
                 f"that of the evaluation of {env} went from {was:.2f} to {now:.2f}",
                 cause="the policy learns the training examples, or a way to be rewarded that the evaluation does not "
@@ -108,16 +110,6 @@ def _error(evaluation: Figures) -> float:
     count = max(1.0, evaluation.get("episodes", 1.0))
     rounded = (evaluation["success"] * count + 1) / (count + 2)
     return math.sqrt(rounded * (1 - rounded) / count)
-
-
-def _training(window: Window, env: str, evaluation: Figures) -> float | None:
-    """The success of training before an evaluation; of the first steps where none were before it."""
-    if TRAINING in evaluation:
-        return evaluation[TRAINING]
-    for name in (f"success/{env}", "success"):
-        if values := [f.metrics[name] for f in window.first[:5] if name in f.metrics]:
-            return statistics.fmean(values)
-    return None
 
 
 def _parts(window: Window, env: str) -> str:

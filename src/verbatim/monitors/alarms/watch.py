@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +13,7 @@ from typing import Any
 
 from verbatim.errors import ComponentError
 from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.alarms.base import (
-    HOLD,
-    TRAINING,
-    TRAINING_ERROR,
-    Figures,
-    Finding,
-    Rule,
-    StepFigures,
-    Window,
-)
+from verbatim.monitors.alarms.base import HOLD, Figures, Finding, Rule, StepFigures, Window, training_before
 from verbatim.monitors.alarms.figures import error_counts, rollout_figures
 from verbatim.trajectories import Fate
 
@@ -95,12 +85,7 @@ class AlarmWatch:
 
     def _training(self, env: str) -> dict[str, float]:
         """What training is like as an evaluation begins: of the same environment, or of all where it is not trained."""
-        steps = list(self._steps)[-TRAINING_STEPS:]
-        for name in (f"success/{env}", "success"):
-            if values := [figures.metrics[name] for figures in steps if name in figures.metrics]:
-                error = statistics.pstdev(values) / math.sqrt(len(values))
-                return {TRAINING: statistics.fmean(values), TRAINING_ERROR: error}
-        return {}
+        return training_before(list(self._steps)[-TRAINING_STEPS:], env)
 
     def _judge(
         self, step: int, is_asked: Callable[[Rule], bool], fates: Sequence[Fate], env: str | None = None
@@ -149,13 +134,17 @@ class AlarmWatch:
                 alarms.append(_alarm(name, step, found))
         for (kind, env), raised in list(self._raised.items()):
             still = env in findings and findings[env].level >= HOLD
-            if kind != name or still or (only is not None and env != only):
+            if kind != name or still or (env != only if only is not None else self._is_absent(env)):
                 continue
             raised.calm += 1
             if raised.calm >= patience:
                 del self._raised[kind, env]
                 alarms.append(_cleared(name, step, env, raised))
         return alarms
+
+    def _is_absent(self, env: str | None) -> bool:
+        """Whether the step at hand says nothing about an environment."""
+        return env is not None and bool(self._steps) and bool(self._steps[-1].envs) and env not in self._steps[-1].envs
 
     def state_dict(self) -> dict[str, Any]:
         """The window and what is raised, as plain JSON values."""
