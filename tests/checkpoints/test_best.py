@@ -153,7 +153,7 @@ def test_a_link_is_removed_when_there_is_no_best_and_what_is_somebody_elses_stay
     [
         ("[checkpoint]\nkeep_best = {}", "and there is none; add [orchestrator.eval], or remove keep_best"),
         ('[orchestrator.eval]\n[checkpoint]\nkeep_best = { metric = "sucess" }',
-         "checkpoint.keep_best.metric: found 'sucess', expected a metric of evaluations: success, reward/mean"),
+         "checkpoint.keep_best.metric: found 'sucess', expected a metric of evaluations: success, success/low"),
         ('[orchestrator.eval]\n[checkpoint]\nkeep_best = { mode = "most" }', "expected 'max' or 'min'"),
         ('[orchestrator.eval]\n[checkpoint]\nkeep_best = { env = "other" }',
          "checkpoint.keep_best.env: found 'other', expected an environment that is evaluated: guess_number"),

@@ -22,6 +22,7 @@ from e2e.tiny_runs import (
     snapshot,
     train_lines,
     trajectory_lines,
+    warm_started_workplace,
     workplace,
 )
 from faults.tiny_places import deterministic, is_leftover
@@ -314,3 +315,46 @@ def test_groups_in_flight_of_examples_that_are_gone_are_named(place: Path, whole
     said = " ".join(capsys.readouterr().err.split())
     assert "2 groups that were in flight at step 3" in said
     assert "gone/e1, spoken.Spoken/lot-77; add --fresh examples" in said
+
+
+# ---- adapters, a reference, another process
+
+
+ADAPTED = """
+[trainer.lora]
+r = 4
+[trainer.loss]
+kl_ref_tau = 0.1
+"""
+
+
+@pytest.mark.extras
+def test_a_fork_of_adapters_on_a_model_that_the_run_made_stands_alone(tmp_path: Path):
+    """Adapters belong to what the run built and warm-started in its folder, and so does the reference."""
+    with warm_started_workplace(tmp_path, ADAPTED) as folder:
+        assert main(["rl", "run.toml", "--run-dir", "old", "--max-steps", "2"]) == 0
+        assert main(["rl", "run.toml", "--run-dir", "straight", "--max-steps", "4"]) == 0
+        fork = ["rl", "--fork", "old", "--run-dir", "new", "--max-steps", "3", "--trainer.separate-process", "true"]
+        assert main(fork) == 0
+        shutil.rmtree(folder / "old")
+        assert main(["rl", "new/config.toml", "--resume", "new", "--max-steps", "4"]) == 0
+        run = folder / "new"
+        for name in ("final/adapter_model.safetensors", "warm_start/model.safetensors"):
+            assert (run / name).read_bytes() == (folder / "straight" / name).read_bytes(), name
+        for config in run.rglob("adapter_config.json"):
+            base = Path(read_json(config)["base_model_name_or_path"])
+            assert base == run.resolve() / "warm_start", config
+
+
+def test_a_fork_may_be_held_near_another_model(place: Path, whole: Path, capsys):
+    """Resumed, a run refuses another reference; a fork begins to compare with it."""
+    kl = ["--trainer.loss.kl-ref-tau", "0.1"]
+    first = ["rl", "--fork", f"whole@{AT}", "--run-dir", "near", "--max-steps", str(AT + 1), *kl]
+    assert main(first) == 0
+    other = ["--trainer.reference.model", str(whole / f"checkpoints/step_{AT:06d}/weights")]
+    resumed = ["rl", "near/config.toml", "--resume", "near", "--max-steps", str(AT + 2), *other]
+    assert main(resumed) == 2
+    assert "the reference model of this run had other weights" in " ".join(capsys.readouterr().err.split())
+    assert main(["rl", "--fork", "near", "--run-dir", "nearer", "--max-steps", str(AT + 2), *other]) == 0
+    last = train_lines(place / "nearer")[-1]["metrics"]
+    assert last["ref_kl"] > 0

@@ -241,3 +241,38 @@ def test_the_result_is_plain_json(run: Path):
     assert (said["step"], said["checkpoint"], said["is_exact"]) == (5, 4, True)
     assert said["metrics"]["loss"]["stored"] == train_lines(run)[4]["metrics"]["loss"]
     assert read_json(run / "summary.json")["steps"] == STEPS
+
+
+# ---- other runs
+
+
+KINDS = {
+    "overlapping": (("max_async_level = 0", "max_async_level = 1"), ("separate_process = false", "num_threads = 1")),
+    "lora": (("[trainer.optim]", "[trainer.loss]\nkl_ref_tau = 0.1\n[trainer.lora]\nr = 4\n[trainer.optim]"),),
+    "teacher": (("sampling =", 'training_mode = "opd"\nteacher = { model = "MODEL" }\nsampling ='),),
+    "trees": (("[trainer.optim]", 'packing = "tree"\n[trainer.optim]'),),
+}
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_steps_of_other_runs_replay_too(place: Path, kind: str):
+    """Two processes that overlap; adapters beside a reference; a teacher, whose logprobs are stored; trees."""
+    text = TOML.format(model=place / "model")
+    for old, new in KINDS[kind]:
+        assert old in text
+        text = text.replace(old, new.replace("MODEL", str(place / "model")))
+    text += 'import_path = "lots.Lots"\n[checkpoint]\ninterval = 1\nkeep_last = 10\n'
+    (place / f"{kind}.toml").write_text(text)
+    assert main(["rl", f"{kind}.toml", "--run-dir", kind]) == 0
+    run = place / kind
+    before = snapshot(run)
+    found = replay(run, 2)
+    assert found.num_tokens > 20 and found.weights is not None
+    assert found.is_same and found.is_exact, found
+    if kind == "teacher":
+        fates = [fate for _, fate in read_fates(files_in(run / "trajectories")[2]) if fate.num_trained_tokens]
+        assert all(len(fate.teacher_logprobs[0]) == fate.num_trained_tokens for fate in fates)
+    if kind == "lora":
+        assert "ref_kl" in found.metrics
+    assert snapshot(run) == before

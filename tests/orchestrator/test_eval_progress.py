@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.loop_runs import FakeTrainer, GatedTrainer, Notes, make, nothing_left_behind, until
+from verbatim.config.orchestrator import EVAL_METRICS
 from verbatim.orchestrator import eval_progress, loop
 from verbatim.orchestrator.eval_progress import BestEvaluation, Criterion, EarlyStopping, EvalProgress
 from verbatim.orchestrator.evaluate import Evaluation
@@ -272,3 +273,9 @@ async def test_no_batch_is_handed_over_while_a_synchronous_run_may_end(tmp_path,
     notes.on_step = slow
     assert await run.run()
     assert (run.step, len(trainer.batches)) == (2, 2)
+
+
+async def test_the_metrics_that_a_criterion_may_name_are_those_of_evaluations(tmp_path):
+    run, notes, _ = make(tmp_path, steps=1, evaluate=True)
+    assert await run.run()
+    assert {*notes.evals[0][1].metrics, "valid_format"} == set(EVAL_METRICS)

@@ -146,8 +146,9 @@ class TrainEnvsConfig(Section):
     """[[orchestrator.train.env]] tables."""
 
 
-EVAL_METRICS = ("success", "reward/mean", "reward/std", "turns", "tool_calls", "valid_format", "tool_errors",
-                "truncated", "malformed", "completion_tokens")  # fmt: skip
+EVAL_METRICS = ("success", "success/low", "success/high", "reward/mean", "reward/std", "reward/low", "reward/high",
+                "turns", "tool_calls", "valid_format", "tool_errors", "truncated", "malformed",
+                "completion_tokens")  # fmt: skip
 """What every evaluation measures, `valid_format` only where tools are offered."""
 _EVAL_FAMILIES = ("reward_part/", "agent_reward/", "judge/")
 """What the names of its other metrics begin with."""
