@@ -1,7 +1,7 @@
 """Makes a run folder of any size: episodes played with the scripted sampler, written by the writers of a run.
 
 128 episodes with tools are played once, through the rollout engine; every step then takes them again with logprobs,
-rewards, fates and ids of its own, and is written as a run writes it. By default 100,000 trajectories of about 1,500
+rewards, fates and ids of its own, and is written as a run writes it. By default 100,000 trajectories of about 1,650
 sampled tokens, 2 GB. Used by `benchmarks/viewer.py`; prints one JSON line when run by itself:
 
     python benchmarks/big_run.py FOLDER [--trajectories 100000]
@@ -163,8 +163,8 @@ def metrics_of(step: int, fates: Sequence[Fate], draw: np.random.Generator) -> d
     }  # fmt: skip
 
 
-def write_run(folder: Path, *, trajectories: int, turns: int = 4, length: int = 165, seed: int = 0) -> Written:
-    """Write the run; about 1,500 sampled tokens for each trajectory by default."""
+def write_run(folder: Path, *, trajectories: int, turns: int = 4, length: int = 182, seed: int = 0) -> Written:
+    """Write the run; about 1,650 sampled tokens for each trajectory by default."""
     draw = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     steps = max(1, trajectories // PER_STEP)
