@@ -39,6 +39,7 @@ RUN_BY = {
     "inference.md": "test_docs.py", "lora.md": "e2e/test_lora_runs.py", "monitors.md": "test_docs.py",
     "python.md": "run/test_entry.py", "renderers.md": "test_docs.py", "rollouts.md": "test_docs.py",
     "serving.md": "test_docs.py", "trajectories.md": "recipes/test_bundled_recipes.py", "tutorial.md": "test_docs.py",
+    "viewer.md": "viewer/test_viewer_api.py",
 }  # fmt: skip
 """The test that runs a page's Python; rollouts/test_ray.py and test_docs.py run some blocks of other pages, too."""
 

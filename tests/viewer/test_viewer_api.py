@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+import urllib.request
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
+from serving_page import serving_page
 from viewer_runs import make_run, serving, trained, trajectory
 
 from verbatim.trajectories import Fate
@@ -338,6 +342,17 @@ async def test_messages_are_searched_while_pages_ask_again(tmp_path: Path):
 async def test_what_cannot_be_answered_is_said_in_a_sentence(folder: Path, path: str, status: int, error: str):
     async with serving(folder) as client:
         assert error in (await client.get(path, status=status))["error"]
+
+
+def test_the_script_of_the_documentation_reads_the_api(folder: Path, capsys: pytest.CaptureFixture[str]):
+    page = (Path(__file__).parents[2] / "docs" / "viewer.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    with serving_page(folder) as url:
+        end = time.monotonic() + 60
+        while json.load(urllib.request.urlopen(f"{url}/api/runs"))[0]["indexed"] < 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        exec(compile(script.replace("http://127.0.0.1:8642", url), "viewer.md", "exec"), {})
+    assert capsys.readouterr().out == "bad environment: KeyError 'x'\n"
 
 
 async def test_only_this_machine_is_served(folder: Path):
