@@ -61,13 +61,14 @@ def find_views(url: str) -> dict[str, tuple[str, str]]:
         pass
     rows = get(kind="train", sort="-num_turns", reason="(none)", limit=200)
     shown = next((row for row in rows if 3 <= row["num_turns"] <= 6), rows[0])
+    tokens = "document.querySelectorAll('[data-testid=token]').length > 20"
+    links = "document.querySelectorAll('[data-testid=view-group] a').length > 2"
     return {
         "overview": ("#/overview/0", "document.querySelectorAll('.u-over').length > 3"),
         "trajectories": ("#/trajectories/0?sort=-reward", "document.querySelectorAll('[data-testid=row]').length > 5"),
-        "trajectory": (f"#/trajectory/0/{shown['key']}", "document.querySelectorAll('[data-testid=token]').length > 20"),
-        "logprobs": (f"#/trajectory/0/{shown['key']}?color=logprob",
-                     "document.querySelectorAll('[data-testid=token]').length > 20"),
-        "group": (f"#/group/0/{shown['group_key']}", "document.querySelectorAll('[data-testid=view-group] a').length > 2"),
+        "trajectory": (f"#/trajectory/0/{shown['key']}", tokens),
+        "logprobs": (f"#/trajectory/0/{shown['key']}?color=logprob", tokens),
+        "group": (f"#/group/0/{shown['group_key']}", links),
     }  # fmt: skip
 
 
