@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.chat_server import ChatServer, Raw, chat_server
+from rollouts.chat_server import ChatServer, Raw, call, chat_server
 from verbatim.checkpoints import CheckpointStore
 from verbatim.cli.main import main
 from verbatim.evaluation.intervals import mean_interval, paired_share, share_interval
@@ -197,6 +199,35 @@ def test_an_evaluation_goes_on_where_it_stopped_and_plays_failed_episodes_again(
     assert len(played) == 12 + 8
 
 
+def test_ctrl_c_ends_it_and_says_how_to_go_on(place: Path, capsys):
+    """It comes while the sixth request is answered."""
+    options = ("--out", "episodes.jsonl", "--concurrency", "1")
+
+    def interrupts(body: dict[str, Any], tries: int) -> Raw | None:
+        if len(server.requests) != 6:
+            return None
+        os.kill(os.getpid(), signal.SIGINT)
+        return Raw(seconds=0.5, drop=True)
+
+    with chat_server(solve, interrupts) as server:
+        evaluate(server, *options, status=130)
+        assert "what was played is in episodes.jsonl; to go on:" in " ".join(capsys.readouterr().err.split())
+        assert len(Path("episodes.jsonl").read_text().splitlines()) == 5
+        evaluate(server, *options)
+        assert len(server.requests) == 6 + 3
+
+
+def test_without_a_file_an_interrupted_evaluation_says_what_would_have_kept_it(place: Path, capsys):
+    def interrupts(body: dict[str, Any], tries: int) -> Raw:
+        if len(server.requests) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return Raw(seconds=0.5, drop=True)
+
+    with chat_server(solve, interrupts) as server:
+        evaluate(server, "--concurrency", "1", status=130)
+    assert "with --out FILE the same command goes on where it stopped" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_line_that_a_killed_command_left_torn_is_played_again(place: Path, capsys):
     with chat_server(solve) as server:
         evaluate(server, "--out", "episodes.jsonl")
@@ -270,7 +301,7 @@ def test_episodes_that_are_scored_together_are_played_together(place: Path, caps
 
 def test_tokens_are_counted_and_priced(place: Path, capsys):
     with chat_server(solve) as server:
-        evaluate(server, "--json", "--price", "1,10")
+        evaluate(server, "--json", "--price", "2,3", "--price", "good=1,10", "--price", "bad=7,7")
     spent = as_json(capsys)["models"][0]["environments"]["sums"]["spent"]
     sampled = sum(len(str(11 * n).encode()) + 1 for n in range(4)) * 2  # bytes and END
     assert spent["completion_tokens"] == sampled
@@ -299,6 +330,26 @@ def test_an_extra_body_goes_into_every_request(place: Path):
     with chat_server(lambda body: {"content": "0"}) as server:
         evaluate(server, "--extra-body", '{"seed": null, "reasoning_effort": "low"}')
     assert all("seed" not in r and r["reasoning_effort"] == "low" for r in server.requests)
+
+
+def test_tools_and_sub_agents_are_played_with_an_api_too(place: Path, capsys):
+    """One model guesses 8 and then 4, and asks no sub-agent: two calls in each game, one answer in each box task."""
+    guesses = ["guess_number", "delegate"]
+    tables = [f'[[orchestrator.train.env]]\nid = "{name}"\nmax_turns = 2\n' for name in guesses]
+    Path("run.toml").write_text(TOML.partition("[[")[0] + "".join(tables))
+
+    def play(body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("tools", [{}])[0].get("function", {}).get("name") != "guess":
+            return {"content": "7"}
+        told = [message for message in body["messages"] if message["role"] == "tool"]
+        return call("guess", {"number": 4 if told else 8}, call_id=f"c{len(told)}")
+
+    with chat_server(play) as server:
+        evaluate(server, "--json", "--episodes-per-example", "1", "--examples", "15")
+    found = as_json(capsys)["models"][0]["environments"]
+    game, boxes = (found[name] for name in guesses)
+    assert game["success"]["value"] == pytest.approx(2 / 15) and game["failed"] == 0  # secrets 8 and 4
+    assert boxes["metrics"]["turns"] == 1 and boxes["failed"] == 0
 
 
 # ---- models
@@ -347,6 +398,7 @@ def test_a_model_that_is_not_there_is_told(place: Path, capsys, models: list[str
     (["--episodes-per-example", "0"], "'0': expected a whole number of at least 1"),
     (["--k", "1,x"], "'x': expected a whole number of at least 1"),
     (["--price", "1"], "expected two prices of a million tokens"),
+    (["--price", "good=1,-2"], "expected two prices of a million tokens"),
     (["--extra-body", "[]"], "is no JSON object"),
     (["--report", "."], "is a folder; name a file"),
     (["--orchestrator.train.env.0.isolated", "true"], "sums' plays in other processes"),

@@ -12,6 +12,7 @@ import pytest
 
 from verbatim import Trajectory
 from verbatim.checkpoints.lock import FolderLock
+from verbatim.checkpoints.origin import Origin, write_origin
 from verbatim.cli.main import main
 from verbatim.comparison.compared import compare_runs, comparison_to_json, state_line
 from verbatim.comparison.configs import config_differences, told
@@ -88,8 +89,11 @@ def test_a_run_is_told_as_it_is(tmp_path: Path):
     lock = FolderLock(failed, "orchestrator.lock")
     assert state_line(read_run(failed)).startswith("running, ")
     lock.release()
-    (failed / "forked_from.json").write_text(json.dumps({"run": "/runs/first", "step": 40}))
+    write_origin(failed, Origin(run="/runs/first", step=40, changes=("seed: 0 -> 1",)))
     assert "forked from /runs/first after step 40" in state_line(read_run(failed))
+    assert "changed by the fork: seed: 0 -> 1" in shown([failed, tmp_path / "b"])
+    (failed / "forked_from.json").write_text("[]")
+    assert "forked_from.json is damaged" in shown([failed, tmp_path / "b"])
 
 
 def test_a_run_that_has_just_begun_is_no_mistake(tmp_path: Path):

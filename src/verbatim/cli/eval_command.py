@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-retries", type=int, metavar="N", help="tries after the first at an API (5)")
     add("--extra-body", type=_json_object, metavar="JSON",
         help='goes into every request to an API; null leaves a key out: {"seed": null}')  # fmt: skip
-    add("--price", type=_price, metavar="IN,OUT", help="price of a million tokens of prompts, and of answers: 0.25,2")
+    add("--price", action="append", type=_price, metavar="[NAME=]IN,OUT", default=[],
+        help="price of a million tokens of prompts, and of answers, of all models or of this one: 0.25,2")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     warn_of_unread_tables(config)
     environments = make_environments(config)
     console = PlainConsole(quiet=args.json)
-    results = Results(config, settings, source=args.file, price=args.price)
+    results = Results(config, settings, source=args.file, prices=dict(args.price))
     with EpisodeLog(args.out, models) as log:
         if log.num_failed_before:
             told.print(f"{log.num_failed_before} episodes of {args.out} had failed, and are played again")
@@ -196,12 +197,17 @@ def _counts(text: str) -> list[int]:
     return sorted({_count(part.strip()) for part in text.split(",")})
 
 
-def _price(text: str) -> tuple[float, float]:
+def _price(text: str) -> tuple[str, tuple[float, float]]:
+    """The model's name at its server, "" for all, and its prices."""
+    name, _, prices = text.rpartition("=")
     try:
-        prompt, completion = (float(part) for part in text.split(","))
+        prompt, completion = (float(part) for part in prices.split(","))
+        if not (prompt >= 0 and completion >= 0):
+            raise ValueError
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected two prices of a million tokens, 0.25,2.0") from None
-    return prompt, completion
+        raise argparse.ArgumentTypeError(f"{text!r}: expected two prices of a million tokens, 0.25,2.0, or with the "
+                                         "name of a model, gpt-5-mini=0.25,2.0") from None  # fmt: skip
+    return name, (prompt, completion)
 
 
 def _json_object(text: str) -> dict[str, Any]:

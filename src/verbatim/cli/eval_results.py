@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -40,13 +41,14 @@ class Results:
         config: The configuration that was played.
         settings: How much was played.
         source: The file or folder that it came from.
-        price: Of a million tokens of prompts and of answers.
+        prices: Of a million tokens of prompts and of answers, by the model's name at its server; "" is for all others.
     """
 
     def __init__(
-        self, config: RunConfig, settings: EvalSettings, *, source: Path, price: tuple[float, float] | None = None
-    ) -> None:
-        self._config, self._settings, self._source, self._price = config, settings, source, price
+        self, config: RunConfig, settings: EvalSettings, *, source: Path,
+        prices: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        self._config, self._settings, self._source, self._prices = config, settings, source, prices
         self._found: list[ModelResult] = []
 
     def add(self, result: ModelResult) -> None:
@@ -55,10 +57,11 @@ class Results:
         self._found.append(dataclasses.replace(result, environments=environments))
 
     def _priced(self, found: EnvResult, result: ModelResult) -> EnvResult:
-        if self._price is None or result.model.api is None:
+        price = None if result.model.api is None else self._prices.get(result.model.api.model, self._prices.get(""))
+        if price is None:
             return found
         tokens = [found.spent.get(f"{kind}_tokens", 0.0) for kind in ("prompt", "completion")]
-        cost = sum(count * price for count, price in zip(tokens, self._price, strict=True)) / 1e6
+        cost = sum(count * each for count, each in zip(tokens, price, strict=True)) / 1e6
         return dataclasses.replace(found, spent={**found.spent, "cost": cost})
 
     @property

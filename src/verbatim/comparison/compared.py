@@ -116,7 +116,8 @@ def _run_to_json(run: Run) -> dict[str, Any]:
     return {
         "folder": str(run.folder), "name": run.name, "state": run.state, "steps": run.last_step,
         "max_steps": run.max_steps, "starts": run.num_starts, "changed_on_resume": list(run.changed),
-        "forked_from": run.forked_from and {"run": run.forked_from[0], "step": run.forked_from[1]},
+        "forked_from": run.forked_from and {"run": run.forked_from.run, "step": run.forked_from.step,
+                                            "changes": list(run.forked_from.changes)},
         "alarms": {name: {"raised": count, "still": still} for name, (count, still) in alarm_counts(run).items()},
         "problems": list(run.problems),
     }  # fmt: skip
@@ -131,7 +132,7 @@ def state_line(run: Run) -> str:
     if run.num_starts > 1:
         parts.append("resumed once" if run.num_starts == 2 else f"resumed {run.num_starts - 1} times")
     if run.forked_from is not None:
-        parts.append(f"forked from {run.forked_from[0]} after step {run.forked_from[1]}")
+        parts.append(f"forked from {run.forked_from.run} after step {run.forked_from.step}")
     if run.seconds is not None and not math.isnan(run.seconds):
         parts.append(f"{run.seconds:,.0f} s")
     return ", ".join(parts)

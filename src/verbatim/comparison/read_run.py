@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verbatim.checkpoints.origin import Origin, read_origin
 from verbatim.checkpoints.run_folder import ORCHESTRATOR, holds_run
 from verbatim.checkpoints.stored_config import CONFIG, leaves
 from verbatim.config.origins import dotted, line_numbers
 from verbatim.config.secrets import redacted_at
-from verbatim.errors import UsageError
+from verbatim.errors import CheckpointError, UsageError
 from verbatim.evaluation.stored import evaluated_steps
 from verbatim.monitors.alarm import Alarm
 from verbatim.monitors.alarm_log import alarm_from_json
@@ -54,8 +55,8 @@ class Run:
     """By dotted key."""
     changed: Sequence[str]
     """The keys that a resume changed, as the log has them: "key: before -> after"."""
-    forked_from: tuple[str, int] | None
-    """Folder and step of the run that it was forked from."""
+    forked_from: Origin | None
+    """The run that it was forked from, and at which step."""
     steps: Mapping[int, Metrics]
     """Metrics by step."""
     times: Mapping[int, float]
@@ -104,8 +105,6 @@ def read_run(folder: Path) -> Run:
     log = _text(folder / "logs" / f"{ORCHESTRATOR}.log").splitlines()
     lines = {dotted(path): line for path, line in line_numbers(text).items()} if config else {}
     seconds = _json(folder / "summary.json").get("seconds")
-    origin = _json(folder / "forked_from.json")
-    known = "run" in origin and type(origin.get("step")) is int
     return Run(
         folder=folder, name=folder_state.name, state=folder_state.state, max_steps=folder_state.max_steps,
         num_starts=sum(bool(_STARTED.match(line)) for line in log),
@@ -114,11 +113,19 @@ def read_run(folder: Path) -> Run:
             for key, value in leaves(config) if key not in _NO_PART
         },
         changed=list(dict.fromkeys(found[1] for line in log if (found := _CHANGED.search(line)))),
-        forked_from=(str(origin["run"]), origin["step"]) if known else None, steps=steps, times=times, evals=evals,
+        forked_from=_origin(folder, problems), steps=steps, times=times, evals=evals,
         alarms=_read_alarms(folder / "alarms.jsonl", problems), episodes=folder / "eval_trajectories.jsonl",
         kept_evals=evaluated_steps(folder / "eval_trajectories.jsonl"),
         seconds=float(seconds) if isinstance(seconds, int | float) else None, problems=problems,
     )  # fmt: skip
+
+
+def _origin(folder: Path, problems: list[str]) -> Origin | None:
+    try:
+        return read_origin(folder)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return None
 
 
 def _what_is(folder: Path) -> str:

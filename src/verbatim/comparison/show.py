@@ -54,6 +54,8 @@ def _show_runs(comparison: Comparison, console: Console) -> None:
         style = f"bold {COLOURS[place % len(COLOURS)]}"
         console.print(Text.assemble((letter(place), style), f"  {run.folder}"), soft_wrap=True)
         console.print(Text(f"   {run.name}: {state_line(run)}"))
+        for change in run.forked_from.changes if run.forked_from is not None else ():
+            console.print(Text(f"   changed by the fork: {change}"))
         for change in run.changed:
             console.print(Text(f"   changed by a resume: {change}"))
         for problem in run.problems:
