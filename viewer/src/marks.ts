@@ -1,4 +1,4 @@
-/** Marks that the benchmark reads; docs/view.md lists them. */
+/** Marks that the benchmark reads; docs/viewer.md lists them. */
 
 export type Shown = "overview" | "table" | "trajectory" | "group" | "tokens";
 

@@ -1,4 +1,4 @@
-/** What the server answers; docs/view.md describes each answer. */
+/** What the server answers; docs/viewer.md describes each answer. */
 
 export type Json = null | boolean | number | string | Json[] | { [key: string]: Json };
 

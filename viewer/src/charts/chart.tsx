@@ -1,5 +1,6 @@
 /** A card with curves over the steps: uPlot draws, the legend says the values at the cursor. */
 import { useEffect, useMemo, useRef } from "preact/hooks";
+import type { ComponentChildren } from "preact";
 import uPlot from "uplot";
 import { figure, tick } from "../format";
 import { useSeen } from "../hooks";
@@ -39,6 +40,8 @@ export interface ChartProps {
   onZoom: (range: [number, number] | null) => void;
   smooth: number;
   wide?: boolean;
+  /** Stands beside the title. */
+  beside?: ComponentChildren;
 }
 
 /** Exponential moving average, corrected for its start; missing values stay missing. */
@@ -143,6 +146,7 @@ export function Chart(props: ChartProps) {
     <section class={`card chart${props.wide ? " wide" : ""}`} ref={seen}>
       <header>
         <h3><Text value={title} title={about} /></h3>
+        {props.beside}
         <span class="at" ref={at} aria-live="polite">{unit}</span>
       </header>
       <div
@@ -182,7 +186,7 @@ function options(now: () => ChartProps, width: number, height: number, say: (x: 
   const axis = { stroke: text, font, ticks: { show: false }, grid: { stroke: grid, width: 1 } };
   return {
     width, height,
-    padding: [10, 8, 0, 0],
+    padding: [10, 14, 0, 0],
     legend: { show: false },
     scales: {
       x: { time: false, range: (_, low, high) => now().zoom ?? (low === high ? [low - 1, high + 1] : [low, high]) },

@@ -43,9 +43,9 @@ function each(names: string[], pattern: RegExp): [string, string][] {
 }
 
 /** The overall curve, and with several environments one for each. */
-function withEnvironments(names: string[], overall: string, pattern: RegExp): [string, string][] {
+function withEnvironments(names: string[], title: string, overall: string, pattern: RegExp): [string, string][] {
   const own = each(names, pattern);
-  return [[overall, "all"], ...(own.length > 1 ? own : [])];
+  return [[overall, own.length > 1 ? "all" : title.toLowerCase()], ...(own.length > 1 ? own : [])];
 }
 
 const SHARE = { low: 0, high: 1 };
@@ -55,8 +55,8 @@ export function sections(names: string[]): Section[] {
     {
       title: "Learning",
       charts: [
-        several("reward", "Reward", withEnvironments(names, "reward/mean", /^reward\/(.+)\/mean$/)),
-        several("success", "Success", withEnvironments(names, "success", /^success\/(.+)$/), "share", SHARE),
+        several("reward", "Reward", withEnvironments(names, "Reward", "reward/mean", /^reward\/(.+)\/mean$/)),
+        several("success", "Success", withEnvironments(names, "Success", "success", /^success\/(.+)$/), "share", SHARE),
         several("parts", "Parts of the reward", each(names, /^reward_part\/(.+)\/mean$/)),
         several("agents", "Rewards of agents", each(names, /^agent_reward\/(.+)\/mean$/)),
       ],

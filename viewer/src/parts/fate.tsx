@@ -29,7 +29,7 @@ export function RowFate({ row }: { row: Row }) {
 
 /** What a fate means. */
 export const FATE_MEANS: Record<string, string> = {
-  trained: "an optimizer step was taken on it",
+  trained: "part of an optimizer step",
   difficulty: "its group's rewards were all equal (online difficulty filtering)",
   stale: "too old when its batch was built (max_off_policy_steps)",
   error: "its episode failed",

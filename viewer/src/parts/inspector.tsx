@@ -39,7 +39,7 @@ export function Inspector({ trajectory, turns, hover, chosen }: Props) {
           <>
             <dt>sampler</dt><dd>{logprob === null ? missing("the sampler gave none") : <>{figure(logprob)} <span class="of">probability {figure(Math.exp(logprob))}</span></>}</dd>
             <dt>trainer</dt><dd>{trainer === null ? missing("not trained") : <>{figure(trainer)} <span class="of">probability {figure(Math.exp(trainer))}</span></>}</dd>
-            <dt>difference</dt><dd>{difference === null ? missing() : <>{signed(difference)} <span class="of">importance ratio {figure(Math.exp(difference))}</span></>}</dd>
+            <dt>difference</dt><dd>{difference === null ? missing() : <>{signed(difference)} <span class="of" title="importance ratio">ratio {figure(Math.exp(difference))}</span></>}</dd>
             <dt>advantage</dt><dd>{advantage === null ? missing() : signed(advantage)}</dd>
             <dt>gradient</dt><dd>{gradient === null ? missing("not trained") : signed(gradient)}</dd>
             <dt>teacher</dt><dd>{teacher === null ? missing("none") : <>{figure(teacher)} <span class="of">{logprob === null ? "" : `${signed(teacher - logprob)} to the sampler`}</span></>}</dd>

@@ -71,9 +71,7 @@ export function Tree({ rows, nodes, run }: { rows: Row[]; nodes: TreeNode[]; run
         <ol class="leaves">
           {lines.map((found, i) => (
             <li key={i}>
-              {found.map((at) => rows[at]).filter((row): row is Row => row !== undefined).slice(0, 3).map((row) => (
-                <a key={row.trajectory_id} href={link("trajectory", run, row.key)} title={spelled(row.trajectory_id)}>{row.sample_index}: <b>{figure(row.reward)}</b></a>
-              ))}
+              <Leaf rows={found.flatMap((at) => rows[at] ?? [])} run={run} />
             </li>
           ))}
         </ol>
@@ -85,6 +83,19 @@ export function Tree({ rows, nodes, run }: { rows: Row[]; nodes: TreeNode[]; run
           : <span class="of">Point at a node to read it.</span>}
       </p>
     </div>
+  );
+}
+
+/** The trajectories that end here, and what they earned. */
+function Leaf({ rows, run }: { rows: Row[]; run: number }) {
+  const shown = rows.slice(0, 4);
+  const rewards = [...new Set(rows.map(({ reward }) => figure(reward)))];
+  return (
+    <>
+      {shown.map((row) => <a key={row.key} href={link("trajectory", run, row.key)} title={spelled(row.trajectory_id)}>{row.sample_index}</a>)}
+      {rows.length > shown.length && <span class="of">+{rows.length - shown.length} </span>}
+      <b title="reward">{rewards.slice(0, 2).join(", ")}</b>
+    </>
   );
 }
 

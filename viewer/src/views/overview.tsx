@@ -165,15 +165,15 @@ function Ledger({ data, common, several }: { data: RunData; common: Common; seve
   );
   if (lines.length === 0) return null;
   return (
-    <div class="with-switch wide">
-      <Chart {...common} wide stacked title={`Sampled tokens${several ? ` · ${run.name}` : ""}`} unit="share"
-        about="ledger/*: every sampled token is trained, pending, or dropped for one reason" lines={lines} low={0} high={1}
-        metrics={Object.keys(metrics?.columns ?? {}).filter((name) => name.startsWith("ledger/"))} />
-      <div class="switch" role="group" aria-label="Tokens of">
-        <button type="button" aria-pressed={!each} onClick={() => setEach(false)}>since the start</button>
-        <button type="button" aria-pressed={each} onClick={() => setEach(true)}>of each step</button>
-      </div>
-    </div>
+    <Chart {...common} wide stacked title={`Sampled tokens${several ? ` · ${run.name}` : ""}`} unit="share" height={several ? 96 : 148}
+      about="ledger/*: every sampled token is trained, pending, or dropped for one reason" lines={lines} low={0} high={1}
+      metrics={Object.keys(metrics?.columns ?? {}).filter((name) => name.startsWith("ledger/"))}
+      beside={
+        <div class="switch" role="group" aria-label="Tokens">
+          <button type="button" aria-pressed={!each} onClick={() => setEach(false)}>since the start</button>
+          <button type="button" aria-pressed={each} onClick={() => setEach(true)}>of each step</button>
+        </div>
+      } />
   );
 }
 
