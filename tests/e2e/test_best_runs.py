@@ -84,10 +84,10 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_and_can_be_loaded(place: 
 
 
 def test_the_best_policy_measures_again_what_made_it_the_best(place: Path, measured: Path, capsys):
-    assert main(["eval", "run.toml", "--model", str(measured / "best")]) == 0
-    printed = capsys.readouterr().out
-    found = json.loads(printed[printed.index("{") :])["spoken.Spoken"]
-    assert found[METRIC] == pytest.approx(max(values(measured)), abs=1e-9)
+    assert main(["eval", "run.toml", "--model", f"{measured}@best", "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["models"]
+    assert model["steps"] == find_checkpoint(measured, "best").step
+    assert model["environments"]["spoken.Spoken"]["metrics"][METRIC] == pytest.approx(max(values(measured)), abs=1e-9)
 
 
 def patience_of(found: list[float], patience: int) -> int:
@@ -155,3 +155,27 @@ def test_from_python_the_result_says_both(place: Path):
         "step 1"
     )
     assert result.summary["best"]["step"] in (0, 1)
+
+
+def test_a_trainer_in_a_process_of_its_own_leaves_the_same_and_nothing_else(place: Path, measured: Path):
+    typed = ["rl", "run.toml", "--run-dir", "two", "--max-steps", str(STEPS), "--trainer.separate-process", "true"]
+    assert main(typed) == 0
+    run = place / "two"
+    assert values(run) == values(measured)
+    kept = [sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (run, measured)]
+    assert kept[0] == kept[1]
+    assert (run / "best/model.safetensors").read_bytes() == (measured / "best/model.safetensors").read_bytes()
+    assert [path for path in run.rglob("optimizer.safetensors") if "checkpoints" not in path.parts] == []
+
+
+def test_a_process_that_was_killed_before_it_moved_the_link_has_it_moved_by_the_next(place: Path, measured: Path):
+    run = place / "unlinked"
+    shutil.copytree(measured, run, symlinks=True)
+    (run / "best").unlink()
+    (run / ".best.tmp").symlink_to("nowhere")
+    assert main(["rl", "run.toml", "--run-dir", run.name, "--max-steps", str(STEPS), "--resume"]) == 0
+    assert (run / "best").resolve() == find_checkpoint(run, "best").weights.resolve()
+    assert not (run / ".best.tmp").is_symlink()
+    without = ["rl", "run.toml", "--run-dir", run.name, "--max-steps", str(STEPS), "--resume", "--checkpoint.keep-best"]
+    assert main([*without, "null"]) == 0
+    assert not (run / "best").is_symlink()

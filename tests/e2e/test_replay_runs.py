@@ -234,10 +234,9 @@ def test_a_run_that_is_at_work_can_be_replayed(place: Path, run: Path):
         lock.release()
 
 
-def test_the_result_is_plain_json(run: Path):
-    from verbatim.run.replay import as_json
-
-    said = json.loads(json.dumps(as_json(replay(run, 5)), allow_nan=False))
+def test_the_result_is_printed_as_json(run: Path, capsys):
+    assert main(["rl", "--replay", "5", "--run-dir", str(run), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
     assert (said["step"], said["checkpoint"], said["is_exact"]) == (5, 4, True)
     assert said["metrics"]["loss"]["stored"] == train_lines(run)[4]["metrics"]["loss"]
     assert read_json(run / "summary.json")["steps"] == STEPS

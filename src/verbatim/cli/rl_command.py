@@ -72,10 +72,10 @@ def _replay(args: argparse.Namespace) -> int:
                                       ("--fresh", args.fresh)) if value]  # fmt: skip
     if given:
         raise UsageError(f"--replay takes the configuration that the run has stored; leave out {', '.join(given)}")
-    if args.quiet or args.json:
-        raise UsageError("--replay prints a comparison; leave out --quiet and --json")
+    if args.quiet:
+        raise UsageError("--replay prints a comparison; leave out --quiet")
     log_to_console(PlainConsole(stderr=True))
-    return run_replay(args.replay, _overrides(args), prints_json=getattr(args, "json", False))
+    return run_replay(args.replay, _overrides(args), prints_json=args.json)
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:
