@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,view,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,viewer,dev]'
 	@touch $@
 
 demo: install
@@ -71,7 +71,7 @@ test: lint types
 	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda"
 
 test-all: install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,view,mcp,data,ray,verifiers,environments,wandb,tensorboard,mlflow,docs,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,viewer,mcp,data,ray,verifiers,environments,wandb,tensorboard,mlflow,docs,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(SPHINX) -b html build/docs

@@ -73,4 +73,4 @@ def test_without_its_packages_the_command_says_what_to_install(
     monkeypatch.setattr("verbatim.imports.is_installed", lambda package: package != "aiohttp")
     assert main(["view", str(make_run(tmp_path / "run"))]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "verbatim view needs the package aiohttp: pip install 'verbatim-rl[view]'" in said
+    assert "verbatim view needs the package aiohttp: pip install 'verbatim-rl[viewer]'" in said

@@ -14,6 +14,7 @@ import pytest
 from serving_page import serving_page
 from viewer_runs import make_run, serving, trained, trajectory
 
+from verbatim.checkpoints.origin import Origin, write_origin
 from verbatim.trajectories import Fate
 from verbatim.types import Trajectory, Turn, TurnTiming
 
@@ -54,6 +55,24 @@ async def test_the_runs_are_listed(folder: Path, tmp_path: Path):
     assert (second["id"], second["step"], second["num_trajectories"], second["indexed"]) == (1, 2, 0, 1.0)
     assert first["problems"] == [] and first["tokenizer"] is None and "--model FOLDER" in first["tokenizer_problem"]
     assert first["state"] == "unknown"  # no process has ever locked it
+
+
+async def test_a_fork_names_what_it_was_forked_from(tmp_path: Path):
+    fork, damaged, other = (make_run(tmp_path / name) for name in ("fork", "damaged", "other"))
+    write_origin(fork, Origin(run="/runs/a/0", step=40, changes=("trainer.optim.lr: 1e-06 -> 5e-06",)))
+    (damaged / "forked_from.json").write_text("{")
+    async with serving(fork, damaged, other) as client, client.session.get(f"{client.url}/api/runs") as answer:
+        forks = [run["forked_from"] for run in await answer.json()]
+    assert forks == [{"run": "/runs/a/0", "step": 40, "changes": ["trainer.optim.lr: 1e-06 -> 5e-06"]}, None, None]
+
+
+async def test_a_teachers_logprobs_stand_beside_the_others(tmp_path: Path):
+    taught = trajectory("taught")
+    fate = trained(taught, trainer_logprobs=(np.float32([-0.5, -0.25]),), gradients=(np.float32([1, 1]),),
+                   teacher_logprobs=(np.float32([-0.125, -2.0]),))  # fmt: skip
+    async with serving(make_run(tmp_path / "run", {1: [fate]})) as client:
+        (turn,) = (await client.get("trajectories/taught"))["turns"]
+    assert turn["teacher_logprobs"] == [-0.125, -2.0]
 
 
 async def test_runs_of_one_name_say_what_differs_of_their_folders(tmp_path: Path):

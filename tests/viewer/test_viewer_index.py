@@ -144,6 +144,13 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path):
     assert run.group("g")["num_rows"] == 3
 
 
+def test_the_index_takes_few_bytes_for_each_trajectory(tmp_path: Path):
+    fates = {step: [trained(trajectory(f"train-{step}-{i}", example_id=f"example {i}", reward=0.5, error="x" * 5_000
+                                       if i == 7 else None)) for i in range(100)] for step in range(1, 11)}  # fmt: skip
+    table = read(make_run(tmp_path, fates))._index.snapshot.table
+    assert table.num_rows == 1_000 and table.nbytes < 300 * table.num_rows
+
+
 def test_rows_in_several_row_groups_are_found_one_by_one(tmp_path: Path):
     flags = {i: ("long",) if i < 70 else ("loops", "long") for i in range(0, 200, 3)}
     fates = [

@@ -10,10 +10,11 @@ from typing import Any
 import tomli_w
 
 from verbatim.checkpoints.lock import is_locked
+from verbatim.checkpoints.origin import read_origin
 from verbatim.checkpoints.run_folder import ORCHESTRATOR, TRAINER
 from verbatim.checkpoints.stored_config import CONFIG
 from verbatim.config.secrets import redacted
-from verbatim.errors import UsageError
+from verbatim.errors import CheckpointError, UsageError
 from verbatim.texts import cut, end_of_file
 
 _LOCKS = Path("/proc/locks")
@@ -75,6 +76,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def read_fork(folder: Path) -> dict[str, Any] | None:
+    """Run, step and changed keys of what this run was forked from; None where it was not, or does not say."""
+    try:
+        origin = read_origin(folder)
+    except CheckpointError:
+        return None
+    return None if origin is None else {"run": origin.run, "step": origin.step, "changes": list(origin.changes)}
 
 
 def config_text(folder: Path) -> str:

@@ -24,7 +24,7 @@ from verbatim.viewer.messages_search import MessageSearch
 from verbatim.viewer.metrics import MetricsFollower
 from verbatim.viewer.query import Filters, Rows
 from verbatim.viewer.records import FoundTrajectory, read_record
-from verbatim.viewer.run_state import check_run, config_text, read_state, summary_text
+from verbatim.viewer.run_state import check_run, config_text, read_fork, read_state, summary_text
 from verbatim.viewer.tokenizer import RunTokenizer, find_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class RunView:
             "max_steps": state.max_steps, "num_trajectories": snapshot.table.num_rows, "num_alarms": alarms,
             "indexed": snapshot.indexed, "generation": generation + snapshot.generation, "version": snapshot.version,
             "problems": [*snapshot.problems, *problems], "tokenizer": None if tokenizer is None else
-            tokenizer.name_or_path, "tokenizer_problem": why, "forked_from": None,
+            tokenizer.name_or_path, "tokenizer_problem": why, "forked_from": read_fork(self.folder),
         }  # fmt: skip
 
     def metrics(self, after: int | None) -> dict[str, Any]:

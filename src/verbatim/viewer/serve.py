@@ -19,13 +19,13 @@ PACKAGES = ("aiohttp", "orjson", "pyarrow")
 
 
 def refuse_without_packages() -> None:
-    """Refuse to go on where the extra `view` is not installed.
+    """Refuse to go on where the extra `viewer` is not installed.
 
     Raises:
         UsageError: a package is missing; says what to type.
     """
     for package in PACKAGES:
-        refuse_without(package, extra="view", what="verbatim view")
+        refuse_without(package, extra="viewer", what="verbatim view")
 
 
 @contextlib.asynccontextmanager

@@ -47,7 +47,7 @@ class RunTokenizer:
 
     def __init__(self, folder: Path) -> None:
         if not is_installed("tokenizers"):
-            raise ValueError("texts of ids need the package tokenizers: pip install 'verbatim-rl[view]'")
+            raise ValueError("texts of ids need the package tokenizers: pip install 'verbatim-rl[viewer]'")
         from tokenizers import Tokenizer
 
         self.name_or_path = str(folder)
