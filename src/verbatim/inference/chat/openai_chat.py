@@ -56,7 +56,8 @@ FIELDS = Fields(
 """What this server does with each field of a request."""
 _MESSAGE = Fields(
     honoured={"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"},
-    without_effect={"id", "status", "annotations", "cache_control", "provider_specific_fields"},
+    without_effect={"id", "status", "annotations", "cache_control", "provider_specific_fields", "thinking_blocks",
+                    "reasoning_details"},
     neutral={"refusal": (), "audio": (), "function_call": ()},
 )
 _CALL = Fields(honoured={"id", "type", "function"},
