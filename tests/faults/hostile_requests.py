@@ -10,7 +10,8 @@ from typing import Any
 
 from verbatim.inference.http import protocol
 
-CHAT = "/v1/chat/completions"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+CHATS = (CHAT, MESSAGES, RESPONSES)
 
 GENERATE_BODY = {
     "token_ids": [1, 2, 3], "model": "tiny", "request_id": "r",
@@ -28,13 +29,36 @@ CHAT_BODY = {
                                   {"role": "tool", "content": "3", "tool_call_id": "c"}],
     "tools": [TOOL], "temperature": 0.8, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "max_tokens": 3, "seed": 1,
     "max_completion_tokens": 3, "stop_token_ids": [7], "logprobs": True, "return_token_ids": True, "ignore_eos": False,
-    "stream": False, "tool_choice": "auto", "n": 1,
+    "stream": False, "stream_options": {"include_usage": True}, "tool_choice": "auto", "n": 1, "stop": ["zz"],
+    "parallel_tool_calls": True, "metadata": {"a": "b"},
+}  # fmt: skip
+MESSAGES_BODY = {
+    "model": "tiny", "max_tokens": 3, "system": [{"type": "text", "text": "be brief"}], "messages": [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"},
+                                          {"type": "tool_use", "id": "c", "name": "guess", "input": {"number": 3}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]}],
+    "tools": [{"name": "guess", "description": "A guess.", "input_schema": TOOL["function"]["parameters"]}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "temperature": 0.8, "top_p": 0.9, "top_k": 5,
+    "stop_sequences": ["zz"], "stream": True, "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "metadata": {"user_id": "u"}, "verbatim": {"session": "s", "seed": 4},
+}  # fmt: skip
+RESPONSES_BODY = {
+    "model": "tiny", "instructions": "be brief", "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "guess", "arguments": "{\"number\": 3}"},
+        {"type": "function_call_output", "call_id": "c", "output": "3"}],
+    "tools": [{"type": "function", "strict": True, **TOOL["function"]}], "tool_choice": "auto", "temperature": 0.8,
+    "parallel_tool_calls": False, "top_p": 0.9, "max_output_tokens": 3, "stream": False, "store": False,
+    "include": ["reasoning.encrypted_content"], "text": {"format": {"type": "text"}}, "reasoning": {"summary": "auto"},
+    "metadata": {"a": "b"},
 }  # fmt: skip
 LOGPROBS_BODY = {"token_ids": [1, 2, 3], "temperature": 1.0, "model": "tiny"}
 WEIGHTS_BODY = {"path": "/tmp", "version": 1}
 BODIES: Mapping[str, dict[str, Any]] = {
-    protocol.GENERATE: GENERATE_BODY, CHAT: CHAT_BODY, protocol.PROMPT_LOGPROBS: LOGPROBS_BODY,
-    protocol.WEIGHTS: WEIGHTS_BODY,
+    protocol.GENERATE: GENERATE_BODY, CHAT: CHAT_BODY, MESSAGES: MESSAGES_BODY, RESPONSES: RESPONSES_BODY,
+    protocol.PROMPT_LOGPROBS: LOGPROBS_BODY, protocol.WEIGHTS: WEIGHTS_BODY,
 }  # fmt: skip
 
 DEEP = "[" * 800 + "]" * 800
@@ -97,7 +121,7 @@ def field_cases() -> Iterator[Case]:
         for at in paths_of(body):
             name = ".".join(map(str, at))
             named = tuple(str(key) for key in at if isinstance(key, str))
-            about = dict(path=path, names=(*named, *(("message", "tools", "role") if path == CHAT else ()),
+            about = dict(path=path, names=(*named, *(("message", "tools", "role") if path in CHATS else ()),
                                            *(("prompt_ids",) if "token_ids" in named else ())))  # fmt: skip
             yield Case(name=f"{path} {name}: left out", data=changed(body, at, None), **about)
             for kind, text in VALUES.items():

@@ -85,9 +85,10 @@ class Fields:
 
 
 def check_depth(body: Mapping[str, Any]) -> None:
-    """Refuse a body that is nested so deeply that later readers would overflow the stack."""
-    if not is_shallow(body):
-        raise BadField("", f"the request is nested deeper than {MAX_DEPTH} levels")
+    """Refuse a field that is nested so deeply that later readers would overflow the stack."""
+    for name, value in body.items():
+        if not is_shallow(value):
+            raise BadField(name[:80], f"{name[:80]} is nested deeper than {MAX_DEPTH} levels", unknown=True)
 
 
 def read_text(given: Mapping[str, Any], name: str, default: str = "", *, most: int | None = None) -> str:

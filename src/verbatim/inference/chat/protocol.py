@@ -209,6 +209,14 @@ class Stamp:
     """The model's name in answers."""
 
 
+UNENFORCEABLE = frozenset({
+    "tool_choice", "response_format", "reasoning_effort", "verbosity", "frequency_penalty", "presence_penalty",
+    "logit_bias", "thinking", "context_management", "truncation", "other_tools",
+})  # fmt: skip
+"""Fields that `Options.unenforced` may name: by their names in OpenAI's chat completions, or else in the protocol that
+has them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a server lets pass."""
@@ -219,13 +227,11 @@ class Options:
     max_n: int = 64
     """Most replies to one request."""
 
-
-UNENFORCEABLE = frozenset({
-    "tool_choice", "response_format", "reasoning_effort", "verbosity", "frequency_penalty", "presence_penalty",
-    "logit_bias", "thinking", "context_management", "truncation", "other_tools",
-})  # fmt: skip
-"""Fields that `Options.unenforced` may name: by their names in OpenAI's chat completions, or else in the protocol that
-has them."""
+    def __post_init__(self) -> None:
+        unknown = self.unenforced - UNENFORCEABLE
+        if unknown:
+            raise ValueError(f"unenforced: {', '.join(sorted(unknown))}; expected some of "
+                             f"{', '.join(sorted(UNENFORCEABLE))}")  # fmt: skip
 
 
 class ChatStream(Protocol):

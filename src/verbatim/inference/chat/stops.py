@@ -16,6 +16,9 @@ Decode = Callable[[Int32], str]
 """The text of ids. The text of a prefix is a prefix of the text, but for U+FFFD at its end."""
 _BYTES_OF_A_CHARACTER = 4
 _MARGIN = 8
+"""Characters at the beginning of a text that may be others than in the whole: the rest of one that was cut."""
+_FIRST_LOOK = 16
+"""Ids that have enough text for most stop strings."""
 
 
 def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, str] | None:
@@ -67,10 +70,20 @@ class StopWatch:
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
         self._stops, self._decode = stops, decode
-        self._reach = _BYTES_OF_A_CHARACTER * max(map(len, stops)) + _MARGIN
+        self._reach = max(map(len, stops)) + _MARGIN
         self._ids: list[int] = []
 
     def __call__(self, ids: Sequence[int]) -> bool:
         """Take the ids drawn since the last call, in order; whether the completion ends with the last of them."""
-        self._ids = [*self._ids, *ids][-self._reach - len(ids) :]
-        return _first(self._decode(np.array(self._ids, dtype=np.int32)), self._stops) is not None
+        before = self._ids[-self._num_before() :] if self._ids else []
+        self._ids = [*self._ids[-_BYTES_OF_A_CHARACTER * self._reach :], *ids]
+        return _first(self._decode(np.array([*before, *ids], dtype=np.int32)), self._stops) is not None
+
+    def _num_before(self) -> int:
+        """How many of the last ids have as much text as a stop string can have before a new one."""
+        size = _FIRST_LOOK
+        while size < len(self._ids):
+            if len(self._decode(np.array(self._ids[-size:], dtype=np.int32))) >= self._reach:
+                break
+            size *= 2
+        return size

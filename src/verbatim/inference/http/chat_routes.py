@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from verbatim.errors import VerbatimError
@@ -27,7 +28,7 @@ from verbatim.inference.chat.stops import Decode, StopWatch
 from verbatim.inference.chat.streaming import StreamDiverged
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_work import Asked, read_chat, read_completion, read_partial
-from verbatim.inference.http.exchange import STOPPING, ClientGone, read_body, while_there
+from verbatim.inference.http.exchange import STOPPING, ClientGone, json_answer, read_body, while_there
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import GENERATE
 from verbatim.inference.http.request_body import Refused
@@ -99,13 +100,13 @@ class ChatRoutes:
         self.refused.update(f"{protocol.name}/unenforced/{field}" for field in asked.request.unenforced)
         if is_count:
             assert isinstance(protocol, AnthropicMessages)
-            return JSONResponse(protocol.count(len(asked.prompt_ids)))
+            return json_answer(protocol.count(len(asked.prompt_ids)))
         stamp = Stamp(created=int(time.time()), model=self._model)
         if asked.request.stream:
             stream = protocol.stream(asked.request, stamp)
             return _EventStream(stream, self._stream(asked, stream, stamp), self._stopped)
         replies = await while_there(request.receive, self._stopped, self._replies(asked, stamp))
-        return JSONResponse(protocol.answer(asked.request, replies, stamp))
+        return json_answer(protocol.answer(asked.request, replies, stamp))
 
     # ---- sampling
 
@@ -157,7 +158,7 @@ class ChatRoutes:
 
     # ---- streams
 
-    async def _stream(self, asked: Asked, stream: ChatStream, stamp: Stamp) -> AsyncIterator[bytes]:
+    async def _stream(self, asked: Asked, stream: ChatStream, stamp: Stamp) -> AsyncGenerator[bytes]:
         """The events of an answer, as tokens are drawn."""
         seeds, loop = self._seeds(asked), asyncio.get_running_loop()
         drawn: asyncio.Queue[tuple[int, Sequence[int]] | None] = asyncio.Queue()
@@ -227,7 +228,7 @@ class _EventStream(Response):
         stopped: Set when the server stops.
     """
 
-    def __init__(self, stream: ChatStream, events: AsyncIterator[bytes], stopped: asyncio.Event) -> None:
+    def __init__(self, stream: ChatStream, events: AsyncGenerator[bytes], stopped: asyncio.Event) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._stream, self._events, self._stopped = stream, events, stopped
@@ -248,6 +249,7 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send(self, send: Send) -> None:
-        async for event in self._events:
-            if event:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+        async with contextlib.aclosing(self._events) as events:
+            async for event in events:
+                if event:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})

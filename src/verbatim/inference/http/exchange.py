@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import json
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from verbatim.inference.http.limits import ServerLimits
@@ -19,6 +21,14 @@ STOPPING = "the server is stopping"
 
 class ClientGone(Exception):
     """The client has closed its connection."""
+
+
+def json_answer(body: Mapping[str, Any]) -> Response:
+    """A JSON answer. What no UTF-8 can hold, in a text that a client sent, is written as JSON's own escapes."""
+    try:
+        return JSONResponse(body)
+    except UnicodeEncodeError:
+        return Response(json.dumps(body), media_type="application/json")
 
 
 def check_length(request: Request, most: int) -> None:
