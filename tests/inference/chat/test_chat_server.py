@@ -78,7 +78,7 @@ def messages_client(server: SamplerServer, key: str = "none") -> anthropic.Async
 
 @pytest.mark.parametrize("shows", [True, False])
 async def test_openai_streams_what_is_sampled_as_it_is_sampled(shows):
-    sampler = scripted(seconds_per_token=0.01)
+    sampler = scripted(seconds_per_token=0.03)
     async with serving(sampler if shows else Whole(sampler)) as server, chat_client(server) as client:
         stream = await client.chat.completions.create(
             model="policy", messages=HELLO, stream=True, n=2, logprobs=True, seed=3,
@@ -146,6 +146,8 @@ def test_synchronous_clients_are_served_too():
                 assert "".join(stream.text_stream) == SPOKEN
             assert [model.id for model in other.models.list()] == ["policy"]
             assert other.models.retrieve("policy").display_name == "policy"
+            beta = other.beta.messages.create(model="policy", max_tokens=99, messages=HELLO)
+            assert beta.content[0].text == SPOKEN
             assert other.messages.count_tokens(model="policy", messages=HELLO).input_tokens == 5
     finally:
         end.set()

@@ -14,8 +14,8 @@ from verbatim.inference.chat.fields import (
     BadField,
     Fields,
     as_tool_choice,
-    check_depth,
     check_tool_choice,
+    check_values,
     object_of,
     read_flag,
     read_integer,
@@ -92,7 +92,7 @@ class AnthropicMessages:
                                   "other" if bad.unknown else bad.field) from None  # fmt: skip
 
     def _read(self, body: Mapping[str, Any], headers: Mapping[str, str], *, needs_limit: bool) -> ChatRequest:
-        check_depth(body)
+        check_values(body)
         unenforced = FIELDS.check(body, self.options)
         unenforced += _OUTPUT.check(read_object(body, "output_config"), self.options, "output_config")
         unenforced += self._check_thinking(read_object(body, "thinking"))

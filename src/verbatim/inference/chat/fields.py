@@ -10,7 +10,7 @@ from typing import Any, cast
 from verbatim.inference.base import MOST_STOP_IDS, SamplingParams
 from verbatim.inference.chat.protocol import UNENFORCEABLE, Options, RequestedSampling, ToolChoice
 from verbatim.inference.http.protocol import brief
-from verbatim.renderers.responses import MAX_DEPTH, is_shallow
+from verbatim.renderers.responses import MAX_DEPTH, levels
 
 MOST_MESSAGES = 20_000
 """Most messages, items or content parts of one list."""
@@ -84,11 +84,15 @@ class Fields:
         return tuple(passed)
 
 
-def check_depth(body: Mapping[str, Any]) -> None:
-    """Refuse a field that is nested so deeply that later readers would overflow the stack."""
+def check_values(body: Mapping[str, Any]) -> None:
+    """Refuse a field that is nested so deeply that later readers would overflow the stack, or that holds a number which
+    JSON cannot write again (Python reads 1e999 as infinity)."""
     for name, value in body.items():
-        if not is_shallow(value):
-            raise BadField(name[:80], f"{name[:80]} is nested deeper than {MAX_DEPTH} levels", unknown=True)
+        for depth, level in enumerate(levels(value)):
+            if depth == MAX_DEPTH:
+                raise BadField(name[:80], f"{name[:80]} is nested deeper than {MAX_DEPTH} levels", unknown=True)
+            if any(isinstance(item, float) and not math.isfinite(item) for item in level):
+                raise BadField(name[:80], f"{name[:80]} holds a number that is too large", unknown=True)
 
 
 def read_text(given: Mapping[str, Any], name: str, default: str = "", *, most: int | None = None) -> str:

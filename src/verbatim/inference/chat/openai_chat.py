@@ -12,8 +12,8 @@ from verbatim.inference.chat.fields import (
     BadField,
     Fields,
     as_tool_choice,
-    check_depth,
     check_tool_choice,
+    check_values,
     object_of,
     read_flag,
     read_integer,
@@ -90,7 +90,7 @@ class OpenAIChat:
                                   "other" if bad.unknown else bad.field) from None  # fmt: skip
 
     def _read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
-        check_depth(body)
+        check_values(body)
         unenforced = FIELDS.check(body, self.options)
         ours = read_object(body, OURS)
         _OURS.check(ours, _NO_OPTIONS, OURS)

@@ -11,8 +11,8 @@ from verbatim.inference.chat.fields import (
     BadField,
     Fields,
     as_tool_choice,
-    check_depth,
     check_tool_choice,
+    check_values,
     object_of,
     read_flag,
     read_integer,
@@ -90,7 +90,7 @@ class OpenAIResponses:
                                   "other" if bad.unknown else bad.field) from None  # fmt: skip
 
     def _read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
-        check_depth(body)
+        check_values(body)
         if body.get("previous_response_id") is not None:
             raise BadField("previous_response_id", "previous_response_id cannot be honoured: responses are not stored "
                            "here; send the whole conversation as input")  # fmt: skip

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 PING_SECONDS = 10.0
 """Between two signs of life of a stream that has nothing to say."""
+_PAUSE = 0.02
+"""Seconds between two readings of what was drawn, so that many streams leave the processor to the engine."""
 _LONGEST_MESSAGE = 2000
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -185,6 +187,7 @@ class ChatRoutes:
                 _take(growing, found, drawn)
                 async for event in self._deltas(asked, stream, growing):
                     yield event
+                await asyncio.wait(tasks, timeout=_PAUSE)
             completions = [task.result() for task in tasks]
             yield stream.end(await self._read(asked, completions, seeds, stamp))
         finally:
