@@ -101,7 +101,7 @@ class OpenAIResponses:
         ours = read_object(body, OURS)
         _OURS.check(ours, _NO_OPTIONS, OURS)
         for wanted in read_list(body, "include", most=100):
-            if wanted not in _INCLUDED:
+            if not isinstance(wanted, str) or wanted not in _INCLUDED:
                 raise BadField("include", f"include: {brief(wanted)} cannot be included here")
         tools, others = self._read_tools(body)
         choice, name = _read_tool_choice(body.get("tool_choice"))

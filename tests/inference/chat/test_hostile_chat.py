@@ -1,0 +1,57 @@
+"""Every field of every protocol with every kind of wrong value: refused by name, or answered; nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from byte_renderer import VOCAB_SIZE, ByteRenderer, call
+from faults.hostile_requests import CHATS, body_cases, field_cases
+from verbatim.errors import VerbatimError
+from verbatim.inference.base import Completion
+from verbatim.inference.chat.anthropic_messages import AnthropicMessages
+from verbatim.inference.chat.openai_chat import OpenAIChat
+from verbatim.inference.chat.openai_responses import OpenAIResponses
+from verbatim.inference.chat.protocol import ChatProtocol, ProtocolRefusal, Stamp
+from verbatim.inference.http.chat_work import read_chat, read_completion
+from verbatim.inference.http.exchange import json_answer
+from verbatim.types import StopReason
+
+ALL: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages(), OpenAIResponses())
+PROTOCOLS = dict(zip(CHATS, ALL, strict=True))
+
+
+def outcome(data: bytes, protocol: ChatProtocol) -> str | None:
+    """The message of a refusal; None where the request is answered, whole and as a stream."""
+    renderer = ByteRenderer()
+    ids = np.array(call("guess", number=3), dtype=np.int32)
+    completion = Completion(ids=ids, logprobs=np.zeros(len(ids), np.float32), stop_reason=StopReason.STOP,
+                            policy_versions=np.zeros(len(ids), np.int32))  # fmt: skip
+    try:
+        asked = read_chat(data, {}, protocol, renderer=renderer, model="tiny", room=4000, vocab_size=VOCAB_SIZE)
+    except ProtocolRefusal as refusal:
+        assert json.loads(json.dumps(refusal.body))["error"]["message"] == refusal.message
+        return refusal.message
+    except VerbatimError as error:
+        return str(error)
+    replies = [read_completion(asked, completion, 1, "c", renderer=renderer)] * asked.request.n
+    stream = protocol.stream(asked.request, Stamp())
+    assert stream.begin(3) + stream.end(replies)
+    assert json.loads(json_answer(protocol.answer(asked.request, replies, Stamp())).body)
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CHATS)
+def test_every_wrong_value_is_refused_by_name_or_answered(path):
+    cases = [case for case in [*field_cases(), *body_cases()] if case.path == path and case.method == "POST"]
+    found = {case.name: outcome(case.data, PROTOCOLS[path]) for case in cases}
+    assert len(cases) > 900
+    unnamed = [
+        (case.name, message) for case in cases
+        if (message := found[case.name]) is not None and case.names and not any(name in message for name in case.names)
+    ]  # fmt: skip
+    assert unnamed == []
+    assert max(len(message) for message in found.values() if message is not None) < 2000
