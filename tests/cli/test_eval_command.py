@@ -333,9 +333,9 @@ def test_an_extra_body_goes_into_every_request(place: Path):
 
 
 def test_tools_and_sub_agents_are_played_with_an_api_too(place: Path, capsys):
-    """One model guesses 8 and then 4, and asks no sub-agent: two calls in each game, one answer in each box task."""
+    """One model guesses 8 and then 4 (the calls of its third and last turn are not run), and asks no sub-agent."""
     guesses = ["guess_number", "delegate"]
-    tables = [f'[[orchestrator.train.env]]\nid = "{name}"\nmax_turns = 2\n' for name in guesses]
+    tables = [f'[[orchestrator.train.env]]\nid = "{name}"\nmax_turns = 3\n' for name in guesses]
     Path("run.toml").write_text(TOML.partition("[[")[0] + "".join(tables))
 
     def play(body: dict[str, Any]) -> dict[str, Any]:
