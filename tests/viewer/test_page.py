@@ -109,6 +109,13 @@ def test_the_table_is_filtered_searched_sorted_and_walked_with_keys(browser: Chr
     press_button(browser, ".head button", "reward")
     browser.wait(f"document.querySelector('{ROW}')?.textContent === 't4-3'")
     assert rows(browser) == ["t4-3", "t4-2", "t4-1", "t4-0"]
+    for title in browser.evaluate("[...document.querySelectorAll('.head button')].map(b => b.textContent)")[:-1]:
+        press_button(browser, ".head button", title.split(" ")[0])
+        wait_rows(browser, 4)
+    press_button(browser, ".head button", "flags")
+    browser.wait("document.querySelector('.head .flags').getAttribute('aria-sort') === 'ascending'")
+    press_button(browser, ".head button", "reward")
+    browser.wait(f"document.querySelector('{ROW}')?.textContent === 't4-3'")
     browser.evaluate("document.querySelector('[role=grid]').focus()")
     browser.press("ArrowDown", "ArrowDown", "Enter")
     browser.wait("document.querySelector('.trajectory .crumbs b')?.textContent === 't4-1'")

@@ -5,6 +5,7 @@ import "uplot/dist/uPlot.min.css";
 import "./style/base.css";
 import "./style/views.css";
 import "./style/tokens.css";
+import { plural } from "./format";
 import { useKeys } from "./hooks";
 import { useRuns } from "./metrics";
 import { Empty } from "./parts/empty";
@@ -41,7 +42,7 @@ function App() {
           <a href={link("trajectories", route.run)} aria-current={at("trajectories")} title="key t">Trajectories</a>
         </nav>
         <span class="run-names"><Text value={names} /></span>
-        {!source.live && <span class="tag">exported</span>}
+        {!source.live && <span class="tag">{source.ofTotal === null ? "exported" : `exported from a run with ${plural(source.ofTotal, "trajectory", "trajectories")}`}</span>}
         {error && runs && <span class="tag error" role="alert">{error}</span>}
         <label class="theme">
           <span class="unseen">colours</span>

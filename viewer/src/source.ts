@@ -8,6 +8,8 @@ import { textOf } from "./types";
 export interface Source {
   /** Whether the data can still change. */
   live: boolean;
+  /** How many trajectories there were when this was exported; null = this is no exported file. */
+  ofTotal: number | null;
   runs(): Promise<Run[]>;
   metrics(run: number, after: number | null): Promise<MetricsAnswer>;
   config(run: number): Promise<{ toml: string }>;
@@ -28,6 +30,7 @@ export class Refused extends Error {}
 
 class Server implements Source {
   live = true;
+  ofTotal = null;
 
   private async ask(path: string, signal?: AbortSignal): Promise<Response> {
     let response: Response;
@@ -73,11 +76,14 @@ class Server implements Source {
 /** Reads `<script type="application/json" data-url="/api/runs" data-encoding="gzip-base64">`: an answer of the server each. */
 class Exported implements Source {
   live = false;
+  ofTotal: number | null = null;
   private allRows = new Map<number, Promise<Row[]>>();
   private searched = new Map<string, Promise<string>>();
   private blocks = new Map<string, Element>();
 
-  constructor() {
+  constructor(about: string) {
+    const { of_total: total } = JSON.parse(about) as { of_total?: number };
+    this.ofTotal = total ?? null;
     for (const block of document.querySelectorAll("script[data-url]")) this.blocks.set(block.getAttribute("data-url") ?? "", block);
   }
 
@@ -194,5 +200,6 @@ function strings(value: unknown): string[] {
 }
 
 export function openSource(): Source {
-  return document.getElementById("verbatim-export") ? new Exported() : new Server();
+  const exported = document.getElementById("verbatim-export");
+  return exported ? new Exported(exported.textContent ?? "{}") : new Server();
 }

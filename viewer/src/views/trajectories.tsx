@@ -18,6 +18,10 @@ const HEIGHT = 30;
 
 interface Column {
   name: keyof Row;
+  /** What a click on the title sorts by, where it is another column. */
+  sort?: keyof Row;
+  /** Sorted from A to Z at first, and not from the largest. */
+  text?: boolean;
   title: string;
   about?: string;
   number?: boolean;
@@ -26,17 +30,17 @@ interface Column {
 
 const COLUMNS: Column[] = [
   { name: "step", title: "step", number: true, about: "the step it was trained in, or dropped before", cell: (row) => <>{row.kind === "eval" && <span class="tag" title="of an evaluation">eval</span>}{count(row.step)}</> },
-  { name: "env", title: "environment", cell: (row) => <Text value={row.env} /> },
-  { name: "trajectory_id", title: "trajectory", cell: (row) => <Text value={row.trajectory_id} /> },
-  { name: "example_id", title: "example", cell: (row) => <Text value={row.example_id} /> },
+  { name: "env", text: true, title: "environment", cell: (row) => <Text value={row.env} /> },
+  { name: "trajectory_id", text: true, title: "trajectory", cell: (row) => <Text value={row.trajectory_id} /> },
+  { name: "example_id", text: true, title: "example", cell: (row) => <Text value={row.example_id} /> },
   { name: "reward", title: "reward", number: true, cell: (row) => <Reward value={row.reward} /> },
   { name: "advantage", title: "advantage", number: true, cell: (row) => <span class={side(row.advantage)}>{signed(row.advantage)}</span> },
-  { name: "reason", title: "fate", about: "trained, or why not", cell: (row) => <RowFate row={row} /> },
-  { name: "stop_reason", title: "ended by", cell: (row) => <><Text value={row.stop_reason ?? "–"} />{row.truncated && <span class="tag warn" title="something was cut off">cut</span>}</> },
+  { name: "reason", text: true, title: "fate", about: "trained, or why not", cell: (row) => <RowFate row={row} /> },
+  { name: "stop_reason", text: true, title: "ended by", cell: (row) => <><Text value={row.stop_reason ?? "–"} />{row.truncated && <span class="tag warn" title="something was cut off">cut</span>}</> },
   { name: "num_turns", title: "turns", number: true, cell: (row) => count(row.num_turns) },
   { name: "num_sampled_tokens", title: "tokens", number: true, about: "sampled tokens", cell: (row) => count(row.num_sampled_tokens) },
   { name: "num_breaks", title: "breaks", number: true, about: "turns that do not extend the turn before", cell: (row) => (row.num_breaks ? <span class="tag warn">{row.num_breaks}</span> : <span class="none">0</span>) },
-  { name: "flags", title: "flags and error", about: "filters that flagged it, and its error", cell: (row) => <Notes row={row} /> },
+  { name: "flags", sort: "error", text: true, title: "flags and error", about: "filters that flagged it, and its error", cell: (row) => <Notes row={row} /> },
 ];
 
 function Notes({ row }: { row: Row }) {
@@ -140,7 +144,10 @@ export function Trajectories({ source, runs, route }: Props) {
   });
 
   const sort = query.sort || "-step";
-  const onSort = (name: string) => change({ sort: sort === `-${name}` ? name : `-${name}` });
+  const onSort = (name: string, text: boolean) => {
+    const [first, second] = text ? [name, `-${name}`] : [`-${name}`, name];
+    change({ sort: sort === first ? second : first });
+  };
   return (
     <div class="trajectories">
       <div class="filters-row">
@@ -169,11 +176,11 @@ export function Trajectories({ source, runs, route }: Props) {
         onScroll={(event) => places.set(key, { top: event.currentTarget.scrollTop, active: now.current })}
       >
         <div class="row head" role="row" aria-rowindex={1}>
-          {COLUMNS.map(({ name, title, about, number }) => {
-            const order = sort === name ? "ascending" : sort === `-${name}` ? "descending" : "none";
+          {COLUMNS.map(({ name, sort: by = name, text = false, title, about, number }) => {
+            const order = sort === by ? "ascending" : sort === `-${by}` ? "descending" : "none";
             return (
               <div key={name} role="columnheader" aria-sort={order} class={`cell ${name}${number ? " number" : ""}`}>
-                <button type="button" tabIndex={-1} title={about} onClick={() => onSort(name)}>
+                <button type="button" tabIndex={-1} title={about} onClick={() => onSort(by, text)}>
                   {title}{order === "ascending" ? " ↑" : order === "descending" ? " ↓" : ""}
                 </button>
               </div>
