@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from monitors.healthy_runs import CONFIG, HealthyRun, alarms_of
-from verbatim.monitors.alarms import ALARMS, AlarmWatch
+from verbatim.monitors.alarm import Alarm
+from verbatim.monitors.alarms import ALARMS, AlarmWatch, StepFigures
+
+RECORDED = Path(__file__).parent / "recorded_runs"
+"""What the alarms keep of every step of real runs, and of their evaluations."""
 
 
 def false_alarms(seed: int, *, learns: bool, num_steps: int = 120) -> list[str]:
@@ -24,3 +33,40 @@ def test_at_most_one_run_in_fifty_raises_an_alarm(learns: bool):
     """Of all alarms together, over 120 steps and 12 evaluations of two environments."""
     found = {seed: found for seed in range(100, 200) if (found := false_alarms(seed, learns=learns))}
     assert len(found) <= 2, found
+
+
+def replayed(name: str) -> list[Alarm]:
+    """The alarms of a recorded run, of which each step is shown as a checkpoint of the step holds it."""
+    run: dict[str, Any] = json.loads(gzip.decompress((RECORDED / f"{name}.json.gz").read_bytes()))
+    watch = AlarmWatch({name: rule() for name, rule in ALARMS.items()}, config=run["config"])
+    found: list[Alarm] = []
+    for step in [0, *run["steps"]["step"]]:
+        if step:
+            found += watch.observe(figures_at(run["steps"], step))
+        for at, env, metrics in run["evaluations"]:
+            found += watch.on_eval(at, env, metrics) if at == step else []
+    return found
+
+
+def figures_at(columns: dict[str, Any], step: int) -> StepFigures:
+    index = columns["step"].index(step)
+
+    def row(named: dict[str, list[float | None]]) -> dict[str, float]:
+        return {name: value for name, values in named.items() if (value := values[index]) is not None}
+
+    envs = {env: row(own) for env, own in columns["envs"].items()}
+    return StepFigures(step=step, metrics=row(columns["metrics"]), envs=envs, errors=columns["errors"][index])
+
+
+@pytest.mark.parametrize("name", ["guess_number_0", "guess_number_1", "guess_number_2", "parcel_desk_1", "smollm2"])
+def test_a_recipe_is_quiet(name: str):
+    """guess_number (three seeds), the README's environment, SmolLM2 on the calculator. Two of the seeds fall for some
+    steps on the way, and come back."""
+    assert replayed(name) == []
+
+
+def test_a_run_that_collapsed_is_not():
+    """guess_number with adapters: the success fell to 0.03 at step 60, and to 0.01 at step 87."""
+    found = [(alarm.name, alarm.state, alarm.step) for alarm in replayed("lora")]
+    assert [(name, state) for name, state, _ in found] == [("mismatch_kl", "raised"), ("mismatch_kl", "cleared")] * 2
+    assert [step for _, state, step in found if state == "raised"] == [60, 87]

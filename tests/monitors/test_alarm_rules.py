@@ -213,6 +213,20 @@ def test_everything_filtered_unless_it_is_solved(dropped: int, success: float, e
         assert "filter:zero_advantage" in found[0].message and "orchestrator.group_size (now 4)" in found[0].advice
 
 
+@pytest.mark.parametrize(
+    ("reward", "left", "is_quiet"), [(0.5, 0.0, True), (0.5, 0.024, True), (0.5, 0.026, False), (0.39, 0.0, False)]
+)
+def test_a_task_is_mastered_where_all_earn_the_most_though_that_is_not_1(reward: float, left: float, is_quiet: bool):
+    """From 0.3 with a deviation of 0.1; a quarter of that is 0.025."""
+    rewards, deviations = [0.3] * 8 + [reward] * 48, [0.1] * 8 + [left] * 48
+    env = {"rollouts": 100, "completed": 100, "success": 0.0, "reward": rewards, "reward_std": deviations,
+           "untrained/filter:zero_advantage": [0.0] * 8 + [100.0] * 48}  # fmt: skip
+    metrics = {"reward/mean": rewards, "reward/std": deviations, "success": 0.0, "entropy": [0.2] * 8 + [0.001] * 48}
+    steps = steps_of(metrics, env)
+    assert (level("everything_filtered", steps) >= 1) is not is_quiet
+    assert (level("entropy_collapse", steps) >= 1) is not is_quiet
+
+
 def test_failed_and_stale_rollouts_are_not_filtered_ones():
     env = {"rollouts": 100, "completed": 60, "success": 0.0, "untrained/error": 40, "untrained/stale": 60}
     assert level("everything_filtered", steps_of(env=env, count=3)) == 0

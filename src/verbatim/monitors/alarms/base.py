@@ -161,6 +161,21 @@ class Rule(Protocol):
         """What the window shows: at most one finding for each environment, and one for the run."""
 
 
+def is_mastered(window: Window, count: int, env: str | None = None) -> bool:
+    """Whether the reward is as high as it can be, though the success may not say so: it rose since the run's first
+    steps by a standard deviation of their rollouts, and of that deviation less than a quarter is left.
+
+    Example: rewards between 0 and 0.5 with a mean of 0.3 and a deviation of 0.1, which all are 0.5 now.
+    """
+    mean, deviation = ("reward", "reward_std") if env is not None else ("reward/mean", "reward/std")
+    first = window.first[:count]
+    was, spread = (median(_values(first, name, env, min(count, len(first)), None)) for name in (mean, deviation))
+    now, left = window.median(mean, count, env), window.median(deviation, count, env)
+    if was is None or spread is None or now is None or left is None:
+        return False
+    return now >= was + spread > was and left < spread / 4
+
+
 def training_before(steps: Sequence[StepFigures], env: str) -> dict[str, float]:
     """`TRAINING` and `TRAINING_ERROR` of these steps: of the same environment, or of all where it is not trained.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verbatim.config.sections import Fraction, PositiveInt
-from verbatim.monitors.alarms.base import Finding, Window, median
+from verbatim.monitors.alarms.base import Finding, Window, is_mastered, median
 from verbatim.monitors.alarms.change import chance_of_rise
 
 _STILL_RISES = 0.05
@@ -39,9 +39,10 @@ class EntropyCollapse:
         earlier = window.earlier("reward/mean", self.steps)
         if before is None or now is None or success is None or not earlier:
             return None
-        rising = chance_of_rise(earlier[-1], rewards) < _STILL_RISES
+        is_fine = success >= self.solved or is_mastered(window, self.steps)
+        is_fine |= chance_of_rise(earlier[-1], rewards) < _STILL_RISES
         return Finding(
-            level=0.0 if rising or success >= self.solved else before * self.share / max(now, 1e-12),
+            level=0.0 if is_fine else before * self.share / max(now, 1e-12),
             message=f"entropy is {now:.3g}, {now / before:.1%} of the first steps' {before:.3g}, while success stands "
             f"at {success:.2f} and the reward no longer rises",
             cause="the policy has stopped to explore: all rollouts of a group say the same, and nothing is left to "

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verbatim.config.sections import Fraction, PositiveInt
-from verbatim.monitors.alarms.base import Finding, StepFigures, Window
+from verbatim.monitors.alarms.base import Finding, StepFigures, Window, is_mastered
 from verbatim.monitors.alarms.figures import main_reason
 from verbatim.trajectories import Fate
 
@@ -52,8 +52,8 @@ class EverythingFiltered:
     """`share` of an environment's latest rollouts are filtered or cannot be trained, and the task is not solved.
 
     At least `rollouts` of them are counted, and `steps` steps: in few groups all rewards may be equal by chance. Where
-    the success is `solved` or more, groups of equal rewards are what learning leads to. Rollouts that failed or are too
-    old have alarms of their own.
+    the success is `solved` or more, or every rollout earns the most, groups of equal rewards are what learning leads
+    to. Rollouts that failed or are too old have alarms of their own.
     """
 
     share: Fraction = 0.95
@@ -70,6 +70,8 @@ class EverythingFiltered:
         for env in window.envs:
             steps = self._steps(window, env)
             if not steps or max(own.get("success", 0.0) for own in steps) >= self.solved:
+                continue
+            if is_mastered(window, self.steps, env):
                 continue
             counts: Counter[str] = Counter()
             for own in steps:

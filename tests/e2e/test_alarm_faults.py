@@ -1,0 +1,96 @@
+"""Faults planted in runs with a real trainer and a real sampler, and the alarm that names each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
+from verbatim.cli.main import main
+from verbatim.monitors import Alarm, read_alarms
+
+pytestmark = pytest.mark.slow
+
+PLANTED = '''
+import dataclasses
+import time
+
+from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.losses import LOSSES
+
+
+class Wrong(TorchSampler):
+    """Gives the logprobs of another distribution than the one that it samples from."""
+
+    def __init__(self, inputs, settings: TorchSettings):
+        super().__init__(inputs.model, config=TorchSettings(max_batch_size=8), context_length=inputs.context_length,
+                         policy_version=inputs.policy_version)
+
+    async def generate(self, request):
+        completion = await super().generate(request)
+        return dataclasses.replace(completion, logprobs=completion.logprobs * 1.2)
+
+
+def slow_loss(inputs):
+    time.sleep(0.05)
+    return LOSSES["default"].function(inputs)
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def alarms(folder: Path, model: Path, tables: str, replaced: Mapping[str, str], status: int = 0) -> list[Alarm]:
+    """Those of `verbatim rl` on the tiny run, with keys replaced and these tables behind its environment."""
+    with workplace(folder, {"lots": LOTS, "planted": PLANTED}):
+        text = TOML.format(model=model)
+        for key, value in {"batch_size": "16", **replaced}.items():
+            (line,) = [line for line in text.splitlines() if line.startswith(f"{key} = ")]
+            text = text.replace(line, f"{key} = {value}")
+        Path("run.toml").write_text(text + 'import_path = "lots.Lots"\n' + tables)
+        assert main(["rl", "run.toml", "--run-dir", "mine"]) == status
+    return read_alarms(folder / "mine" / "alarms.jsonl")
+
+
+def test_a_learning_rate_that_is_far_too_high_collapses_the_entropy_and_ends_the_run(tmp_path: Path, model: Path):
+    """Rewards are chance, so that nothing is gained by it."""
+    stop = '[monitor.alarms]\nstop = ["entropy_collapse"]\n'
+    (alarm,) = alarms(tmp_path, model, stop, {"max_steps": "60", "lr": "1e-1"}, status=4)
+    steps = train_lines(tmp_path / "mine")
+    assert alarm.name == "entropy_collapse" and len(steps) == alarm.step < 60
+    assert "trainer.optim.lr (now 0.1)" in alarm.advice
+    entropies = [line["metrics"]["entropy"] for line in steps]
+    assert sorted(entropies[-8:])[4] < 0.05 * sorted(entropies[:8])[4]
+
+
+def test_a_sampler_whose_logprobs_are_of_another_distribution_is_named(tmp_path: Path, model: Path):
+    """The canary does not see it: it asks for logprobs of given tokens."""
+    found = alarms(tmp_path, model, '[inference]\nbackend = "planted.Wrong"\n', {"max_steps": "9"})
+    alarm = next(alarm for alarm in found if alarm.name == "mismatch_kl")
+    assert alarm.step == 8 and alarm.trajectory_ids
+    assert alarm.cause.startswith("sampler and trainer compute the same tokens differently: it was so at the first")
+
+
+@pytest.mark.parametrize(
+    ("name", "tables"),
+    [("trainer_idle", 'args = { delay = 1.0 }\n'), ("sampler_idle", '[trainer.loss]\ntype = "planted.slow_loss"\n')],
+)
+def test_a_side_that_waits_is_named(tmp_path: Path, model: Path, name: str, tables: str):
+    """Episodes of 1 s, and a loss that takes 0.05 s for each of 16 rollouts; steps are short, so 0.05 s count."""
+    tables += f"[monitor.alarms.{name}]\nseconds = 0.05\nshare = 0.4\n"
+    found = alarms(tmp_path, model, tables, {"max_steps": "10", "max_async_level": "1", "separate_process": "true"})
+    assert [alarm.name for alarm in found if alarm.state == "raised"] == [name]
+
+
+def test_pools_that_run_dry_are_named(tmp_path: Path, model: Path):
+    """Every group earns more than 0.01 on average, and half of the examples come back when none is left."""
+    pools = "[orchestrator.buffer]\neasy_threshold = 0.01\neasy_fraction = 0.5\n"
+    found = alarms(tmp_path, model, pools, {"max_steps": "4"})
+    alarm = next(alarm for alarm in found if alarm.name == "pools_dry")
+    assert alarm.cause == "the examples are solved"
+    assert "orchestrator.buffer.easy_threshold (now 0.01)" in alarm.advice
