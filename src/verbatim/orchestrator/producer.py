@@ -87,7 +87,8 @@ class Producer:
                 batch = await add_logprob_streams(batch, self.logprob_models)
             samples = [sample for group in batch for sample in group.samples]
             await self._unless_stopping(self.turns.until_step_is_over())
-            await self._unless_stopping(self.may_hand_over.wait())
+            if not self.may_hand_over.is_set():
+                await self._unless_stopping(self.may_hand_over.wait())
             due = self.schedule.may_be_kept(number + 1)
             async with self.handover:
                 if not self.stopping.is_set():
