@@ -138,11 +138,11 @@ class Held(ScriptedSampler):
         super().__init__(script=lambda request: say("xyz"), vocab_size=VOCAB_SIZE, context_length=100)
         self.numbers, self.go_on = numbers, asyncio.Event()
 
-    async def _answer(self, index, request, versions):
+    async def _answer(self, index, request, versions, watch):
         version = self.policy_version
         if index in self.numbers:
             await self.go_on.wait()
-        completion = await super()._answer(index, request, versions)
+        completion = await super()._answer(index, request, versions, watch)
         return replace(completion, policy_versions=completion.policy_versions * 0 + version)
 
 

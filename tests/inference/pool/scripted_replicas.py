@@ -123,7 +123,7 @@ class ScriptedReplica(ScriptedSampler):
             self._hung.remove(hung)
         return drawing.result()
 
-    async def _answer(self, index, request, versions):
+    async def _answer(self, index, request, versions, watch):
         """Each token has the logprob of the weights that drew it."""
         ids, reason = self._cut(self._look_up(index, request), request)
         logprobs = []
