@@ -45,12 +45,17 @@ def test_the_time_left_is_that_of_the_last_updates():
 def test_what_was_done_before_and_what_went_before_the_work_do_not_count():
     """Resumed after 50 of 100; loading takes 30 seconds, then one step 2 seconds: 49 more take 98."""
     at = [0.0]
-    stage = Stage("work", 100, done=50, now=lambda: at[0])
-    at[0] = 30.0
-    stage.begin()
+    view = LiveView(terminal(force_terminal=False)[0], now=lambda: at[0])
+    stage = view.open("work", 100, done=50)
+    with view.stage("loading"):
+        at[0] = 30.0
     at[0] = 32.0
     stage.update(51)
     assert stage.seconds_left == 98.0
+    with view.stage("evaluating"):  # between two steps it counts
+        at[0] = 42.0
+    stage.update(52)
+    assert stage.seconds_left == 480.0
 
 
 def test_without_a_total_or_without_progress_there_is_no_time_left():

@@ -9,6 +9,7 @@ from verbatim.checkpoints import RunFolder
 from verbatim.cli import exit_status
 from verbatim.config import load_config
 from verbatim.errors import ConfigError
+from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.plain_console import PlainConsole
 from verbatim.run.check import check_run
 from verbatim.run.recipes import run_file
@@ -34,8 +35,9 @@ def run(args: argparse.Namespace) -> int:
     if config.warm_start is None:
         raise ConfigError(f"{args.file} has no [warm_start] table, which says what `verbatim sft` does; for example\n"
                           '[warm_start]\nsteps = 100\ndata = "conversations.jsonl"')  # fmt: skip
-    environments = check_run(config, starts_both=False)
     console = PlainConsole()
+    with ProgressBar("checking", console=console):
+        environments = check_run(config, starts_both=False)
     with RunFolder.create(config, name=f"{config.named(args.file.stem).name}-sft", now=datetime.now()) as folder:
         from verbatim.run.prepare import prepare_model
 

@@ -83,8 +83,6 @@ class Console(Monitor):
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
         """One line with the metrics of the evaluation that have a value; on a terminal, as many as fit."""
-        if not self._metrics:
-            self._bar.begin()
         self._evals[env] = f"{env}  {_main_figure(metrics)}  after step {step}"
         width = self.console.width if self.console.is_terminal else None
         self._print(eval_line(step, env, metrics, width), style="bold")

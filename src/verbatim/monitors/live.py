@@ -48,8 +48,9 @@ class Stage:
         self._marks.append((self._now(), done))
 
     def begin(self) -> None:
-        """The work itself begins only now: what went before says nothing of its speed."""
-        self._first = (self._now(), self.done)
+        """Unless something is done already, the work begins only now: what went before says nothing of its speed."""
+        if not self._marks:
+            self._first = (self._now(), self.done)
 
     def look(self) -> None:
         """Ask what is done, if there is something to ask."""
@@ -108,8 +109,11 @@ class LiveView:
         return stage
 
     def close(self, stage: Stage) -> None:
-        """Take the bar away; with the last one the view ends, and the terminal is as it was."""
+        """Take the bar away; with the last one the view ends, and the terminal is as it was. Work that waited for this
+        (the steps of a run, for the sampler's start) begins now."""
         self._stages.remove(stage)
+        for other in self._stages:
+            other.begin()
         if not self._stages:
             self.stop()
 

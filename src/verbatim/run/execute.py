@@ -24,8 +24,10 @@ from verbatim.environments import ENVIRONMENTS
 from verbatim.errors import NothingTrained, StoppedByAlarm, UsageError
 from verbatim.machine_faults import is_machine_fault
 from verbatim.monitors.base import Monitor
+from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.run.alarms import make_watch, sentence
 from verbatim.run.check import check_run
+from verbatim.run.environments import Environments
 from verbatim.run.fork import Fork, check_fork, open_fork
 from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
@@ -70,7 +72,7 @@ def execute(
     started = time.monotonic()
     config = config.named(name)  # it may be resumed from its own file
     origin = check_fork(fork, config) if fork is not None else None
-    made = check_run(config, environments, starts_both=not trainer_elsewhere)
+    made = _checked(config, environments, console, starts_both=not trainer_elsewhere)
     services, watch = make_monitors(config), make_watch(config)
     _ask_servers(config)
     if fork is not None and origin is not None:
@@ -95,6 +97,14 @@ def execute(
                 console.print(to_go_on, soft_wrap=True, style="bold")
         _tell_of_the_end(training)
     return training
+
+
+def _checked(
+    config: RunConfig, environments: Mapping[str, Any], console: Console, *, starts_both: bool
+) -> Environments:
+    """`check_run` behind a bar: it imports what the run is made of, which takes seconds."""
+    with ProgressBar("checking", console=console):
+        return check_run(config, environments, starts_both=starts_both)
 
 
 def _ask_servers(config: RunConfig) -> None:
