@@ -43,8 +43,8 @@ export function signOf(code: number): Sign {
 }
 
 /** For places that take no elements, such as hints and choices: signs in place of what would not be seen. */
-export function spelled(text: string): string {
-  return pieces(text).map((piece) => (typeof piece === "string" ? piece : `[${piece.glyph}]`)).join("");
+export function spelled(text: string | null | undefined): string {
+  return pieces(text ?? "").map((piece) => (typeof piece === "string" ? piece : `[${piece.glyph}]`)).join("");
 }
 
 /**
