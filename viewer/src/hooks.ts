@@ -90,15 +90,6 @@ export function useVirtual(
   return virtualizer;
 }
 
-export function useDelayed<T>(value: T, milliseconds: number): T {
-  const [delayed, set] = useState(value);
-  useEffect(() => {
-    const timer = setTimeout(() => set(value), milliseconds);
-    return () => clearTimeout(timer);
-  }, [value]);
-  return delayed;
-}
-
 /** Whether the element has come near the screen; it stays true. */
 export function useSeen(margin = "600px"): [(node: HTMLElement | null) => void, boolean] {
   const [seen, set] = useState(false);

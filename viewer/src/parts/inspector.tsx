@@ -1,4 +1,5 @@
 /** What is known of the token under the pointer, or else of the chosen one. */
+import { useEffect, useState } from "preact/hooks";
 import { figure, signed } from "../format";
 import { FATE_MEANS, Fate } from "./fate";
 import { Text } from "./text";
@@ -20,6 +21,11 @@ export function Inspector({ trajectory, turns, hover, chosen }: Props) {
   const place = over ?? kept;
   const tokens = place && turns.get(place.turn);
   const token = tokens?.at(place?.index ?? 0);
+  const [, again] = useState(0);
+  useEffect(() => {
+    // Of a long stream the token's part may still have to be read; where that fails, the stream says why.
+    if (place && tokens && !token) tokens.load(place.index).then(() => again((n) => n + 1), () => undefined);
+  }, [place, tokens, token === null]);
   if (!place || !tokens || !token) {
     return <section class="inspector"><h2>Token</h2><p class="hint">Point at a token, or press Tab to reach a stream and the arrow keys to walk along it.</p></section>;
   }

@@ -48,7 +48,8 @@ export function chunksOf(text: string, size = CHUNK): string[] {
   const found: string[] = [];
   for (let start = 0; start < text.length; ) {
     let end = Math.min(text.length, start + size);
-    const line = text.lastIndexOf("\n", end - 1) + 1;
+    // Only in this chunk: a text without lines would be searched from its beginning for each.
+    const line = start + text.slice(start, end).lastIndexOf("\n") + 1;
     if (end < text.length && line > start + size / 4) end = line;
     else if (end < text.length && (text.charCodeAt(end) & 0xfc00) === 0xdc00) end += 1;
     found.push(text.slice(start, end));

@@ -54,7 +54,7 @@ export function Tree({ rows, nodes, run }: { rows: Row[]; nodes: TreeNode[]; run
   return (
     <div class="tree">
       <p class="hint">
-        {plural(stored, "token")} in the tree, {count(asRows)} as rows: {(asRows / stored).toFixed(1)} times as many. The darker, the more of a node is trained.
+        {plural(stored, "token")} in the tree, {count(asRows)} as rows: {(asRows / stored).toFixed(1)} times as many. The stronger its colour, the more of a node is trained.
       </p>
       <div class="tree-box">
         <svg viewBox={`0 0 ${WIDTH} ${height + 18}`} preserveAspectRatio="none" role="img" aria-label={`Prefix tree of ${rows.length} trajectories, ${count(end)} tokens deep`} height={height + 18}>
