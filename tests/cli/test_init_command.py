@@ -14,6 +14,7 @@ from verbatim.cli.init_command import KINDS
 from verbatim.cli.main import main
 
 FILES = ["README.md", "my_env.py", "run.toml", "test_my_env.py"]
+OF_A_PROGRAM = ["README.md", "agent.py", "conversations.jsonl", "run.toml", "tasks.jsonl", "test_agent.py"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -22,9 +23,9 @@ def test_a_project_is_written_into_a_new_or_an_empty_folder(kind: str, tmp_path:
     (tmp_path / "empty").mkdir()
     assert main(["init", str(tmp_path / "empty"), "--kind", kind]) == 0
     for folder in (tmp_path / "new" / "project", tmp_path / "empty"):
-        assert sorted(path.name for path in folder.iterdir()) == FILES
+        assert sorted(path.name for path in folder.iterdir()) == (OF_A_PROGRAM if kind == "program" else FILES)
         assert len((folder / "README.md").read_text().splitlines()) <= 10
-    assert "verbatim env check my_env:MyEnv" in capsys.readouterr().out
+    assert ("pytest" if kind == "program" else "verbatim env check my_env:MyEnv") in capsys.readouterr().out
 
 
 def test_tools_is_the_kind_if_none_is_named(tmp_path: Path):
@@ -42,13 +43,9 @@ def test_a_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path: Path, ca
     assert "is a file; name a new folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "told"), [
-    ("program", "needs the gateway, which Verbatim does not have; there are tools, chat, subagents"),
-    ("toolz", "--kind toolz; there are tools, chat, subagents"),
-])  # fmt: skip
-def test_a_kind_that_does_not_exist_is_refused(kind: str, told: str, tmp_path: Path, capsys):
-    assert main(["init", str(tmp_path / "x"), "--kind", kind]) == 2
-    assert told in capsys.readouterr().err
+def test_a_kind_that_does_not_exist_is_refused(tmp_path: Path, capsys):
+    assert main(["init", str(tmp_path / "x"), "--kind", "toolz"]) == 2
+    assert "--kind toolz; there are tools, chat, subagents, program" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
@@ -66,8 +63,9 @@ def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: 
 
     project = tmp_path / "project"
     typed("verbatim.cli", "init", "project", "--kind", kind, folder=tmp_path)
-    report = json.loads(typed("verbatim.cli", "env", "check", "my_env:MyEnv", "--json", folder=project))
-    assert (report["clean"], report["findings"]) == (True, [])
+    if kind != "program":
+        report = json.loads(typed("verbatim.cli", "env", "check", "my_env:MyEnv", "--json", folder=project))
+        assert (report["clean"], report["findings"]) == (True, [])
     typed("pytest", "-q", "-p", "no:cacheprovider", folder=project)
     typed("verbatim.cli", "config", "run.toml", folder=project)
     few = ["--max-steps", "2", "--warm-start.steps", "30", "--orchestrator.batch-size", "16",

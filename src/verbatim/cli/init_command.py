@@ -14,9 +14,11 @@ KINDS = {
     "tools": "the agent calls tools (the default)",
     "chat": "a user answers what the agent says, over several turns",
     "subagents": "the environment owns the control flow, and several agents take turns",
+    "program": "an agent program on OpenAI's SDK, which asks the gateway and knows nothing of Verbatim",
 }
 """Every kind of project, with what its environment shows."""
-_LATER = {"program": "an agent program that talks to a chat endpoint needs the gateway, which Verbatim does not have"}
+_WHOLE = ("program",)
+"""Kinds that share no file with the others."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
     if args.overrides:
         raise UsageError(f"verbatim init has no option {args.overrides[0]}; there is --kind")
     if args.kind not in KINDS:
-        why = f": {_LATER[args.kind]}" if args.kind in _LATER else ""
-        raise UsageError(f"--kind {args.kind}{why}; there are {', '.join(KINDS)}")
+        raise UsageError(f"--kind {args.kind}; there are {', '.join(KINDS)}")
     written = write_project(args.folder, args.kind)
     console = PlainConsole()
     console.print(f"wrote {', '.join(written)} in {args.folder}; next:", soft_wrap=True)
-    for command in (f"cd {args.folder}", "verbatim env check my_env:MyEnv", "verbatim rl run.toml"):
+    check = "pytest" if args.kind in _WHOLE else "verbatim env check my_env:MyEnv"
+    for command in (f"cd {args.folder}", check, "verbatim rl run.toml"):
         console.print(f"  {command}", soft_wrap=True)
     return exit_status.FINISHED
 
@@ -60,7 +62,7 @@ def write_project(folder: Path, kind: str) -> list[str]:
     templates = files("verbatim.cli").joinpath("templates")
     texts = {
         item.name: item.read_text(encoding="utf-8")
-        for part in (kind, "common")
+        for part in ((kind,) if kind in _WHOLE else (kind, "common"))
         for item in templates.joinpath(part).iterdir()
         if item.is_file()
     }

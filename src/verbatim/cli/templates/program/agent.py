@@ -1,0 +1,49 @@
+"""An agent that looks after plants with two tools, on OpenAI's SDK. It knows nothing of Verbatim.
+
+It is started once, and takes a plant a line: what to look after, and the base URL and the key of that visit. It answers
+each with a line. Replace the plants by your own task; whatever the program asks its model is trained.
+"""
+
+import json
+import sys
+
+from openai import OpenAI
+
+RIGHT_CARE = {"dry": "water", "pale": "feed", "wilting": "shade", "crowded": "repot"}
+TASK = f"Look after the plant. Ways to care: {', '.join(RIGHT_CARE.values())}."
+WAY = {"type": "object", "properties": {"way": {"type": "string"}}, "required": ["way"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": "care", "parameters": WAY}},
+]
+
+
+def play(client: OpenAI, state: str) -> float:
+    """One visit: 1 for the right care, else 0."""
+    messages: list = [{"role": "user", "content": TASK}]
+    for _ in range(4):
+        answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        messages.append(answer.choices[0].message)
+        for call in messages[-1].tool_calls or ():
+            if call.function.name == "care":
+                return float(json.loads(call.function.arguments).get("way") == RIGHT_CARE[state])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": state})
+        if messages[-1] is answer.choices[0].message:  # it called no tool
+            return 0.0
+    return 0.0
+
+
+def main() -> None:
+    """Plant after plant, until the input ends."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        client = OpenAI(base_url=order["base_url"], api_key=order["api_key"])
+        try:
+            reward = play(client, order["example"]["state"])
+        except ValueError:  # arguments that are no JSON
+            reward = 0.0
+        print(json.dumps({"id": order["id"], "reward": reward}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

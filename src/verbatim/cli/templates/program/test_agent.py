@@ -1,0 +1,25 @@
+"""Run by `pytest`: the program is sound. A list of answers takes the model's part."""
+
+import json
+from types import SimpleNamespace
+
+import agent
+
+
+def playing(*answers: tuple[str, dict]) -> SimpleNamespace:
+    """A client whose model makes these calls, one in each answer."""
+    left = iter(answers)
+
+    def create(**request: object) -> SimpleNamespace:
+        name, arguments = next(left)
+        function = SimpleNamespace(name=name, arguments=json.dumps(arguments))
+        message = SimpleNamespace(content="", tool_calls=[SimpleNamespace(id="call", function=function)])
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+    return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+
+
+def test_the_right_care_earns_one() -> None:
+    for state, way in agent.RIGHT_CARE.items():
+        assert agent.play(playing(("look", {}), ("care", {"way": way})), state) == 1.0
+        assert agent.play(playing(("care", {"way": "sing"})), state) == 0.0
