@@ -19,13 +19,15 @@ class BreakClass(StrEnum):
     HISTORY_REWRITTEN = "history_rewritten"
     TOOLS_CHANGED = "tools_changed"
     SUB_AGENT = "sub_agent"
+    PARALLEL = "parallel"
     TRUNCATED = "truncated"
     UNKNOWN = "unknown"
 
     @property
     def by_design(self) -> bool:
-        """Whether the break is intended: a new conversation has no history that could have changed."""
-        return self is BreakClass.SUB_AGENT
+        """Whether the break is intended: a new conversation has no history that could have changed, and of several
+        answers after one turn only one can extend it."""
+        return self in (BreakClass.SUB_AGENT, BreakClass.PARALLEL)
 
     @property
     def heading(self) -> str:
@@ -43,6 +45,7 @@ _HEADINGS: Mapping[BreakClass, str] = {
     BreakClass.STOP_TOKEN: "stop token missing or doubled",
     BreakClass.NOT_READ_BACK: "part of an answer not read back",
     BreakClass.SUB_AGENT: "sub-agent",
+    BreakClass.PARALLEL: "parallel answers",
 }
 
 _ADVICE: Mapping[BreakClass, str] = {
@@ -70,6 +73,8 @@ _ADVICE: Mapping[BreakClass, str] = {
     "history. Offer the same tools, in the same order and text, all episode long, and refuse a call instead",
     BreakClass.SUB_AGENT: "nothing: another conversation begins. Where agents share a long opening, trainer.packing = "
     '"tree" computes it once',
+    BreakClass.PARALLEL: "nothing: several requests follow one turn, or several answers were sampled for one prompt. "
+    'trainer.packing = "tree" computes what they share once',
     BreakClass.TRUNCATED: "a completion was cut off, or the prompt lost its beginning. Raise max_tokens or the context "
     "length, end the episode there (Verbatim does), and switch off the engine's prompt truncation "
     "(truncate_prompt_tokens)",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from verbatim.doctor.classes import BreakClass
 from verbatim.doctor.difference import Difference
 from verbatim.doctor.evidence import classify
+from verbatim.doctor.evidence.recorded import recorded_reason
 from verbatim.doctor.logs import LoggedTrajectory
 from verbatim.doctor.samples import find_samples
 from verbatim.doctor.text import TokenText
@@ -127,7 +128,7 @@ class Doctor:
         diagnoses = []
         for opening in found.openings:
             difference = Difference(turns, opening, self.text, logged.tools)
-            kind, why = classify(difference)
+            kind, why = recorded_reason(logged.trajectory.info, opening.turn) or classify(difference)
             # A new conversation has no history; only its shared prefix is computed twice.
             repeated = difference.at if kind.by_design else difference.alignment.history_end
             diagnosis = Diagnosis(
