@@ -370,3 +370,22 @@ def test_the_package_imports_neither_torch_nor_transformers():
     folder = Path(__file__).parents[2] / "src/verbatim/gateway"
     text = "".join(path.read_text() for path in folder.rglob("*.py"))
     assert "import torch" not in text and "import transformers" not in text
+
+
+async def test_the_doctor_says_which_branch_it_is_and_why(http):
+    from verbatim.doctor.diagnosis import Doctor
+    from verbatim.doctor.logs.base import LoggedTrajectory
+
+    async with gateway_over() as gateway:
+        episode = gateway.episode()
+        client = Client(http, episode)
+        said = await client.say([SYSTEM, user("one")])
+        both = [client.say([SYSTEM, user("one"), said, user(text)]) for text in ("two", "three")]
+        await asyncio.gather(*both)
+        await client.say([SYSTEM, user("one"), said, user("four")])
+        await client.say([SYSTEM, user("something else")])
+        trajectory = await episode.finish()
+    found = Doctor().examine(LoggedTrajectory(trajectory=trajectory, line=1))
+    assert [(d.turn, str(d.kind), d.kind.by_design) for d in found] == [
+        (2, "parallel", True), (3, "history_rewritten", False), (4, "sub_agent", True)]  # fmt: skip
+    assert found[0].found == "parallel call: another request that follows message 2 is under way"

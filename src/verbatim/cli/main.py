@@ -35,6 +35,7 @@ COMMANDS = {
     "eval": ("verbatim.cli.eval_command", "measure a model on environments"),
     "compare": ("verbatim.cli.compare_command", "say in what runs differ"),
     "env": ("verbatim.cli.env_command", "check an environment without a model, or list the bundled ones"),
+    "gateway": ("verbatim.cli.gateway_command", "check an agent program without a model"),
     "recipes": ("verbatim.cli.recipes_command", "list the runs that come with the package, or copy one"),
     "models": ("verbatim.cli.models_command", "list pretrained models that need no hub, or get one"),
     "rollout": ("verbatim.cli.rollout_command", "play conversations or an environment, one result for each"),

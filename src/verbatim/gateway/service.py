@@ -22,6 +22,7 @@ from verbatim.gateway.exchanges import Ended, OtherRequest
 from verbatim.gateway.session import Answered, Session, SessionRefusal, num_prompt_tokens
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.openai_chat import OpenAIChat
+from verbatim.inference.chat.openai_responses import OpenAIResponses
 from verbatim.inference.chat.protocol import ChatProtocol, ChatRequest, Options, ProtocolRefusal, Stamp
 from verbatim.inference.http.server import listen
 from verbatim.rollouts.rewards import read_agent_scores
@@ -72,6 +73,7 @@ class Service:
         self._anthropic = AnthropicMessages(self.options)
         self._chats: Mapping[str, ChatProtocol] = {
             "chat/completions": cast(ChatProtocol, OpenAIChat(self.options)),
+            "responses": cast(ChatProtocol, OpenAIResponses(self.options)),
             "messages": cast(ChatProtocol, self._anthropic),
         }
 

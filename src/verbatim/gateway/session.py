@@ -93,7 +93,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         """Requests by what they asked for: "requests", "repeated", "overridden/temperature", ..."""
         self.fault: RolloutError | None = None
-        """The first failure of the sampler or of the record."""
+        """The first failure of the record; or one of the sampler, if no answer came after it."""
         self.first_request: float | None = None
         """When the first request came, by the clock of `time.monotonic`."""
         self.last_stop: StopReason = StopReason.STOP
@@ -155,6 +155,8 @@ class Session:
             prompt = self._prompt(match, request, trained=trained and params.temperature > 0)
             replies = await self._replies(match, prompt, params, request)
             answered = True
+            if isinstance(self.fault, SamplerFault):
+                self.fault = None  # the client has tried again
             return replies
         except EpisodeOver as over:
             self.last_stop = over.stop_reason

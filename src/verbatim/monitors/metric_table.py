@@ -30,7 +30,8 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("rollouts/failed", "rollouts", "those that failed with an error"),
         Metric("rollouts/failed_share", "share", "their share; the console's column \"failed\""),
         Metric("errors/{kind}", "rollouts", "failed ones by the first word of their error: environment, judge, "
-               "template, sampler, timeout, record, reward, advantage, worker"),
+               "template, sampler, timeout, record, reward, advantage, worker, program_crashed, program_hung, "
+               "program_silent"),
         Metric("success", "share", "rollouts that reached the goal: the environment's is_success, or else a reward of "
                "at least 1"),
         Metric("success/{env}", "share", "the same, of one environment"),

@@ -130,8 +130,7 @@ class EpisodeRun:
             run = getattr(episode, "run", None)
         try:
             if run is not None:
-                with calls.guard("run"):
-                    await run(loop)
+                await self._run_own(episode, run)
                 self._stop_reason = StopReason.STOP
             else:
                 self._stop_reason = await dialogue.run(episode)
@@ -154,12 +153,25 @@ class EpisodeRun:
                 score = await awaitable(episode.score(draft), "score(self, trajectory)")
                 scores = read_agent_scores(score, "score")
         except RolloutError:
-            with contextlib.suppress(RolloutError), calls.guard("info"):  # what failed first is told
-                dialogue.info.update(_checked_info(getattr(episode, "info", {})))
+            self._keep_info(episode)
             raise
         with calls.guard("info"):  # scoring may add to it: what a judge has spent
             dialogue.info.update(_checked_info(getattr(episode, "info", {})))
         self._reward, self._parts, self._agent_rewards = scores
+
+    async def _run_own(self, episode: Episode, run: Callable[[EpisodeLoop], Awaitable[None]]) -> None:
+        """The episode's own control flow; where it fails, what it has found out is kept."""
+        try:
+            with self._calls.guard("run"):
+                await run(self._loop)
+        except RolloutError:
+            self._keep_info(episode)
+            raise
+
+    def _keep_info(self, episode: Episode) -> None:
+        """Copy the info of an episode that has failed; what failed first is told."""
+        with contextlib.suppress(RolloutError), self._calls.guard("info"):
+            self._dialogue.info.update(_checked_info(getattr(episode, "info", {})))
 
     def _fail(self, fault: RolloutError) -> None:
         """Record a fault that ends the episode."""

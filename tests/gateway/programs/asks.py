@@ -23,7 +23,8 @@ def play(example, base_url, key):
     messages = []
     for text in example["texts"]:
         messages.append({"role": "user", "content": text})
-        messages.append(ask(base_url, key, messages))
+        said = ask(base_url, key, messages)
+        messages.append({"role": "assistant", "content": said["content"]} if "bare" in example else said)
     return len(messages[-1]["content"])
 
 

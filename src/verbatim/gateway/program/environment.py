@@ -16,7 +16,7 @@ from verbatim.environments.base import Demonstration, Episode, Score
 from verbatim.environments.resolve import create_environment, demonstrations_of
 from verbatim.environments.rows import read_splits
 from verbatim.environments.sources import read_json_lines
-from verbatim.errors import EnvironmentFault, NoDemonstrations, ProgramFault, SamplerFault, UsageError
+from verbatim.errors import EnvironmentFault, NoDemonstrations, ProgramFault, UsageError
 from verbatim.gateway.gateway import stop_reason_of
 from verbatim.gateway.program.launch import Launch
 from verbatim.gateway.program.process import Outcome, ProgramProcess
@@ -238,7 +238,7 @@ class ProgramEpisode(Episode):
 
     def _settle(self, session: Session, played: _Played) -> None:
         """Find the reward, or say what went wrong: first the sampler, then the program."""
-        if session.fault is not None and (played.fault is not None or not isinstance(session.fault, SamplerFault)):
+        if session.fault is not None:
             raise session.fault
         fault = played.fault
         if fault is None and not session.loop.turns and not session.num_requests:

@@ -1,0 +1,93 @@
+"""`verbatim gateway check COMMAND`: runs an agent program against a scripted model, and says what was recorded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from verbatim.cli import exit_status
+from verbatim.envcheck.program_check import ProgramReport, check_program
+from verbatim.environments.sources import read_json_lines
+from verbatim.errors import UsageError
+from verbatim.gateway.program.environment import Program
+from verbatim.plain_console import PlainConsole
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare COMMAND, the example and the model's answers."""
+    parser.epilog = (
+        "needs no model: a script calls the tools that the program offers, and then ends its work; exit status: 0 "
+        "everything that was sampled can be trained, 1 something is wrong, 2 the program cannot be started"
+    )
+    parser.add_argument("what", choices=("check",), help="what to do")
+    parser.add_argument("command", metavar="COMMAND", help='the program in quotes: "python agent.py"')
+    parser.add_argument("--example", metavar="JSON", default="{}", help="""what it is given: '{"question": "..."}'""")
+    parser.add_argument("--answers", type=Path, metavar="FILE",
+                        help="the model's answers: JSON lines of assistant messages, the last one repeated")
+    parser.add_argument("--reasoning", action="store_true", help="the model's answers have reasoning")
+    parser.add_argument("--lines", action="store_true", help="the program reads lines, as with reuse = true")
+    parser.add_argument("--reward", choices=("last_line", "file", "post"), default="last_line",
+                        help="where the reward is (last_line)")
+    parser.add_argument("--sandbox", action="store_true", help="run it in a sandbox")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for the program (120)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, and report.
+
+    Raises:
+        UsageError: a program that cannot be started, or options that do not fit.
+    """
+    if args.overrides:
+        raise UsageError(f"verbatim gateway check has no option {args.overrides[0]}; options of the program stand "
+                         'inside of the quotes: "python agent.py --its-option"')  # fmt: skip
+    try:
+        example = json.loads(args.example)
+    except ValueError as error:
+        raise UsageError(f"--example: no JSON ({error})") from None
+    if not isinstance(example, dict):
+        raise UsageError(f"""--example: found {args.example:.80}, expected an object: '{{"question": "..."}}'""")
+    said = list(read_json_lines(args.answers, "message").values()) if args.answers is not None else []
+    program = Program(
+        args.command, [example or {"id": "0"}], cwd=".", sandbox=args.sandbox, reuse=args.lines, timeout=args.timeout,
+        reward=args.reward,
+    )  # fmt: skip
+    report = check_program(program, said, reasoning=args.reasoning, seconds=args.timeout)
+    console = PlainConsole()
+    if args.json:
+        console.print(json.dumps({**dataclasses.asdict(report), "clean": report.is_clean}), soft_wrap=True)
+    else:
+        for line in told(report):
+            console.print(line, soft_wrap=True)
+    return exit_status.FINISHED if report.is_clean else exit_status.STOPPED
+
+
+def told(report: ProgramReport) -> list[str]:
+    """The report for people, a line each."""
+    counts = report.counts
+    first, agents = report.seconds_to_first_request, ", ".join(report.agents) or "-"
+    lines = [
+        f"program   {'ended well' if report.error is None else report.error}; reward {report.reward}; "
+        f"{report.seconds:.1f} s" + (f", {first:.1f} s to its first request" if first is not None else ""),
+        f"recorded  {counts.get('requests', 0)} requests, {report.num_turns} turns of {agents}, "
+        f"{report.num_samples} training samples",
+        f"tokens    {report.num_sampled_tokens} sampled, {report.num_trained_tokens} of them can be trained",
+    ]
+    lines += [f"branch    turn {b['turn']} ({b['agent']}): {str(b['reason']).replace('_', ' ')}: {b['found']}"
+              for b in report.branches]  # fmt: skip
+    kinds: dict[str, Any] = {
+        "refused": "was refused", "unenforced": "was let pass without effect",
+        "overridden": 'is the run\'s to say: sampling = "client" lets requests say it',
+    }  # fmt: skip
+    for name, count in counts.items():
+        kind, _, field = name.partition("/")
+        if kind in kinds:
+            lines.append(f"field     {field} {kinds[kind]} ({count} times)")
+    for name, what in (("repeated", "answered once, from the first"), ("left", "left by their client, and cancelled")):
+        if counts.get(name):
+            lines.append(f"requests  {counts[name]} {what}")
+    return lines

@@ -1,0 +1,125 @@
+"""Runs an agent program against a scripted model, and says what the gateway recorded of it. Needs no model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verbatim.envcheck.arguments import random_arguments
+from verbatim.envcheck.byte_chat import VOCAB_SIZE, ByteChat, read_prompt, written
+from verbatim.gateway.program.environment import Program
+from verbatim.gateway.session import INFO
+from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.inference.scripted import ScriptedSampler
+from verbatim.rollouts.group import GroupRun
+from verbatim.rollouts.loop import EpisodeLimits
+from verbatim.rollouts.runner import RolloutSetup
+from verbatim.trajectories.samples import build_samples
+from verbatim.types import Trajectory
+
+_LAST = ("final", "finish", "submit", "complete", "done", "answer")
+"""Parts of the names of tools that end an agent's work."""
+_MOST_CALLS = 3
+"""Tools that the model calls before it ends its work."""
+_CONTEXT = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramReport:
+    """What was recorded of one run of a program."""
+
+    error: str | None
+    """What went wrong, as a run would count it; None = nothing."""
+    reward: float | None
+    counts: Mapping[str, int]
+    """Requests, repeated ones, fields that were refused, overridden or let pass, branches by reason."""
+    branches: Sequence[Mapping[str, Any]]
+    num_turns: int
+    num_samples: int
+    """Training samples: unbroken conversations and branches."""
+    agents: tuple[str, ...]
+    num_sampled_tokens: int
+    num_trained_tokens: int
+    """Those of them that training would see, each once."""
+    seconds: float
+    seconds_to_first_request: float | None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing went wrong, nothing was refused, and everything that was sampled can be trained."""
+        refused = any(name.startswith("refused/") for name in self.counts)
+        return self.error is None and not refused and self.num_sampled_tokens == self.num_trained_tokens
+
+
+def check_program(program: Program, said: Sequence[Mapping[str, Any]] = (), *, reasoning: bool = False,
+                  seconds: float = 120.0) -> ProgramReport:  # fmt: skip
+    """Run a program once, on its first example.
+
+    Args:
+        program: The environment around it.
+        said: The model's answers, as assistant messages in order; the last one is repeated. Without any, the model
+            calls the tools that it is offered, once each, and then ends its work.
+        reasoning: Whether answers have reasoning.
+        seconds: For the program.
+    """
+    return asyncio.run(_check(program, said, reasoning, seconds))
+
+
+async def _check(program: Program, said: Sequence[Mapping[str, Any]], reasoning: bool, seconds: float) -> ProgramReport:
+    number = iter(range(10**9))
+
+    def script(request: SampleRequest) -> Any:
+        ids = request.prompt_ids.tolist()
+        message = said[min(next(number), len(said) - 1)] if said else answer_to(ids, request.seed)
+        return np.array(written({**message, "reasoning_content": "I think."} if reasoning else message), dtype=np.int32)
+
+    sampler = ScriptedSampler(script=script, vocab_size=VOCAB_SIZE, context_length=_CONTEXT)
+    setup = RolloutSetup(
+        env="program", environment=program, sampler=sampler, renderer=ByteChat(), slots=asyncio.Semaphore(1),
+        params=SamplingParams(max_tokens=100_000),
+        limits=EpisodeLimits(max_turns=200, max_context=_CONTEXT, timeout=seconds + 10),
+    )  # fmt: skip
+    group = await GroupRun(setup, program.examples("train")[0], index=0, size=1, run_seed=0).run()
+    return report_of(group.trajectories[0])
+
+
+def report_of(trajectory: Trajectory) -> ProgramReport:
+    """The report on one episode behind the gateway."""
+    ours, about = trajectory.info.get(INFO, {}), trajectory.info.get("program", {})
+    sound = dataclasses.replace(trajectory, error=None)
+    samples = build_samples(sound) if trajectory.turns else []
+    return ProgramReport(
+        error=trajectory.error, reward=trajectory.reward, counts=ours.get("counts", {}),
+        branches=ours.get("branches", ()), num_turns=len(trajectory.turns), num_samples=len(samples),
+        agents=tuple(dict.fromkeys(turn.agent for turn in trajectory.turns)),
+        num_sampled_tokens=trajectory.num_sampled_tokens,
+        num_trained_tokens=sum(int(sample.loss_mask.sum()) for sample in samples), seconds=about.get("seconds", 0.0),
+        seconds_to_first_request=about.get("seconds_to_first_request"),
+    )  # fmt: skip
+
+
+def answer_to(prompt_ids: Sequence[int], seed: int) -> dict[str, Any]:
+    """What the scripted model says: it calls the next tool that it has not called, those that end the work last, and
+    speaks when it has called enough."""
+    prompt = read_prompt(prompt_ids)
+    called = {call["function"]["name"] for message in prompt.messages for call in message.get("tool_calls") or ()}
+    functions = [tool["function"] for tool in prompt.tools]
+    work = [f for f in functions if not _ends(f["name"])]
+    left = [f for f in work if f["name"] not in called] if len(called) < _MOST_CALLS else []
+    left = left[:1] or [f for f in functions if _ends(f["name"]) and f["name"] not in called][:1]
+    if not left:
+        return {"role": "assistant", "content": f"This is the scripted model; it has read {len(prompt_ids)} tokens."}
+    (function,) = left
+    arguments = random_arguments(function.get("parameters") or {}, ["a", "7", "the answer"], random.Random(seed))
+    return {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": function["name"], "arguments": arguments}}]}  # fmt: skip
+
+
+def _ends(name: str) -> bool:
+    return any(part in name.lower() for part in _LAST)

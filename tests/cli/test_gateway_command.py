@@ -1,0 +1,56 @@
+"""`verbatim gateway check` runs a program without a model, and says what was recorded."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from verbatim.cli.main import main
+
+PROGRAM = Path(__file__).parents[1] / "gateway" / "programs" / "asks.py"
+COMMAND = shlex.join(["/usr/bin/python3", str(PROGRAM)])
+
+
+def check(capsys: pytest.CaptureFixture[str], *options: str, command: str = COMMAND) -> tuple[int, dict]:
+    status = main(["gateway", "check", command, "--json", *options])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_program_that_only_goes_on_is_one_sample(capsys):
+    status, report = check(capsys, "--example", '{"texts": ["a", "b", "c"]}')
+    assert (status, report["clean"], report["error"]) == (0, True, None)
+    assert (report["num_turns"], report["num_samples"], report["branches"]) == (3, 1, [])
+    assert report["num_sampled_tokens"] == report["num_trained_tokens"] > 0
+    assert report["reward"] == len("This is the scripted model; it has read 999 tokens.")  # of a length with 3 digits
+
+
+def test_reasoning_that_does_not_come_back_is_told(capsys):
+    status, report = check(capsys, "--example", '{"texts": ["a", "b"]}', "--reasoning")
+    assert (status, report["num_samples"], report["branches"]) == (0, 1, [])  # this program sends it back
+    status, report = check(capsys, "--example", '{"texts": ["a", "b"], "bare": true}', "--reasoning")
+    assert (status, report["num_samples"]) == (0, 2)
+    assert [b["reason"] for b in report["branches"]] == ["reasoning_stripped"]
+
+
+def test_the_models_answers_can_be_given(capsys, tmp_path: Path):
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text('{"role": "assistant", "content": "12345"}\n')
+    status, report = check(capsys, "--example", '{"texts": ["a"]}', "--answers", str(answers))
+    assert (status, report["reward"]) == (0, 5.0)
+
+
+def test_a_program_that_reads_lines(capsys):
+    status, report = check(capsys, "--example", '{"texts": ["a"]}', "--lines", command=f"{COMMAND} --lines")
+    assert (status, report["num_turns"]) == (0, 1)
+
+
+def test_what_goes_wrong_is_told_to_people(capsys):
+    assert main(["gateway", "check", COMMAND, "--example", '{"texts": ["a"], "how": "late"}']) == 1
+    out = capsys.readouterr().out
+    assert "program_crashed: the program ended with exit status 3" in out
+    assert "1 requests, 1 turns of main, 1 training samples" in out
+    assert main(["gateway", "check", "no-such-program"]) == 2
+    assert "there is no program 'no-such-program'" in capsys.readouterr().err
