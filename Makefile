@@ -7,13 +7,14 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
 VLLM_INSTALLED := $(VLLM)/.installed
 CUDA := .venv-cuda
 CUDA_INSTALLED := $(CUDA)/.cuda-installed
 
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
-.PHONY: help install demo docs docs-links reference viewer test test-all test-cuda-fake test-vllm faults faults-vllm lint types clean
+.PHONY: help install demo docs docs-links reference viewer test test-all test-cuda-fake test-vllm test-clients faults faults-vllm lint types clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
@@ -24,6 +25,7 @@ help:
 	@echo "make test      lint, types, and the tests that take seconds and need no extras"
 	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, reasoning-gym, textarena, W&B) installed, and all tests but those of vLLM"
 	@echo "make test-cuda-fake  a build of torch for CUDA in $(CUDA) (5 GB), and the trainer and the sampler on fake CUDA tensors; no GPU needed"
+	@echo "make test-clients  agents on other people's SDKs, in $(CLIENTS), against the gateway"
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
 	@echo "make faults    the fault campaigns as a whole: kills, damaged files, hostile environments, requests, templates"
 	@echo "make faults-vllm  runs whose vLLM servers are killed and frozen: 20 kills, 10 freezes"
@@ -68,14 +70,14 @@ viewer:
 	cd viewer && npm ci --no-audit --no-fund && npm run build
 
 test: lint types
-	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda"
+	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda and not clients"
 
 test-all: install
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,viewer,mcp,data,ray,verifiers,environments,wandb,tensorboard,mlflow,docs,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(SPHINX) -b html build/docs
-	$(PYTEST) -m "not vllm and not fake_cuda"
+	$(PYTEST) -m "not vllm and not fake_cuda and not clients"
 
 test-cuda-fake: install $(CUDA_INSTALLED)
 	$(CUDA)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m fake_cuda tests/cuda
@@ -103,6 +105,15 @@ test-vllm: install $(VLLM_INSTALLED)
 
 $(VLLM_INSTALLED): src/verbatim/inference/vllm/install.py | install
 	$(BIN)/verbatim inference --install $(VLLM)
+	@touch $@
+
+# Agents on other people's SDKs, whose packages pin each other's versions.
+test-clients: install $(CLIENTS)/.installed
+	VERBATIM_CLIENTS_PYTHON=$(abspath $(CLIENTS))/bin/python $(BIN)/pytest -m clients
+
+$(CLIENTS)/.installed:
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet openai-agents anthropic 'pydantic-ai-slim[openai]'
 	@touch $@
 
 faults: install
