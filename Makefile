@@ -113,7 +113,8 @@ test-clients: install $(CLIENTS)/.installed
 
 $(CLIENTS)/.installed:
 	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet openai-agents anthropic 'pydantic-ai-slim[openai]'
+	$(CLIENTS)/bin/python -m pip install --quiet openai-agents anthropic \
+	  'pydantic-ai-slim[openai]' langchain-openai langgraph 'smolagents[openai]'
 	@touch $@
 
 faults: install

@@ -31,6 +31,7 @@ def check(program: str, **example: object):
 @pytest.mark.parametrize(("program", "example", "num_turns"), [
     ("anthropic_loop.py", {}, 2), ("anthropic_loop.py", {"stream": True}, 2),
     ("openai_agents_sdk.py", {"api": "responses"}, 4), ("openai_agents_sdk.py", {"api": "chat_completions"}, 4),
+    ("langgraph_agent.py", {}, 4), ("langgraph_agent.py", {"stream": True}, 4),
     ("pydantic_ai_agent.py", {"model": "openai-chat:gpt-4o"}, 3),
     ("pydantic_ai_agent.py", {"model": "openai-responses:gpt-4o"}, 3),
 ])  # fmt: skip
@@ -38,3 +39,11 @@ def test_a_conversation_that_only_goes_on_is_one_sample(program: str, example: d
     report = check(program, **example)
     assert (report.num_turns, report.num_samples, report.branches) == (num_turns, 1, [])
     assert report.reward == 1.0
+
+
+def test_each_break_of_smolagents_is_explained():
+    """It writes its calls and their answers as text, so that no request goes on where one ended."""
+    report = check("smolagents_agent.py")
+    assert report.num_turns == report.num_samples == len(report.branches) + 1
+    assert {b["reason"] for b in report.branches} <= {"edited_history", "sub_agent", "compaction"}
+    assert report.counts["unenforced/tool_choice"] > 0

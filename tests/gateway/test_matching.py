@@ -158,6 +158,13 @@ class TestThreads:
         assert (match.known.turn, match.num_known, match.reason) == (0, 2, BranchReason.EDITED_HISTORY)
         assert "message 3, an answer, is not what was sampled" in match.found
 
+    def test_a_first_answer_that_is_written_as_text_is_an_edited_history(self):
+        threads = Threads()
+        asked(threads, [SYSTEM, HELLO], said("", ("add", {})), turn=0)
+        match = asked(threads, [SYSTEM, HELLO, said("Calling tools: add"), MORE])
+        assert (match.known, match.reason) == (None, BranchReason.EDITED_HISTORY)
+        assert match.found == "message 2, an answer, is not what was sampled"
+
     def test_going_back_is_an_edited_history(self):
         threads = Threads()
         asked(threads, [HELLO], said("hi"), turn=0)

@@ -193,10 +193,12 @@ class Threads(Generic[T]):
             if stripped is not None and self._restores:
                 self.num_restored += 1
                 other = stripped
+            is_system = message.get("role") in ("system", "developer")
+            walk.num_kept += other is not None and not is_system
             if other is None:
                 if walk.new_from is None:
                     walk.new_from, walk.stripped = index, stripped is not None
-                walk.num_moved += digest.bare in self._seen and message.get("role") not in ("system", "developer")
+                walk.num_moved += digest.bare in self._seen and not is_system
                 other = Node(message=message, parent=node, depth=index + 1)
                 node.children[digest.full] = other
                 walk.added.append(digest.bare)
@@ -246,8 +248,10 @@ class Threads(Generic[T]):
             return BranchReason.SUB_AGENT, f"the first request of agent {agent}"
         if (shorter := self._shortened(walk, agent)) is not None:
             return BranchReason.COMPACTION, shorter
-        if walk.num_moved:
-            return BranchReason.EDITED_HISTORY, f"message {walk.new_from} is new, and {walk.num_moved} after it are not"
+        if walk.num_kept and walk.first_new is not None and walk.first_new.get("role") == "assistant":
+            return BranchReason.EDITED_HISTORY, f"message {walk.new_from}, an answer, is not what was sampled"
+        if walk.num_kept or walk.num_moved:
+            return BranchReason.EDITED_HISTORY, f"message {walk.new_from} is new, and others are not"
         return BranchReason.NEW_CONVERSATION, "no message but the system prompt was seen before"
 
     def _shortened(self, walk: _Walk[T], agent: str) -> str | None:
@@ -279,6 +283,8 @@ class _Walk(Generic[T]):
     first_new: Mapping[str, Any] | None = None
     stripped: bool = False
     """Whether that one is an answer of ours without its reasoning."""
+    num_kept: int = 0
+    """Messages that were there, system messages left out."""
     num_moved: int = 0
     """New messages that were seen elsewhere."""
     added: list[bytes] = field(default_factory=list)
