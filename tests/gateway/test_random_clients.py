@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from byte_renderer import call, say
 from conftest import Client, gateway_over, scripted
 from verbatim import build_samples
+from verbatim.rollouts import EpisodeLimits
 
 CAMPAIGN = int(os.environ.get("VERBATIM_GATEWAY_REQUESTS", "300"))
 """Requests of the long campaign: 20000 on demand."""
@@ -153,7 +154,9 @@ async def campaign(seed, num_requests, num_sessions=4, num_agents=2):
     rng = random.Random(seed)
     told = Told()
     trajectories = []
-    async with gateway_over(told.sampler, patience=0.01, seed=seed) as gateway, aiohttp.ClientSession() as http:
+    limits = EpisodeLimits(max_turns=100_000, max_context=100_000)
+    options = {"patience": 0.01, "seed": seed, "limits": limits}
+    async with gateway_over(told.sampler, **options) as gateway, aiohttp.ClientSession() as http:
         episodes = [gateway.episode() for _ in range(num_sessions)]
         clients = [
             RandomClient(http, episode, random.Random(rng.random()), f"agent {k}")

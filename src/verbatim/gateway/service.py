@@ -146,6 +146,8 @@ class Service:
             return _error(chat, 413, f"the request is larger than {self.limits.max_body} bytes")
         try:
             return await handler(session, request, body)
+        except ConnectionError:  # the client went while its answer was written; it may ask again
+            return web.Response(status=499)
         except SessionRefusal as refusal:
             return _error(chat, refusal.status, str(refusal), refusal.kind)
 
