@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripted_gateway import Client, gateway_over, scripted
 
 from byte_renderer import END, call, say
-from conftest import Client, gateway_over, scripted
 from verbatim import Example, build_samples
 from verbatim.errors import EnvironmentFault
 from verbatim.gateway.session import INFO

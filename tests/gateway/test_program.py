@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripted_gateway import play
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer
-from conftest import play
 from verbatim import build_samples
 from verbatim.environments.resolve import create_environment
 from verbatim.errors import UsageError

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from scripted_gateway import Client, gateway_over, scripted
 
 from byte_renderer import call, say
-from conftest import Client, gateway_over, scripted
 from verbatim import build_samples
 from verbatim.rollouts import EpisodeLimits
 
