@@ -233,6 +233,24 @@ def test_an_alarm_that_fails_is_told_once_and_the_others_go_on(caplog: pytest.Lo
     assert "expected Finding" in caplog.text
 
 
+def test_an_alarm_is_not_cleared_by_a_rule_that_fails():
+    def fails_later(window: Window) -> Finding:
+        if window.step > 1:
+            raise KeyError("mine")
+        return Finding(message="m", cause="c", advice="a")
+
+    assert heard(AlarmWatch({"x": fails_later}), [0] * 9) == [(1, "raised")]
+
+
+def test_an_alarm_tells_no_secret_of_an_error_that_it_quotes():
+    error = "environment: http://me:hunter2secret@host/reset refused it"
+    fates = [fate(f"t{number}", [], "error", error=error) for number in range(10)]
+    watch = AlarmWatch({"repeated_error": ALARMS["repeated_error"]()})
+    (alarm,) = watch.on_step(1, {}, fates)
+    assert "http://[redacted]@host/reset refused it" in alarm.message
+    assert "hunter2secret" not in f"{alarm}{watch.state_dict()['raised']}"
+
+
 def test_every_advice_names_keys_that_exist():
     """Each `(now ...)` and `(not set)` of the sources is of a key of the configuration."""
     schema, _ = schema_with_backends({}, component_tables())

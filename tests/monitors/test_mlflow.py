@@ -176,5 +176,6 @@ def test_what_mlflow_would_not_take_is_refused_before_the_run(settings, says, mo
 def test_without_a_package_the_run_is_refused_before_it_starts(monkeypatch, missing, says):
     monkeypatch.setattr("verbatim.monitors.mlflow.is_installed", lambda name: name != missing)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(UsageError, match=rf"{says}.*pip install 'verbatim-rl\[mlflow\]'"):
-        Mlflow(experiment="e")
+    with pytest.raises(UsageError, match=rf"{says}.*pip install 'verbatim-rl\[mlflow\]'") as refused:
+        Mlflow(experiment="e", tracking_uri="postgresql://me:hunter2secret@host/runs")
+    assert "hunter2secret" not in str(refused.value)

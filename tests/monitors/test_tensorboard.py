@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,10 @@ def test_an_alarm_is_a_scalar_and_a_text(tmp_path: Path):
     raised = Alarm(name="stale", step=3, state="raised", message="Too old", cause="slow", advice="wait")
     monitor.on_alarm(raised)
     monitor.on_alarm(Alarm(name="stale", step=5, state="cleared", message="Too old", cause="", advice=""))
+    monitor.on_alarm(replace(raised, env="game"))  # of an environment it is one of its own
     monitor.close()
     read = Read(tmp_path / "tensorboard")
+    assert read.scalars("alarm/stale/game") == [(3, 1.0)]
     assert read.scalars("alarm/stale") == [(3, 1.0), (5, 0.0)]
     assert read["alarm/stale/text"][0][1].item() == b"    Too old. Cause: slow. To do: wait."
 

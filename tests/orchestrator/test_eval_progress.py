@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.loop_runs import FakeTrainer, GatedTrainer, Notes, make, nothing_left_behind, until
+from orchestrator.test_difficulty_pools import RULES, Uneven
 from verbatim.config.orchestrator import EVAL_METRICS
 from verbatim.orchestrator import eval_progress, loop
 from verbatim.orchestrator.eval_progress import BestEvaluation, Criterion, EarlyStopping, EvalProgress
@@ -234,6 +235,18 @@ async def test_a_run_that_ended_early_ends_at_once_when_it_is_resumed_and_goes_o
     assert await more.run()
     assert more.step == 8  # the fourth
     more.ledger_for_tests.check(pending=0)
+
+
+async def test_the_evaluation_with_which_drained_examples_end_a_run_may_be_the_best(tmp_path, scripted):
+    """The checkpoint of that step was written before it was known, and is written again."""
+    scripted([0.25, 0.75])
+    run, notes, _ = make(tmp_path, steps=50, environment=Uneven(hopeless=True), pool_rules=RULES, evaluate=True,
+                         interval=1, eval_interval=100, progress=watched())  # fmt: skip
+    assert await run.run()
+    assert 0 < run.step < 10
+    assert run.ending()["best"]["step"] == run.step
+    kept = notes.saved[run.step]["evaluations"]
+    assert (kept["last"], kept["best"]["step"], kept["best"]["value"]) == (run.step, run.step, 0.75)
 
 
 async def test_a_stop_that_is_asked_for_is_no_early_end(tmp_path, scripted):

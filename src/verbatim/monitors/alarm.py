@@ -35,6 +35,15 @@ class Alarm:
     """Trajectories that show it."""
 
     @property
+    def metric(self) -> str:
+        """What services call it: one that is raised for two environments is two metrics.
+
+        >>> Alarm(name="stale", step=3, state="raised", message="", cause="", advice="", env="game").metric
+        'alarm/stale/game'
+        """
+        return f"alarm/{self.name}" + (f"/{self.env}" if self.env is not None else "")
+
+    @property
     def text(self) -> str:
         """All of it as one paragraph, for people.
 

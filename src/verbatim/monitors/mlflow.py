@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
+from verbatim.config.secrets import without_secrets
 from verbatim.disk import write_file
 from verbatim.errors import UsageError
 from verbatim.imports import is_installed
@@ -74,12 +75,13 @@ class Mlflow:
         if not self.experiment.strip() or len(self.experiment) > 500:
             raise UsageError(f"[monitor.mlflow] experiment = {self.experiment!r:.80}; expected 1 to 500 characters")
         SampleRule(count=self.samples, interval=self.sample_interval)  # refuses what makes no sense
+        shown = without_secrets(self.uri)
         scheme = self.uri.partition(":")[0] if ":" in self.uri else "file"
         if scheme == "file" and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
-            raise UsageError(f"[monitor.mlflow] tracking_uri = {self.uri!r}: MLflow writes no folders any more, unless "
+            raise UsageError(f"[monitor.mlflow] tracking_uri = {shown!r}: MLflow writes no folders any more, unless "
                              "MLFLOW_ALLOW_FILE_STORE=true is set; give a database, sqlite:///mlflow.db, or a server")
         if not scheme.startswith(("http", "file", "databricks")) and not is_installed("sqlalchemy"):
-            raise UsageError(f"[monitor.mlflow] tracking_uri = {self.uri!r}: a database needs sqlalchemy, which is not "
+            raise UsageError(f"[monitor.mlflow] tracking_uri = {shown!r}: a database needs sqlalchemy, which is not "
                              "installed; type: pip install 'verbatim-rl[mlflow]'")  # fmt: skip
 
     @property
@@ -173,8 +175,8 @@ class MlflowMonitor(Monitor):
         self._work.put(lambda record: record.log(step, at, named, mark=next(iter(named))))
 
     def on_alarm(self, alarm: Alarm) -> None:
-        """`alarm/{name}` is 1 while it is raised; the words are a tag, and all alarms the file `alarms.jsonl`."""
-        at, name = _now(), f"alarm/{alarm.name}"
+        """`Alarm.metric` is 1 while it is raised; the words are a tag, and all alarms the file `alarms.jsonl`."""
+        at, name = _now(), alarm.metric
 
         def log(record: _Record) -> None:
             record.log(alarm.step, at, {name: float(alarm.state == "raised")}, mark=name)

@@ -95,9 +95,9 @@ class TensorboardMonitor(Monitor):
         self._put_scalars(step, metrics, f"eval/{env}/")
 
     def on_alarm(self, alarm: Alarm) -> None:
-        """`alarm/{name}` is 1 while it is raised; the text of the same name has the words."""
-        self._put_scalars(alarm.step, {f"alarm/{alarm.name}": float(alarm.state == "raised")})
-        self._put_text(alarm.step, f"alarm/{alarm.name}/text", literal(alarm.text))
+        """`Alarm.metric` is 1 while it is raised; the text of the same name has the words."""
+        self._put_scalars(alarm.step, {alarm.metric: float(alarm.state == "raised")})
+        self._put_text(alarm.step, f"{alarm.metric}/text", literal(alarm.text))
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """The results as a text, and the end of the session, which the page HPARAMS shows."""

@@ -129,12 +129,12 @@ class WandbMonitor(Monitor):
         self._work.put(lambda record: record.log({f"eval/{env}/{k}": v for k, v in metrics.items()}, step=step))
 
     def on_alarm(self, alarm: Alarm) -> None:
-        """`alarm/{name}` is 1 while it is raised; the words are an alert, which W&B sends where the user wants it, and
+        """`Alarm.metric` is 1 while it is raised; the words are an alert, which W&B sends where the user wants it, and
         in the summary."""
         raised = alarm.state == "raised"
 
         def log(record: Any) -> None:
-            record.log({f"alarm/{alarm.name}": float(raised)}, step=alarm.step)
+            record.log({alarm.metric: float(raised)}, step=alarm.step)
             record.summary.update({f"alarm_message/{alarm.name}": alarm.text})
             if raised:
                 record.alert(title=f"{alarm.name} at step {alarm.step}", text=alarm.text, level="WARN")

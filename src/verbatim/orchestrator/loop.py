@@ -153,8 +153,8 @@ class Orchestrator:
         await self.dispatcher.stop()
         if why is not None:
             logger.warning("the run ends after %d of %d steps: %s", self.step, self.schedule.max_steps, why)
-            if self._evaluated != self.step:
-                await self._evaluate(is_last=True)
+            if self._evaluated != self.step and await self._evaluate(is_last=True):
+                self._saved = -1  # a checkpoint of this step knows another best evaluation: it is written again
         return taken or why is not None
 
     async def _train(self) -> None:

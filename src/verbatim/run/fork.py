@@ -52,6 +52,7 @@ from verbatim.monitors.trajectory_log import TRAJECTORIES
 from verbatim.rollouts import derive_seed
 from verbatim.run.environments import Environments
 from verbatim.run.fork_state import LOOP_FILES, write_changed_state
+from verbatim.run.parts import make_progress
 from verbatim.run.tables import component_tables
 
 FRESH = ("optimizer", "examples")
@@ -150,6 +151,12 @@ def check_fork(fork: Fork, config: RunConfig) -> Origin:
     if done >= total:
         raise UsageError(f"{done} optimizer steps are done at step {step}, and this run would have {total} in all "
                          "(max_steps x trainer.optimizer_steps_per_batch); raise one of them")  # fmt: skip
+    progress = make_progress(config)
+    progress.load_state_dict(read_loop_state(fork.checkpoint.folder).get("evaluations", {}))
+    if progress.early_stopping is not None and progress.stop_reason is not None:
+        raise UsageError(f"the run {run} ended early at step {step}: {progress.stop_reason}; nothing would be trained. "
+                         "Fork an earlier checkpoint, such as @best, or have more patience: --orchestrator.eval.early-"
+                         f"stopping.patience {len(progress.early_stopping.since) + 3}")  # fmt: skip
     return Origin(run=str(run), step=step, fresh=fork.fresh, changes=tuple(changes), forked_from=read_origin(run))
 
 

@@ -41,6 +41,7 @@ from verbatim.run.replay_data import (
     stored_samples,
 )
 from verbatim.run.tables import component_tables
+from verbatim.trajectory_json import plain
 from verbatim.types import TrainingSample
 
 if TYPE_CHECKING:
@@ -222,8 +223,13 @@ def _threads(config: RunConfig) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def as_json(found: Replay) -> dict[str, Any]:
-    """The replay as plain JSON values."""
+def as_json(replayed: Replay) -> dict[str, Any]:
+    """The replay as plain JSON values; NaN and infinities are texts, as in logs."""
+    found: dict[str, Any] = plain(_as_dict(replayed))
+    return found
+
+
+def _as_dict(found: Replay) -> dict[str, Any]:
     return {
         "run": str(found.run), "step": found.step, "checkpoint": found.checkpoint, "changes": list(found.changes),
         "num_tokens": found.num_tokens, "is_exact": found.is_exact, "is_same": found.is_same,

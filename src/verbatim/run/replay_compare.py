@@ -35,8 +35,8 @@ class MetricDifference:
 
     def is_within(self, rounding: float) -> bool:
         """Whether they differ by no more than this, relative to numbers above 1."""
-        scale = max(1.0, abs(self.stored), abs(self.replayed))
-        return self.is_exact or abs(self.stored - self.replayed) <= rounding * scale
+        apart, scale = abs(self.stored - self.replayed), max(1.0, abs(self.stored), abs(self.replayed))
+        return self.is_exact or (math.isfinite(apart) and apart <= rounding * scale)
 
 
 def compare_metrics(stored: Mapping[str, float], replayed: Mapping[str, float]) -> dict[str, MetricDifference]:
@@ -78,7 +78,8 @@ class TokenDifference:
 
     def is_within(self, rounding: float) -> bool:
         """Whether the same tokens differ by no more than this."""
-        return not (self.num_only_stored or self.num_only_replayed) and self.largest <= rounding * self.scale
+        return (not (self.num_only_stored or self.num_only_replayed) and math.isfinite(self.largest)
+                and self.largest <= rounding * self.scale)  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -108,7 +109,7 @@ def compare_tokens(
         if not differs.any():
             continue
         num_different += int(differs.sum())
-        apart = np.nan_to_num(np.abs(stored[turn].astype(np.float64) - replayed[turn]), nan=math.inf)
+        apart = np.nan_to_num(np.abs(stored[turn].astype(np.float64) - replayed[turn]), nan=math.inf, posinf=math.inf)
         at = int(np.where(differs, apart, -1.0).argmax())
         if place is None or apart[at] > largest:
             largest, place = float(apart[at]), (turn, at)
@@ -158,7 +159,7 @@ def compare_weights(stored: Path, replayed: Path) -> WeightDifference:
         if one.equal(other):
             continue
         num_different += 1
-        apart = float((one.double() - other.double()).abs().max())
+        apart = float((one.double() - other.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
         if parameter is None or apart > largest:
             largest, parameter = apart, name
     return WeightDifference(num_different=num_different, num_parameters=len(then), largest=largest, parameter=parameter)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.config.secrets import without_secrets
 from verbatim.errors import ComponentError
 from verbatim.monitors.alarm import Alarm
 from verbatim.monitors.alarms.base import HOLD, Figures, Finding, Rule, StepFigures, Window, training_before
@@ -98,7 +99,10 @@ class AlarmWatch:
         alarms: list[Alarm] = []
         for name, rule in self._rules.items():
             if is_asked(rule):
-                findings = {finding.env: finding for finding in self._ask(name, rule, window)}
+                found = self._ask(name, rule, window)
+                if found is None:
+                    continue
+                findings = {finding.env: finding for finding in found}
                 patience = int(getattr(rule, "clear_after", CLEAR_AFTER))
                 alarms += self._compare(name, step, findings, patience, env)
         for alarm in alarms:
@@ -106,8 +110,9 @@ class AlarmWatch:
                 self.on_stop(alarm)
         return alarms
 
-    def _ask(self, name: str, rule: Rule, window: Window) -> list[Finding]:
-        """A rule that raises an exception, or returns something else, is reported once and finds nothing."""
+    def _ask(self, name: str, rule: Rule, window: Window) -> list[Finding] | None:
+        """A rule that raises an exception, or returns something else, is reported once; None, so that it neither raises
+        nor clears an alarm."""
         try:
             found = rule(window)
             findings = _listed(found)
@@ -118,7 +123,7 @@ class AlarmWatch:
             if name not in self._failed:
                 logger.exception("alarm %s failed; the run goes on, and this is not reported again", name)
             self._failed.add(name)
-            return []
+            return None
         return findings
 
     def _compare(
@@ -130,8 +135,9 @@ class AlarmWatch:
             if raised is not None and found.level >= HOLD:
                 raised.calm = 0
             elif raised is None and found.level >= 1:
-                self._raised[name, env] = _Raised(step=step, advice=found.advice, cause=found.cause)
-                alarms.append(_alarm(name, step, found))
+                alarm = _alarm(name, step, found)
+                self._raised[name, env] = _Raised(step=step, advice=alarm.advice, cause=alarm.cause)
+                alarms.append(alarm)
         for (kind, env), raised in list(self._raised.items()):
             still = env in findings and findings[env].level >= HOLD
             if kind != name or still or (env != only if only is not None else self._is_absent(env)):
@@ -217,8 +223,10 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _alarm(name: str, step: int, found: Finding) -> Alarm:
+    """Its texts may quote errors of environments, and go to services: they are without secrets."""
+    message, cause, advice = (without_secrets(str(text)) for text in (found.message, found.cause, found.advice))
     return Alarm(
-        name=name, step=step, state="raised", message=found.message, cause=found.cause, advice=found.advice,
+        name=name, step=step, state="raised", message=message, cause=cause, advice=advice,
         evidence=dict(found.evidence), env=found.env, trajectory_ids=found.trajectory_ids,
     )  # fmt: skip
 
