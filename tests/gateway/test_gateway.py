@@ -207,6 +207,15 @@ class TestSampling:
         assert (sampler.requests[0].params.temperature, sampler.requests[0].seed) == (0.0, 3)
         assert not trajectory.turns[0].trained
 
+    async def test_replies_to_a_request_with_a_seed_differ_and_the_first_has_it(self, http):
+        sampler = scripted()
+        async with gateway_over(sampler) as gateway:
+            episode = gateway.episode()
+            await Client(http, episode).chat([user("hi")], n=3, seed=3)
+            await episode.finish()
+        seeds = [request.seed for request in sampler.requests]
+        assert len(set(seeds)) == 3 and 3 in seeds
+
     async def test_a_stop_string_cuts_the_turn_and_the_rest_is_counted(self, http):
         sampler = scripted(lambda r: np.array(say("Thought\nObservation: made up"), np.int32))
         async with gateway_over(sampler) as gateway:
@@ -291,6 +300,19 @@ class TestBadRequests:
             await client.chat([user("x" * 2000)])
             assert client.status == 413
 
+    @pytest.mark.parametrize(
+        ("header", "status"), [(b"x-verbatim-agent: \xff", b"200"), (b"x-api-key: vb-a-\xff", b"401")]
+    )
+    async def test_headers_that_are_no_text(self, gateway, header, status):
+        key = gateway.episode().api_key.encode() if status == b"200" else b""
+        body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+        writer.write(b"POST %s/v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n"
+                     b"%s\r\n\r\n%s" % (b"/s/" + key if key else b"", len(body), header, body))  # fmt: skip
+        answer = await reader.read()
+        writer.close()
+        assert answer.split()[1] == status
+
     async def test_messages_that_cannot_be_rendered_are_the_clients_fault(self, http, gateway):
         client = Client(http, gateway.episode())
         answer = await client.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
@@ -306,6 +328,18 @@ async def test_a_failing_sampler_is_an_error_for_the_client_and_on_the_trajector
         trajectory = await episode.finish(reward=1.0)
     assert "NaN" in trajectory.error or "nan" in trajectory.error
     assert trajectory.num_unrecorded_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_sampler_that_times_out_is_an_error_and_no_endless_stream(http, stream):
+    def late(request):
+        raise TimeoutError("the engine is late")
+
+    async with gateway_over(scripted(late)) as gateway:
+        client = Client(http, gateway.episode())
+        async with asyncio.timeout(5):
+            answer = await client.chat([user("hi")], stream=stream)
+    assert client.status == 500 and "the engine is late" in answer["error"]["message"]
 
 
 async def test_sdks_read_the_variables():

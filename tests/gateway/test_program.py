@@ -12,6 +12,10 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer
 from verbatim import build_samples
 from verbatim.environments.resolve import create_environment
 from verbatim.errors import UsageError
+from verbatim.gateway.program.launch import _prefixes
+from verbatim.gateway.program.process import ProgramProcess
+from verbatim.gateway.program.reused import ReusedPrograms
+from verbatim.gateway.service import Service
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
@@ -135,6 +139,34 @@ async def test_no_process_outlives_its_episode(sandbox):
     await run_all(make(sandbox, rows=[{"texts": ["hi"], "how": "hang"}], timeout=2.0))
     await asyncio.sleep(0.2)
     assert running(began) == []
+
+
+async def test_a_child_that_outlives_its_program_does_not_hold_the_episode():
+    began = time.monotonic()
+    (trajectory,) = await run_all(make(rows=[{"texts": ["hi"], "how": "leaves"}]))
+    assert (trajectory.error, trajectory.reward) == (None, len("5:hi"))
+    assert time.monotonic() - began < 6.0  # the child holds the program's output for 8 s
+
+
+def test_a_sandbox_shows_the_folders_of_a_program_and_never_a_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _prefixes(str(tmp_path / "venv" / "bin" / "python")) == [tmp_path / "venv"]
+    assert _prefixes(str(tmp_path / "bin" / "agent")) == [tmp_path / "bin"]
+    assert _prefixes(str(tmp_path / "agent")) == [tmp_path / "agent"]
+    assert _prefixes("/agent") == [Path("/agent")]
+
+
+async def test_a_reused_program_that_cannot_be_started_takes_no_place(monkeypatch):
+    programs = ReusedPrograms(make(reuse=True).launch, Service(), most=1, places=1)
+
+    async def fails(self, key=""):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(ProgramProcess, "start", fails)
+    for _ in range(2):
+        async with asyncio.timeout(2):
+            with pytest.raises(OSError, match="no more processes"):
+                await programs.play({"id": "one"}, "key", 1.0)
 
 
 async def test_a_cut_off_or_refused_last_request_is_the_end():

@@ -161,7 +161,7 @@ class Service:
         parts = (key or "").split("-", 2)
         entry = self._entries.get(parts[1]) if len(parts) == 3 and parts[0] == "vb" else None
         secret = entry.secret if entry is not None else secrets.token_urlsafe(24)
-        is_right = hmac.compare_digest(parts[-1].encode(), secret.encode())
+        is_right = hmac.compare_digest(parts[-1].encode(errors="surrogateescape"), secret.encode())
         return entry.session if entry is not None and is_right else None
 
     async def _models(self, session: Session, request: web.Request, body: bytes) -> web.StreamResponse:
@@ -216,7 +216,8 @@ class Service:
             replies = await session.answer(asked, agent=agent, trained=trained)
             return Answered(replies=replies, stamp=Stamp(created=int(time.time()), model=asked.model or MODEL))
 
-        digest = hashlib.blake2b(f"{protocol.name}\0{agent}\0{trained}\0".encode() + body, digest_size=16).digest()
+        head = f"{protocol.name}\0{agent}\0{trained}\0".encode(errors="surrogateescape")
+        digest = hashlib.blake2b(head + body, digest_size=16).digest()
         streamed: web.StreamResponse | None = None
         writer = protocol.stream(asked, Stamp())
         try:
@@ -229,6 +230,8 @@ class Service:
                     answered = await session.exchanges.wait(exchange, _QUIET_SECONDS if asked.stream else None)
                     break
                 except TimeoutError:
+                    if exchange.task.done() and not exchange.is_usable:
+                        raise  # the sampler's own; a wait that is over finds the task at work
                     streamed = streamed or await _begin(request)
                     await streamed.write(writer.ping())
         except Exception as error:  # noqa: BLE001  answered as what it is, and logged where it is a mistake of ours

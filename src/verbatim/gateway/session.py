@@ -18,6 +18,7 @@ from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
 from verbatim.inference.chat.reply import read_reply
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.loop import EpisodeOver, Prompt, Thread
+from verbatim.rollouts.seeds import derive_seed
 from verbatim.types import Int32, Message, StopReason
 
 INFO = "gateway"
@@ -180,18 +181,20 @@ class Session:
             return [await self._one(match, prompt, params, request)]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(match, prompt, params, request)) for _ in range(request.n)]
+                tasks = [group.create_task(self._one(match, prompt, params, request, k)) for k in range(request.n)]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _one(
-        self, match: Match[_Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest
+        self, match: Match[_Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest, number: int = 0
     ) -> ChatReply:
         def read(completion: Completion, prompt_ids: Int32) -> ChatReply:
             return read_reply(completion, request, self.loop.renderer, prompt_ids, call_id=self._call_id)
 
         seed = request.sampling.seed if self.settings.sampling == "client" else None
+        if seed is not None and number:  # the first of several replies has the seed, the others draw differently
+            seed = derive_seed(seed, number)
         reply, thread = await self.loop.respond(prompt, params, read, seed)
         self.last_stop = reply.stop_reason
         self.counts["cut_tokens"] += reply.num_cut_tokens
@@ -292,5 +295,5 @@ def readable(message: Message) -> Message:
 
 def num_prompt_tokens(session: Session, request: ChatRequest) -> int:
     """Tokens of a request's prompt, rendered anew: for clients that ask before they send it."""
-    return len(session.loop.renderer.render_ids(request.messages, list(request.tools) or None))
+    return len(session.loop.renderer.render_ids(list(map(readable, request.messages)), list(request.tools) or None))
 

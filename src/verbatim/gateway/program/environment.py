@@ -265,11 +265,11 @@ class ProgramEpisode(Episode):
             async with serving.starting:
                 began = time.monotonic()
                 await process.start(key)
-            await process.go()
-            await process.send(json.dumps(self._row()).encode() + b"\n", last=True)
             fault: ProgramFault | None = None
             try:
                 async with asyncio.timeout(seconds):
+                    await process.go()
+                    await process.send(json.dumps(self._row()).encode() + b"\n", last=True)
                     outcome = await process.ended()
             except TimeoutError:
                 outcome = process.outcome()

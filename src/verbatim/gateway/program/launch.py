@@ -139,13 +139,15 @@ class Launch:
 
 def _prefixes(program: str) -> list[Path]:
     """The folders that a program outside of the system's is installed in: those of the file, and of each link on the
-    way to it, so that a Python of a virtual environment finds its packages and its library."""
-    found, path = [], Path(program)
+    way to it, so that a Python of a virtual environment finds its packages and its library. Never a folder that holds
+    the user's home: then the narrower one."""
+    found, path, home = [], Path(program), Path(os.environ.get("HOME") or "/").resolve()
     for _ in range(16):
         path = path.parent.resolve() / path.name
         prefix = path.parent.parent if path.parent.name == "bin" else path.parent
         if not str(path).startswith(tuple(f"{folder}/" for folder in _SYSTEM)):
-            found.append(prefix)
+            narrower = (folder for folder in (prefix, path.parent) if not home.is_relative_to(folder))
+            found.append(next(narrower, path))
         if not path.is_symlink():
             break
         target = Path(os.readlink(path))

@@ -160,8 +160,7 @@ class ProgramProcess:
             for task in self._reading:
                 task.cancel()
             await asyncio.gather(*self._reading, return_exceptions=True)
-            await process.wait()
-            process._transport.close()  # type: ignore[attr-defined]  # its pipes may be held by what outlived it
+            await _waited(process)
         if self._site is not None:
             site, self._site = self._site, None
             await site.stop()  # type: ignore[attr-defined]
@@ -205,6 +204,19 @@ class ProgramProcess:
         while chunk := await stream.read(1 << 16):
             self._stderr += chunk
             del self._stderr[:-_TAIL]
+
+
+async def _waited(process: Process) -> None:
+    """Wait for the end of a killed process. Our ends of its pipes are closed first: asyncio waits for the other ends
+    too, and without a sandbox a child in a session of its own outlives the process and holds them."""
+    transport = process._transport  # type: ignore[attr-defined]
+    stdin = transport.get_pipe_transport(0)
+    if not stdin.is_closing() or stdin.get_write_buffer_size():
+        stdin.abort()  # what nothing reads any more is not waited for
+    for descriptor in (1, 2):
+        transport.get_pipe_transport(descriptor).close()
+    await process.wait()
+    transport.close()
 
 
 async def _listen_inside(pid: int) -> socket.socket:

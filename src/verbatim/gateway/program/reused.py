@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.errors import EnvironmentFault, ProgramFault
+from verbatim.errors import ProgramFault
 from verbatim.gateway.program.launch import Launch
 from verbatim.gateway.program.process import ProgramProcess
 from verbatim.gateway.service import Service
@@ -38,6 +38,8 @@ class _Reused:
 
     async def play(self, number: int, example: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         """Its answer; a ProgramFault if it ends before."""
+        if self.is_dead:  # between its start and this episode
+            raise ProgramFault("program_crashed", f"the program ended with {self.process.outcome().told()}")
         name = str(number)
         future: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self.waiting[name] = future
@@ -148,11 +150,11 @@ class ReusedPrograms:
             self.num_started += 1
         try:
             await program.start()
-        except (EnvironmentFault, asyncio.CancelledError):
+            async with self._changed:
+                self._changed.notify_all()
+        except BaseException:  # whatever it is, the place is free again
             await self._remove(program)
             raise
-        async with self._changed:
-            self._changed.notify_all()
         return program
 
     def _free(self) -> _Reused | None:
