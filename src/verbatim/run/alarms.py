@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
+from typing import Any
 
 from verbatim.config import dump_config, resolve
 from verbatim.config.alarms import AlarmConfig
 from verbatim.config.schema import RunConfig
 from verbatim.config.secrets import redacted
+from verbatim.errors import UsageError
 from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.alarms import AlarmWatch
+from verbatim.monitors.alarms import ALARMS, AlarmWatch, Rule
+from verbatim.monitors.alarms.entropy import EntropyCollapse
+from verbatim.monitors.alarms.parting import RewardSuccessGap
+from verbatim.monitors.alarms.reward_hacking import RewardHacking
+from verbatim.monitors.alarms.watch import KEPT_EVALUATIONS, KEPT_STEPS
 from verbatim.run.tables import component_tables
 
 
@@ -27,7 +34,26 @@ def make_watch(config: RunConfig) -> AlarmWatch | None:
         name: resolve(component, table, what="alarm", where=f"monitor.alarms.{name}")
         for name, component in components.items() if component.enabled
     }  # fmt: skip
+    for name, rule in rules.items():
+        _refuse_silent(name, rule)
     return AlarmWatch(rules, config=redacted(tomllib.loads(dump_config(config))), stop=section.stop)
+
+
+def _refuse_silent(name: str, rule: Rule) -> None:
+    """Refuse a knob with which an alarm could never be raised: more steps than a window holds (a rule that compares
+    steps needs as many earlier ones), or so few that no change of them is sure (`change.SURE`)."""
+    own: Mapping[str, Any] = vars(rule) if type(rule) in ALARMS.values() else {}
+    fewest = _FEWEST_SURE if isinstance(rule, RewardHacking | RewardSuccessGap) else 1
+    compares = isinstance(rule, RewardHacking | RewardSuccessGap | EntropyCollapse)
+    bounds = {"steps": (fewest, KEPT_STEPS // 2 if compares else KEPT_STEPS), "evaluations": (1, KEPT_EVALUATIONS)}
+    for knob, (low, high) in bounds.items():
+        if knob in own and not low <= own[knob] <= high:
+            raise UsageError(f"monitor.alarms.{name}.{knob}: found {own[knob]}, expected {low} to {high}: beyond that "
+                             "the alarm could never be raised")  # fmt: skip
+
+
+_FEWEST_SURE = 7
+"""Of 6 steps and 6 earlier ones one order in C(12, 6) = 924 is by chance: above 1 in 1,000."""
 
 
 def sentence(alarm: Alarm) -> str:
