@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verbatim.checkpoints import CheckpointStore, find_checkpoint
+from verbatim.checkpoints import CheckpointStore, find_checkpoint, read_json
 from verbatim.checkpoints.run_folder import holds_run
 from verbatim.errors import UsageError
 from verbatim.inference.chat.client import OpenAI
@@ -76,11 +76,9 @@ def _find(text: str, make_api: Callable[[str, str], OpenAI]) -> EvalModel:
                              "API")  # fmt: skip
         return _checkpoint(text, Path(folder), which)
     if holds_run(Path(text)):
-        final = Path(text) / "final"
-        if not final.is_dir():
+        if not (Path(text) / "final").is_dir():
             return _checkpoint(text, Path(text), "latest")
-        steps = CheckpointStore(Path(text) / "checkpoints", read_only=True).steps()
-        return EvalModel(label=text, source=str(final), step=max(steps, default=0), fingerprint=fingerprint(final))
+        return _final(text, Path(text))
     source = folder_of(text)
     is_folder = Path(source).expanduser().is_dir()
     return EvalModel(
@@ -90,10 +88,20 @@ def _find(text: str, make_api: Callable[[str, str], OpenAI]) -> EvalModel:
 
 def _checkpoint(text: str, run: Path, which: str) -> EvalModel:
     if which == "final":
-        return EvalModel(label=text, source=str(run / "final"), fingerprint=fingerprint(run / "final"))
+        return _final(text, run)
     found = find_checkpoint(run, which)
     weights = found.folder / "weights"
     return EvalModel(label=text, source=str(weights), step=found.step, fingerprint=fingerprint(weights))
+
+
+def _final(text: str, run: Path) -> EvalModel:
+    """The trained model. Its summary says of which step it is: a run that was resumed since then has newer checkpoints,
+    and this model until it ends again."""
+    summary = run / "summary.json"
+    steps = read_json(summary).get("steps") if summary.is_file() else None
+    if not isinstance(steps, int):
+        steps = max(CheckpointStore(run / "checkpoints", read_only=True).steps(), default=0)
+    return EvalModel(label=text, source=str(run / "final"), step=steps, fingerprint=fingerprint(run / "final"))
 
 
 def _what_is(path: Path) -> str:
