@@ -152,7 +152,8 @@ class ProgramProcess:
         return Outcome(status=self._status, stdout=text[0], stderr=text[1], score=text[2])
 
     async def close(self) -> None:
-        """Kill the program and what it has started, and delete its files. May be called again."""
+        """Kill the program and what it has started, and delete its files. Without a sandbox, what has a session of its
+        own lives on. May be called again."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):

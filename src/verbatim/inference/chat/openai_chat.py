@@ -60,6 +60,7 @@ _MESSAGE = Fields(
                     "reasoning_details"},
     neutral={"refusal": (), "audio": (), "function_call": ()},
 )
+_OF_THE_ASSISTANT = ("tool_calls", "reasoning_content", "reasoning")
 _CALL = Fields(honoured={"id", "type", "function"},
                without_effect={"index", "provider_specific_fields", "extra_content", "cache_control"})  # fmt: skip
 _STREAM_OPTIONS = Fields(honoured={"include_usage"}, without_effect={"include_obfuscation", "continuous_usage_stats"})
@@ -159,6 +160,9 @@ def _read_message(value: object, where: str) -> Message:
         calls = read_list(value, "tool_calls", most=MOST_TOOLS) if value.get("tool_calls") is not None else []
         if calls:
             message["tool_calls"] = [_read_call(call, f"{where}.tool_calls") for call in calls]
+    elif said := next((name for name in _OF_THE_ASSISTANT if value.get(name)), None):
+        raise BadField(f"messages.{said}", f"{where}.{said}: only a message of the assistant may have it; the role is "
+                       f"{role}")  # fmt: skip
     if role == "tool" and value.get("tool_call_id") is not None:
         message["tool_call_id"] = text_of(value["tool_call_id"], f"{where}.tool_call_id")
     return cast(Message, message)
