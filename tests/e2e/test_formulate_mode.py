@@ -23,6 +23,7 @@ SMALL = [
     "--warm-start.steps", "150", "--warm-start.conversations", "200", "--warm-start.optim.lr", "1e-2",
     "--orchestrator.batch-size", "16", "--orchestrator.group-size", "8", "--orchestrator.max-async-level", "0",
     "--inference.torch.deterministic", "true", "--inference.torch.max-batch-size", "16",
+    "--trainer.optimizer-steps-per-batch", "1",
     "--trainer.optim", f'{{lr = {LR}, schedule = "linear", max_grad_norm = 1e9}}',
 ]  # fmt: skip
 IPA = ["--trainer.loss.type", "ipa", "--orchestrator.advantage",

@@ -120,7 +120,7 @@ def test_every_step_reports_what_a_person_looks_for(finished: Finished):
         assert metrics["rollouts"] == BATCH
         assert metrics["policy_version"] == line["step"]
         assert 0 <= metrics["success"] <= 1
-        assert 1 <= metrics["turns"] <= 4
+        assert 1 <= metrics["turns"] <= 16  # max_turns: a call that cannot be read costs no guess
         for name in ("reward/mean", "tool_calls", "valid_format", "sampler/tokens_per_second", "tokens_per_second"):
             assert math.isfinite(metrics[name])
         if metrics["trained_tokens"]:

@@ -89,8 +89,8 @@ def test_every_kind_of_finding_has_a_broken_environment():
     assert {kind for _, kind, _ in BROKEN} | {"blocks"} == set(KINDS)
 
 
-NEED_MORE = (*EXTRAS, "single_turn", "judged")
-"""Those that have tasks to choose from, or need data or a judge."""
+NEED_MORE = (*EXTRAS, "single_turn", "judged", "program")
+"""Those that have tasks to choose from, or need data, a judge or a program, which `verbatim gateway check` plays."""
 
 
 @pytest.mark.slow

@@ -51,8 +51,9 @@ KINDS = {"one": ("false", 0), "two": ("true", 0), "overlapping": ("true", 1)}
 
 _TIMED = ("time/", "queue/", "loop/", "sampler/")
 _TIMES = ("seconds", "tokens_per_second")
-_AFTER_A_STOP = ("ledger/sampled", "ledger/dropped/cancelled")
-"""What was sampled for a batch that was not handed over when a run was ended in order is thrown away, and counted."""
+_AFTER_A_STOP = ("ledger/sampled", "ledger/dropped/cancelled", "weights/canary")
+"""What was sampled for a batch that was not handed over when a run was ended in order is thrown away, and counted. The
+first step after a stop has seen no weight update whose check it could report."""
 
 
 @dataclasses.dataclass
