@@ -44,7 +44,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,viewer,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,viewer,gateway,dev]'
 	@touch $@
 
 demo: install
@@ -73,7 +73,7 @@ test: lint types
 	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda and not clients"
 
 test-all: install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,viewer,mcp,data,ray,verifiers,environments,wandb,tensorboard,mlflow,docs,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,viewer,gateway,mcp,data,ray,verifiers,environments,wandb,tensorboard,mlflow,docs,dev]'
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(SPHINX) -b html build/docs

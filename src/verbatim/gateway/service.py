@@ -14,9 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import orjson
-from aiohttp import web
-
 from verbatim.errors import EngineDead, RolloutError, SamplerFault, TemplateFault, UsageError, VerbatimError
 from verbatim.gateway.exchanges import Ended, OtherRequest
 from verbatim.gateway.session import Answered, Session, SessionRefusal, num_prompt_tokens
@@ -27,6 +24,12 @@ from verbatim.inference.chat.protocol import ChatProtocol, ChatRequest, Options,
 from verbatim.inference.http.server import listen
 from verbatim.rollouts.rewards import read_agent_scores
 from verbatim.texts import cut, error_text
+
+try:
+    import orjson
+    from aiohttp import web
+except ImportError as error:
+    raise UsageError(f"the gateway needs {error.name}: pip install 'verbatim-rl[gateway]'") from None
 
 logger = logging.getLogger(__name__)
 
