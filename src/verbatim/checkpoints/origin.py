@@ -1,7 +1,7 @@
 """Reads and writes `forked_from.json`: which run another one was forked from, at which step, and what was changed.
 
 ```
-{"run": "/work/runs/guess_number/20260131-142501", "step": 40, "fresh": [],
+{"run": "/data/runs/guess_number/20260131-142501", "step": 40, "fresh": [],
  "changes": ["trainer.optim.lr: 1e-06 -> 5e-06"], "forked_from": null}
 ```
 """

@@ -26,7 +26,7 @@ class Curves:
     """One metric of all runs."""
 
     name: str
-    """Of the metric; of evaluations `success of guess_number`."""
+    """The name of the metric; for evaluations `success of guess_number`."""
     series: Sequence[Series]
     """For each run; empty where it does not have it."""
 

@@ -33,7 +33,7 @@ class ComparedEvals:
     results: Sequence[EnvResult | None]
     """Where the episodes are not kept, what the metrics say: without examples."""
     pairs: Sequence[Compared]
-    """Of the runs whose episodes are kept."""
+    """Each two of the runs whose episodes are kept."""
 
 
 def compare_evals(runs: Sequence[Run], problems: list[str]) -> list[ComparedEvals]:

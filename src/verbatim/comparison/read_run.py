@@ -185,7 +185,7 @@ def _read_alarms(path: Path, problems: list[str]) -> list[Alarm]:
 
 
 def _records(path: Path) -> list[Any]:
-    """The JSON value of each whole line; None for one that is none. A torn last line is still being written."""
+    """The JSON value of each whole line; None for a line that is not JSON. A torn last line is still being written."""
     records: list[Any] = []
     with path.open("rb") as lines:
         for line in lines:

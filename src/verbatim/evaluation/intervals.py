@@ -57,7 +57,7 @@ class _Clusters:
 
     mean: float
     variance: float
-    """Of the mean; NaN with one cluster."""
+    """The variance of the mean; NaN with one cluster."""
     num_clusters: int
     num_values: int
 
