@@ -198,7 +198,7 @@ def _records(path: Path) -> list[Any]:
 
 
 def _json(path: Path) -> Mapping[str, Any]:
-    """The object in a file; empty where there is none."""
+    """The JSON object in a file; {} without a file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

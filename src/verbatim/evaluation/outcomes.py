@@ -96,7 +96,7 @@ def _figures(record: _Json, turns: Sequence[_Json], info: _Json) -> dict[str, fl
 
 
 def _num_sampled(record: _Json, turns: Sequence[_Json], info: _Json) -> int:
-    """Of an episode whose server tells no ids, the server's own count."""
+    """Sampled tokens; where the server tells no ids, its own count."""
     recorded = sum(len(turn["completion_ids"]) for turn in turns) + record.get("num_unrecorded_tokens", 0)
     return recorded or int(_counts(info.get(USAGE)).get("completion_tokens", 0))
 

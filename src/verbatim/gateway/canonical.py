@@ -25,9 +25,9 @@ class MessageDigest:
     """What identifies a message among those that may stand in its place."""
 
     full: bytes
-    """Of the whole message."""
+    """Digest of the whole message."""
     bare: bytes
-    """Of the message without its reasoning; equal to `full` where it has none."""
+    """Digest of the message without its reasoning; equal to `full` where it has none."""
 
 
 class Digester:
@@ -141,7 +141,7 @@ def _whole_numbers(value: Any) -> Any:
 
 
 def _hash(parts: Sequence[str]) -> bytes:
-    """Of the parts with their lengths, so that ("ab", "c") and ("a", "bc") differ."""
+    """A digest of the parts with their lengths, so that ("ab", "c") and ("a", "bc") differ."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode(errors="surrogatepass")
