@@ -198,7 +198,7 @@ def _records(path: Path) -> list[Any]:
 
 
 def _json(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file; {} without a file."""
+    """The JSON object in a file; {} where it cannot be read or holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
