@@ -68,7 +68,7 @@ def make_run(
     return folder
 
 
-def shown(folders: Sequence[Path], width: int = 100, **options) -> str:
+def shown(folders: Sequence[Path], width: int = 300, **options) -> str:
     out = io.StringIO()
     show_comparison(compare_runs(folders, **options), PlainConsole(file=out, width=width))
     return out.getvalue()
