@@ -51,7 +51,7 @@ def before_rl(config, tmp_path_factory):
         trajectory_from_messages(renderer, d.messages, d.tools, trajectory_id=str(i)) for i, d in enumerate(shown)
     ]
     conversations = [build(trajectory, needs_logprobs=False).samples for trajectory in played]
-    settings = config.trainer.model_copy(update={"optim": config.warm_start.optim})
+    settings = config.trainer.model_copy(update={"optim": config.warm_start.optim, "optimizer_steps_per_batch": 1})
     trainer = Trainer(folder / "model", settings, loss=LOSSES["sft"], total_optimizer_steps=80, tokenizer=tokenizer)
     warm_start(trainer, conversations, steps=80, batch_size=8, seed=0)
     trainer.save_weights(folder / "before")
@@ -62,8 +62,9 @@ def before_rl(config, tmp_path_factory):
 def after_rl(config, before_rl, tmp_path_factory):
     """The same model after a few steps on its own episodes."""
     trainer = Trainer(
-        before_rl, config.trainer, loss=LOSSES["default"], total_optimizer_steps=3, tokenizer=load_tokenizer(before_rl)
-    )
+        before_rl, config.trainer, loss=LOSSES["default"], tokenizer=load_tokenizer(before_rl),
+        total_optimizer_steps=3 * config.trainer.optimizer_steps_per_batch,
+    )  # fmt: skip
     for step in range(3):
         metrics = trainer.train_batch(training_samples(episodes(before_rl, seed=step)))
         assert metrics["grad_norm"] > 0
