@@ -1,0 +1,192 @@
+"""Episodes per second of a whole training run beside TRL's GRPOTrainer, on the same job and the same machine.
+
+The job (`beside_trl_job.py`): a game of four guesses as a class with `reset` and a tool, which TRL takes as its
+`environment_factory` and Verbatim as a `ToolClass`; groups of 16, 128 episodes a step, temperature 1. The model: Qwen3
+with 0.9M parameters (4 layers, width 128, untied), a plain byte-level tokenizer, and the chat template of Qwen3 as TRL
+ships it, warm-started on games. The learning rate is so small that every step has the same work. Makes an environment
+with TRL in `--venv`, where it is not there yet. The runs take turns; each figure is the median of the rounds.
+
+Prints one JSON line. Run: python benchmarks/beside_trl.py [--venv .venv-trl] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from beside_trl_job import conversations
+from demo_runs import finish, train_metrics, verbatim
+
+TRL = "1.16.0"
+HERE = Path(__file__).parent
+TEMPLATE = HERE.parent / "tests" / "renderers" / "data" / "trl_templates" / "qwen3.jinja"
+SKIPPED = 3
+"""First steps of a run, which compile, warm up and fill queues."""
+ENDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+RUN = """
+max_steps = {steps}
+[model]
+name = "{model}"
+[orchestrator]
+batch_size = 128
+group_size = 16
+seq_len = 1024
+max_async_level = {level}
+sampling = {{ temperature = 1.0, max_tokens = 48 }}
+[[orchestrator.train.env]]
+import_path = "beside_trl_env.Game"
+max_turns = 5
+[trainer.optim]
+lr = 1e-30
+[checkpoint]
+interval = 100000
+[inference.torch]
+max_batch_size = 128
+"""
+ENVIRONMENT = """
+from beside_trl_job import GuessTheNumber, rows
+from verbatim.environments import ToolClass
+
+
+def Game():
+    return ToolClass(GuessTheNumber, rows())
+"""
+
+
+def environment_with_trl(folder: Path) -> Path:
+    """The Python of an environment with TRL, and with torch and transformers at the releases that run here."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    releases = {"trl": TRL, **{name: version(name).partition("+")[0] for name in ("torch", "transformers")}}
+    pins = ["jmespath", *(f"{name}=={release}" for name, release in releases.items())]
+    subprocess.run([python, "-m", "pip", "install", "-q", *pins], check=True)
+    return python
+
+
+def make_model(folder: Path) -> Path:
+    """The warm-started model, as a Hugging Face folder."""
+    shown = conversations(2000, seed=0)
+    template = TEMPLATE.read_text(encoding="utf-8")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_pairs(json.dumps(shown[:200])), chat_template=template, eos_token=ENDS[2],
+        pad_token=ENDS[0], model_max_length=1024, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    end, pad = tokenizer.convert_tokens_to_ids([ENDS[2], ENDS[0]])
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False, eos_token_id=end,
+        pad_token_id=pad, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
+    model.save_pretrained(folder / "random")
+    tokenizer.save_pretrained(folder / "random")
+    data = folder / "games.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in shown))
+    run = folder / "warm_start.toml"
+    run.write_text(RUN.format(steps=1, model=folder / "random", level=0) + f"""
+[warm_start]
+steps = 400
+batch_size = 8
+data = "{data}"
+optim = {{ lr = 3e-3, schedule = "cosine", warmup_steps = 20 }}
+""")
+    finish(verbatim("sft", str(run), "--run-dir", str(folder / "sft"), cwd=folder, PYTHONPATH=search_path(folder)))
+    return folder / "sft" / "warm_start"
+
+
+def byte_pairs(text: str) -> Tokenizer:
+    """Byte-level BPE of 512 ids with the usual splitting into words."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=512 - len(ENDS) - len(MARKS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ENDS])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKS])
+    return tokenizer
+
+
+def search_path(folder: Path) -> str:
+    return os.pathsep.join([str(folder), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+
+def ours(folder: Path, model: Path, steps: int, level: int) -> dict[str, Any]:
+    """Episodes per second of a run, and what it sampled."""
+    file = Path(tempfile.mkdtemp(dir=folder)) / "run.toml"
+    file.write_text(RUN.format(steps=steps, model=model, level=level))
+    run = file.parent / "run"
+    finish(verbatim("rl", str(file), "--run-dir", str(run), cwd=folder, PYTHONPATH=search_path(folder)))
+    found = train_metrics(run)[SKIPPED:]
+    return {"rate": 128 * len(found) / sum(each["time/step"] for each in found), **{
+        name: statistics.mean(each[name] for each in found) for name in ("turns", "completion_tokens", "reward/mean")
+    }}  # fmt: skip
+
+
+def theirs(folder: Path, python: Path, model: Path, steps: int) -> dict[str, Any]:
+    """The same of TRL."""
+    command = [python, HERE / "beside_trl_run.py", model, str(steps)]
+    with (folder / "trl.log").open("w") as log:
+        told = subprocess.run(command, check=True, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True).stdout
+    found = json.loads(told.splitlines()[-1])
+    seconds = found["seconds"][SKIPPED:]
+    names = found["steps"][-1]
+    return {"rate": 128 * len(seconds) / sum(seconds),
+            **{name: statistics.mean(each[name] for each in found["steps"][SKIPPED:]) for name in names}}  # fmt: skip
+
+
+def medians(found: Sequence[dict[str, Any]]) -> dict[str, float]:
+    return {name: round(statistics.median(each[name] for each in found), 3) for name in found[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, default=Path(".venv-trl"), help="environment with TRL, made if missing")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="of each run; the first three are left out")
+    args = parser.parse_args()
+    python = environment_with_trl(args.venv.absolute())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "beside_trl_env.py").write_text(ENVIRONMENT)
+        model = make_model(folder)
+        rounds = [
+            {"trl": theirs(folder, python, model, args.steps), "synchronous": ours(folder, model, args.steps, 0),
+             "asynchronous": ours(folder, model, args.steps, 1)}
+            for _ in range(args.rounds)
+        ]  # fmt: skip
+    sides = {side: medians([each[side] for each in rounds]) for side in rounds[0]}
+    best = max(sides["synchronous"]["rate"], sides["asynchronous"]["rate"])
+    ratio = [max(each["synchronous"]["rate"], each["asynchronous"]["rate"]) / each["trl"]["rate"] for each in rounds]
+    print(json.dumps({
+        "benchmark": "beside_trl", "trl": TRL, "episodes_per_second": {side: sides[side]["rate"] for side in sides},
+        "times_as_fast": round(best / sides["trl"]["rate"], 2), "of_each_round": [round(each, 2) for each in ratio],
+        "what_was_sampled": sides, "rounds": args.rounds, "steps": args.steps, "threads": torch.get_num_threads(),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
