@@ -2,6 +2,8 @@
 
 import io
 import logging
+import subprocess
+import sys
 
 import pytest
 from rich.table import Table
@@ -76,3 +78,16 @@ def test_a_text_that_is_cut_says_how_much():
     assert cut("x" * 1_234_567, 4) == "xxxx [cut: 1,234,563 of 1,234,567 characters]"
     assert error_text(OSError("ab" * 100), 9) == "OSError:  [cut: 200 of 209 characters]"
     assert shown("abc", 3) == "'ab [cut: 2 of 5 characters]"
+
+
+def test_a_reader_that_goes_away_ends_the_output_and_not_the_command():
+    script = (
+        "import sys; from verbatim.plain_console import PlainConsole; console = PlainConsole();"
+        "[console.print('line', i) for i in range(100_000)]; print('went on', file=sys.stderr)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == b"line 0\n"
+    process.stdout.close()
+    assert process.stderr.read() == b"went on\n"
+    assert process.wait() == 0
