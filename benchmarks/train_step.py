@@ -80,17 +80,48 @@ def large_case(folder: Path) -> list[TrainingSample]:
     return [random_sample(rng, length, str(i)) for i, length in enumerate((200, 450, 800, 1500))]
 
 
+def tool_case(folder: Path) -> list[TrainingSample]:
+    """0.9M parameters (4 layers, width 128, untied, 512 tokens of vocabulary); 128 episodes of four tool calls, groups
+    of 16. An opening of 300 tokens, of which 280 (system prompt, the tool's schema) are every group's, then calls of 22
+    or 23 sampled tokens, 90 in all, and 20 tokens of the tool's answer between two calls."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    lengths = ((300, 22), (20, 23), (20, 22), (20, 23))
+    turns = [np.repeat([False, True], both) for both in lengths]
+    mask = np.concatenate(turns)
+    chunks = np.where(mask, np.repeat(np.arange(4), list(map(len, turns))), -1).astype(np.int32)
+    system, samples = rng.integers(0, 512, 280), []
+    for group in range(8):
+        opening = np.append(system, rng.integers(0, 512, 20))
+        for member in range(16):
+            sampled = rng.integers(0, 512, len(mask) - len(opening))
+            samples.append(sample_of(np.append(opening, sampled), mask, chunks, f"{group}-{member}"))
+    return samples
+
+
 def random_sample(
     rng: np.random.Generator, length: int, trajectory_id: str, *, vocab_size: int = 32_000
 ) -> TrainingSample:
     """Turns of 60 tokens, of which the last 20 are trained."""
     mask = np.arange(length) % 60 >= 40
+    chunks = np.where(mask, np.arange(length) // 60, -1).astype(np.int32)
+    return sample_of(rng.integers(0, vocab_size, length), mask, chunks, trajectory_id)
+
+
+def sample_of(token_ids: np.ndarray, mask: np.ndarray, chunks: np.ndarray, trajectory_id: str) -> TrainingSample:
+    """A sample without logprobs and advantages."""
+    length = len(mask)
     return TrainingSample(
-        token_ids=rng.integers(0, vocab_size, length).astype(np.int32),
+        token_ids=token_ids.astype(np.int32),
         loss_mask=mask,
         logprobs=np.full(length, np.nan, np.float32),
         advantages=np.zeros(length, np.float32),
-        chunk_ids=np.where(mask, np.arange(length) // 60, -1).astype(np.int32),
+        chunk_ids=chunks,
         policy_versions=np.where(mask, 0, -1).astype(np.int32),
         temperatures=np.ones(length, np.float32),
         trajectory_id=trajectory_id,
@@ -292,7 +323,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="of Verbatim's forward and backward pass; plain is float32")
-    parser.add_argument("--cases", nargs="*", default=["demo", "large", "memory"])
+    parser.add_argument("--cases", nargs="*", default=["demo", "tools", "large", "memory"])
     parser.add_argument("--peak-memory", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak_memory:
@@ -301,6 +332,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     cases: dict[str, Callable[[], dict[str, Any]]] = {
         "demo": lambda: step_ratio(demo_case, args),
+        "tools": lambda: step_ratio(tool_case, args),
         "large": lambda: step_ratio(large_case, args),
         "memory": memory_ratio,
     }

@@ -1,0 +1,112 @@
+"""Compiles C files of this package with the machine's own compiler, once, and loads them.
+
+What is written in C here exists a second time in plain torch: without a compiler callers take that, which is slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "VERBATIM_NATIVE"
+"""Environment variable: 0 = nothing is compiled, and nothing compiled is used."""
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
+_VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
+"""Tried in this order. OpenMP's functions are not linked: those that torch has loaded are found when the library is
+loaded, so that both use one team of threads. Where they are not found, the library has no threads."""
+_PATIENCE = 120.0
+"""Seconds that a compiler may take."""
+
+
+@cache
+def library(source: Path) -> ctypes.CDLL | None:
+    """The functions of a C file, compiled for this processor; None where that is not possible, or switched off.
+
+    The result lies in the user's cache folder, by source, compiler and processor. A call through `ctypes` does not hold
+    the interpreter's lock. Its threads are those of the thread that calls: `torch.set_num_threads`.
+
+    Args:
+        source: A file that includes nothing but the headers of the compiler and of the C library.
+    """
+    import torch  # noqa: F401 - it loads OpenMP
+
+    compiler = next(filter(None, map(shutil.which, [os.environ.get("CC", ""), *_COMPILERS])), None)
+    if os.environ.get(SWITCH) == "0" or compiler is None:
+        reason = "no C compiler was found" if compiler is None else f"{SWITCH} = 0"
+        logger.info("%s is not compiled: %s", source.name, reason)
+        return None
+    reason = ""
+    for variant in _VARIANTS:
+        try:
+            return ctypes.CDLL(str(_compiled(source, compiler, (*_FLAGS, *variant))), mode=os.RTLD_NOW)
+        except subprocess.CalledProcessError as error:
+            reason = error.stderr.decode(errors="replace")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reason = str(error)
+    logger.warning("%s could not be compiled with %s: %.500s", source.name, compiler, reason)
+    return None
+
+
+def _compiled(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
+    """The shared library of a C file, made where it does not exist."""
+    named = [compiler.encode(), *(flag.encode() for flag in flags)]
+    parts = [source.read_bytes(), *named, _version(compiler), _processor()]
+    digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:24]
+    folder = _folder()
+    found = folder / f"{source.stem}-{digest}.so"
+    if not found.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            objects, shared = Path(name) / "x.o", Path(name) / "x.so"
+            for command in ([compiler, *flags, "-c", str(source), "-o", str(objects)],
+                            [compiler, "-shared", str(objects), "-o", str(shared), "-lm"]):  # fmt: skip
+                subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
+            os.replace(shared, found)  # processes that start together each make it, and the last one stays
+    return found
+
+
+@cache
+def _folder() -> Path:
+    """Where libraries are kept: the user's cache, or a folder of this process where that cannot be written."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verbatim" / "native"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError):  # no home
+        return Path(_own_folder().name)
+
+
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="verbatim-native-")
+
+
+@cache
+def _version(compiler: str) -> bytes:
+    return subprocess.run([compiler, "--version"], check=False, capture_output=True, timeout=_PATIENCE).stdout
+
+
+@cache
+def _processor() -> bytes:
+    """What `-march=native` depends on: a cache folder may be shared by several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.node()}".encode()
+    named = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
+    return "".join(value for name, value in sorted(named.items())
+                   if name.strip() in ("model name", "flags", "Features", "CPU part")).encode()  # fmt: skip
+
+
+__all__ = ["SWITCH", "library"]

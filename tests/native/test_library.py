@@ -1,0 +1,110 @@
+"""C files of ours: compiled once, found again, and missing without harm."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from verbatim import native
+
+SUM = """
+int omp_get_thread_num(void);
+int add(int a, int b) { return a + b; }
+int threads(int count) {
+    int highest = 0;
+    #pragma omp parallel for reduction(max: highest)
+    for (int i = 0; i < count; i++) { int mine = omp_get_thread_num(); if (mine > highest) highest = mine; }
+    return highest + 1;
+}
+"""
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="this machine has no C compiler"
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    native._folder.cache_clear()
+    yield
+    native._folder.cache_clear()
+
+
+def write(folder: Path, text: str) -> Path:
+    source = folder / "sum.c"
+    source.write_text(text)
+    return source
+
+
+def libraries(folder: Path) -> list[Path]:
+    return list((folder / "cache" / "verbatim" / "native").iterdir())
+
+
+@needs_compiler
+def test_a_function_is_called_and_the_library_is_made_once(tmp_path):
+    source = write(tmp_path, SUM)
+    found = native.library(source)
+    assert found is not None
+    assert found.add(40, 2) == 42
+    (kept,) = libraries(tmp_path)
+    before = kept.stat().st_mtime_ns
+    native.library.cache_clear()
+    again = native.library(source)
+    assert again is not None
+    assert again.add(1, 2) == 3
+    assert [path.stat().st_mtime_ns for path in libraries(tmp_path)] == [before]
+
+
+@needs_compiler
+def test_another_text_is_another_library(tmp_path):
+    assert native.library(write(tmp_path, SUM)).add(1, 1) == 2
+    native.library.cache_clear()
+    assert native.library(write(tmp_path, SUM.replace("a + b", "a - b"))).add(1, 1) == 0
+    assert len(libraries(tmp_path)) == 2
+
+
+@needs_compiler
+@pytest.mark.skipif(os.uname().sysname != "Linux", reason="OpenMP of torch is found on Linux")
+def test_threads_are_those_of_torch(tmp_path):
+    found = native.library(write(tmp_path, SUM))
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert found.threads(64) == count
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_without_a_compiler_there_is_no_library(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert native.library(write(tmp_path, SUM)) is None
+
+
+def test_the_switch_turns_everything_off(tmp_path, monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert native.library(write(tmp_path, SUM)) is None
+
+
+@needs_compiler
+def test_a_file_that_does_not_compile_is_told(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert native.library(write(tmp_path, "int add(int a { return a; }")) is None
+    assert "sum.c could not be compiled" in caplog.text
+    assert "error" in caplog.text
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    native._folder.cache_clear()
+    assert native.library(write(tmp_path, SUM)).add(2, 2) == 4
