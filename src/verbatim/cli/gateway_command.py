@@ -75,10 +75,13 @@ def told(report: ProgramReport) -> list[str]:
         f"{report.seconds:.1f} s" + (f", {first:.1f} s to its first request" if first is not None else ""),
         f"recorded  {counts.get('requests', 0)} requests, {report.num_turns} turns of {agents}, "
         f"{report.num_samples} training samples",
-        f"tokens    {report.num_sampled_tokens} sampled, {report.num_trained_tokens} of them can be trained",
+        f"tokens    {report.num_sampled_tokens} sampled, {report.num_trained_tokens} of them can be trained; "
+        f"{report.num_differences} differ from what was sampled",
     ]
     lines += [f"branch    turn {b['turn']} ({b['agent']}): {str(b['reason']).replace('_', ' ')}: {b['found']}"
               for b in report.branches]  # fmt: skip
+    lines += [f"rewritten turn {turn} came back otherwise, and was recognised: {', '.join(ways)}"
+              for turn, ways in report.rewritten.items()]  # fmt: skip
     kinds: dict[str, Any] = {
         "refused": "was refused", "unenforced": "was let pass without effect",
         "overridden": 'is the run\'s to say: sampling = "client" lets requests say it',

@@ -13,10 +13,11 @@ import numpy as np
 
 from verbatim.envcheck.arguments import random_arguments
 from verbatim.envcheck.byte_chat import VOCAB_SIZE, ByteChat, read_prompt, written
+from verbatim.envcheck.exactness import TellingSampler, num_differences
+from verbatim.envcheck.rewritten import Rewritten
 from verbatim.gateway.program.environment import Program
 from verbatim.gateway.session import INFO
 from verbatim.inference.base import SampleRequest, SamplingParams
-from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts.group import GroupRun
 from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.runner import RolloutSetup
@@ -47,6 +48,11 @@ class ProgramReport:
     num_sampled_tokens: int
     num_trained_tokens: int
     """Those of them that training would see, each once."""
+    num_differences: int
+    """Tokens that are not trained exactly once as the sampler returned them: in their context, with their logprob and
+    version."""
+    rewritten: Mapping[int, Sequence[str]]
+    """Turns that the program sent back otherwise than they were answered, and that were recognised: how."""
     seconds: float
     seconds_to_first_request: float | None
 
@@ -54,7 +60,8 @@ class ProgramReport:
     def is_clean(self) -> bool:
         """Whether nothing went wrong, nothing was refused, and everything that was sampled can be trained."""
         refused = any(name.startswith("refused/") for name in self.counts)
-        return self.error is None and not refused and self.num_sampled_tokens == self.num_trained_tokens
+        lost = self.num_sampled_tokens - self.num_trained_tokens
+        return self.error is None and not refused and not lost and not self.num_differences
 
 
 def check_program(program: Program, said: Sequence[Mapping[str, Any]] = (), *, reasoning: bool = False,
@@ -79,18 +86,19 @@ async def _check(program: Program, said: Sequence[Mapping[str, Any]], reasoning:
         message = said[min(next(number), len(said) - 1)] if said else answer_to(ids, request.seed)
         return np.array(written({**message, "reasoning_content": "I think."} if reasoning else message), dtype=np.int32)
 
-    sampler = ScriptedSampler(script=script, vocab_size=VOCAB_SIZE, context_length=_CONTEXT)
+    sampler = TellingSampler(script=script, vocab_size=VOCAB_SIZE, context_length=_CONTEXT)
+    program.watch = rewritten = Rewritten()
     setup = RolloutSetup(
         env="program", environment=program, sampler=sampler, renderer=ByteChat(), slots=asyncio.Semaphore(1),
         params=SamplingParams(max_tokens=100_000),
         limits=EpisodeLimits(max_turns=200, max_context=_CONTEXT, timeout=seconds + 10),
     )  # fmt: skip
     group = await GroupRun(setup, program.examples("train")[0], index=0, size=1, run_seed=0).run()
-    return report_of(group.trajectories[0])
+    return report_of(group.trajectories[0], sampler, rewritten)
 
 
-def report_of(trajectory: Trajectory) -> ProgramReport:
-    """The report on one episode behind the gateway."""
+def report_of(trajectory: Trajectory, sampler: TellingSampler, rewritten: Rewritten) -> ProgramReport:
+    """The report on one episode behind the gateway, the only one of this sampler."""
     ours, about = trajectory.info.get(INFO, {}), trajectory.info.get("program", {})
     sound = dataclasses.replace(trajectory, error=None)
     samples = build_samples(sound) if trajectory.turns else []
@@ -99,7 +107,10 @@ def report_of(trajectory: Trajectory) -> ProgramReport:
         branches=ours.get("branches", ()), num_turns=len(trajectory.turns), num_samples=len(samples),
         agents=tuple(dict.fromkeys(turn.agent for turn in trajectory.turns)),
         num_sampled_tokens=trajectory.num_sampled_tokens,
-        num_trained_tokens=sum(int(sample.loss_mask.sum()) for sample in samples), seconds=about.get("seconds", 0.0),
+        num_trained_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
+        num_differences=num_differences(sampler.returned, samples,
+                                        num_cut=ours.get("counts", {}).get("cut_tokens", 0)),
+        rewritten=rewritten.found, seconds=about.get("seconds", 0.0),
         seconds_to_first_request=about.get("seconds_to_first_request"),
     )  # fmt: skip
 

@@ -201,22 +201,23 @@ class Service:
         protocol = self._chats[route]
         headers = _headers(request)
         session.admit()
+        given = _object(body)
         try:
-            asked = protocol.read(_object(body), headers)
+            asked = protocol.read(given, headers)
         except ProtocolRefusal as refusal:
             session.counts[f"refused/{refusal.field or 'request'}"] += 1
             return _json(refusal.status, refusal.body)
-        return await self._answer(session, request, protocol, asked, headers, body)
+        return await self._answer(session, request, protocol, asked, headers, body, given)
 
     async def _answer(
         self, session: Session, request: web.Request, protocol: ChatProtocol, asked: ChatRequest,
-        headers: Mapping[str, str], body: bytes,
+        headers: Mapping[str, str], body: bytes, given: Mapping[str, Any],
     ) -> web.StreamResponse:  # fmt: skip
         agent = headers.get(AGENT_HEADER, "")[:200]
         trained = headers.get(TRAINED_HEADER, "").lower() not in ("false", "0")
 
         async def work() -> Answered:
-            replies = await session.answer(asked, agent=agent, trained=trained)
+            replies = await session.answer(asked, agent=agent, trained=trained, body=given)
             return Answered(replies=replies, stamp=Stamp(created=int(time.time()), model=asked.model or MODEL))
 
         head = f"{protocol.name}\0{agent}\0{trained}\0".encode(errors="surrogateescape")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from verbatim.errors import RecordError, RolloutError, SamplerFault
 from verbatim.gateway.exchanges import Exchanges
 from verbatim.gateway.threads import BranchReason, Match, Threads
+from verbatim.gateway.watch import Watch
 from verbatim.inference.base import Completion, SamplingParams
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
 from verbatim.inference.chat.reply import read_reply
@@ -97,6 +98,8 @@ class Session:
         """The first failure of the record; or one of the sampler, if no answer came after it."""
         self.first_request: float | None = None
         """When the first request came, by the clock of `time.monotonic`."""
+        self.watch: Watch | None = None
+        """Is told of requests and answers; None = nothing is."""
         self.last_stop: StopReason = StopReason.STOP
         """Why the last reply ended, or was refused."""
         self._threads: Threads[_Kept] = Threads(restores_reasoning=self.settings.restores_reasoning)
@@ -134,13 +137,16 @@ class Session:
         if self.first_request is None:
             self.first_request = time.monotonic()
 
-    async def answer(self, request: ChatRequest, *, agent: str = "", trained: bool = True) -> list[ChatReply]:
+    async def answer(
+        self, request: ChatRequest, *, agent: str = "", trained: bool = True, body: Mapping[str, Any] | None = None
+    ) -> list[ChatReply]:
         """Sample and record as many replies as are asked for.
 
         Args:
             request: As its protocol read it.
             agent: The agent's name, where the request has one.
             trained: Whether its tokens may be trained.
+            body: As the client wrote it, for a `watch`.
 
         Raises:
             SessionRefusal: no turn is left, or no room for this prompt.
@@ -149,6 +155,8 @@ class Session:
         for name in request.unenforced:
             self.counts[f"unenforced/{name}"] += 1
         match = self._threads.match(request.messages, request.tools, agent)
+        if self.watch is not None and body is not None:
+            self.watch.placed(request, body, {place: kept.thread.turn for place, kept in match.turns.items()})
         self._num_open += 1
         answered = False
         try:
@@ -201,6 +209,8 @@ class Session:
         kept = _Kept(thread=dataclasses.replace(thread, messages=()), schemas=tuple(prompt.schemas))
         others = self._threads.answer(match, reply.message, kept)
         self._refresh(kept)
+        if self.watch is not None:
+            self.watch.answered(request, reply, thread.turn)
         reason, found = match.reason, match.found
         if reason is None and others:
             reason, found = BranchReason.SAME_PROMPT, "one of several answers to one request"

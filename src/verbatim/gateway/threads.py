@@ -104,6 +104,17 @@ class Match(Generic[T]):
         return tuple(reversed(found))
 
     @property
+    def turns(self) -> dict[int, T]:
+        """The request's messages that were sampled, by index: their turns."""
+        found: dict[int, T] = {}
+        node = self.end
+        while node.parent is not None:
+            if node.turn is not None:
+                found[node.depth - 1] = node.turn
+            node = node.parent
+        return found
+
+    @property
     def num_known(self) -> int:
         """How many of them the known turn covers, its answer included."""
         return 0 if self.known is None else self.known.depth

@@ -24,6 +24,7 @@ from verbatim.gateway.program.reused import ReusedPrograms
 from verbatim.gateway.program.rewards import read_reward
 from verbatim.gateway.service import Service
 from verbatim.gateway.session import INFO, Session, SessionSettings
+from verbatim.gateway.watch import Watch
 from verbatim.imports import find_file
 from verbatim.inference.chat.protocol import UNENFORCEABLE, Options
 from verbatim.rollouts.agent_loop import AgentLoop
@@ -126,6 +127,8 @@ class Program:
         self._options = Options(unenforced=frozenset(unenforced))
         self._most, self._places = max_processes, episodes_per_process
         self._demonstrations = demonstrations
+        self.watch: Watch | None = None
+        """Is told of all requests and answers, for a check."""
         self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Serving] = weakref.WeakKeyDictionary()
 
     def examples(self, split: str) -> Sequence[Example]:
@@ -220,6 +223,7 @@ class ProgramEpisode(Episode):
         environment = self._environment
         serving = await environment.serving()
         session = Session(agent, environment.settings)
+        session.watch = environment.watch
         key = serving.service.open(session)
         seconds = environment.timeout or max(agent.limits.timeout - _RESERVE, 0.8 * agent.limits.timeout)
         try:

@@ -1,0 +1,211 @@
+"""Says how a client wrote down the answers that it sent back, where they were recognised all the same.
+
+Example: the answer `{"role": "assistant", "content": "", "tool_calls": [...]}` came back with the content null, a field
+`refusal` and the arguments of its call without white space. The report says of its turn: "content null", "with an empty
+refusal", "arguments of add in other white space".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verbatim.inference.chat.anthropic_form import content_blocks
+from verbatim.inference.chat.openai_form import message_body
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
+from verbatim.inference.chat.responses_form import output_items
+
+_MISSING = object()
+
+
+class Rewritten:
+    """A `Watch` that compares each answer with what came back of it."""
+
+    def __init__(self) -> None:
+        self._replies: dict[int, tuple[str, ChatReply]] = {}
+        self._found: dict[int, dict[str, None]] = {}
+
+    @property
+    def found(self) -> dict[int, list[str]]:
+        """Turns that came back otherwise than they were answered, and how: each way once."""
+        return {turn: list(ways) for turn, ways in sorted(self._found.items()) if ways}
+
+    def placed(self, request: ChatRequest, body: Mapping[str, Any], turns: Mapping[int, int]) -> None:
+        """Compare the recognised answers of a request."""
+        spoken = [place for place, message in enumerate(request.messages) if message["role"] == "assistant"]
+        written = dict(zip(spoken, answers_in(request.protocol, body), strict=True))
+        for place, turn in turns.items():
+            protocol, reply = self._replies[turn]
+            ways = self._found.setdefault(turn, {})
+            if protocol != request.protocol:
+                ways[f"in another protocol, {request.protocol}"] = None
+            else:
+                ways.update(dict.fromkeys(ways_of(protocol, reply, written[place])))
+
+    def answered(self, request: ChatRequest, reply: ChatReply, turn: int) -> None:
+        """Keep an answer."""
+        self._replies[turn] = (request.protocol, reply)
+
+
+def answers_in(protocol: str, body: Mapping[str, Any]) -> list[Any]:
+    """The assistant's messages in a request, as the client wrote them: messages of chat completions, the content of
+    Anthropic's messages, the items of a turn in Responses."""
+    if protocol == "openai_responses":
+        return list(_turns_of(body.get("input")))
+    spoken = [message for message in body["messages"] if message["role"] == "assistant"]
+    return [message["content"] for message in spoken] if protocol == "anthropic_messages" else spoken
+
+
+def ways_of(protocol: str, reply: ChatReply, back: Any) -> list[str]:
+    """How what came back differs from the answer.
+
+    Args:
+        protocol: Of both.
+        reply: What was answered.
+        back: As `answers_in` gives it.
+    """
+    if protocol == "openai_chat":
+        return list(_message(message_body(reply), back))
+    if protocol == "anthropic_messages":
+        return list(_blocks(content_blocks(reply), back))
+    return list(_parts(output_items(Stamp(), reply), back))
+
+
+def _turns_of(items: Any) -> Iterator[list[Mapping[str, Any]]]:
+    """The assistant's items, turn by turn, as `read_input` joins them."""
+    turn: list[Mapping[str, Any]] = []
+    for item in items if isinstance(items, list) else ():
+        kind = item.get("type") or "message"
+        if kind == "function_call_output" or (kind == "message" and item["role"] != "assistant"):
+            if turn:
+                yield turn
+            turn = []
+            continue
+        if turn and kind != "function_call" and any(_has_spoken(other) for other in turn):
+            yield turn
+            turn = []
+        turn.append(item)
+    if turn:
+        yield turn
+
+
+def _has_spoken(item: Mapping[str, Any]) -> bool:
+    kind = item.get("type") or "message"
+    return kind == "function_call" or (kind == "message" and bool(_text(item.get("content"))))
+
+
+def _message(sent: Mapping[str, Any], back: Mapping[str, Any]) -> Iterator[str]:
+    """A message of chat completions."""
+    yield from _fields(sent, back, passed=("role", "content", "tool_calls"))
+    yield from _content(sent["content"], back.get("content", _MISSING))
+    calls = back.get("tool_calls") or ()
+    for ours, theirs in zip(sent.get("tool_calls", ()), calls, strict=True):
+        name = ours["function"]["name"]
+        yield from _fields(ours, theirs, passed=("id", "function"), of=f"the call of {name}")
+        yield from _call(name, ours["id"], theirs.get("id"), ours["function"], theirs["function"])
+    if "tool_calls" in back and not calls:
+        yield f"with tool_calls {json.dumps(back['tool_calls'])}"
+
+
+def _blocks(sent: Sequence[Mapping[str, Any]], back: Any) -> Iterator[str]:
+    """The content of a message of Anthropic's."""
+    if isinstance(back, str):
+        yield "content as a text"
+        back = [{"type": "text", "text": back}]
+    yield from _parts(sent, back)
+
+
+def _parts(sent: Sequence[Mapping[str, Any]], back: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Items or blocks, each compared with the one of its type that comes in its place."""
+    left = list(back)
+    for ours in sent:
+        kind = ours["type"]
+        theirs = next((part for part in left if (part.get("type") or "message") == kind), None)
+        if theirs is None:
+            yield f"without {kind}"
+            continue
+        left.remove(theirs)
+        if kind in ("function_call", "tool_use"):
+            arguments, own = ("arguments", "call_id") if kind == "function_call" else ("input", "id")
+            name = ours["name"]
+            yield from _fields(ours, theirs, passed=(arguments, own, "id"), of=f"the call of {name}")
+            if "id" not in theirs:
+                yield f"without id of the call of {name}"
+            yield from _call(name, ours[own], theirs.get(own), {"arguments": ours[arguments]},
+                             {"arguments": theirs.get(arguments)})  # fmt: skip
+            continue
+        yield from _fields(ours, theirs, passed=("id", "content", "text"), of=kind)
+        if "id" in ours and "id" not in theirs:
+            yield f"without id of {kind}"
+        holds = "content" if "content" in ours else "text"
+        if holds in ours:
+            given = theirs.get(holds, _MISSING)
+            yield from _content(_text(ours[holds]), _text(given) if isinstance(given, list) else given, of=kind)
+            yield from _fields_of_part(ours[holds], given)
+    yield from (f"with a further {part.get('type') or 'message'}" for part in left)
+
+
+def _fields_of_part(ours: Any, theirs: Any) -> Iterator[str]:
+    """The fields of the only part of an item's content."""
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs) == 1:
+        yield from _fields(ours[0], theirs[0], passed=("text",), of="its part")
+
+
+def _fields(sent: Mapping[str, Any], back: Mapping[str, Any], *, passed: Sequence[str], of: str = "") -> Iterator[str]:
+    """Fields left out, added, or with another value."""
+    behind = f" of {of}" if of else ""
+    for name, value in sent.items():
+        if name in passed:
+            continue
+        if name not in back:
+            yield f"without {'' if value not in (None, '', [], {}) else 'the empty '}{name}{behind}"
+        elif back[name] != value:
+            yield f"another {name}{behind}"
+    for name, value in back.items():
+        if name not in sent and name not in passed:
+            yield f"with {'' if value not in (None, '', [], {}) else 'an empty '}{name}{behind}"
+
+
+def _content(sent: str, back: Any, of: str = "") -> Iterator[str]:
+    behind = f" of {of}" if of else ""
+    if back is _MISSING:
+        yield f"without content{behind}"
+    elif back is None:
+        yield f"content null{behind}"
+    elif isinstance(back, list):
+        yield f"content as parts{behind}"
+        back = _text(back)
+    if isinstance(back, str) and back != sent:
+        yield f"other white space around the text{behind}"
+
+
+def _call(name: str, sent_id: Any, back_id: Any, sent: Mapping[str, Any], back: Mapping[str, Any]) -> Iterator[str]:
+    if back_id != sent_id:
+        yield f"another id of the call of {name}"
+    ours, theirs = sent["arguments"], back.get("arguments")
+    if type(ours) is type(theirs) and (ours == theirs and json.dumps(ours) == json.dumps(theirs)):
+        return
+    if isinstance(ours, str) and not isinstance(theirs, str):
+        yield f"arguments of {name} as {'an object' if theirs is not None else 'null'}"
+    ours, theirs = _read(ours), _read(theirs)
+    if json.dumps(ours) == json.dumps(theirs):
+        yield f"arguments of {name} in other white space"
+    elif ours == theirs and json.dumps(ours, sort_keys=True) == json.dumps(theirs, sort_keys=True):
+        yield f"arguments of {name} in another order"
+    else:
+        yield f"arguments of {name} written otherwise"
+
+
+def _read(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def _text(content: Any) -> Any:
+    """The text of parts; what is no list stays as it is."""
+    if not isinstance(content, list):
+        return content
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
