@@ -23,6 +23,7 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.models.build import build_model, chat_text
 from verbatim.orchestrator.assemble import GroupRules, assemble_group
 from verbatim.rollouts import AgentLoop, EpisodeLimits, GroupRun, Recorder, RolloutSetup, run_episode
+from verbatim.rollouts.games import game as game_module
 from verbatim.rollouts.games import package
 from verbatim.rollouts.games.environment import TextArena
 from verbatim.rollouts.games.game import Game
@@ -270,13 +271,31 @@ async def test_an_illegal_move_is_told_to_the_player_and_then_loses():
     assert (trajectory.reward, trajectory.info["ended"]) == (-1.0, "cell 0 is already occupied.")
 
 
-async def test_a_game_that_gives_no_numbers_fails_its_episode():
-    """The package hands the reason over as the reward."""
+async def test_a_game_that_gives_no_numbers_fails_its_episode(monkeypatch):
+    """The package hands the reason over as the reward, and nothing puts it right."""
+    monkeypatch.setattr(game_module, "SWAPPED", ())
     trajectory = await play(TextArena(game="Countdown-v0"), ["no"] * 3)
     assert "Countdown-v0 gave the rewards {0: 'Invalid action format." in trajectory.error
 
 
 # ---- what is refused, and what is listed
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("Countdown-v0", "Invalid action format"), ("Cryptarithm-v0", "Bad action format"),
+    ("Slitherlink-v0", "Bad action format"), ("ThreeCardMonte-v0", "Bad action."),
+])  # fmt: skip
+def test_an_invalid_move_earns_a_number_and_is_told_why_where_the_package_mixes_both_up(name: str, reason: str):
+    game = Game(package.find_game(name), {}, 1, seed=3)
+    for _ in range(20):
+        game.observe()
+        game.act("no move")
+        if game.done:
+            break
+        assert f"Reason: {reason}" in game.observe()[1]
+    rewards = game.rewards()
+    assert rewards is not None and 0 <= rewards[0] < 1
+    assert game.why().startswith(f"Invalid Move: {reason}")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ class Game:
             except Exception as error:  # games check their arguments in ways of their own
                 raise ComponentError(f"textarena: {spec.id} does not begin with {num_players} players: "
                                      f"{error_text(error)}") from error  # fmt: skip
+        if spec.kind in SWAPPED:
+            _swap_back(self.state)
 
     @property
     def env(self) -> Any:
@@ -76,7 +78,7 @@ class Game:
 
     def rewards(self) -> dict[int, float] | None:
         """What each player earned, as the package says; None where the game did not end. An EnvironmentFault if it says
-        something else than numbers, as some games do after an invalid move."""
+        something else than numbers."""
         if not self.done:
             return None
         with self._random.lent():
@@ -95,6 +97,22 @@ class Game:
         import textarena
 
         return "GAME" if sender == textarena.GAME_ID else self.state.role_mapping.get(sender, f"Player {sender}")
+
+
+SWAPPED = ("Countdown", "Cryptarithm", "Slitherlink", "ThreeCardMonte")
+"""Games of textarena 0.7 that say an invalid move's reward where its reason belongs, and the reason as the reward."""
+
+
+def _swap_back(state: Any) -> None:
+    """Let the state take both in either order, so that the game earns what it means and the player reads why."""
+    set_invalid_move = state.set_invalid_move
+
+    def in_order(reason: Any, reward: Any) -> None:
+        if isinstance(reward, str):
+            reason, reward = reward, reason
+        set_invalid_move(reason, reward)
+
+    state.set_invalid_move = in_order
 
 
 FEWEST = {"MarketEntryGame": 2, "PublicGoodsGame": 2, "QuantumTicTacToe": 2, "SpiteAndMalice": 2}
