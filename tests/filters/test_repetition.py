@@ -58,3 +58,15 @@ def test_it_counts_as_plain_lists_do(completions, ngram, threshold):
 def test_knobs_that_cannot_be_are_refused(knobs, explained):
     with pytest.raises(ComponentError, match=f"repetition: {explained}"):
         Repetition(**knobs)
+
+
+@given(
+    completions=st.lists(st.lists(st.sampled_from([0, 1, 2**21, 2**31 - 1]), min_size=100, max_size=120), min_size=4, max_size=5),
+    ngram=st.integers(1, 9), threshold=st.sampled_from([0.0, 0.2, 0.4, 0.6, 1.0]),
+)  # fmt: skip
+def test_a_long_trajectory_is_counted_exactly(completions, ngram, threshold):
+    """The quick look at the first ids of each n-gram never decides what an exact count would not."""
+    grams = [{tuple(ids[at : at + ngram]) for at in range(len(ids) - ngram + 1)} for ids in completions]
+    total = sum(max(0, len(ids) - ngram + 1) for ids in completions)
+    flagged = total > 0 and 1 - sum(map(len, grams)) / total > threshold
+    assert Repetition(ngram=ngram, threshold=threshold)(trajectory(*completions)) == flagged

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from verbatim.config.schema import Fraction, PositiveInt
 from verbatim.errors import ComponentError
@@ -37,13 +40,45 @@ class Repetition:
 
     def __call__(self, trajectory: Trajectory) -> bool:
         """Whether too many n-grams are repeated."""
-        counts = [_count(turn.completion_ids, self.ngram) for turn in trajectory.turns if turn.trained]
-        total, distinct = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+        turns = [turn.completion_ids for turn in trajectory.turns if turn.trained]
+        total = sum(max(0, len(ids) - self.ngram + 1) for ids in turns)
+        if total >= _WORTH_A_BOUND and not self._is_above(total, _fewest_distinct(turns, self.ngram)):
+            return False  # as almost always: no need to count exactly
+        return self._is_above(total, sum(_num_distinct(ids, self.ngram) for ids in turns))
+
+    def _is_above(self, total: int, distinct: int) -> bool:
         return total > 0 and 1 - distinct / total > self.threshold
 
 
-def _count(ids: Int32, ngram: int) -> tuple[int, int]:
-    """The n-grams of one completion, and how many of them are distinct."""
-    total = max(0, len(ids) - ngram + 1)
+def _num_distinct(ids: Int32, ngram: int) -> int:
+    """Distinct n-grams of one completion."""
     raw, size = ids.tobytes(), ids.itemsize
-    return total, len({raw[size * at : size * (at + ngram)] for at in range(total)})
+    return len({raw[size * at : size * (at + ngram)] for at in range(len(ids) - ngram + 1)})
+
+
+_WORTH_A_BOUND = 256
+"""N-grams of a trajectory from which on a lower bound of the distinct ones is found sooner than their number."""
+_KEY_IDS, _KEY_BITS = 3, np.uint64(21)
+"""How many ids of an n-gram are in its key, and the bits for each."""
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 over the golden ratio: its multiples are far apart."""
+
+
+def _fewest_distinct(turns: Sequence[Int32], ngram: int) -> int:
+    """A lower bound of the n-grams that are distinct within their turn.
+
+    It counts distinct keys, made of the turn and the first ids of the n-gram. Equal n-grams of a turn have equal keys.
+    """
+    turns = [ids for ids in turns if len(ids) >= ngram]
+    if not turns:
+        return 0
+    ends = np.cumsum([len(ids) for ids in turns])
+    ids = np.concatenate(turns).astype(np.uint64)
+    count = len(ids) - ngram + 1
+    keys = np.repeat(np.arange(len(turns), dtype=np.uint64) * _SPREAD, np.diff(ends, prepend=0))[:count]
+    for place in range(min(ngram, _KEY_IDS)):
+        keys ^= ids[place : place + count] << (_KEY_BITS * np.uint64(place))
+    begins = np.ones(len(ids), dtype=np.bool_)
+    begins[(ends[:, None] - 1 - np.arange(ngram - 1)).ravel()] = False  # an n-gram does not reach over its turn's end
+    found = np.sort(keys[begins[:count]])
+    return 1 + int(np.count_nonzero(found[1:] != found[:-1]))

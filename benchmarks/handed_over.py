@@ -1,0 +1,192 @@
+"""From finished episodes to a batch that is handed over, and logged: processor time of each part.
+
+Episodes of 32 turns, each of 256 sampled tokens and 256 of a tool's answer, in groups of 16, 128 trajectories' texts as
+in `big_run.py`. Parts, in the order of a step:
+
+- `credit`, `filters`, `samples`: `assemble_group`, with the filters that a run has by default.
+- `order`: the message to the trainer, as a file of the exchange. `read` is the trainer's side: reading it, and every
+  array of every sample.
+- `metrics`: what is said of the rollouts.
+- `log`: the step's file of fates, with a logprob and a derivative of the trainer for each trained token, which come back
+  with its report (`report`).
+
+Processor time is that of this process, all its threads, and of processes that it started. `total` leaves out `read`. The
+longest time for which a thread that only counts could not run is `longest_hold`: what the event loop would have felt.
+
+Prints one JSON line. python benchmarks/handed_over.py [--short]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from verbatim import Trajectory, TurnTiming
+from verbatim.credit import ADVANTAGES, assign_advantages
+from verbatim.fates.files import FateFolder
+from verbatim.filters import FILTERS, apply_filters
+from verbatim.orchestrator.assemble import AssembledGroup, GroupRules, assemble_group, rollout_metrics
+from verbatim.orchestrator.step_metrics import _with_tokens
+from verbatim.records.trained_tokens import TrainedTokens
+from verbatim.rollouts import Recorder
+from verbatim.transport.exchange import Exchange
+from verbatim.transport.trainer_messages import TrainerMessage
+from verbatim.types import Group
+
+T = TypeVar("T")
+GROUP, TURN, SAMPLED, VOCAB = 16, 512, 256, 151_936
+WORDS = Path(__file__).parents[1].joinpath("docs", "trajectories.md").read_text(encoding="utf-8").split()
+
+
+def play(episode: int, tokens: int, rng: np.random.Generator) -> Trajectory:
+    """A finished episode: ids as often as words in a text, the group's opening shared."""
+    recorder = Recorder(VOCAB, trajectory_id=f"train-{episode // GROUP}-{episode % GROUP}")
+    opening = np.random.default_rng(episode // GROUP).integers(0, VOCAB, TURN - SAMPLED, dtype=np.int32)
+    history, messages = opening, [_message("user", TURN - SAMPLED)]
+    for turn in range(tokens // TURN):
+        completion = np.minimum(rng.zipf(1.2, SAMPLED), VOCAB - 1).astype(np.int32)
+        recorder.record(
+            prompt_ids=history, completion_ids=completion, logprobs=-rng.exponential(0.5, SAMPLED).astype(np.float32),
+            policy_versions=np.full(SAMPLED, 7 + turn // 20, np.int32), state_key=f"state {turn}",
+            timing=TurnTiming(queued=rng.random(), generated=rng.random(), tools=rng.random()),
+        )  # fmt: skip
+        answer = np.minimum(rng.zipf(1.2, TURN - SAMPLED), VOCAB - 1).astype(np.int32)
+        history = np.concatenate([history, completion, answer])
+        messages += [_message("assistant", SAMPLED), _message("tool", TURN - SAMPLED)]
+    group, place = divmod(episode, GROUP)
+    return Trajectory(
+        example_id=f"example {group}", turns=tuple(recorder.turns), messages=tuple(messages), env="big",
+        reward=float(rng.random()), trajectory_id=f"train-{group}-{place}", group_id=f"train-{group}",
+        sample_index=place, seed=episode, stop_reason="stop",
+    )  # fmt: skip
+
+
+def _message(role: str, num_tokens: int) -> dict[str, Any]:
+    return {"role": role, "content": " ".join(random.choices(WORDS, k=num_tokens * 2 // 3))}
+
+
+def seconds() -> float:
+    """Processor time of this process and of those that it started and waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+class Meter:
+    """Times parts, while a thread looks how long it is kept from running."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.longest_hold: dict[str, float] = {}
+
+    def measure(self, part: str, work: Callable[[], T]) -> T:
+        """What the work gives."""
+        watch = _Watch()
+        began = seconds()
+        result = work()
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds() - began
+        self.longest_hold[part] = max(self.longest_hold.get(part, 0.0), watch.end())
+        return result
+
+
+class _Watch:
+    """A thread that wakes up each millisecond, as an event loop would."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._longest = 0.0
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self) -> None:
+        before = time.perf_counter()
+        while not self._over.wait(0.001):
+            now = time.perf_counter()
+            self._longest, before = max(self._longest, now - before), now
+
+    def end(self) -> float:
+        """The longest time between two looks, in seconds."""
+        self._over.set()
+        self._thread.join()
+        return self._longest
+
+
+def run(num_episodes: int, tokens: int) -> dict[str, Any]:
+    """Play the episodes, then measure each part once."""
+    rng = np.random.default_rng(0)
+    played = [play(episode, tokens, rng) for episode in range(num_episodes)]
+    groups = [
+        Group(group_id=f"train-{g}", example_id=f"example {g}", env="big", index=g,
+              trajectories=tuple(played[g * GROUP : (g + 1) * GROUP]))
+        for g in range(num_episodes // GROUP)
+    ]  # fmt: skip
+    filters = {name: FILTERS[name]() for name in ("gibberish", "repetition", "zero_advantage")}
+    advantage = ADVANTAGES["default"]
+    rules = GroupRules(advantage=advantage, filters=filters, strategy="interleaved", max_length=10 * tokens,
+                       max_off_policy_steps=8)  # fmt: skip
+    meter = Meter()
+    credited = meter.measure("credit", lambda: [assign_advantages(group, advantage) for group in groups])
+    meter.measure("filters", lambda: [apply_filters(t, filters) for g in credited for t in g.trajectories])
+    batch: list[AssembledGroup] = meter.measure("all", lambda: [assemble_group(g, rules, 8) for g in groups])
+    parts = meter.seconds
+    parts["samples"] = parts.pop("all") - parts["credit"] - parts["filters"]
+    samples = [sample for group in batch for sample in group.samples]
+    with tempfile.TemporaryDirectory() as name:
+        exchange = Exchange.open(Path(name) / "run" / "exchange")
+        message = TrainerMessage(kind="train", version=1, samples=tuple(samples))
+        meter.measure("order", lambda: exchange.send(1, message))
+        (path,) = exchange.messages.iterdir()
+        order_bytes = path.stat().st_size
+        found = meter.measure("read", lambda: read(exchange))
+        assert sum(sample.num_trained_tokens for sample in found) == num_episodes * tokens // 2
+        succeeded = {t.trajectory_id: True for t in played}
+        meter.measure("metrics", lambda: rollout_metrics(batch, 8, succeeded, 8))
+        trained = sum(group.num_trained_tokens for group in batch)
+        said = TrainedTokens(logprobs=-rng.exponential(0.5, trained).astype(np.float32),
+                             gradients=rng.normal(0, 1, trained).astype(np.float32))  # fmt: skip
+        fates = [fate for group in batch for fate in group.fates]
+        fates = meter.measure("report", lambda: _with_tokens(fates, samples, said))
+        files = FateFolder(Path(name) / "fates")
+        meter.measure("log", lambda: files.write(8, fates))
+        log_bytes = files.files[8].size
+    parts["total"] = sum(parts.values()) - parts["read"]
+    return {
+        "benchmark": "handed_over", "episodes": num_episodes, "tokens": num_episodes * tokens,
+        "sampled_tokens": trained, "seconds": {name: round(value, 3) for name, value in parts.items()},
+        "longest_hold": {name: round(value, 3) for name, value in meter.longest_hold.items()},
+        "order_bytes_per_token": round(order_bytes / (num_episodes * tokens), 2),
+        "log_bytes_per_sampled_token": round(log_bytes / trained, 2), "log_megabytes": round(log_bytes / 1e6, 1),
+    }  # fmt: skip
+
+
+def read(exchange: Exchange) -> list[Any]:
+    """The trainer's side: every array of every sample is looked at."""
+    samples = exchange.wait_for_message(1, lambda: None).samples
+    for sample in samples:
+        for name in ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions",
+                     "temperatures"):  # fmt: skip
+            getattr(sample, name)[-1]
+    return list(samples)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of an episode")
+    parser.add_argument("--short", action="store_true", help="64 episodes of 4,096 tokens")
+    args = parser.parse_args()
+    print(json.dumps(run(64, 4096) if args.short else run(args.episodes, args.tokens)))
+
+
+if __name__ == "__main__":
+    main()
