@@ -1,17 +1,18 @@
 """From finished episodes to a batch that is handed over, and logged: processor time of each part.
 
-Episodes of 32 turns, each of 256 sampled tokens and 256 of a tool's answer, in groups of 16, 128 trajectories' texts as
-in `big_run.py`. Parts, in the order of a step:
+Episodes of 32 turns, each of 256 sampled tokens and 256 of a tool's answer, in groups of 16, with texts of as many
+words as tokens need. Parts, in the order of a step:
 
 - `credit`, `filters`, `samples`: `assemble_group`, with the filters that a run has by default.
 - `order`: the message to the trainer, as a file of the exchange. `read` is the trainer's side: reading it, and every
   array of every sample.
 - `metrics`: what is said of the rollouts.
-- `log`: the step's file of fates, with a logprob and a derivative of the trainer for each trained token, which come back
-  with its report (`report`).
+- `report`: the logprob and the derivative that came back for each trained token, put to the fates.
+- `log`: the step's file of fates.
 
-Processor time is that of this process, all its threads, and of processes that it started. `total` leaves out `read`. The
-longest time for which a thread that only counts could not run is `longest_hold`: what the event loop would have felt.
+Processor time is that of this process, all its threads, and of processes that it started. `total` leaves out `read`.
+`longest_hold` is the longest time in seconds for which a thread that looks at the clock each millisecond could not run:
+what an event loop would have felt; on a busy machine it is longer.
 
 Prints one JSON line. python benchmarks/handed_over.py [--short]
 """

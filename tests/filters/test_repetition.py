@@ -60,8 +60,11 @@ def test_knobs_that_cannot_be_are_refused(knobs, explained):
         Repetition(**knobs)
 
 
+LONG = st.lists(st.sampled_from([0, 1, 2**21, 2**31 - 1]), min_size=100, max_size=120)
+
+
 @given(
-    completions=st.lists(st.lists(st.sampled_from([0, 1, 2**21, 2**31 - 1]), min_size=100, max_size=120), min_size=4, max_size=5),
+    completions=st.lists(LONG, min_size=4, max_size=5),
     ngram=st.integers(1, 9), threshold=st.sampled_from([0.0, 0.2, 0.4, 0.6, 1.0]),
 )  # fmt: skip
 def test_a_long_trajectory_is_counted_exactly(completions, ngram, threshold):

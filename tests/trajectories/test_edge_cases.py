@@ -442,3 +442,25 @@ def test_what_was_cut_off_in_an_episode_that_went_on_is_dropped_as_cancelled():
     found = build(Trajectory(example_id="x", turns=THREE, num_unrecorded_tokens=4))
     assert found.dropped == {"cancelled": 4}
     assert sum(s.num_trained_tokens for s in found.samples) == sum(len(turn.completion_ids) for turn in THREE)
+
+
+def test_the_arrays_of_a_sample_are_those_of_its_turns_token_by_token():
+    """A turn whose weights changed on the way, one of unknown weights and advantage 0, one that may not be trained."""
+    turns = [
+        turn([1, 2], [3, 4, 5], logprobs=[-1.0, -2.0, -3.0], policy_versions=[6, 7, 7], temperature=0.5),
+        turn([1, 2, 3, 4, 5, 6], [7], trained=False),
+        turn([1, 2, 3, 4, 5, 6, 7], [8, 9], advantage=-0.0),
+    ]
+    (sample,) = build_samples(Trajectory(example_id="x", turns=turns, advantage=2.0))
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert sample.loss_mask.tolist() == [False, False, True, True, True, False, False, True, True]
+    assert sample.policy_versions.tolist() == [-1, -1, 6, 7, 7, -1, -1, -1, -1]
+    assert sample.chunk_ids.tolist() == [-1, -1, 0, 0, 0, -1, -1, 2, 2]
+    assert sample.advantages.tolist() == [0, 0, 2, 2, 2, 0, 0, 0, 0] and not np.signbit(sample.advantages).any()
+    assert sample.temperatures.tolist() == [1, 1, 0.5, 0.5, 0.5, 1, 1, 1, 1]
+    assert np.isnan(sample.logprobs).tolist() == [True, True, False, False, False, True, True, False, False]
+    assert sample.logprobs[sample.loss_mask].tolist() == [-1.0, -2.0, -3.0, -0.5, -0.5]
+    assert not any(getattr(sample, name).flags.writeable for name in ("loss_mask", "logprobs", "chunk_ids"))
+    for name in ("token_ids", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures", "loss_mask"):
+        assert sample.trained(name).tolist() == getattr(sample, name)[sample.loss_mask].tolist()
+    assert sample.trained_places().tolist() == [2, 3, 4, 7, 8] and sample.num_trained_tokens == 5

@@ -40,6 +40,18 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_no_file(tmp_path, full_disk):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_fills_up_between_two_parts_leaves_no_file(tmp_path):
+    def parts():
+        yield memoryview(b"1234")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        publish_bytes(tmp_path / "order", parts())
+    assert list(tmp_path.iterdir()) == []
+    publish_bytes(tmp_path / "order", iter([memoryview(b"12"), memoryview(b"34")]))
+    assert (tmp_path / "order").read_bytes() == b"1234"
+
+
 def test_a_disk_that_fills_up_in_the_middle_leaves_the_file_before(tmp_path, request):
     publish_bytes(tmp_path / "order", b"before")
     request.getfixturevalue("full_disk")

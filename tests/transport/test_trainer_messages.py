@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from transport_samples import assert_same_sample, make_sample
 
+from verbatim import TrainingSample, Trajectory, Turn, build_samples
 from verbatim.errors import RunStopped
 from verbatim.inference.sending import SendOrder, WeightStore
+from verbatim.records.spans import Span
 from verbatim.transport import StepReport, TrainerReady
 from verbatim.transport.canary import Probes
 from verbatim.transport.files import publish_bytes
@@ -37,6 +39,54 @@ def test_every_bit_of_a_batch_survives_the_trip(tmp_path, teacher):
     assert len(found.samples) == len(sent)
     for mine, theirs in zip(found.samples, sent, strict=True):
         assert_same_sample(mine, theirs)
+
+
+def sample_of_spans(*, teacher: bool = False, name: str = "s") -> TrainingSample:
+    """A turn of two versions, one of an unknown version, one without logprobs, one at the default of everything."""
+    rng = np.random.default_rng(7)
+    odd = np.array([-0.0, -1e-45], dtype=np.float32)
+    sample = TrainingSample.of_spans(
+        rng.integers(0, 2**31 - 1, 40, dtype=np.int32),
+        [Span(3, 5, 0, 8, -1.25, 0.7, odd), Span(5, 9, 0, 9, -1.25, 0.7, -rng.random(4, dtype=np.float32)),
+         Span(9, 10, 2, -1, 1 / 3, 1.0, -rng.random(1, dtype=np.float32)), Span(20, 30, 3, 9, 0.0, 1.0, None),
+         Span(38, 40, 5, 0, 0.0, 1.0, -rng.random(2, dtype=np.float32))],
+        trajectory_id=f"{name}-1", group_id="g", env="e", part=4,
+    )  # fmt: skip
+    return sample.with_streams({"teacher": -rng.random(40, dtype=np.float32),
+                                "reference": -rng.random(40, dtype=np.float32)}) if teacher else sample  # fmt: skip
+
+
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
+
+
+def bits(sample: TrainingSample) -> dict[str, object]:
+    arrays = {name: getattr(sample, name) for name in ARRAYS} | dict(sample.logprob_streams)
+    texts = {name: getattr(sample, name) for name in ("trajectory_id", "group_id", "env", "part")}
+    return {name: (array.dtype, array.tobytes()) for name, array in arrays.items()} | texts
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_samples_of_spans_and_of_arrays_travel_together_with_every_bit(tmp_path, teacher):
+    sent = (sample_of_spans(teacher=teacher), make_sample(9, teacher=teacher), make_sample(0, teacher=teacher),
+            sample_of_spans(teacher=teacher, name="t"))  # fmt: skip
+    found = travelled(TrainerMessage(kind="train", version=7, samples=sent), tmp_path).samples
+    assert [bits(sample) for sample in found] == [bits(sample) for sample in sent]
+    assert [sample.spans is None for sample in found] == [False, True, True, False]
+    assert_same_sample(found[1], sent[1])  # with its experts
+
+
+def test_a_token_takes_at_most_14_bytes_of_an_order():
+    """A long episode whose every second token was sampled, as ids and logprobs: 4 + 4 / 2 bytes, and a little more."""
+    turns, prompt = [], []
+    for turn in range(16):
+        prompt = prompt + [turn] * 128
+        turns.append(Turn(prompt_ids=prompt, completion_ids=[7] * 128, logprobs=[-0.5] * 128,
+                          policy_versions=[3] * 128))  # fmt: skip
+        prompt = prompt + [7] * 128
+    batch = [Trajectory(example_id="x", turns=turns, advantage=0.5, trajectory_id=str(i)) for i in range(8)]
+    samples = tuple(sample for trajectory in batch for sample in build_samples(trajectory))
+    size = len(message_to_bytes(TrainerMessage(kind="train", version=1, samples=samples)))
+    assert 6 < size / (8 * 16 * 256) < 7
 
 
 @pytest.mark.parametrize("name", ["", "лот-№1 🎲", 'quotes " and \\ and \n', "nul \0 and lone \ud800", "x" * 10_000])

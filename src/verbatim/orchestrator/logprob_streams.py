@@ -35,8 +35,7 @@ async def add_logprob_streams(batch: Sequence[AssembledGroup], models: Mapping[s
 
     async def with_streams(sample: TrainingSample) -> TrainingSample:
         found = await asyncio.gather(*(stream(sample, name) for name in models))
-        streams = dict(zip(models, found, strict=True))
-        return dataclasses.replace(sample, logprob_streams={**sample.logprob_streams, **streams})
+        return sample.with_streams(dict(zip(models, found, strict=True)))
 
     async def scored(group: AssembledGroup) -> AssembledGroup:
         samples = await asyncio.gather(*map(with_streams, group.samples))

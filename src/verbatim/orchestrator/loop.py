@@ -265,7 +265,7 @@ class Orchestrator:
             f"the trainer was given {expected} tokens and trained {report.num_trained_tokens}"
         )
         self.has_learned |= any(
-            bool(s.advantages[s.loss_mask].any()) if self.schedule.learns_from_advantages else s.num_trained_tokens > 0
+            bool(s.trained("advantages").any()) if self.schedule.learns_from_advantages else s.num_trained_tokens > 0
             for group in submitted.batch for s in group.samples
         )  # fmt: skip
         for group in submitted.batch:

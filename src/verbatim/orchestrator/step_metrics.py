@@ -148,7 +148,7 @@ def _with_teacher(fates: Sequence[Fate], samples: Sequence[TrainingSample]) -> l
     found: dict[str, dict[int, Float32]] = {}
     for sample in samples:
         if sample.teacher_logprobs is not None:
-            for turn in np.unique(sample.chunk_ids[sample.loss_mask]).tolist():
+            for turn in np.unique(sample.trained("chunk_ids")).tolist():
                 said = sample.teacher_logprobs[sample.chunk_ids == turn]
                 found.setdefault(sample.trajectory_id, {})[turn] = said
     return [

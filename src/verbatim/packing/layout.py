@@ -108,10 +108,10 @@ def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids:
         trajectory_ids: The ids, in the order of their numbers.
     """
     number = {trajectory_id: i for i, trajectory_id in enumerate(trajectory_ids)}
-    places = [np.flatnonzero(row.sample.loss_mask).astype(np.int32) for row in rows]
+    places = [row.sample.trained_places().astype(np.int32) for row in rows]
 
     def trained(name: str) -> list[Float32]:
-        return [getattr(row.sample, name)[at] for row, at in zip(rows, places, strict=True)]
+        return [row.sample.trained(name) for row in rows]
 
     assert_same_streams([row.sample for row in rows])
     streams = {

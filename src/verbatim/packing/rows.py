@@ -57,7 +57,7 @@ def lay_rows(rows: Sequence[Row]) -> MicroBatch:
     index = np.arange(ends[-1], dtype=np.int32)
     whole = {row.sample.trajectory_id: row.trajectory_length for row in rows}
     starts = (ends - lengths).tolist()
-    sources = [start + np.flatnonzero(row.sample.loss_mask) - 1 for row, start in zip(rows, starts, strict=True)]
+    sources = [start + row.sample.trained_places() - 1 for row, start in zip(rows, starts, strict=True)]
     return MicroBatch(
         input_ids=np.concatenate([row.sample.token_ids for row in rows]),
         position_ids=index - np.repeat(ends - lengths, lengths),

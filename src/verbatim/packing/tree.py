@@ -225,7 +225,7 @@ def lay_tree(rows: Sequence[Row], num_repeated_tokens: int) -> MicroBatch:
         ends[path[common:deepest]] = begin  # the branch that this sample leaves
         path[common:length] = np.arange(begin, begin + length - common)
         deepest = length
-        sources.append(path[np.flatnonzero(row.sample.loss_mask) - 1])
+        sources.append(path[row.sample.trained_places() - 1])
         places.append(path[:length].astype(np.int64))
     whole = {row.sample.trajectory_id: row.trajectory_length for row in rows}
     index = np.arange(total, dtype=np.int32)

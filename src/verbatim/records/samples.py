@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from verbatim.records.experts import RoutedExperts
 from verbatim.records.fields import NO_STREAMS, TEACHER, Bool, Float32, fill, read_only
+from verbatim.records.spans import OUTSIDE, Span, expanded, of_trained, trained_places
 from verbatim.token_tree import Int32
 
-_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
+_PER_TOKEN = ("token_ids", *OUTSIDE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, init=False)
@@ -72,6 +78,56 @@ class TrainingSample:
             routed_experts=routed_experts, trajectory_id=trajectory_id, group_id=group_id, env=env, part=part,
         )  # fmt: skip
 
+    @classmethod
+    def of_spans(
+        cls, token_ids: Int32, spans: Sequence[Span], *, routed_experts: RoutedExperts | None = None,
+        trajectory_id: str = "", group_id: str = "", env: str = "", part: int = -1,
+    ) -> Self:  # fmt: skip
+        """The sample of these spans of trained tokens, in ascending order. Its arrays are made when they are read."""
+        sample = cls.__new__(cls)
+        assert not spans or (spans[0].start > 0 and spans[-1].end <= len(token_ids))
+        assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
+        fill(
+            sample, token_ids=read_only(token_ids), _spans=tuple(spans), logprob_streams={},
+            routed_experts=routed_experts, trajectory_id=trajectory_id, group_id=group_id, env=env, part=part,
+        )  # fmt: skip
+        return sample
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """An array that follows from the spans, when it is read first."""
+            if name not in OUTSIDE or self.spans is None:
+                raise AttributeError(f"{type(self).__name__} has no {name!r}")
+            array = expanded(self.spans, name, len(self))
+            fill(self, **{name: array})
+            return array
+
+    @property
+    def spans(self) -> tuple[Span, ...] | None:
+        """The spans that it was made of; None of a sample that was made of arrays."""
+        spans: tuple[Span, ...] | None = vars(self).get("_spans")
+        return spans
+
+    def with_streams(self, streams: Mapping[str, Float32]) -> Self:
+        """The same sample with further logprob streams."""
+        for name, stream in streams.items():
+            assert stream.shape == self.token_ids.shape, f"{name}: {stream.shape} != {self.token_ids.shape}"
+        sample = copy.copy(self)
+        further = {name: read_only(array) for name, array in streams.items()}
+        fill(sample, logprob_streams={**self.logprob_streams, **further})
+        return sample
+
+    def trained_places(self) -> NDArray[np.int64]:
+        """The places of the trained tokens, ascending: int64 [T]."""
+        return np.flatnonzero(self.loss_mask) if self.spans is None else trained_places(self.spans)
+
+    def trained(self, name: str) -> NDArray[Any]:
+        """One of its arrays, by name, at the trained tokens alone: [T]."""
+        if self.spans is None or name not in OUTSIDE:
+            return getattr(self, name)[self.trained_places()]  # type: ignore[no-any-return]
+        return of_trained(self.spans, name)
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -83,7 +139,9 @@ class TrainingSample:
     @property
     def num_trained_tokens(self) -> int:
         """Tokens under the mask."""
-        return int(self.loss_mask.sum())
+        if self.spans is not None:
+            return sum(span.end - span.start for span in self.spans)
+        return int(np.count_nonzero(self.loss_mask))
 
 
 def assert_same_streams(samples: Sequence[TrainingSample]) -> None:

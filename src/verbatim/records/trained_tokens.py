@@ -45,7 +45,7 @@ class TrainedTokens:
         """
         start = 0
         for sample in samples:
-            chunks = sample.chunk_ids[sample.loss_mask]
+            chunks = sample.trained("chunk_ids")
             cuts = [0, *(np.flatnonzero(np.diff(chunks)) + 1).tolist(), len(chunks)]
             for first, last in pairwise(cuts):
                 if first < last:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verbatim.errors import ComponentError
 from verbatim.imports import import_object, is_import_path
 from verbatim.records.experts import RoutedExperts
 from verbatim.records.samples import TrainingSample
+from verbatim.records.spans import Span
 from verbatim.records.turn import Turn
 from verbatim.texts import shown
 from verbatim.trajectories.branching import branching
@@ -188,33 +188,26 @@ def _sample(trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], *
 
     What follows it, a turn that is not trained, would be context of nothing.
     """
-    last = trained[-1][1]
-    length = last.path.length
-    loss_mask = np.zeros(length, dtype=np.bool_)
-    logprobs = _filled(length, np.float32, np.nan)
-    advantages = np.zeros(length, dtype=np.float32)
-    chunk_ids = _filled(length, np.int32, -1)
-    versions = _filled(length, np.int32, -1)
-    temperatures = _filled(length, np.float32, 1.0)
-    for index, turn in trained:
-        span = slice(turn.num_prompt_tokens, turn.path.length)
-        loss_mask[span] = True
-        chunk_ids[span] = index
-        if turn.temperature != 1.0:
-            temperatures[span] = turn.temperature
-        if turn.logprobs is not None:
-            logprobs[span] = turn.logprobs
-        if turn.policy_versions is not None:
-            versions[span] = turn.policy_versions
-        advantage = turn.advantage if turn.advantage is not None else trajectory.advantage
-        if advantage:
-            advantages[span] = advantage
-    return TrainingSample(
-        token_ids=last.path.ids(), loss_mask=loss_mask, logprobs=logprobs, advantages=advantages, chunk_ids=chunk_ids,
-        policy_versions=versions, temperatures=temperatures,
+    return TrainingSample.of_spans(
+        trained[-1][1].path.ids(), [span for index, turn in trained for span in _spans(trajectory, index, turn)],
         routed_experts=_routed([turn for _, turn in trained], trajectory.turns), trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.group_id, env=trajectory.env, part=part,
     )  # fmt: skip
+
+
+def _spans(trajectory: TrajectoryRecord, index: int, turn: Turn) -> list[Span]:
+    """The trained tokens of a turn: a span for each policy version that sampled some of them."""
+    start, end, versions = turn.num_prompt_tokens, turn.path.length, turn.policy_versions
+    advantage = (turn.advantage if turn.advantage is not None else trajectory.advantage) or 0.0
+    if versions is None or versions.strides == (0,):
+        version = -1 if versions is None else int(versions[0])
+        return [Span(start, end, index, version, advantage, turn.temperature, turn.logprobs)]
+    cuts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist(), end - start]
+    return [
+        Span(start + first, start + last, index, int(versions[first]), advantage, turn.temperature,
+             None if turn.logprobs is None else turn.logprobs[first:last])
+        for first, last in pairwise(cuts)
+    ]  # fmt: skip
 
 
 def _routed(own: Sequence[Turn], turns: Sequence[Turn]) -> RoutedExperts | None:
@@ -237,9 +230,3 @@ def _routed(own: Sequence[Turn], turns: Sequence[Turn]) -> RoutedExperts | None:
             at = np.arange(start, min(turn.path.length - 1, path.shared_with(turn.path)))
             found.add(at, experts[: len(at)])
     return found
-
-
-def _filled(length: int, dtype: type, value: float) -> NDArray[Any]:
-    out: NDArray[Any] = np.empty(length, dtype=dtype)
-    out.fill(value)
-    return out

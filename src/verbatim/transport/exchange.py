@@ -17,7 +17,7 @@ from verbatim.transport.files import publish_bytes, publish_json, read_published
 from verbatim.transport.heartbeat import read_beat
 from verbatim.transport.trainer_messages import (
     TrainerMessage,
-    message_to_bytes,
+    message_parts,
     read_message,
     ready_from_json,
     to_json,
@@ -131,7 +131,7 @@ class Exchange:
         Raises:
             OSError: the system refused to write; the number is still free.
         """
-        publish_bytes(self.messages / message_name(number), message_to_bytes(message))
+        publish_bytes(self.messages / message_name(number), message_parts(message))
 
     def take_answer(self, number: int) -> Any | None:
         """The answer to a message, once; None if it is not there yet."""

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from verbatim.errors import RunStopped
 from verbatim.machine_faults import naming
 
+_BUFFER = 2**18
+"""Bytes from which on a part is written by itself."""
 
-def publish_bytes(path: Path, data: bytes) -> None:
+
+def publish_bytes(path: Path, data: bytes | Iterable[memoryview]) -> None:
     """Write under another name, then rename. Not synced to disk: after a crash it is not read any more.
+
+    Args:
+        path: The file.
+        data: Its content, whole or in parts, one after the other.
 
     Raises:
         OSError: the system refused to write; no file of this name, or the one before, is there.
@@ -20,7 +28,11 @@ def publish_bytes(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with naming(path):
-            temporary.write_bytes(data)
+            if isinstance(data, bytes):
+                temporary.write_bytes(data)
+            else:
+                with temporary.open("wb", buffering=_BUFFER) as file:
+                    file.writelines(data)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -23,29 +23,23 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from verbatim.errors import RunStopped
 from verbatim.inference.sending import SendOrder, WeightStore
-from verbatim.records.samples import assert_same_streams
 from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.transport.base import StepReport, TrainerReady
 from verbatim.transport.canary import Probes
-from verbatim.types import RoutedExperts, TrainingSample
+from verbatim.transport.sample_tensors import samples_from_tensors, samples_to_tensors
+from verbatim.transport.tensor_file import tensor_file
+from verbatim.types import TrainingSample
 
-_ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
-_STREAM = "_logprobs"
-"""Suffix of a logprob stream's tensor name: the stream "teacher" is the tensor "teacher_logprobs"."""
-_EXPERTS, _KNOWN = "routed_experts", "routed_experts_known"
-"""Tensors of the samples that have them, one after the other."""
-_NAMES = ("trajectory_id", "group_id", "env", "part")
 _OF_TOKENS = ("logprobs", "gradients")
 """Fields of `TrainedTokens`, float32; in answers their bytes as base64."""
 IN_RUN = "in_run"
@@ -71,31 +65,25 @@ class TrainerMessage:
 
 
 def message_to_bytes(message: TrainerMessage) -> bytes:
-    """A safetensors file: every array of all samples, one after the other, and their lengths; the rest as metadata."""
-    samples = message.samples
-    tensors = {name: np.concatenate([getattr(s, name) for s in samples]) for name in _ARRAYS} if samples else {}
-    tensors["lengths"] = np.array([len(sample) for sample in samples], dtype=np.int32)
-    assert_same_streams(samples)
-    for stream in samples[0].logprob_streams if samples else ():
-        tensors[stream + _STREAM] = np.concatenate([sample.logprob_streams[stream] for sample in samples])
-    routed = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
-    if routed:
-        tensors[_EXPERTS] = np.concatenate([r.experts for r in routed])
-        tensors[_KNOWN] = np.concatenate([r.known for r in routed])
+    """`message_parts` as one."""
+    return b"".join(message_parts(message))
+
+
+def message_parts(message: TrainerMessage) -> Iterator[memoryview]:
+    """The content of a safetensors file, part by part: the samples' tensors, the rest as metadata."""
+    tensors, names = samples_to_tensors(message.samples)
     head = {
-        "routed": [sample.routed_experts is not None for sample in samples],
         "kind": message.kind,
         "version": message.version,
         "checkpoint": message.checkpoint,
         "order": None if message.order is None else dataclasses.asdict(message.order),
-        **{name: [getattr(sample, name) for sample in samples] for name in _NAMES},
+        **names,
     }
-    data: bytes = save(tensors, metadata={"message": json.dumps(head)})
-    return data
+    return tensor_file(tensors, {"message": json.dumps(head)})
 
 
 def read_message(path: Path) -> TrainerMessage:
-    """The message in a file that holds `message_to_bytes`.
+    """The message in a file of `message_parts`.
 
     Raises:
         RunStopped: the file is damaged.
@@ -104,35 +92,13 @@ def read_message(path: Path) -> TrainerMessage:
         with safe_open(path, framework="numpy") as file:
             head = json.loads(file.metadata()["message"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        samples = samples_from_tensors(tensors, head)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunStopped(f"the message in {path} is damaged ({error}); resume the run") from error
-    lengths = tensors.pop("lengths")
-    routed = _read_experts(tensors, lengths, head["routed"])
-    ends = np.cumsum(lengths)[:-1]
-    pieces: dict[str, Any] = {name: np.split(array, ends) for name, array in tensors.items()}
-    streams = [name for name in pieces if name not in _ARRAYS]
-    samples = tuple(
-        TrainingSample(
-            **{name: pieces[name][i] for name in _ARRAYS}, **{name: head[name][i] for name in _NAMES},
-            logprob_streams={name.removesuffix(_STREAM): pieces[name][i] for name in streams},
-            routed_experts=routed[i],
-        )
-        for i in range(len(head[_NAMES[0]]))
-    )  # fmt: skip
     return TrainerMessage(
         kind=head["kind"], version=head["version"], samples=samples, checkpoint=head["checkpoint"],
         order=None if head["order"] is None else SendOrder(**head["order"]),
     )  # fmt: skip
-
-
-def _read_experts(tensors: dict[str, Any], lengths: Any, routed: list[bool]) -> list[RoutedExperts | None]:
-    """The experts of each sample; takes the tensors out."""
-    if not any(routed):
-        return [None] * len(routed)
-    ends = np.cumsum(lengths[np.array(routed)])[:-1]
-    found = zip(np.split(tensors.pop(_EXPERTS), ends), np.split(tensors.pop(_KNOWN), ends), strict=True)
-    return [RoutedExperts(**dict(zip(("experts", "known"), next(found), strict=True))) if has else None
-            for has in routed]  # fmt: skip
 
 
 def to_json(record: StepReport | TrainerReady, run: Path) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""Turns the samples of a batch into tensors and back, every bit of them.
+
+Samples that are made of spans travel as spans: their ids, the logprobs of their trained tokens, and a few numbers for
+each span; at most 8 bytes a token. Samples that are made of arrays travel as these arrays, 25 bytes a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbatim.records.samples import assert_same_streams
+from verbatim.records.spans import Span
+from verbatim.types import RoutedExperts, TrainingSample
+
+Parts = Sequence[NDArray[Any]]
+"""A tensor as the arrays that it is joined of, along the first dimension."""
+
+_ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
+_STREAM = "_logprobs"
+"""Suffix of a logprob stream's tensor name: the stream "teacher" is the tensor "teacher_logprobs"."""
+_EXPERTS, _KNOWN = "routed_experts", "routed_experts_known"
+"""Tensors of the samples that have them, one after the other."""
+_NAMES = ("trajectory_id", "group_id", "env", "part")
+_COUNTS, _PLACES, _NUMBERS, _SPAN_LOGPROBS = "span_counts", "span_places", "span_numbers", "span_logprobs"
+"""Tensors of the samples of spans: how many each has [S]; start, end, chunk, version and whether it has logprobs
+[N, 5]; advantage and temperature [N, 2]; the logprobs of those that have them."""
+
+
+def samples_to_tensors(samples: Sequence[TrainingSample]) -> tuple[dict[str, Parts], dict[str, Any]]:
+    """The tensors, and what goes beside them as JSON."""
+    of_arrays = [sample for sample in samples if sample.spans is None]
+    spans = [span for sample in samples for span in sample.spans or ()]
+    tensors: dict[str, Parts] = {
+        "lengths": [np.array([len(sample) for sample in samples], dtype=np.int32)],
+        "token_ids": [sample.token_ids for sample in samples],
+        **{name: [getattr(sample, name) for sample in of_arrays] for name in _ARRAYS[1:]},
+        _COUNTS: [np.array([len(sample.spans or ()) for sample in samples], dtype=np.int32)],
+        _PLACES: [np.array([(*span[:4], span.logprobs is not None) for span in spans], dtype=np.int32).reshape(-1, 5)],
+        _NUMBERS: [np.array([(span.advantage, span.temperature) for span in spans], dtype=np.float32).reshape(-1, 2)],
+        _SPAN_LOGPROBS: [span.logprobs for span in spans if span.logprobs is not None],
+    }  # fmt: skip
+    assert_same_streams(samples)
+    for stream in samples[0].logprob_streams if samples else ():
+        tensors[stream + _STREAM] = [sample.logprob_streams[stream] for sample in samples]
+    routed = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+    tensors |= {_EXPERTS: [r.experts for r in routed], _KNOWN: [r.known for r in routed]}
+    head = {
+        "routed": [sample.routed_experts is not None for sample in samples],
+        "of_arrays": [sample.spans is None for sample in samples],
+        **{name: [getattr(sample, name) for sample in samples] for name in _NAMES},
+    }
+    return {name: parts for name, parts in tensors.items() if parts}, head
+
+
+def samples_from_tensors(tensors: Mapping[str, NDArray[Any]], head: Mapping[str, Any]) -> tuple[TrainingSample, ...]:
+    """The inverse of `samples_to_tensors`, with each tensor joined; a tensor of no parts is missing.
+
+    Raises:
+        KeyError, ValueError, TypeError: these are no tensors of samples.
+    """
+    lengths = tensors["lengths"]
+    if not len(lengths):
+        return ()
+    of_arrays = np.array(head["of_arrays"], dtype=np.bool_)
+    ids = _split(tensors["token_ids"], lengths)
+    arrays = {name: iter(_split(tensors[name], lengths[of_arrays])) for name in _ARRAYS[1:] if name in tensors}
+    streams = {name.removesuffix(_STREAM): iter(_split(array, lengths))
+               for name, array in tensors.items() if name.endswith(_STREAM) and name != _SPAN_LOGPROBS}  # fmt: skip
+    experts = _read_experts(tensors, lengths, head["routed"])
+    spans = iter(_read_spans(tensors))
+    samples = []
+    for i, is_array in enumerate(head["of_arrays"]):
+        names = {name: head[name][i] for name in _NAMES}
+        own = next(spans)
+        if is_array:
+            fields: dict[str, Any] = {name: next(found) for name, found in arrays.items()}
+            sample = TrainingSample(token_ids=ids[i], **fields, routed_experts=experts[i], **names)
+        else:
+            sample = TrainingSample.of_spans(ids[i], own, routed_experts=experts[i], **names)
+        own_streams = {name: next(found) for name, found in streams.items()}
+        samples.append(sample.with_streams(own_streams) if own_streams else sample)
+    return tuple(samples)
+
+
+def _read_spans(tensors: Mapping[str, NDArray[Any]]) -> list[list[Span]]:
+    """The spans of each sample; none of samples of arrays."""
+    places, numbers = tensors[_PLACES].tolist(), tensors[_NUMBERS].tolist()
+    logprobs, at = tensors.get(_SPAN_LOGPROBS), 0
+    spans = []
+    for (start, end, chunk, version, is_known), (advantage, temperature) in zip(places, numbers, strict=True):
+        known = None
+        if is_known:
+            assert logprobs is not None
+            known = logprobs[at : (at := at + end - start)]
+        spans.append(Span(start, end, chunk, version, advantage, temperature, known))
+    cuts = accumulate(tensors[_COUNTS].tolist(), initial=0)
+    return [spans[first:last] for first, last in pairwise(cuts)]
+
+
+def _read_experts(
+    tensors: Mapping[str, NDArray[Any]], lengths: NDArray[np.int32], routed: Sequence[bool]
+) -> list[RoutedExperts | None]:
+    """The experts of each sample."""
+    if not any(routed):
+        return [None] * len(routed)
+    own = lengths[np.array(routed)]
+    found = zip(_split(tensors[_EXPERTS], own), _split(tensors[_KNOWN], own), strict=True)
+    return [RoutedExperts(**dict(zip(("experts", "known"), next(found), strict=True))) if has else None
+            for has in routed]  # fmt: skip
+
+
+def _split(array: NDArray[Any], lengths: NDArray[np.int32]) -> list[NDArray[Any]]:
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    if (ends[-1] if ends else 0) != len(array):
+        raise ValueError(f"{len(array)} entries, expected {ends[-1] if ends else 0}")
+    return [array[end - length : end] for length, end in zip(lengths.tolist(), ends, strict=True)]
