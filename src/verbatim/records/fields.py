@@ -23,8 +23,7 @@ NO_STREAMS: MappingProxyType[str, Any] = MappingProxyType({})
 
 def fill(record: object, **values: Any) -> None:
     """Set the fields of a frozen record; for its own `__init__` and `__post_init__` alone."""
-    for name, value in values.items():
-        object.__setattr__(record, name, value)
+    record.__dict__.update(values)
 
 
 def as_number(value: Any, name: str, hint: str = "") -> float | None:

@@ -129,6 +129,14 @@ class Turn:
         assert self.path.tree is earlier.path.tree
         return earlier.path.length <= self.num_prompt_tokens and self.path.starts_with(earlier.path)
 
+    def amended(self, **changes: Any) -> Turn:
+        """A copy with another reward, timing or parse status; nothing else is checked again."""
+        if "reward" in changes:
+            changes["reward"] = as_number(changes["reward"], "reward")
+        turn = object.__new__(Turn)
+        fill(turn, **{**self.__dict__, **changes})
+        return turn
+
     def replace(self, **changes: Any) -> Turn:
         """A copy with some fields changed; ids that do not change are stored once."""
         if changes.keys() & {"prompt_ids", "completion_ids"} and "path" not in changes:

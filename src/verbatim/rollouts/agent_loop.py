@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -177,7 +178,7 @@ class AgentLoop(EpisodeLoop):
         self._num_turns_of[agent] = number + 1
         request = SampleRequest(
             prompt_ids=prompt_ids,
-            params=params if params.max_tokens <= room else dataclasses.replace(params, max_tokens=room),
+            params=params if params.max_tokens <= room else _shortened(params, room),
             seed=derive_seed(self._seed, agent, number) if seed is None else seed,
             session=f"{self._session}/{agent}",
             routed_experts_start=self.recorder.num_routed(prompt_ids, agent),
@@ -195,7 +196,8 @@ class AgentLoop(EpisodeLoop):
     ) -> Answer:
         """The completion as a message, with what is recorded of it."""
         parsed = self.renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
-        parsed = dataclasses.replace(parsed, tool_calls=tuple(map(self._identify, parsed.tool_calls)))
+        if parsed.tool_calls:
+            parsed = dataclasses.replace(parsed, tool_calls=tuple(map(self._identify, parsed.tool_calls)))
         return Answer(
             message=parsed.message(), tool_calls=parsed.tool_calls, stop_reason=completion.stop_reason,
             prompt_ids=prompt_ids, completion_ids=completion.ids, extends=extends, logprobs=completion.logprobs,
@@ -217,6 +219,13 @@ class AgentLoop(EpisodeLoop):
             temperature=temperature,
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
         )  # fmt: skip
+
+
+def _shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """The parameters with fewer tokens; the others were checked when they were made."""
+    shorter = copy.copy(params)
+    object.__setattr__(shorter, "max_tokens", max_tokens)
+    return shorter
 
 
 @functools.cache

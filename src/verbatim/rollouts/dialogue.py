@@ -133,14 +133,16 @@ class Dialogue:
             first = f"{said}\n{tail}" if tail else said
             faults.setdefault(failure_kind(said), {"count": 0, "first": first})["count"] += 1
 
+    def _entered(self, *, what: str, **about: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        """An entry of the timeline, in seconds since the start of the episode; of no account where there is none."""
+        return contextlib.nullcontext({}) if self._timeline is None else self._timed(self._timeline, what, about)
+
     @contextlib.contextmanager
-    def _entered(self, *, what: str, **about: Any) -> Iterator[dict[str, Any]]:
-        """An entry of the timeline, in seconds since the start of the episode."""
+    def _timed(self, timeline: list[dict[str, Any]], what: str, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         start = time.perf_counter() - self._began
         entry = {"turn": self._num_turns - (what == "tool"), "what": what, **about, "start": start}
-        if self._timeline is not None:
-            self._timeline.append(entry)
-            self.info[TIMELINE] = self._timeline
+        timeline.append(entry)
+        self.info[TIMELINE] = timeline
         try:
             yield entry
         finally:

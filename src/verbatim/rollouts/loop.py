@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import abc
-import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verbatim.errors import EnvironmentFault, VerbatimError
+from verbatim.errors import VerbatimError
+from verbatim.rollouts.copies import Others, begins_with, copied, others_in, schema_text
 from verbatim.rollouts.recorder import Recorder
-from verbatim.texts import error_text
 from verbatim.token_tree import Ids
 from verbatim.tools.base import Tool
 from verbatim.types import Experts, Float32, Int32, Message, ParseStatus, StopReason, ToolCall, TurnTiming
@@ -100,6 +98,8 @@ class Thread:
     """The schemas it was shown, as text."""
     answer: Answer
     """What the engine made of its last prompt."""
+    others: Others | None = None
+    """Which of the messages hold more than text; None = not known."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,6 +119,8 @@ class Prompt:
     """How many of `messages` the thread holds already; 0 where it holds another history."""
     trained: bool = True
     """Whether the answer may be trained."""
+    others: Others | None = None
+    """Which of the messages hold more than text; None = not known."""
 
 
 class EpisodeLoop(abc.ABC):
@@ -179,8 +181,10 @@ class EpisodeLoop(abc.ABC):
         self.offers_tools |= bool(prompt.schemas)
         answer = self.last_answer = await self._answer(prompt)
         turn = self._record(answer, prompt, state_key)
+        said = copied(answer.message)
+        others = None if prompt.others is None else (*prompt.others, *others_in([said], len(prompt.messages)))
         self._threads[agent] = Thread(
-            turn=turn, messages=(*prompt.messages, copy.deepcopy(answer.message)), tools=prompt.tools, answer=answer
+            turn=turn, messages=(*prompt.messages, said), tools=prompt.tools, answer=answer, others=others
         )
         if answer.stop_reason is not StopReason.STOP:
             self.stop_reason = answer.stop_reason
@@ -203,10 +207,11 @@ class EpisodeLoop(abc.ABC):
         if not self.recorder.turns:
             return
         turn = self.recorder.turns[-1]
+        timing = turn.timing or TurnTiming()
         self.recorder.amend(
             len(self.recorder.turns) - 1,
             reward=reward,
-            timing=dataclasses.replace(turn.timing or TurnTiming(), tools=tool_seconds),
+            timing=TurnTiming(queued=timing.queued, generated=timing.generated, tools=tool_seconds),
             parse_status=turn.parse_status if turn.parse_status != "ok" else parse_status,
         )
 
@@ -248,32 +253,21 @@ class EpisodeLoop(abc.ABC):
 
     def _identify(self, call: ToolCall) -> ToolCall:
         self._num_calls += 1
-        return call if call.id else dataclasses.replace(call, id=f"call_{self._num_calls - 1}")
+        return call if call.id else ToolCall(
+            name=call.name, arguments=call.arguments, status=call.status, raw=call.raw, id=f"call_{self._num_calls - 1}"
+        )  # fmt: skip
 
     def _prompt(
         self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], agent: str, *, trained: bool
     ) -> Prompt:
         """The messages as they are now; those of the agent's last turn are compared with it, and copied only once."""
         thread = self._threads.get(agent)
-        known = thread.messages if thread is not None else ()
-        if not same_messages(messages[: len(known)], known):
-            known = ()
-        try:
-            new = copy.deepcopy(list(messages[len(known) :]))
-        except Exception as error:  # what an environment puts into its messages raises what it likes
-            raise EnvironmentFault(f"the messages cannot be copied: {error_text(error)}") from error
+        known, others = (thread.messages, thread.others) if thread is not None else ((), ())
+        if not begins_with(messages, known, others):
+            known, others = (), ()
+        new = [copied(message) for message in messages[len(known) :]]
         return Prompt(
-            agent=agent, messages=(*known, *new), schemas=schemas, tools=tuple(map(str, schemas)), thread=thread,
-            num_known=len(known), trained=trained,
+            agent=agent, messages=(*known, *new), schemas=schemas, tools=tuple(map(schema_text, schemas)),
+            thread=thread, num_known=len(known), trained=trained,
+            others=None if others is None else (*others, *others_in(new, len(known))),
         )  # fmt: skip
-
-
-def same_messages(messages: Any, others: Any) -> bool:
-    """Whether a template would write them alike. Python's own 1 == 1.0 == True would be written differently."""
-    if isinstance(messages, Mapping) and isinstance(others, Mapping):
-        return messages.keys() == others.keys() and all(same_messages(messages[key], others[key]) for key in messages)
-    if isinstance(messages, list | tuple) and isinstance(others, list | tuple):
-        return len(messages) == len(others) and all(map(same_messages, messages, others))
-    if isinstance(messages, bool | float) or isinstance(others, bool | float):
-        return type(messages) is type(others) and messages == others
-    return bool(messages == others)

@@ -121,8 +121,8 @@ class Recorder:
 
     def amend(self, index: int, **changes: object) -> None:
         """Add what became known after the completion: tool results, timing, reward. Never ids or logprobs."""
-        assert set(changes) <= {"reward", "timing", "parse_status"}
-        self.turns[index] = self.turns[index].replace(**changes)
+        assert changes.keys() <= {"reward", "timing", "parse_status"}
+        self.turns[index] = self.turns[index].amended(**changes)
 
     def close(self) -> None:
         """The episode has ended: nothing is recorded any more."""

@@ -4,9 +4,8 @@ its deadline it is abandoned."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from verbatim.errors import EnvironmentFault, ModelError, RolloutError
@@ -57,8 +56,7 @@ class UserCalls:
             self._handle.cancel()
         self.over.cancel()
 
-    @contextlib.contextmanager
-    def guard(self, what: str) -> Iterator[None]:
+    def guard(self, what: str) -> Guard:
         """A `with` block around user code.
 
         Raises:
@@ -66,30 +64,45 @@ class UserCalls:
                 CancelledError of its own making included. Ctrl-C and our own cancellation pass through.
             TimeoutError: it returned after its time, because it swallowed the cancellation.
         """
-        self.now, task = what, asyncio.current_task()
-        try:
-            yield
-        except (EpisodeOver, RolloutError, ModelError):  # a model that cannot do what is asked fails all alike
-            raise
-        except asyncio.CancelledError as error:
-            if self._is_over():
-                raise
-            raise EnvironmentFault(f"{what} awaited something that was cancelled") from error
-        except BaseException as error:
-            # GeneratorExit also ends a coroutine that is thrown away.
-            if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not is_running(task)):
-                raise
-            raise EnvironmentFault(f"{what} raised {error_text(error)}") from error
-        if self._is_over():
-            raise TimeoutError
+        self.now = what
+        return Guard(self, what)
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the task was told to end: a CancelledError is not the user's own, and a result comes too late."""
         return self.told_to_end or (self.deadline is not None and self.deadline.expired())
 
     def _end(self) -> None:
         if not self.over.done():
             self.over.set_result(None)
+
+
+class Guard:
+    """The `with` block of `UserCalls.guard`."""
+
+    __slots__ = ("_calls", "_task", "_what")
+
+    def __init__(self, calls: UserCalls, what: str) -> None:
+        self._calls, self._what = calls, what
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        what = self._what
+        if error is None:
+            if self._calls.is_over():
+                raise TimeoutError
+            return
+        if isinstance(error, EpisodeOver | RolloutError | ModelError):  # a model that cannot do what is asked fails all
+            return
+        if isinstance(error, asyncio.CancelledError):
+            if self._calls.is_over():
+                return
+            raise EnvironmentFault(f"{what} awaited something that was cancelled") from error
+        # GeneratorExit also ends a coroutine that is thrown away.
+        if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not is_running(self._task)):
+            return
+        raise EnvironmentFault(f"{what} raised {error_text(error)}") from error
 
 
 async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:

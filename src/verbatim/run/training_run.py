@@ -24,6 +24,7 @@ from verbatim.inference.chat.client import OpenAI
 from verbatim.monitors.alarm import Alarm
 from verbatim.monitors.alarms import AlarmWatch
 from verbatim.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
+from verbatim.orchestrator.collector import seldom_collected
 from verbatim.orchestrator.sending_trainer import SendingTrainer
 from verbatim.rollouts import EpisodeTally, RolloutSetup
 from verbatim.rollouts.main_loop import Ask
@@ -205,6 +206,7 @@ class TrainingRun:
             )
             for purpose, writer in (("train", chat_teacher), ("eval", None))
         )  # fmt: skip
+        stack.enter_context(seldom_collected())
         return await self._take_steps(side, state, stack, sampler, setups, eval_setups, tallies["train"])
 
     async def _take_steps(

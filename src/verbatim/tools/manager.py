@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -93,6 +93,10 @@ class ToolManager(Mapping[str, Tool]):
 
     def __len__(self) -> int:
         return len(self._tools)
+
+    def values(self) -> ValuesView[Tool]:
+        """The tools, in the order of their registration."""
+        return self._tools.values()
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:

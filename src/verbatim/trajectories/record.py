@@ -120,7 +120,7 @@ class TrajectoryRecord:
     @classmethod
     def of(cls, identity: RolloutIdentity, **fields: Any) -> Self:
         """The trajectory of this rollout, with its other fields."""
-        return cls(**dataclasses.asdict(identity), **fields)
+        return cls(**vars(identity), **fields)
 
     @property
     def identity(self) -> RolloutIdentity:
