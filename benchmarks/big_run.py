@@ -27,7 +27,6 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.models.build import END_OF_TURN, build_tokenizer
 from verbatim.monitors.jsonl import JsonlWriter
 from verbatim.monitors.metrics_log import MetricsLog
-from verbatim.monitors.trajectory_log import TrajectoryLog
 from verbatim.renderers import create_renderer
 from verbatim.rollouts import MultiTurnRollout
 from verbatim.tools import FunctionTool, ToolManager
@@ -172,7 +171,7 @@ def write_run(folder: Path, *, trajectories: int, turns: int = 4, length: int = 
     played = play(folder, count=PER_STEP, turns=turns, length=length)
     files = FateFolder(folder / "trajectories")
     metrics = MetricsLog(folder / "metrics.jsonl")
-    evaluated = TrajectoryLog(folder / "eval_trajectories.jsonl")
+    evaluated = FateFolder(folder / "evaluations")
     tokens = 0
     for step in range(1, steps + 1):
         fates = fates_of(step, played, draw)
@@ -181,13 +180,13 @@ def write_run(folder: Path, *, trajectories: int, turns: int = 4, length: int = 
         metrics.on_step(step, found)
         tokens += sum(fate.trajectory.num_sampled_tokens for fate in fates)
         if step % _EVAL_EVERY == 0:
-            for place, fate in enumerate(fates[:_EVAL_EPISODES]):
-                ids = {"trajectory_id": f"eval-{place}-0", "group_id": f"eval-{place}"}
-                evaluated.write(step, fate.trajectory.replace(**ids))
+            evaluated.write(step, [
+                Fate.of_evaluated(fate.trajectory.replace(trajectory_id=f"eval-{place}-0", group_id=f"eval-{place}"))
+                for place, fate in enumerate(fates[:_EVAL_EPISODES])
+            ])  # fmt: skip
             share = {name: found[name] for name in ("success", "reward/mean", "reward/std")}
             metrics.on_eval(step, ENVIRONMENTS[0], {**share, "episodes": _EVAL_EPISODES, "failed": 0})
     metrics.close()
-    evaluated.close()
     alarms = JsonlWriter(folder / "alarms.jsonl")
     alarms.write({
         "name": "entropy_collapse", "step": steps // 2, "state": "raised", "message": "entropy fell to 0.02 from 1.1",

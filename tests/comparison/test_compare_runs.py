@@ -24,10 +24,12 @@ from verbatim.comparison.text_plot import text_plot
 from verbatim.config import dump_config, load_config
 from verbatim.errors import UsageError
 from verbatim.evaluation.intervals import paired_share
-from verbatim.monitors import MetricsLog, TrajectoryLog
+from verbatim.fates.files import FateFolder
+from verbatim.monitors import MetricsLog
 from verbatim.monitors.alarm import Alarm
 from verbatim.monitors.alarm_log import AlarmLog
 from verbatim.plain_console import PlainConsole
+from verbatim.trajectories import Fate
 
 TOML = '[model]\nname = "x"\n[[orchestrator.train.env]]\nid = "guess_number"\n'
 
@@ -48,17 +50,16 @@ def make_run(
         ledger = {"ledger/sampled": 100.0 * step, "ledger/trained": 60.0 * step, "ledger/pending": 10.0 * step,
                   "ledger/dropped/stale": 30.0 * step}  # fmt: skip
         lines.on_step(step, {"reward/mean": reward, "tokens_per_second": 50.0, **ledger, **(metrics or {})})
-    episodes = TrajectoryLog(folder / "eval_trajectories.jsonl") if keeps else None
     for step, count in (wins or {}).items():
         lines.on_eval(step, env, {"success": count / 20, "episodes": 20, "failed": 0, "reward/mean": count / 20,
                                   "success/low": count / 20 - 0.1, "success/high": count / 20 + 0.1})  # fmt: skip
-        for index in range(20):
-            if episodes is not None:
-                episodes.write(step, Trajectory(example_id=str(index // 2), sample_index=index % 2, seed=index, env=env,
-                                                reward=float(index < count)))  # fmt: skip
+        if keeps:
+            FateFolder(folder / "evaluations").write(step, [
+                Fate.of_evaluated(Trajectory(example_id=str(index // 2), sample_index=index % 2, seed=index, env=env,
+                                             reward=float(index < count)))
+                for index in range(20)
+            ])  # fmt: skip
     lines.close()
-    if episodes is not None:
-        episodes.close()
     (folder / "logs").mkdir()
     (folder / "orchestrator.lock").write_text("1\n")
     started = "2026-01-31 10:00:00,000 INFO started (process 7)"
@@ -110,11 +111,11 @@ def test_damaged_files_are_left_out_and_told(tmp_path: Path):
     run = make_run(tmp_path / "a", wins={3: 4})
     (run / "metrics.jsonl").write_text("nonsense\n" + (run / "metrics.jsonl").read_text())
     (run / "config.toml").write_text("= broken")
-    (run / "eval_trajectories.jsonl").write_text('{"step": 3, "nonsense": 1}\n')
+    (run / "evaluations" / "step-000003.parquet").write_text("nonsense")
     text = shown([run, make_run(tmp_path / "b", wins={3: 8})])
     assert "1 lines of metrics.jsonl cannot be read, and are left out" in text
     assert "config.toml is missing or damaged: its keys are not compared" in text
-    assert "eval_trajectories.jsonl:1: no evaluated episode of ours" in " ".join(text.split())
+    assert "evaluations/step-000003.parquet cannot be read as trajectories of ours" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("make", "said"), [

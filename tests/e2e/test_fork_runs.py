@@ -29,6 +29,7 @@ from faults.tiny_places import deterministic, is_leftover
 from verbatim.checkpoints import find_checkpoint, read_json, read_origin
 from verbatim.cli.main import main
 from verbatim.errors import UsageError
+from verbatim.monitors.trajectory_log import read_evaluated
 from verbatim.run import fork as forking
 
 pytestmark = pytest.mark.slow
@@ -78,9 +79,8 @@ def assert_same(mine: Path, theirs: Path) -> None:
         for turn in trajectory["turns"]:
             turn["timing"] = None
     assert said == told
-    evaluated = [(mine / "eval_trajectories.jsonl"), (theirs / "eval_trajectories.jsonl")]
-    ids = [[(row["step"], row["trajectory"]["reward"]) for row in lines(path)] for path in evaluated]
-    assert ids[0] == ids[1]
+    evaluated = [[(step, t.trajectory_id, t.reward) for step, t in read_evaluated(run)] for run in (mine, theirs)]
+    assert evaluated[0] == evaluated[1] and evaluated[0]
     best = [read_json(run / "summary.json")["best"] for run in (mine, theirs)]
     assert best[0] == best[1]
     assert_ledger_adds_up(mine)

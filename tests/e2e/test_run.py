@@ -216,7 +216,7 @@ def test_the_report_ends_what_is_printed_and_is_kept(finished: Finished):
     for part in ("guess_number: learning curve", "one episode before and after: guess_number", "before (step 0)",
                  "after (step 3)", "success_after_rl"):  # fmt: skip
         assert part in kept and part in finished.printed
-    evaluated = list(read_trajectories(finished.folder / "eval_trajectories.jsonl"))
+    evaluated = list(read_trajectories(finished.folder / "evaluations"))
     assert [step for step, _ in evaluated] == [step for step in (0, 2, 3) for _ in range(SECRETS)]
     seeds = [{(t.example_id, t.seed) for step, t in evaluated if step == at} for at in (0, 2, 3)]
     assert len(seeds[0]) == SECRETS and seeds[0] == seeds[1] == seeds[2]

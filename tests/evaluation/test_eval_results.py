@@ -14,9 +14,11 @@ from verbatim.evaluation.outcomes import Outcome, outcome_of
 from verbatim.evaluation.pairs import difference
 from verbatim.evaluation.results import env_result
 from verbatim.evaluation.stored import evaluated_steps, read_outcomes
+from verbatim.fates.files import FateFolder
 from verbatim.monitors import MetricsLog, TrajectoryLog
 from verbatim.orchestrator.assemble import episode_metrics, judge_metrics, reward_part_metrics
 from verbatim.run.summary import summary_of
+from verbatim.trajectories import Fate
 from verbatim.types import StopReason, ToolCall
 
 
@@ -141,30 +143,44 @@ def test_outcomes_are_read_from_a_log_by_step(tmp_path: Path):
         for trajectory in played():
             log.write(step, trajectory)
     log.close()
-    assert evaluated_steps(path) == [0, 5, 10]
-    found = list(read_outcomes(path, {5}))
+    assert evaluated_steps(tmp_path) == [0, 5, 10]
+    found = list(read_outcomes(tmp_path, {5}))
     assert [step for step, _ in found] == [5] * 4
     assert [one for _, one in found] == [outcome_of(t, succeeded(game, t)) for t in played()]
     with path.open("a") as file:
         file.write('{"step": 10, "traj')  # a writer is at work
-    assert len(list(read_outcomes(path))) == 12
+    assert len(list(read_outcomes(tmp_path))) == 12
     with path.open("a") as file:
         file.write("\n")
     with pytest.raises(UsageError, match=r"eval_trajectories\.jsonl:13: no evaluated episode of ours"):
-        list(read_outcomes(path))
-    assert evaluated_steps(tmp_path / "no.jsonl") == []
-    with pytest.raises(UsageError, match="there is no file"):
-        list(read_outcomes(tmp_path / "no.jsonl"))
+        list(read_outcomes(tmp_path))
+    assert evaluated_steps(tmp_path / "nothing") == [] and list(read_outcomes(tmp_path / "nothing")) == []
+
+
+def test_outcomes_are_read_from_the_files_of_evaluations_by_step(tmp_path: Path):
+    game = GuessNumber()
+    files = FateFolder(tmp_path / "evaluations")
+    for step in (0, 5, 10):
+        files.write(step, [Fate.of_evaluated(trajectory) for trajectory in played()])
+    assert evaluated_steps(tmp_path) == [0, 5, 10]
+    found = list(read_outcomes(tmp_path, {5}))
+    assert [step for step, _ in found] == [5] * 4
+    assert [one for _, one in found] == [outcome_of(t, succeeded(game, t)) for t in played()]
+    assert len(list(read_outcomes(tmp_path))) == 12
+    (tmp_path / "evaluations" / "step-000010.parquet").write_bytes(b"PAR1")
+    assert len(list(read_outcomes(tmp_path, {0, 5}))) == 8
+    with pytest.raises(UsageError, match=r"step-000010\.parquet cannot be read as trajectories"):
+        list(read_outcomes(tmp_path))
 
 
 def test_an_environments_own_verdict_stands_in_the_log(tmp_path: Path):
-    log = TrajectoryLog(tmp_path / "log.jsonl")
+    log = TrajectoryLog(tmp_path / "eval_trajectories.jsonl")
     log.write(0, Trajectory(example_id="a", reward=0.2, info={"is_success": True}))
     log.write(0, Trajectory(example_id="b", reward=5.0, info={"is_success": False}))
     log.write(0, Trajectory(example_id="c", reward=1.0))
     log.write(0, Trajectory(example_id="d", reward=np.nan))
     log.close()
-    found = [one for _, one in read_outcomes(tmp_path / "log.jsonl")]
+    found = [one for _, one in read_outcomes(tmp_path)]
     assert [one.success for one in found] == [True, False, True, False]
     assert found[3].reward is None
 
@@ -188,7 +204,7 @@ def write_run(folder: Path, wins: dict[int, int], env: str = "a", log_env: str =
 
 def test_a_summary_says_what_was_gained_in_pairs(tmp_path: Path):
     metrics, episodes = write_run(tmp_path, {0: 4, 5: 1, 9: 14})
-    found = summary_of(metrics, {}, episodes)
+    found = summary_of(metrics, {}, episodes.parent)
     assert found["gain"] == 0.5
     # Examples 2 to 6 gain both of their episodes, and none loses one.
     pairs = {str(example): [float(2 <= example <= 6)] * 2 for example in range(10)}
@@ -201,12 +217,12 @@ def test_a_summary_says_what_was_gained_in_pairs(tmp_path: Path):
 
 def test_without_the_episodes_a_gain_has_no_interval(tmp_path: Path, caplog):
     metrics, episodes = write_run(tmp_path, {0: 4, 9: 14}, log_env="another")
-    for log in (None, tmp_path / "missing.jsonl", episodes):
+    for log in (None, tmp_path / "missing", tmp_path):
         found = summary_of(metrics, {}, log)
         assert found["gain"] == 0.5 and "gain_interval_95" not in found
     assert not caplog.records
     episodes.write_text("nonsense\n")
-    assert summary_of(metrics, {}, episodes)["gain"] == 0.5
+    assert summary_of(metrics, {}, tmp_path)["gain"] == 0.5
     assert "the summary leaves out the interval" in caplog.text
     metrics.write_text('{"step": 0, "kind": "eval", "env": "a", "metrics": {"success": 0.6, "episodes": 8}}\n')
     assert "gain" not in summary_of(metrics, {}, None), "one evaluation is no gain"
@@ -216,6 +232,6 @@ def test_a_gain_with_several_environments_stands_with_each(tmp_path: Path):
     metrics, _ = write_run(tmp_path, {0: 4, 9: 14})
     lines = metrics.read_text()
     metrics.write_text(lines + lines.replace('"env": "a"', '"env": "b"'))
-    found = summary_of(metrics, {}, tmp_path / "eval_trajectories.jsonl")
+    found = summary_of(metrics, {}, tmp_path)
     assert "gain" not in found and found["environments"]["b"]["gain"] == 0.5
     assert "gain_interval_95" in found["environments"]["a"] and "gain_interval_95" not in found["environments"]["b"]

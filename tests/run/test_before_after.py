@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from verbatim import Trajectory
 from verbatim.environments import tool_exchange
 from verbatim.environments.guess_number import GuessNumber
+from verbatim.fates.files import FateFolder
 from verbatim.monitors.conversation import message_text
-from verbatim.monitors.trajectory_log import TrajectoryLog
 from verbatim.plain_console import PlainConsole
 from verbatim.run.before_after import Comparison, compare, print_comparison
+from verbatim.trajectories import Fate
 from verbatim.trajectory_json import NOT_WRITTEN
 
 OPENING = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Find it."}]
@@ -28,12 +30,10 @@ def episode(
 
 
 def compared(tmp_path: Path, *evaluations: tuple[int, list[Trajectory]], known: bool = True) -> list[Comparison]:
-    log = TrajectoryLog(tmp_path / "log.jsonl")
+    shutil.rmtree(tmp_path / "evaluations", ignore_errors=True)
     for step, trajectories in evaluations:
-        for trajectory in trajectories:
-            log.write(step, trajectory)
-    log.close()
-    return compare(tmp_path / "log.jsonl", {"game": GuessNumber()} if known else {})
+        FateFolder(tmp_path / "evaluations").write(step, [Fate.of_evaluated(each) for each in trajectories])
+    return compare(tmp_path, {"game": GuessNumber()} if known else {})
 
 
 def printed(comparison: Comparison, width: int = 80) -> list[str]:
@@ -57,7 +57,6 @@ def test_without_such_an_episode_the_largest_gain_is_shown_and_without_a_gain_th
     before = [episode("a", 0.5), episode("b", None), episode("c", 0.25)]
     (gained,) = compared(tmp_path, (0, before), (1, [episode("a", 0.5), episode("b", 0.9), episode("c", 0.5)]))
     assert gained.shown[0].before.example_id == "c" and "gained most reward" in gained.shown[1]
-    (tmp_path / "log.jsonl").unlink()
     (none,) = compared(tmp_path, (0, before), (1, [episode("a", 0.5), episode("b", None), episode("c", 0.0)]))
     assert none.shown[0].before.example_id == "a" and "none earned more" in none.shown[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from verbatim import Trajectory
 from verbatim.checkpoints import RunFolder
 from verbatim.config import load_config
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.monitors import MetricsLog, TrajectoryLog
+from verbatim.fates.files import FateFolder
+from verbatim.monitors import MetricsLog
 from verbatim.plain_console import PlainConsole
 from verbatim.run.report import WIDTH, report
+from verbatim.trajectories import Fate
 
 SUMMARY = {"success_before_rl": 0.25, "steps": 2, "environments": {"game": {}}}
 
@@ -30,11 +33,10 @@ def folder(tmp_path: Path):
         metrics.on_step(1, {"reward/mean": 0.5})
         metrics.on_eval(2, "game", {"success": 0.75})
         metrics.close()
-        log = TrajectoryLog(folder.eval_trajectories)
+        files = FateFolder(folder.evaluations)
         for step, reward in ((0, 0.0), (2, 1.0)):
             said = ({"role": "user", "content": "go"}, {"role": "assistant", "content": f"after {step}"})
-            log.write(step, Trajectory(example_id="e", env="game", reward=reward, messages=said))
-        log.close()
+            files.write(step, [Fate.of_evaluated(Trajectory(example_id="e", env="game", reward=reward, messages=said))])
         yield folder
 
 
@@ -67,18 +69,19 @@ def test_a_terminal_gets_what_its_width_and_encoding_take(folder):
 
 
 def test_a_run_without_evaluations_has_no_episode_to_show(folder):
-    folder.eval_trajectories.unlink()
+    shutil.rmtree(folder.evaluations)
     folder.metrics.write_text("")
     text = reported(folder)
     assert "curve" not in text and "before and after" not in text and "success_before_rl" in text
 
 
 def test_a_damaged_log_costs_what_would_be_shown_of_it(folder, caplog):
-    folder.eval_trajectories.write_text("nonsense\n")
+    (folder.evaluations / "step-000002.parquet").write_text("nonsense\n")
     with caplog.at_level(logging.ERROR):
         text = reported(folder)
     assert "title: learning curve" in text and "before and after" not in text and "success_before_rl" in text
-    assert "the report leaves out what it cannot read" in caplog.text and "eval_trajectories.jsonl:1" in caplog.text
+    assert "the report leaves out what it cannot read" in caplog.text
+    assert "evaluations/step-000002.parquet cannot be read" in caplog.text
 
 
 def test_a_report_that_cannot_be_written_is_printed(folder, caplog):

@@ -1,4 +1,4 @@
-"""One trajectory that cannot be written costs its own record; logs go with the checkpoints."""
+"""Logs go with the checkpoints."""
 
 import asyncio
 import logging
@@ -11,42 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from verbatim import Trajectory
+from verbatim import Trajectory, Turn
 from verbatim.checkpoints import CheckpointStore, RunFolder, read_json
 from verbatim.config import load_config
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.fates.files import files_in
+from verbatim.evaluation.stored import evaluated_steps, read_outcomes
+from verbatim.fates.files import files_in, read_fates
 from verbatim.fates.retention import Retention
 from verbatim.monitors import Alarm, read_alarms
 from verbatim.monitors.jsonl import measure, read_jsonl
-from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
+from verbatim.monitors.trajectory_log import TrajectoryLog, read_evaluated, read_trajectories
 from verbatim.orchestrator.evaluate import Evaluation
 from verbatim.run.run_log import RunLog
 from verbatim.run.summary import summary_of
 from verbatim.trajectories import Fate
 from verbatim.trajectory_json import NOT_WRITTEN
-
-
-def test_a_trajectory_that_is_not_json_is_logged_without_what_is_not_and_the_log_goes_on(tmp_path, caplog):
-    log = object.__new__(RunLog)  # what writes trajectories, without a run around it
-    log._num_incomplete = 0
-    written = TrajectoryLog(tmp_path / "trajectories.jsonl")
-    nested: list = []
-    nested.append(nested)
-    for name, message in (("a", {}), ("b", {"seen": {1}}), ("c", {"seen": nested}), ("d", {})):
-        messages = ({"role": "user", "content": "go", **message},)
-        log._write(written, 1, Trajectory(example_id="x", trajectory_id=name, messages=messages, reward=1.0))
-    written.close()
-    read = [trajectory for _, trajectory in read_trajectories(tmp_path / "trajectories.jsonl")]
-    assert [(t.trajectory_id, len(t.messages), t.reward) for t in read] == [
-        ("a", 1, 1.0), ("b", 0, 1.0), ("c", 0, 1.0), ("d", 1, 1.0)
-    ]
-    assert read[1].info[NOT_WRITTEN] == (
-        "messages and info were not written: TypeError: Object of type set is not JSON serializable"
-    )
-    assert log._num_incomplete == 2
-    assert len(caplog.records) == 1
-
 
 # ---- the logs and the checkpoints
 
@@ -69,18 +48,22 @@ def folder(tmp_path: Path):
         yield folder
 
 
-def log_of(folder: RunFolder, first_step: int, *, evaluates: bool = False, saves: bool = True) -> RunLog:
+def log_of(
+    folder: RunFolder, first_step: int, *, evaluates: bool | tuple[str, ...] = False, saves: bool = True
+) -> RunLog:
+    labels = evaluates if isinstance(evaluates, tuple) else ("game",) * evaluates
     return RunLog(
         folder, title="x", max_steps=9, first_step=first_step, trajectories=Retention() if saves else None,
-        store=CheckpointStore(folder.checkpoints), environments={"game": GuessNumber()} if evaluates else {},
+        store=CheckpointStore(folder.checkpoints), environments={label: GuessNumber() for label in labels},
         earlier_seconds=0.0, started=time.monotonic(),
     )  # fmt: skip
 
 
-def evaluate(log: RunLog, step: int) -> None:
-    trajectories = tuple(Trajectory(example_id=f"{step}-{n}", env="game", reward=1.0) for n in range(2))
+def evaluate(log: RunLog, step: int, env: str = "game", **fields: object) -> None:
+    trajectories = tuple(Trajectory(**{"example_id": f"{step}-{n}", "env": env, "reward": 1.0, **fields})
+                         for n in range(2))  # fmt: skip
     log.on_eval(step, Evaluation(
-        env="game", num_episodes=2, num_failed=0, metrics={"success": 1.0}, trajectories=trajectories
+        env=env, num_episodes=2, num_failed=0, metrics={"success": 1.0}, trajectories=trajectories
     ))  # fmt: skip
 
 
@@ -192,11 +175,11 @@ def test_a_log_that_cannot_be_synced_costs_no_checkpoint(four_steps: RunFolder, 
     train(log, 4)
     save(log, 4)
     kept = CheckpointStore(four_steps.checkpoints, read_only=True).logs(4)
-    assert sorted(kept) == ["alarms.jsonl", "trajectories"]
+    assert sorted(kept) == ["alarms.jsonl", "evaluations", "trajectories"]
     assert "metrics.jsonl could not be written to the disk: Input/output error" in caplog.text
 
 
-def test_episodes_of_evaluations_have_a_log_that_goes_back_with_the_checkpoints(folder: RunFolder):
+def test_episodes_of_evaluations_are_fate_files_that_go_back_with_the_checkpoints(folder: RunFolder):
     log = log_of(folder, 0, evaluates=True)
     evaluate(log, 0)
     for step in (1, 2):
@@ -208,32 +191,78 @@ def test_episodes_of_evaluations_have_a_log_that_goes_back_with_the_checkpoints(
     log = log_of(folder, 2, evaluates=True)
     evaluate(log, 4)
     log.close()
-    logged = [(step, t.example_id) for step, t in read_trajectories(folder.eval_trajectories)]
+    assert list(files_in(folder.evaluations)) == [0, 1, 2, 4]
+    logged = [(step, t.example_id) for step, t in read_evaluated(folder.path)]
     assert logged == [(0, "0-0"), (0, "0-1"), (1, "1-0"), (1, "1-1"), (2, "2-0"), (2, "2-1"), (4, "4-0"), (4, "4-1")]
     assert steps_of(folder)[1] == [1, 1, 2, 2]
 
 
-def test_damage_of_the_evaluated_episodes_names_no_steps_because_few_have_any(folder: RunFolder, caplog):
+def test_every_evaluated_token_has_the_fate_evaluation_and_none_is_trained(folder: RunFolder):
+    log = log_of(folder, 0, evaluates=True)
+    turn = Turn(prompt_ids=[1, 2], completion_ids=[3, 4, 5], logprobs=[-0.5, -0.25, -0.125])
+    evaluate(log, 7, turns=(turn,))
+    ((step, fate), _) = read_fates(folder.evaluations)
+    assert (step, fate.reason, fate.turns, fate.num_tokens) == (7, "evaluation", ("evaluation",), {"evaluation": 3})
+    assert fate.num_trained_tokens == 0
+    assert fate.trajectory.turns[0].logprobs.tolist() == [-0.5, -0.25, -0.125]
+    log.close()
+
+
+def test_the_environments_of_an_evaluation_share_a_file_that_is_written_once(folder: RunFolder):
+    log = log_of(folder, 0, evaluates=("game", "other"))
+    evaluate(log, 3, "game")
+    assert list(files_in(folder.evaluations)) == []
+    evaluate(log, 3, "other")
+    assert [t.env for _, t in read_evaluated(folder.path)] == ["game", "game", "other", "other"]
+    evaluate(log, 5, "game")  # the run ends before the other environment was evaluated
+    log.close()
+    assert [(step, t.env) for step, t in read_evaluated(folder.path)][4:] == [(5, "game"), (5, "game")]
+
+
+def test_an_evaluated_episode_that_is_not_json_is_kept_without_its_messages(folder: RunFolder, caplog):
+    log = log_of(folder, 0, evaluates=True)
+    evaluate(log, 1, messages=({"role": "user", "content": {1}},))
+    log.close()
+    read = [trajectory for _, trajectory in read_evaluated(folder.path)]
+    assert [(len(t.messages), t.reward) for t in read] == [(0, 1.0), (0, 1.0)]
+    assert read[1].info[NOT_WRITTEN] == (
+        "messages and info were not written: TypeError: Object of type set is not JSON serializable"
+    )
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"evaluated episodes of step 1 are in {folder.evaluations} without their messages and info, which "
+                    "are not JSON", "2 trajectories were logged without their messages and info, which are not JSON"]
+
+
+def test_damage_of_the_evaluated_episodes_names_the_evaluations(folder: RunFolder, caplog):
     log = log_of(folder, 0, evaluates=True)
     evaluate(log, 0)
     train(log, 1)
     evaluate(log, 1)
     save(log, 1)
     log.close()
-    folder.eval_trajectories.unlink()
+    shutil.rmtree(folder.evaluations)
     log_of(folder, 1, evaluates=True).close()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{folder.eval_trajectories} is missing; 0 of 4 records up to step 1 are left"
-    ]
+    missing = f"{folder.evaluations}: the files of steps 0-1 are missing"
+    assert [record.getMessage() for record in caplog.records] == [missing]
+    log_of(folder, 1, evaluates=True).close()
+    assert len(caplog.records) == 1  # it is told once
 
 
-def test_without_evaluations_or_kept_trajectories_there_is_no_such_log(folder: RunFolder):
+def test_without_evaluations_or_kept_trajectories_no_episode_is_kept(folder: RunFolder):
     log_of(folder, 0).close()
-    assert folder.trajectories.exists() and not folder.eval_trajectories.exists()
+    assert folder.trajectories.exists() and not folder.evaluations.exists()
     log = log_of(folder, 0, evaluates=True, saves=False)
     evaluate(log, 0)
     log.close()
-    assert not folder.eval_trajectories.exists()
+    assert not folder.evaluations.exists()
+
+
+def test_a_run_that_begins_again_keeps_no_evaluation_of_before(folder: RunFolder):
+    log = log_of(folder, 0, evaluates=True)
+    evaluate(log, 0)
+    log.close()
+    log_of(folder, 0, evaluates=True).close()
+    assert list(read_evaluated(folder.path)) == []
 
 
 def test_a_run_of_an_earlier_version_goes_on_without_the_episodes_that_it_did_not_keep(four_steps: RunFolder, caplog):
@@ -241,7 +270,24 @@ def test_a_run_of_an_earlier_version_goes_on_without_the_episodes_that_it_did_no
     evaluate(log, 4)
     log.close()
     assert caplog.records == []
-    assert [step for step, _ in read_trajectories(four_steps.eval_trajectories)] == [4, 4]
+    assert [step for step, _ in read_evaluated(four_steps.path)] == [4, 4]
+
+
+def test_episodes_that_an_earlier_version_wrote_as_lines_are_cut_back_and_read_before_the_files(
+    four_steps: RunFolder, caplog
+):  # fmt: skip
+    lines = TrajectoryLog(four_steps.eval_trajectories)
+    for step in (0, 3, 4):
+        lines.write(step, Trajectory(example_id=f"line {step}", env="game", reward=0.0))
+    lines.close()
+    log = log_of(four_steps, 3, evaluates=True)
+    evaluate(log, 5)
+    log.close()
+    assert [record.levelname for record in caplog.records] == []
+    found = [(step, t.example_id) for step, t in read_evaluated(four_steps.path)]
+    assert found == [(0, "line 0"), (3, "line 3"), (5, "5-0"), (5, "5-1")]
+    assert [(step, one.example_id) for step, one in read_outcomes(four_steps.path)] == found
+    assert evaluated_steps(four_steps.path) == [0, 3, 5]
 
 
 # ---- monitors and alarms
@@ -394,4 +440,4 @@ def test_a_resumed_run_that_keeps_no_trajectories_cuts_the_evaluated_ones_all_th
     evaluate(log, 2)
     log.close()
     log_of(folder, 1, evaluates=True, saves=False).close()
-    assert [step for step, _ in read_trajectories(folder.eval_trajectories)] == [1, 1]
+    assert [step for step, _ in read_evaluated(folder.path)] == [1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import time
@@ -327,6 +328,7 @@ async def test_messages_are_searched_while_pages_ask_again(tmp_path: Path):
     folder = make_run(
         tmp_path / "run", {1: [trained(says("a", "The Ünïcode \"quote\" needle")), trained(says("b", "hay"))],
                            2: [trained(says("needle-in-its-id", "hay"))]},
+        evaluated={3: [says("v", "a needle in the file of an evaluation")]},
         evals=[(2, says("e", "a NEEDLE in an evaluation"))], earlier=[(1, says("o", "hay, \"quote\"")) ],
     )  # fmt: skip
 
@@ -338,10 +340,22 @@ async def test_messages_are_searched_while_pages_ask_again(tmp_path: Path):
         raise AssertionError("the search does not end")
 
     async with serving(folder) as client:
-        assert await ask("needle") == ["a", "e", "needle-in-its-id"]
+        assert await ask("needle") == ["a", "e", "needle-in-its-id", "v"]
         assert await ask('"quote"') == ["a", "o"]
         assert await ask("Ünïcode") == ["a"]
         assert await ask("no such text") == []
+
+
+HOSTILE_KEYS = [
+    "~4294967296.0", "~999999999999.5", "~1.99999999999999999999", "~1.9223372036854775808", "~e9223372036854775808",
+    "~o-1", "~-1.0", "~1.", "~.1", "~v", "~v5", "~e1.5", "~", "~~", "~1.1.1", "~١.٢",
+    *("~" + base64.urlsafe_b64encode(json.dumps(parts).encode()).decode().rstrip("=") for parts in (
+        ["eval", "game", 10**30, "g"], ["eval", "game", -(2**63), "g"], ["eval", "game", True, "g"], [1, 2, 3, 4], {},
+        ["eval", "\ud800", 5, "g"], ["eval", "game", 5, "\ud800"], ["eval", "game", 5, ["g"]], "1234",
+    )),
+    "~" + base64.urlsafe_b64encode(b"[" * 300).decode(), "~" + base64.urlsafe_b64encode(b"\xff\xfe1").decode(),
+]  # fmt: skip
+"""Names that look like keys, and are none of this run's."""
 
 
 @pytest.mark.parametrize(
@@ -355,6 +369,9 @@ async def test_messages_are_searched_while_pages_ask_again(tmp_path: Path):
         ("trajectories/nobody", 404, "no trajectory 'nobody' here"),
         ("trajectories/~1.99", 404, "no trajectory '~1.99' here"),
         ("trajectories/~e5", 404, "no trajectory '~e5' here"),
+        ("trajectories/~v1.0", 404, "no trajectory '~v1.0' here"),
+        *((f"trajectories/{key}", 404, f"no trajectory '{key[:90]}") for key in HOSTILE_KEYS),
+        *((f"groups/{key}", 404, f"no group '{key[:90]}") for key in HOSTILE_KEYS),
         ("groups/nobody", 404, "no group 'nobody' here"),
     ],
 )

@@ -52,6 +52,22 @@ def test_a_resume_that_does_steps_again_is_a_new_generation(tmp_path: Path):
     assert run.about()["generation"] > before
 
 
+def test_evaluated_episodes_are_read_from_their_files_and_followed(tmp_path: Path):
+    folder = make_run(tmp_path, {1: [trained(trajectory("t1"))]}, evaluated={0: [trajectory("e0")]})
+    run = read(folder)
+    assert names(run) == ["e0", "t1"]
+    make_run(tmp_path, evaluated={1: [trajectory("e1"), trajectory("e2")]})
+    assert names(run) == ["e0", "e1", "e2", "t1"]
+    rows = {row["trajectory_id"]: row for row in run.rows(Filters(), limit=9)["rows"]}
+    assert [(rows[name]["kind"], rows[name]["step"], rows[name]["reason"]) for name in ("t1", "e0", "e2")] == [
+        ("train", 1, None), ("eval", 0, "evaluation"), ("eval", 1, "evaluation")
+    ]
+    assert [rows[name]["key"] for name in ("t1", "e0", "e2")] == ["~1.0", "~v0.0", "~v1.1"]
+    before = run.about()["generation"]
+    FateFolder(folder / "evaluations").restore(0, None)  # the run begins again
+    assert names(run) == ["t1"] and run.about()["generation"] > before
+
+
 def test_evaluations_that_were_cut_and_grew_again_are_read_again(tmp_path: Path):
     run = read(make_run(tmp_path, evals=[(1, trajectory("e1")), (3, trajectory("e3"))]))
     path = tmp_path / "eval_trajectories.jsonl"
@@ -84,7 +100,8 @@ def test_torn_and_foreign_files_are_named_and_the_rest_is_shown(tmp_path: Path):
     (tmp_path / "trajectories" / "step-000009.parquet").write_bytes(b"")
     assert names(run) == ["t1", "t3"]
     first, second = run.about()["problems"]
-    assert first.startswith("step-000002.parquet cannot be read") and second.startswith("step-000009.parquet")
+    assert first.startswith("trajectories/step-000002.parquet cannot be read")
+    assert second.startswith("trajectories/step-000009.parquet")
     torn.write_bytes(whole)
     (tmp_path / "trajectories" / "step-000009.parquet").unlink()
     assert names(run) == ["t1", "t2", "t3"] and run.about()["problems"] == []
@@ -98,10 +115,10 @@ async def test_a_row_whose_file_breaks_later_is_an_error_message(tmp_path: Path)
         data[8:200] = b"\xff" * 192
         path.write_bytes(data)
         error = (await client.get("trajectories/t1", status=400))["error"]
-        assert error.startswith("row 0 of step-000001.parquet cannot be read")
+        assert error.startswith("row 0 of trajectories/step-000001.parquet cannot be read")
         path.unlink()
         error = (await client.get("trajectories/t1", status=400))["error"]
-        assert error == "row 0 of step-000001.parquet: the file is no longer there"
+        assert error == "row 0 of trajectories/step-000001.parquet: the file is no longer there"
         await client.get("trajectories")
 
 

@@ -36,14 +36,18 @@ def trained(each: Trajectory, **fields: Any) -> Fate:
 
 def make_run(
     folder: Path, steps: Mapping[int, Sequence[Fate]] | None = None, *,
+    evaluated: Mapping[int, Sequence[Trajectory]] | None = None,
     evals: Sequence[tuple[int, Trajectory]] = (), earlier: Sequence[tuple[int, Trajectory]] = (),
     metrics: Sequence[tuple[int, Mapping[str, Any]]] = (), config: str = CONFIG,
 ) -> Path:  # fmt: skip
+    """`evals` and `earlier` are episodes as an earlier version wrote them, in JSON lines."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(config)
     files = FateFolder(folder / "trajectories")
     for step, fates in (steps or {}).items():
         files.write(step, fates)
+    for step, found in (evaluated or {}).items():
+        FateFolder(folder / "evaluations").write(step, [Fate.of_evaluated(each) for each in found])
     for name, found in (("eval_trajectories.jsonl", evals), ("trajectories.jsonl", earlier)):
         if found:
             log = TrajectoryLog(folder / name)

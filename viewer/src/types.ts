@@ -80,7 +80,7 @@ export interface Row {
   truncated: boolean;
   num_turns: number;
   num_sampled_tokens: number;
-  /** Null where fates were not kept: evaluations, and folders of earlier versions. */
+  /** Null where fates were not kept: an earlier version wrote it. */
   num_trained_tokens: number | null;
   num_breaks: number;
 }

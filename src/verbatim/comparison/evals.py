@@ -81,7 +81,7 @@ def _outcomes(run: Run, env: str, step: int | None, problems: list[str]) -> list
     if step is None or step not in run.kept_evals:
         return []
     try:
-        return [outcome for _, outcome in read_outcomes(run.episodes, {step}) if outcome.env == env]
+        return [outcome for _, outcome in read_outcomes(run.folder, {step}) if outcome.env == env]
     except (UsageError, OSError) as error:
         problems.append(str(error))
         return []

@@ -64,8 +64,6 @@ class Run:
     evals: Mapping[str, Mapping[int, Metrics]]
     """Metrics of evaluations by environment and step."""
     alarms: Sequence[Alarm]
-    episodes: Path
-    """The log of evaluated episodes, which need not be there."""
     kept_evals: Sequence[int]
     """Steps whose evaluated episodes are kept."""
     seconds: float | None
@@ -114,8 +112,7 @@ def read_run(folder: Path) -> Run:
         },
         changed=list(dict.fromkeys(found[1] for line in log if (found := _CHANGED.search(line)))),
         forked_from=_origin(folder, problems), steps=steps, times=times, evals=evals,
-        alarms=_read_alarms(folder / "alarms.jsonl", problems), episodes=folder / "eval_trajectories.jsonl",
-        kept_evals=evaluated_steps(folder / "eval_trajectories.jsonl"),
+        alarms=_read_alarms(folder / "alarms.jsonl", problems), kept_evals=evaluated_steps(folder),
         seconds=float(seconds) if isinstance(seconds, int | float) else None, problems=problems,
     )  # fmt: skip
 

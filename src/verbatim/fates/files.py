@@ -4,6 +4,8 @@
 trajectories/
     step-000001.parquet     the trajectories of the batch that step 1 trained, and of those dropped before it
     step-000002.parquet
+evaluations/
+    step-000000.parquet     the episodes of the evaluation before the first step
 ```
 """
 
@@ -14,9 +16,10 @@ import logging
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,13 +30,14 @@ from verbatim.disk import keep_aside, make_folder, write_file
 from verbatim.errors import UsageError
 from verbatim.fates.retention import EVERYTHING, Retention
 from verbatim.fates.schema import FIGURES, SCHEMA, VERSION, VERSION_KEY
-from verbatim.fates.table import from_table, to_table
+from verbatim.fates.table import from_table, records_of, to_table
 from verbatim.texts import ranges
 from verbatim.trajectories import Fate
 from verbatim.trajectory_json import NOT_WRITTEN
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _ROWS = 64
 """Most rows of a row group: what is read at once to see one trajectory."""
 _ROW_GROUP_BYTES = 4 * 2**20
@@ -97,7 +101,7 @@ class FateFolder:
             What is missing or damaged, a sentence each.
         """
         found = files_in(self.path)
-        for later in [number for number in found if number > step]:
+        for later in [number for number in found if number > step or step == 0]:
             _remove(found.pop(later))
         if marks is None:
             self.files = {number: mark for number, path in found.items() if (mark := _mark(path)) is not None}
@@ -149,17 +153,31 @@ def read_fates(path: Path) -> Iterator[tuple[int, Fate]]:
     if not files or not files[0].is_file():
         raise UsageError(f"{path} has no trajectories; expected a folder with files such as step-000001.parquet")
     for file in files:
-        try:
-            with pq.ParquetFile(file) as opened:
-                _check(opened, file)
-                for group in range(opened.num_row_groups):  # a batch over two of them could not hold nested columns
-                    for batch in opened.iter_batches(_ROWS, row_groups=[group]):
-                        yield from zip(batch.column("step").to_pylist(), from_table(batch), strict=True)
-        except (pa.ArrowInvalid, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-            if isinstance(error, UsageError):
-                raise
-            why = f"{type(error).__name__}: {error}"
-            raise UsageError(f"{file} cannot be read as trajectories of ours ({why})") from error
+        yield from _read(file, lambda batch: zip(batch.column("step").to_pylist(), from_table(batch), strict=True))
+
+
+def read_records(file: Path) -> Iterator[Mapping[str, Any]]:
+    """The trajectories in a file as `trajectory_from_json` takes them; their prompts are not put together.
+
+    Raises:
+        UsageError: as `read_fates`.
+    """
+    return _read(file, lambda batch: (stored.record for stored in records_of(batch)))
+
+
+def _read(file: Path, rows: Callable[[pa.RecordBatch], Iterable[T]]) -> Iterator[T]:
+    """What `rows` makes of the rows of a file, some at a time."""
+    try:
+        with pq.ParquetFile(file) as opened:
+            _check(opened, file)
+            for group in range(opened.num_row_groups):  # a batch over two of them could not hold nested columns
+                for batch in opened.iter_batches(_ROWS, row_groups=[group]):
+                    yield from rows(batch)
+    except (pa.ArrowInvalid, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{file} cannot be read as trajectories of ours ({why})") from error
 
 
 def read_figures(path: Path) -> pa.Table:

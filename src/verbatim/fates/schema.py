@@ -19,7 +19,7 @@ _NUMBERS = pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))
 """Numbers by name."""
 
 TURN = pa.struct([
-    _field("fate", NAME, "what became of its completion: trained, or the reason why it was dropped"),
+    _field("fate", NAME, "what became of its completion: trained, evaluation, or the reason why it was dropped"),
     _field("prompt_of_turn", pa.int32(), "the earlier turn whose context, prompt and completion, begins the prompt"),
     _field("prompt_shared", pa.int32(), "how many ids of that context do"),
     _field("prompt_new_ids", pa.list_(pa.int32()), "the prompt's ids after them"),
@@ -46,7 +46,7 @@ TURN = pa.struct([
 
 SCHEMA = pa.schema(
     [
-        _field("step", pa.int32(), "the step that it was trained in, or dropped before"),
+        _field("step", pa.int32(), "the step that it was trained in, dropped before, or evaluated after"),
         _field("trajectory_id", pa.string(), "unique in the run"),
         _field("run_id", NAME, "the run, by the name of its folder"),
         _field("env", NAME, "its environment"),

@@ -15,6 +15,10 @@ from verbatim.types import Trajectory
 
 TRAJECTORIES = "trajectories"
 """The folder of a run's fate files."""
+EVALUATIONS = "evaluations"
+"""The folder of those of evaluated episodes."""
+EVALUATED_LINES = "eval_trajectories.jsonl"
+"""The episodes that an earlier version of Verbatim evaluated, as JSON lines."""
 
 
 class TrajectoryLog:
@@ -52,6 +56,19 @@ def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
             yield step, fate.trajectory
         return
     yield from _read_lines(path)
+
+
+def read_evaluated(run: Path) -> Iterator[tuple[int, Trajectory]]:
+    """Step and trajectory of each evaluated episode in a run folder; nothing where there are none.
+
+    Raises:
+        UsageError: as `read_trajectories`.
+    """
+    lines, folder = run / EVALUATED_LINES, run / EVALUATIONS
+    if lines.is_file():
+        yield from _read_lines(lines)
+    if folder.is_dir() and any(folder.iterdir()):
+        yield from read_trajectories(folder)
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, Trajectory]]:

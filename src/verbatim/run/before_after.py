@@ -13,7 +13,7 @@ from rich.text import Text
 
 from verbatim.environments.base import Environment, succeeded
 from verbatim.monitors.conversation import message_text
-from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.monitors.trajectory_log import read_evaluated
 from verbatim.texts import printable
 from verbatim.trajectory_json import NOT_WRITTEN
 from verbatim.types import Message, Trajectory
@@ -65,22 +65,22 @@ class Comparison:
         return self.pairs[0], f"of {len(self.pairs)} episodes none earned more after than before; this is the first"
 
 
-def compare(log: Path, environments: Mapping[str, Environment]) -> list[Comparison]:
-    """The first evaluation of each environment in a log of evaluated episodes, beside the last.
+def compare(run: Path, environments: Mapping[str, Environment]) -> list[Comparison]:
+    """The first evaluation of each environment of a run, beside the last.
 
     Episodes whose messages could not be written are left out. Two are the same where example, number within the
     example, and seed are. An environment that was evaluated once, or whose episodes have nothing in common, is left
     out.
 
     Args:
-        log: A `TrajectoryLog`.
+        run: The run's folder.
         environments: By label; they say what a success is.
 
     Raises:
-        UsageError: as `read_trajectories`.
+        UsageError: as `read_evaluated`.
     """
     found: dict[str, dict[int, dict[tuple[object, ...], Trajectory]]] = {}
-    for step, trajectory in read_trajectories(log):
+    for step, trajectory in read_evaluated(run):
         if NOT_WRITTEN in trajectory.info:
             continue
         of_env = found.setdefault(trajectory.env, {})

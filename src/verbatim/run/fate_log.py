@@ -1,4 +1,4 @@
-"""Writes the fates of each step into the run folder, and brings them back to a checkpoint."""
+"""Writes fates into the run folder, a file for each step, and brings them back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from verbatim.errors import CheckpointError
 from verbatim.fates.files import FateFolder
 from verbatim.fates.retention import EVERYTHING, Retention
 from verbatim.machine_faults import describe
-from verbatim.monitors.trajectory_log import TRAJECTORIES
 from verbatim.trajectories import Fate
 
 logger = logging.getLogger(__name__)
@@ -24,20 +23,24 @@ class FateLog:
     """The fate files of a run, and what its checkpoints say of them.
 
     Args:
-        path: The folder of the files.
+        path: The folder of the files. By its name a checkpoint's manifest lists them.
         store: The run's checkpoints.
         first_step: Steps that earlier processes did; what they wrote beyond them is removed. What is missing or damaged
             is told, and the run goes on without it.
         retention: How much is kept; None = nothing is written.
+        what: What is in the files, for people.
     """
 
-    def __init__(self, path: Path, *, store: CheckpointStore, first_step: int, retention: Retention | None) -> None:
-        self._store, self._writes, self._is_failing = store, retention is not None, False
+    def __init__(
+        self, path: Path, *, store: CheckpointStore, first_step: int, retention: Retention | None,
+        what: str = "trajectories",
+    ) -> None:  # fmt: skip
+        self._store, self._writes, self._is_failing, self._what = store, retention is not None, False, what
         self._files = FateFolder(path, retention or EVERYTHING)
         if self._writes:
             make_folder(path)
         logs = store.logs(first_step) if first_step else {}
-        marks = logs.get(TRAJECTORIES, {} if first_step == 0 else None)
+        marks = logs.get(path.name, {} if first_step == 0 else None)
         faults = self._files.restore(first_step, marks if _are_marks(marks) else None)
         for fault in faults:
             logger.warning("%s", fault)
@@ -53,16 +56,16 @@ class FateLog:
             self._files.write(step, fates)
         except OSError as error:
             if not self._is_failing:
-                logger.error("the trajectories of step %d could not be written: %s; the run goes on without them",
-                             step, describe(error, self._files.path))  # fmt: skip
+                logger.error("the %s of step %d could not be written: %s; the run goes on without them",
+                             self._what, step, describe(error, self._files.path))  # fmt: skip
             self._is_failing = True
             return
         if self._is_failing:
-            logger.warning("trajectories are written again, from step %d on", step)
+            logger.warning("%s are written again, from step %d on", self._what, step)
         self._is_failing = False
         if self._files.num_incomplete and not incomplete:
-            logger.error("trajectories of step %d are in %s without their messages and info, which are not JSON", step,
-                         self._files.path)  # fmt: skip
+            logger.error("%s of step %d are in %s without their messages and info, which are not JSON", self._what,
+                         step, self._files.path)  # fmt: skip
 
     def marks(self) -> dict[str, Any]:
         """What a checkpoint remembers of the files."""
@@ -75,14 +78,14 @@ class FateLog:
 
     def _forget(self, step: int) -> None:
         """The checkpoints no longer list what is missing or damaged: it is told once."""
-        there = self._files.marks()
+        there, name = self._files.marks(), self._files.path.name
         for number in (number for number in self._store.steps() if number <= step):
             with contextlib.suppress(CheckpointError):  # a damaged one further back, which is not gone on from
                 logs = self._store.logs(number)
-                listed = logs.get(TRAJECTORIES)
+                listed = logs.get(name)
                 if _are_marks(listed):
-                    left = {name: mark for name, mark in listed.items() if name in there}
-                    self._store.set_logs(number, {**logs, TRAJECTORIES: left})
+                    left = {step_of: mark for step_of, mark in listed.items() if step_of in there}
+                    self._store.set_logs(number, {**logs, name: left})
 
 
 def _are_marks(value: Any) -> TypeGuard[Mapping[str, Mapping[str, int]]]:

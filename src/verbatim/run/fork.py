@@ -4,7 +4,7 @@ keys.
 ```
 runs/a/checkpoints/step_000040     ->  runs/b/checkpoints/step_000040       its files, and the new configuration
 runs/a/metrics.jsonl, ...          ->  runs/b/metrics.jsonl, ...            as far as they were at step 40
-runs/a/trajectories/               ->  runs/b/trajectories/                 the files up to step 40
+runs/a/trajectories/, evaluations/ ->  runs/b/trajectories/, evaluations/   the files up to step 40
 runs/a/model, warm_start           ->  runs/b/model, warm_start             what the run began with
                                        runs/b/forked_from.json
 ```
@@ -48,7 +48,7 @@ from verbatim.environments.resolve import examples_of
 from verbatim.errors import CheckpointError, UsageError
 from verbatim.fates.files import files_in
 from verbatim.imports import search_beside
-from verbatim.monitors.trajectory_log import TRAJECTORIES
+from verbatim.monitors.trajectory_log import EVALUATED_LINES, EVALUATIONS, TRAJECTORIES
 from verbatim.rollouts import derive_seed
 from verbatim.run.environments import Environments
 from verbatim.run.fork_state import LOOP_FILES, write_changed_state
@@ -58,7 +58,6 @@ from verbatim.run.tables import component_tables
 FRESH = ("optimizer", "examples")
 """What a fork may begin anew: the optimizer's moments; pools, order of the examples and groups in flight."""
 _BEGINNINGS = ("model", "warm_start")
-_WITHOUT_MARKS = ("metrics.jsonl", "eval_trajectories.jsonl")
 _FIXED = {
     "model.": "the weights and their tokenizer are the checkpoint's",
     "warm_start.": "it came before step 0, and is in the weights",
@@ -215,13 +214,15 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
     logs = source.logs(fork.checkpoint.step)
     files = _logs_to_copy(fork, logs)
     parts = [name for name in _BEGINNINGS if (fork.run / name).is_dir()]
-    names = [*files, TRAJECTORIES, *parts, ORIGIN, "checkpoints"]
+    folders = [name for name in (TRAJECTORIES, EVALUATIONS) if name == TRAJECTORIES or (fork.run / name).is_dir()]
+    names = [*files, *folders, *parts, ORIGIN, "checkpoints"]
     _make_room(path, names)
     try:
         write_file(path / FORKING, "".join(f"{name}\n" for name in names).encode())
         for name, size in files.items():
             _copy_beginning(fork.run / name, path / name, size)
-        _link_trajectories(fork, logs.get(TRAJECTORIES), path / TRAJECTORIES)
+        for name in folders:
+            _link_fates(fork, logs.get(name), path / name)
         for name in parts:
             shutil.copytree(fork.run / name, path / name, copy_function=link_or_copy, symlinks=True)
             sync_tree(path / name)
@@ -268,8 +269,9 @@ def _logs_to_copy(fork: Fork, logs: Mapping[str, Any]) -> dict[str, int | None]:
     """The logs that are there, and how many bytes of each; None = all of them, and a resume finds the place."""
     marked = {name: mark["size"] for name, mark in logs.items()
               if Path(name).name == name and isinstance(mark, Mapping) and type(mark.get("size")) is int}  # fmt: skip
-    found: dict[str, int | None] = dict(marked) if marked else dict.fromkeys(_WITHOUT_MARKS)
-    found.setdefault(f"{TRAJECTORIES}.jsonl", None)  # of a run that an earlier version began
+    found: dict[str, int | None] = dict(marked) if marked else {"metrics.jsonl": None}
+    for name in (f"{TRAJECTORIES}.jsonl", EVALUATED_LINES):  # of a run that an earlier version began
+        found.setdefault(name, None)
     return {name: size for name, size in found.items() if (fork.run / name).is_file()}
 
 
@@ -282,10 +284,10 @@ def _copy_beginning(source: Path, target: Path, size: int | None) -> None:
     sync(target)
 
 
-def _link_trajectories(fork: Fork, marks: Any, target: Path) -> None:
+def _link_fates(fork: Fork, marks: Any, target: Path) -> None:
     """The files that the checkpoint lists; of an earlier version's, which lists none, those up to its step."""
     target.mkdir()
-    for step, file in files_in(fork.run / TRAJECTORIES).items():
+    for step, file in files_in(fork.run / target.name).items():
         if step <= fork.checkpoint.step and (not isinstance(marks, Mapping) or str(step) in marks):
             link_or_copy(file, target / file.name)
     sync_tree(target)

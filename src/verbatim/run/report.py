@@ -57,8 +57,7 @@ def _report(
     curve, comparisons = Curve(), list[Comparison]()
     try:
         curve = read_curve(folder.metrics)
-        if folder.eval_trajectories.exists():
-            comparisons = compare(folder.eval_trajectories, environments)
+        comparisons = compare(folder.path, environments)
     except (UsageError, OSError) as error:
         logger.error("the report leaves out what it cannot read: %s", error)
     text = PlainConsole(file=io.StringIO(), width=WIDTH)

@@ -19,7 +19,7 @@ import rich.console
 from verbatim.checkpoints import CONFIG, CheckpointStore, RunFolder, write_json, write_loop_state
 from verbatim.environments.base import Environment
 from verbatim.errors import CheckpointError, RunStopped
-from verbatim.fates.retention import Retention
+from verbatim.fates.retention import EVERYTHING, Retention
 from verbatim.monitors.alarm import Alarm, Detector
 from verbatim.monitors.alarm_log import AlarmLog, is_alarm
 from verbatim.monitors.base import Monitor, Monitors
@@ -28,16 +28,14 @@ from verbatim.monitors.jsonl import JsonlWriter, LogMark
 from verbatim.monitors.learning_curve import LearningCurve
 from verbatim.monitors.metrics_log import MetricsLog, is_metrics
 from verbatim.monitors.restore import restore
-from verbatim.monitors.trajectory_log import TRAJECTORIES, TrajectoryLog, is_trajectory
+from verbatim.monitors.trajectory_log import is_trajectory
 from verbatim.orchestrator.assemble import rollout_distributions
 from verbatim.orchestrator.evaluate import Evaluation
 from verbatim.run.ending import RunState, ending
+from verbatim.run.evaluation_log import EvaluationLog
 from verbatim.run.fate_log import FateLog
 from verbatim.run.summary import best_constants, summary_of
-from verbatim.texts import error_text
 from verbatim.trajectories import Fate
-from verbatim.trajectories.record import TrajectoryRecord
-from verbatim.trajectory_json import NOT_WRITTEN
 from verbatim.transport import TrainerLink
 
 logger = logging.getLogger(__name__)
@@ -54,10 +52,10 @@ class RunLog:
         max_steps: Steps in all.
         first_step: Steps that an earlier process did; what that process logged beyond them is dropped. What is
             missing or damaged in its logs is told, and the run goes on without it.
-        trajectories: How many trajectories are kept, those of evaluations in a log of their own; None = none.
+        trajectories: How many trajectories are kept; None = none. Of evaluations all are kept, unless none are.
         monitors: Those that listen beside the console, the logs and the learning curve.
         detector: What raises alarms; what a checkpoint holds of it is loaded already.
-        environments: Those that are evaluated, by label; with none there is no log of evaluated trajectories.
+        environments: Those that are evaluated, by label; with none no evaluated episodes are kept.
         earlier_seconds: What earlier processes of this run took.
         started: `time.monotonic()` when this process began.
     """
@@ -88,17 +86,15 @@ class RunLog:
         alarms = AlarmLog(folder.alarms, self._go_back(folder.alarms, first_step, is_alarm))
         self._writers: dict[str, JsonlWriter] = {log.writer.path.name: log.writer for log in (metrics, alarms)}
         self._fates = FateLog(folder.trajectories, store=store, first_step=first_step, retention=trajectories)
-        earlier = folder.trajectories.with_suffix(".jsonl")
-        if earlier.is_file():  # of a run that an earlier version began
-            self._go_back(earlier, first_step, is_trajectory)
-        self._eval_log: TrajectoryLog | None = None
-        path, writes = folder.eval_trajectories, trajectories is not None and bool(environments)
-        mark = self._go_back(path, first_step, is_trajectory) if writes or path.is_file() else LogMark()
-        if writes:
-            self._eval_log = TrajectoryLog(path, mark)
-            self._writers[path.name] = self._eval_log.writer
+        self._evaluated = FateLog(
+            folder.evaluations, store=store, first_step=first_step, what="evaluated episodes",
+            retention=EVERYTHING if trajectories is not None and environments else None,
+        )  # fmt: skip
+        self._evaluations = EvaluationLog(self._evaluated, environments)
+        for earlier in (folder.trajectories.with_suffix(".jsonl"), folder.eval_trajectories):
+            if earlier.is_file():  # of a run that an earlier version began
+                self._go_back(earlier, first_step, is_trajectory)
         curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
-        self._num_incomplete = 0
         self.results: dict[str, Any] = {}
         """What the loop says of its end, beside the figures of the metrics."""
         self._console = Console(max_steps, console=console, first_step=first_step)
@@ -154,33 +150,12 @@ class RunLog:
         for alarm in alarms:
             self._monitors.on_alarm(alarm)
 
-    def _write(self, log: TrajectoryLog, step: int, trajectory: TrajectoryRecord) -> None:
-        """One record; where its messages or its info are not JSON, the rest of it."""
-        try:
-            log.write(step, trajectory)
-        except (TypeError, ValueError, RecursionError) as error:
-            reason = f"messages and info were not written: {error_text(error)}"
-            log.write(step, trajectory.replace(messages=(), tools=(), info={NOT_WRITTEN: reason}))
-            self._num_incomplete += 1
-            if self._num_incomplete == 1:
-                logger.error("trajectory %s of environment %r is in %s without its messages and info: %s",
-                             trajectory.trajectory_id, trajectory.env, log.writer.path, error_text(error))  # fmt: skip
-
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
         """The policy after this step was evaluated; 0 is before the first."""
         metrics = {**evaluation.metrics, "episodes": evaluation.num_episodes, "failed": evaluation.num_failed}
         self._monitors.on_eval(step, evaluation.env, metrics)
         self._detect(lambda detector: detector.on_eval(step, evaluation.env, metrics))
-        if self._eval_log is None:
-            return
-        try:
-            for trajectory in evaluation.trajectories:
-                self._write(self._eval_log, step, trajectory)
-        except OSError as error:
-            self._close(self._eval_log)
-            self._eval_log = None
-            logger.error("evaluated trajectories are no longer written to %s: %s; the run goes on without them",
-                         self._folder.eval_trajectories, error)  # fmt: skip
+        self._evaluations.add(step, evaluation.env, evaluation.trajectories)
 
     async def save(
         self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None = None
@@ -246,25 +221,21 @@ class RunLog:
         for name, writer in self._writers.items():
             with _told(writer):
                 marks[name] = dataclasses.asdict(writer.sync())
-        return {**marks, TRAJECTORIES: self._fates.marks()}
-
-    def _close(self, log: TrajectoryLog) -> None:
-        with _told(self._writers.pop(log.writer.path.name)):
-            log.close()
+        fates = {self._folder.trajectories: self._fates, self._folder.evaluations: self._evaluated}
+        return {**marks, **{folder.name: log.marks() for folder, log in fates.items()}}
 
     def close(self, state: RunState = "stopped") -> None:
         """Tell the monitors how this process of the run ended, close files, draw the curve."""
         said = ending(self._folder.metrics, self._best_constant, state=state, seconds=self.seconds)
         self._monitors.on_end({**said, "results": {**said["results"], **self.results}})
         self._monitors.close()
-        if self._eval_log is not None:
-            self._close(self._eval_log)
-        if incomplete := self._num_incomplete + self._fates.num_incomplete:
+        self._evaluations.flush()
+        if incomplete := self._evaluated.num_incomplete + self._fates.num_incomplete:
             logger.error("%d trajectories were logged without their messages and info, which are not JSON", incomplete)
 
     def summarize(self) -> dict[str, Any]:
         """The run's figures, also written to `summary.json`."""
-        figures = summary_of(self._folder.metrics, self._best_constant, self._folder.eval_trajectories)
+        figures = summary_of(self._folder.metrics, self._best_constant, self._folder.path)
         summary: dict[str, Any] = {**figures, **self.results}
         summary["seconds"] = round(self.seconds, 1)
         write_json(self._folder.summary, summary)

@@ -32,7 +32,7 @@ def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
     }
 
 
-def summary_of(metrics_path: Path, best_constant: Mapping[str, float], episodes: Path | None = None) -> dict[str, Any]:
+def summary_of(metrics_path: Path, best_constant: Mapping[str, float], run: Path | None = None) -> dict[str, Any]:
     """Before, after, and how much it took, read from a metrics log.
 
     With several environments the top-level figures are means over them, and `environments` has each.
@@ -40,7 +40,7 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float], episodes:
     Args:
         metrics_path: The metrics log.
         best_constant: As `best_constants` gives it.
-        episodes: The log of evaluated episodes, for the interval of what success gained.
+        run: The folder with the evaluated episodes, for the interval of what success gained.
 
     Raises:
         UsageError: the metrics log cannot be read.
@@ -63,7 +63,7 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float], episodes:
             steps, final = record["step"], record["metrics"]
             rollouts += final.get("rollouts", 0)
             failed += final.get("rollouts/failed", 0)
-    intervals = _gain_intervals(episodes, last_step)
+    intervals = _gain_intervals(run, last_step)
     each = {
         env: {**_figures(first.get(env), metrics), "success_best_constant_policy": best_constant.get(env),
               **({"gain_interval_95": intervals[env]} if env in intervals else {})}
@@ -100,15 +100,15 @@ def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict
     return {**found, "gain": round(float(after["success"]) - float(before["success"]), 4)}
 
 
-def _gain_intervals(episodes: Path | None, last_step: int) -> dict[str, list[float]]:
+def _gain_intervals(run: Path | None, last_step: int) -> dict[str, list[float]]:
     """The 95% interval of that, by environment: over the pairs of episodes of the same example and seed that the first
-    evaluation and the last one have in common. A log that cannot be read costs the intervals."""
+    evaluation and the last one have in common. Episodes that cannot be read cost the intervals."""
     before: dict[str, list[Outcome]] = {}
     after: dict[str, list[Outcome]] = {}
-    if episodes is None or not episodes.is_file() or not last_step:
+    if run is None or not last_step:
         return {}
     try:
-        for step, outcome in read_outcomes(episodes, {0, last_step}):
+        for step, outcome in read_outcomes(run, {0, last_step}):
             (after if step else before).setdefault(outcome.env, []).append(outcome)
     except (UsageError, OSError) as error:
         logger.error("the summary leaves out the interval of what was gained: %s", error)

@@ -11,7 +11,10 @@ from verbatim.records.fields import Float32
 from verbatim.trajectories.record import TrajectoryRecord
 
 TRAINED = "trained"
-"""The fate of tokens that an optimizer step is taken on; any other fate is a reason of the `Ledger`."""
+"""The fate of tokens that an optimizer step is taken on."""
+EVALUATION = "evaluation"
+"""The fate of tokens that were sampled to measure the policy: never trained, and in no ledger. Any other fate is a
+reason of the `Ledger`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +61,11 @@ class Fate:
         unrecorded = reason if trajectory.num_unrecorded_tokens else None
         return cls(trajectory=trajectory, turns=(reason,) * len(trajectory.turns), unrecorded=unrecorded, reason=reason,
                    flags=tuple(flags))  # fmt: skip
+
+    @classmethod
+    def of_evaluated(cls, trajectory: TrajectoryRecord) -> Self:
+        """It was played to measure the policy."""
+        return cls.of_dropped(trajectory, EVALUATION)
 
     @property
     def num_tokens(self) -> dict[str, int]:

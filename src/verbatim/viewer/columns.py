@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,17 @@ _LONGEST_NAMES = 300
 LONGEST_ERROR = 300
 """Characters of an error that the index keeps."""
 
-FATES, EVALUATIONS, EARLIER = 0, 1, 2
-"""Where a record is: in a fate file, in `eval_trajectories.jsonl`, or in an earlier version's `trajectories.jsonl`."""
+FATES, EVALUATED_LINES, TRAINED_LINES, EVALUATED_FATES = 0, 1, 2, 3
+"""Where a record is: in a fate file of `trajectories/`, in an earlier version's `eval_trajectories.jsonl` or
+`trajectories.jsonl`, or in a fate file of `evaluations/`."""
+FOLDERS = {FATES: "trajectories", EVALUATED_FATES: "evaluations"}
+"""The folders of fate files."""
+LINE_FILES = {EVALUATED_LINES: "eval_trajectories.jsonl", TRAINED_LINES: "trajectories.jsonl"}
+"""The files of JSON lines."""
+KINDS = {FATES: TRAIN, TRAINED_LINES: TRAIN, EVALUATED_LINES: EVAL, EVALUATED_FATES: EVAL}
+_LETTERS = {FATES: "", EVALUATED_LINES: "e", TRAINED_LINES: "o", EVALUATED_FATES: "v"}
+"""Of a key."""
+_KEY = re.compile(r"~([eov]?)(?:(\d{1,9})\.)?(\d{1,18})", re.ASCII)
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 COLUMNS = pa.schema([
@@ -60,23 +70,23 @@ class Place:
     def key(self) -> str:
         """As the API names it.
 
-        >>> Place(FATES, 12, 5).key, Place(EVALUATIONS, 0, 1730).key
-        ('~12.5', '~e1730')
+        >>> Place(FATES, 12, 5).key, Place(EVALUATED_FATES, 20, 5).key, Place(EVALUATED_LINES, 0, 1730).key
+        ('~12.5', '~v20.5', '~e1730')
         """
-        return f"~{self.file}.{self.place}" if self.source == FATES else f"~{'eo'[self.source - 1]}{self.place}"
+        file = f"{self.file}." if self.source in FOLDERS else ""
+        return f"~{_LETTERS[self.source]}{file}{self.place}"
 
     @classmethod
     def of(cls, key: str) -> Place | None:
         """The inverse of `key`; None for any other text."""
-        name = key.removeprefix("~")
-        if name == key or not key.isascii():
+        match = _KEY.fullmatch(key)
+        if match is None:
             return None
-        file, dot, row = name.partition(".")
-        if dot and file.isdigit() and row.isdigit() and len(name) < 20:
-            return cls(FATES, int(file), int(row))
-        if name[:1] in ("e", "o") and name[1:].isdigit() and len(name) < 20:
-            return cls(EVALUATIONS if name[0] == "e" else EARLIER, 0, int(name[1:]))
-        return None
+        source = next(source for source, letter in _LETTERS.items() if letter == match[1])
+        if (match[2] is not None) != (source in FOLDERS):
+            return None
+        file = int(match[2] or 0)
+        return cls(source, file, int(match[3])) if file < 2**31 else None
 
 
 def group_key(kind: str, env: str | None, step: int, group_id: str | None, key: str) -> str:
@@ -96,12 +106,13 @@ def group_of(key: str) -> tuple[str, str, int, str] | None:
         kind, env, step, group_id = json.loads(base64.urlsafe_b64decode(key[1:] + "=" * (-len(key[1:]) % 4)))
     except (ValueError, TypeError, RecursionError):
         return None
-    if not (isinstance(kind, str) and isinstance(env, str) and isinstance(group_id, str) and type(step) is int):
+    texts = (kind, env, group_id)
+    if type(step) is not int or not all(isinstance(text, str) and text == _text(text) for text in texts):
         return None
     return kind, env, step, group_id
 
 
-def read_columns(path: Path, step: int) -> pa.Table:
+def read_columns(path: Path, step: int, source: int = FATES) -> pa.Table:
     """The index's rows of a fate file.
 
     Raises:
@@ -123,7 +134,7 @@ def read_columns(path: Path, step: int) -> pa.Table:
         table = pa.concat_tables([_with_plain_flags(group) for group in groups])
         columns = {name: table.column(name).combine_chunks() for name in _STORED}
         columns["error"] = pc.utf8_slice_codeunits(columns["error"], 0, LONGEST_ERROR)
-        return _located(columns, FATES, step, np.arange(table.num_rows), TRAIN)
+        return _located(columns, source, step, np.arange(table.num_rows))
     except (pa.ArrowException, KeyError, ValueError, TypeError) as error:
         raise UsageError(f"{path.name} has other columns than trajectories of ours: {cut(str(error), 200)}") from error
 
@@ -141,15 +152,15 @@ def from_records(records: Sequence[tuple[int, Mapping[str, Any]]], source: int) 
         name: pa.array([record.get(name) for _, record in records], COLUMNS.field(name).type) for name in _STORED
     }
     places = np.array([place for place, _ in records], dtype=np.int64)
-    return _located(columns, source, 0, places, EVAL if source == EVALUATIONS else TRAIN)
+    return _located(columns, source, 0, places)
 
 
-def _located(columns: Mapping[str, Any], source: int, file: int, places: Any, kind: str) -> pa.Table:
+def _located(columns: Mapping[str, Any], source: int, file: int, places: Any) -> pa.Table:
     count = len(places)
     where = {
         "source": pa.array(np.full(count, source, np.int8)), "file": pa.array(np.full(count, file, np.int32)),
         "place": pa.array(places, pa.int64()),
-        "kind": pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), [kind]),
+        "kind": pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), [KINDS[source]]),
     }  # fmt: skip
     all_columns = {**columns, **where}
     return pa.Table.from_arrays([all_columns[field.name].cast(field.type) for field in COLUMNS], schema=COLUMNS)

@@ -20,7 +20,7 @@ import pyarrow as pa
 from verbatim.errors import UsageError
 from verbatim.fates.files import files_in
 from verbatim.texts import cut
-from verbatim.viewer.columns import COLUMNS, EARLIER, EVALUATIONS, FATES, from_records, line_columns, read_columns
+from verbatim.viewer.columns import COLUMNS, FOLDERS, LINE_FILES, from_records, line_columns, read_columns
 from verbatim.viewer.lines import FollowedLines
 
 _PUBLISH_SECONDS = 0.25
@@ -49,6 +49,8 @@ class Snapshot:
 
 
 _Mark = tuple[int, int, int]
+_File = tuple[int, int]
+"""Source and step of a fate file."""
 
 
 @dataclass(eq=False)
@@ -57,9 +59,9 @@ class RunIndex:
 
     folder: Path
     snapshot: Snapshot = field(default_factory=lambda: Snapshot(COLUMNS.empty_table()))
-    _files: dict[int, _Mark] = field(default_factory=dict)
+    _files: dict[_File, _Mark] = field(default_factory=dict)
     """The fate files in the table."""
-    _bad: dict[int, tuple[_Mark, str]] = field(default_factory=dict)
+    _bad: dict[_File, tuple[_Mark, str]] = field(default_factory=dict)
     """Those that cannot be read, and why."""
     _line_problems: dict[int, list[str]] = field(default_factory=dict)
     _new: list[pa.Table] = field(default_factory=list)
@@ -70,10 +72,7 @@ class RunIndex:
     _left: int = 0
 
     def __post_init__(self) -> None:
-        self._lines = {
-            EVALUATIONS: FollowedLines(self.folder / "eval_trajectories.jsonl"),
-            EARLIER: FollowedLines(self.folder / "trajectories.jsonl"),
-        }
+        self._lines = {source: FollowedLines(self.folder / name) for source, name in LINE_FILES.items()}
         self._published = 0.0
 
     def refresh(self, stop: threading.Event | None = None) -> None:
@@ -95,34 +94,37 @@ class RunIndex:
         self._left = 0
         self._publish()
 
-    def _take_in(self, new: list[tuple[int, Path, _Mark]]) -> Iterator[int]:
+    def _take_in(self, new: list[tuple[_File, Path, _Mark]]) -> Iterator[int]:
         """Reads one piece after the other; gives the bytes of each."""
-        for step, path, mark in new:
+        for file, path, mark in new:
+            source, step = file
             try:
-                self._new.append(read_columns(path, step))
-                self._files[step] = mark
+                self._new.append(read_columns(path, step, source))
+                self._files[file] = mark
             except UsageError as error:
-                self._bad[step] = (mark, str(error))
+                self._bad[file] = (mark, f"{path.parent.name}/{error}")
             yield mark[1]
         for source, lines in self._lines.items():
             yield from self._take_lines(source, lines)
 
-    def _new_files(self) -> list[tuple[int, Path, _Mark]]:
+    def _new_files(self) -> list[tuple[_File, Path, _Mark]]:
         """Fate files that are not in the table as they are now, the newest first."""
-        found: dict[int, tuple[Path, _Mark]] = {}
-        for step, path in files_in(self.folder / "trajectories").items():
-            with contextlib.suppress(FileNotFoundError):  # retention, or a resume, has removed it meanwhile
-                stat = path.stat()
-                found[step] = (path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
-        gone = [step for step, mark in self._files.items() if found.get(step, (None, None))[1] != mark]
-        oldest = min(found, default=0)
-        self._rewritten |= any(step >= oldest for step in gone)
-        for step in gone:
-            del self._files[step]
-            self._gone.append((FATES, step))
-        self._bad = {step: bad for step, bad in self._bad.items() if step in found and found[step][1] == bad[0]}
-        fresh = [step for step in found if step not in self._files and step not in self._bad]
-        return [(step, *found[step]) for step in sorted(fresh, reverse=True)]
+        found: dict[_File, tuple[Path, _Mark]] = {}
+        oldest = {}
+        for source, name in FOLDERS.items():
+            for step, path in files_in(self.folder / name).items():
+                with contextlib.suppress(FileNotFoundError):  # retention, or a resume, has removed it meanwhile
+                    stat = path.stat()
+                    found[source, step] = (path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+                    oldest.setdefault(source, step)
+        gone = [file for file, mark in self._files.items() if found.get(file, (None, None))[1] != mark]
+        self._rewritten |= any(step >= oldest.get(source, 0) for source, step in gone)
+        for file in gone:
+            del self._files[file]
+            self._gone.append(file)
+        self._bad = {file: bad for file, bad in self._bad.items() if file in found and found[file][1] == bad[0]}
+        fresh = [file for file in found if file not in self._files and file not in self._bad]
+        return [(file, *found[file]) for file in sorted(fresh, key=lambda file: file[1], reverse=True)]
 
     def _forget(self, source: int) -> None:
         self._lines[source].restart()

@@ -16,12 +16,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from verbatim.viewer.columns import EARLIER, EVALUATIONS, FATES
+from verbatim.viewer.columns import FOLDERS, LINE_FILES
 from verbatim.viewer.index import Snapshot
 
 _KEPT = 4
 """Searches whose results are kept; an older one is given up."""
-_LINE_FILES = {EVALUATIONS: "eval_trajectories.jsonl", EARLIER: "trajectories.jsonl"}
 Hits = set[tuple[int, int, int]]
 """Source, file and place of the trajectories that were found."""
 
@@ -110,11 +109,12 @@ class MessageSearch:
         """Source, file and how far, and what was found there, of what was not searched yet; newest files first."""
         needle = json.dumps(search.text)[1:-1]
         sources, files = (np.asarray(snapshot.table.column(name)) for name in ("source", "file"))
-        for file in np.unique(files[sources == FATES])[::-1].tolist():
-            if (FATES, file) not in search.done:
-                path = self._folder / "trajectories" / f"step-{file:06d}.parquet"
-                yield (FATES, file, 1), {(FATES, file, row) for row in _rows_in_file(path, needle, search)}
-        for source, name in _LINE_FILES.items():
+        for source, name in FOLDERS.items():
+            for file in np.unique(files[sources == source])[::-1].tolist():
+                if (source, file) not in search.done:
+                    path = self._folder / name / f"step-{file:06d}.parquet"
+                    yield (source, file, 1), {(source, file, row) for row in _rows_in_file(path, needle, search)}
+        for source, name in LINE_FILES.items():
             places = np.asarray(snapshot.table.column("place"))[sources == source]
             places = np.sort(places[places > search.done.get((source, 0), -1)])
             for part in np.array_split(places, max(1, len(places) // 500)):

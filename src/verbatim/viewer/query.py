@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from verbatim.errors import UsageError
-from verbatim.viewer.columns import COLUMNS, EVALUATIONS, SHOWN, TRAIN, Place, group_key, group_of
+from verbatim.viewer.columns import COLUMNS, EVAL, KINDS, SHOWN, TRAIN, Place, group_key, group_of
 
 NONE = "(none)"
 """Stands for a missing value in facets and filters."""
@@ -165,7 +165,8 @@ def rows_of(table: pa.Table, name: str) -> Rows:
         return np.flatnonzero(_at(table, place))
     rows = np.flatnonzero(np.asarray(pc.equal(table.column("trajectory_id"), name)))
     sources = np.asarray(table.column("source"))[rows]
-    found: Rows = rows[np.argsort(sources == EVALUATIONS, kind="stable")]
+    is_eval = np.isin(sources, [source for source, kind in KINDS.items() if kind == EVAL])
+    found: Rows = rows[np.argsort(is_eval, kind="stable")]
     return found
 
 

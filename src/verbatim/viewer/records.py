@@ -18,7 +18,7 @@ from verbatim.fates.table import records_of
 from verbatim.texts import cut
 from verbatim.trajectory_json import trajectory_from_json
 from verbatim.types import Trajectory
-from verbatim.viewer.columns import EVALUATIONS, FATES, Place
+from verbatim.viewer.columns import FOLDERS, LINE_FILES, Place
 
 _TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", "trainer_logprobs", "gradients")
 _KINDS = {"prompt_new_ids": np.int32, "completion_ids": np.int32, "policy_versions": np.int32}
@@ -60,14 +60,15 @@ def read_record(folder: Path, place: Place) -> FoundTrajectory:
     Raises:
         UsageError: nothing is there any more, or it is damaged; says where.
     """
-    if place.source == FATES:
-        path = folder / "trajectories" / f"step-{place.file:06d}.parquet"
-        where = f"row {place.place} of {path.name}"
+    is_fate = place.source in FOLDERS
+    if is_fate:
+        path = folder / FOLDERS[place.source] / f"step-{place.file:06d}.parquet"
+        where = f"row {place.place} of {path.parent.name}/{path.name}"
     else:
-        path = folder / ("eval_trajectories.jsonl" if place.source == EVALUATIONS else "trajectories.jsonl")
+        path = folder / LINE_FILES[place.source]
         where = f"byte {place.place} of {path.name}"
     try:
-        return _read_fate(path, place.place) if place.source == FATES else _read_line(path, place.place)
+        return _read_fate(path, place.place) if is_fate else _read_line(path, place.place)
     except FileNotFoundError:
         raise UsageError(f"{where}: the file is no longer there") from None
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError,

@@ -18,7 +18,8 @@ from verbatim.errors import CheckpointError, UsageError
 from verbatim.texts import cut, end_of_file
 
 _LOCKS = Path("/proc/locks")
-_PARTS = (CONFIG, "metrics.jsonl", "trajectories", "trajectories.jsonl", "eval_trajectories.jsonl")
+_PARTS = (CONFIG, "metrics.jsonl", "trajectories", "trajectories.jsonl", "evaluations",
+          "eval_trajectories.jsonl")  # fmt: skip
 
 
 def check_run(folder: Path) -> None:

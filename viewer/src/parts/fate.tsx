@@ -4,14 +4,14 @@ import type { Row } from "../types";
 import { Text } from "./text";
 
 const REASONS = ["difficulty", "stale", "error", "missing_logprobs", "untrained", "over_length", "cancelled", "lost_worker",
-  "lost_replica", "unused_at_end"];
+  "lost_replica", "unused_at_end", "evaluation"];
 
 /** The number of a fate's colour: 0 trained, then the reasons in an order that does not change; filters share 1. */
 export function fateColour(fate: string): number {
   if (fate === "trained") return 0;
   if (fate.startsWith("filter:")) return 1;
   const at = REASONS.indexOf(fate);
-  return at < 0 ? 6 : [2, 3, 4, 5, 6, 5, 6, 6, 6, 6][at] ?? 6;
+  return at < 0 ? 6 : [2, 3, 4, 5, 6, 5, 6, 6, 6, 6, 2][at] ?? 6;
 }
 
 export function Fate({ fate }: { fate: string }) {
@@ -21,7 +21,7 @@ export function Fate({ fate }: { fate: string }) {
 export function RowFate({ row }: { row: Row }) {
   if (row.reason) return <Fate fate={row.reason} />;
   const { num_trained_tokens: trained, num_sampled_tokens: sampled } = row;
-  if (trained === null) return <span class="none" title="fates were not kept: of evaluations, and in run folders of earlier versions">not kept</span>;
+  if (trained === null) return <span class="none" title="fates were not kept: an earlier version wrote this">not kept</span>;
   if (sampled === 0) return <span class="none">nothing sampled</span>;
   if (trained === sampled) return <Fate fate="trained" />;
   return <span class="fate f0" title={`${trained} of ${sampled} tokens`}>{percent(trained / sampled)} trained</span>;
@@ -30,6 +30,7 @@ export function RowFate({ row }: { row: Row }) {
 /** What a fate means. */
 export const FATE_MEANS: Record<string, string> = {
   trained: "part of an optimizer step",
+  evaluation: "sampled to measure the policy: never trained",
   difficulty: "its group's rewards were all equal (online difficulty filtering)",
   stale: "too old when its batch was built (max_off_policy_steps)",
   error: "its episode failed",

@@ -125,7 +125,7 @@ export function mode(name: ModeName, trajectory: Trajectory, found: Scales): Mod
   switch (name) {
     case "fate":
       return {
-        ...base, missing: found.fates.length ? null : "Fates were not kept: of evaluations, and in run folders of earlier versions.",
+        ...base, missing: found.fates.length ? null : "Fates were not kept: an earlier version wrote this.",
         legend: [
           ...found.fates.map((fate) => ({ colour: `f${fateColour(fate)}`, label: fate, about: FATE_MEANS[fate] ?? "dropped by this filter" })),
           ...(found.masked ? [{ colour: "fm", label: "trained, no gradient", about: "its gradient is 0: masked by the loss, or an advantage of 0" }] : []),
