@@ -110,7 +110,7 @@ class RunIndex:
     def _new_files(self) -> list[tuple[_File, Path, _Mark]]:
         """Fate files that are not in the table as they are now, the newest first."""
         found: dict[_File, tuple[Path, _Mark]] = {}
-        oldest = {}
+        oldest: dict[int, int] = {}
         for source, name in FOLDERS.items():
             for step, path in files_in(self.folder / name).items():
                 with contextlib.suppress(FileNotFoundError):  # retention, or a resume, has removed it meanwhile
