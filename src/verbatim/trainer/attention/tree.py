@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verbatim.models.attention import AttentionCall
+from verbatim.trainer.attention.native_tree import NativeForest, suits
 from verbatim.trainer.linear import product
 from verbatim.types import Int32
 
@@ -51,12 +52,15 @@ class TreePlan:
         self._ends = ends.astype(np.int64)
         self._device = device
         self._blocks: dict[int | None, list[_Block]] = {}
+        self._native: dict[int | None, NativeForest] = {}
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
     ) -> Tensor:
         """The attention output, [1, U, H, E]. Inputs: [1, H, U, D], [1, K, U, D], [1, K, U, E]; see `AttentionPlan`."""
         assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(self._depths)
+        if suits(query_BHTD, value_BKTD, call):
+            return self._attend_natively(query_BHTD, key_BKTD, value_BKTD, call)
         if call.sliding_window not in self._blocks:
             self._blocks[call.sliding_window] = self._plan(call.sliding_window)
         blocks = self._blocks[call.sliding_window]
@@ -68,6 +72,14 @@ class TreePlan:
             query_KUGD, key_BKTD[0], value_BKTD[0], sinks_KG, call.softcap, blocks
         )
         return out_KUGE.transpose(0, 1).flatten(1, 2)[None]
+
+    def _attend_natively(self, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall) -> Tensor:
+        window, groups = call.sliding_window, query_BHTD.shape[1] // key_BKTD.shape[1]
+        if window not in self._native:
+            depths, ends = (x.astype(np.int32) for x in (self._depths, self._ends))
+            self._native[window] = NativeForest(depths, ends, window, groups)
+        query_UHD, key_UKD, value_UKE = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
+        return self._native[window].attend(query_UHD, key_UKD, value_UKE, call.scale)[None]
 
     def _plan(self, window: int | None) -> list[_Block]:
         blocks = []

@@ -1,0 +1,163 @@
+"""Calls the compiled attention of prefix trees (`tree.c`), where there is a compiler and the numbers are float32."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verbatim import native
+from verbatim.models.attention import AttentionCall
+from verbatim.types import Int32
+
+SOURCE = Path(__file__).with_name("tree.c")
+SIZE_MULTIPLE = 16
+"""Head sizes are multiples of a vector."""
+PARTS = 4
+"""Gradients of keys and values are added up in at least so many parts, which threads share, and then over the parts.
+Up to this the result does not depend on the number of threads."""
+NO_WINDOW = 2**31 - 1
+
+
+def suits(query_BHTD: Tensor, value_BKTE: Tensor, call: AttentionCall) -> bool:
+    """Whether these inputs can be given to the compiled functions, and there are any."""
+    sizes = (query_BHTD.shape[3], value_BKTE.shape[3])
+    rounds = query_BHTD.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return (
+        query_BHTD.device.type == "cpu" and rounds and call.is_plain and not any(size % SIZE_MULTIPLE for size in sizes)
+        and _library() is not None
+    )  # fmt: skip
+
+
+class NativeForest:
+    """The keys of each block of queries of a forest, for one window.
+
+    Example: a path of 3 tokens with branches of 2 and of 1 tokens, in blocks of 3: the keys of the second block are all
+    six tokens.
+
+    Args:
+        depths: Of the tokens, in depth-first order: int32 [U].
+        ends: Of their subtrees: int32 [U].
+        window: Tokens that a query sees, itself included; None = all its ancestors.
+        groups: Query heads of each key/value head.
+    """
+
+    def __init__(self, depths: Int32, ends: Int32, window: int | None, groups: int) -> None:
+        library = _library()
+        assert library is not None
+        self._depths, self._ends = (np.ascontiguousarray(x, dtype=np.int32) for x in (depths, ends))
+        self._window = NO_WINDOW if window is None else window
+        self.tokens_per_block = max(1, int(library.rows_per_block()) // groups)
+        assert groups <= library.rows_per_block(), f"{groups} query heads for each key/value head"
+        keys = [*_keys_of_blocks(self._depths, self.tokens_per_block, window)]
+        self._keys = np.concatenate(keys)
+        self._begins = np.cumsum([0, *map(len, keys)], dtype=np.int32)
+        self.num_blocks = len(keys)
+        self.tree = _Tree(*(array.ctypes.data for array in (self._keys, self._begins, self._ends, self._depths)))
+
+    def attend(self, query_UHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> Tensor:
+        """The attention output, [U, H, E], in the dtype of the values; sums are in float32."""
+        exact = [x.float() for x in (query_UHD, key_UKD, value_UKE)]
+        out_UHE: Tensor = _Attend.apply(*exact, scale, self)  # type: ignore[no-untyped-call]
+        return out_UHE.to(value_UKE.dtype)
+
+    def shape(self, query_UHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> _Shape:
+        """What the compiled functions are told of these tensors."""
+        assert len(query_UHD) == len(self._depths), f"{len(query_UHD)} tokens, the plan has {len(self._depths)}"
+        return _Shape(
+            *query_UHD.shape[:2], key_UKD.shape[1], key_UKD.shape[2], value_UKE.shape[2], *query_UHD.stride()[:2],
+            *key_UKD.stride()[:2], *value_UKE.stride()[:2], scale, self._window,
+        )  # fmt: skip
+
+
+def _keys_of_blocks(depths: Int32, tokens_per_block: int, window: int | None) -> list[Int32]:
+    """For each block of neighbouring tokens the path to the first one, as far as a window reaches, and the block."""
+    found = []
+    path = np.zeros(int(depths.max()) + 1, dtype=np.int32)
+    for start in range(0, len(depths), tokens_per_block):
+        own = np.arange(start, min(start + tokens_per_block, len(depths)), dtype=np.int32)
+        own_depths = depths[own]
+        first = 0 if window is None else max(0, int(own_depths.min()) - window + 1)
+        found.append(np.concatenate([path[first : own_depths[0]], own]))
+        path[own_depths] = own  # where depths repeat, the last one stays: the path to the next block
+    return found
+
+
+class _Attend(torch.autograd.Function):
+    """Softmax attention. Nothing is kept but the inputs, the output and one number for each token and query head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_UHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float, forest: NativeForest
+    ) -> Tensor:
+        query_UHD, key_UKD, value_UKE = map(_last_dense, (query_UHD, key_UKD, value_UKE))
+        out_UHE = query_UHD.new_empty(*query_UHD.shape[:2], value_UKE.shape[2])
+        lse_UH = query_UHD.new_empty(query_UHD.shape[:2])
+        _call("forward", forest, (query_UHD, key_UKD, value_UKE), scale, (), (out_UHE, lse_UH))
+        ctx.save_for_backward(query_UHD, key_UKD, value_UKE, out_UHE, lse_UH)
+        ctx.scale, ctx.forest = scale, forest
+        return out_UHE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query_UHD, key_UKD, value_UKE, out_UHE, lse_UH = ctx.saved_tensors
+        tokens, heads = key_UKD.shape[:2]
+        parts = -(-max(PARTS, torch.get_num_threads()) // heads)
+        grad_query_UHD = torch.empty_like(query_UHD, memory_format=torch.contiguous_format)
+        grad_key, grad_value = (
+            x.new_zeros(parts, heads, tokens, x.shape[2]) for x in (key_UKD, value_UKE)
+        )  # fmt: skip
+        given = (query_UHD, key_UKD, value_UKE)
+        results = (out_UHE, lse_UH, grads[0].contiguous(), grad_query_UHD, grad_key, grad_value)
+        _call("backward", ctx.forest, given, ctx.scale, (parts,), results)
+        grad_key_UKD, grad_value_UKE = (x.sum(0).transpose(0, 1) for x in (grad_key, grad_value))
+        return grad_query_UHD, grad_key_UKD, grad_value_UKE, None, None
+
+
+def _last_dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _call(
+    name: str, forest: NativeForest, given: tuple[Tensor, Tensor, Tensor], scale: float, numbers: Sequence[int],
+    tensors: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Call a compiled function.
+
+    Raises:
+        MemoryError: it had too little.
+    """
+    shape = forest.shape(*given, scale)
+    sizes = (ctypes.c_int64(number) for number in (forest.num_blocks, forest.tokens_per_block, *numbers))
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (*given, *tensors))
+    if getattr(_library(), name)(ctypes.byref(shape), ctypes.byref(forest.tree), *sizes, *pointers):
+        raise MemoryError("attention of prefix trees: too little memory for its blocks")
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    return native.library(SOURCE)
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` in tree.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in (
+            "tokens", "heads", "kv_heads", "key_size", "value_size", "query_token", "query_head", "key_token",
+            "key_head", "value_token", "value_head")),
+        ("scale", ctypes.c_float),
+        ("window", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class _Tree(ctypes.Structure):
+    """`Tree` in tree.c."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "begins", "ends", "depths"))

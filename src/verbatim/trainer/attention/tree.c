@@ -1,0 +1,389 @@
+/* Attention of prefix trees, forward and backward: each token sees its ancestors and itself.
+
+   A block is as many neighbouring tokens as fill ROWS rows, a row being a token of one of the G query heads that share a
+   key/value head. Vectors run over rows, so the softmax of a row needs no sum across a vector, and keys and values are
+   read where they are, one number at a time. Scores exist for one block and TILE keys and stay in the first cache.
+
+   Legend: r row, d place in a query or key, e place in a value, k key. Arrays with rows last are "turned". */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define LANES 16
+#define KEYS 8 /* keys whose scores are in registers together, for VECTORS vectors of rows */
+#elif defined(__AVX__)
+#define LANES 8
+#define KEYS 4
+#else
+#define LANES 4
+#define KEYS 8
+#endif
+#define VECTORS 3
+#define GROUP (LANES * VECTORS)
+#define ROWS 96
+#define TILE 128
+
+typedef float vf __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4)));
+
+#define ALIGNED __attribute__((aligned(64)))
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct {
+    int64_t tokens, heads, kv_heads, key_size, value_size;
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head; /* strides, in numbers */
+    float scale;
+    int32_t window; /* tokens that a query sees at most */
+} Shape;
+
+typedef struct {
+    const int32_t *keys, *begins; /* the keys of block b are keys[begins[b]] to keys[begins[b + 1]] */
+    const int32_t *ends, *depths; /* of each token */
+} Tree;
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
+INLINE vf choose(vi yes, vf a, vf b) { return (vf)((yes & (vi)a) | (~yes & (vi)b)); }
+
+/* exp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; exactly 0 below -87; NaN stays. */
+#if defined(__AVX512F__)
+INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf exponential(vf x) {
+    __mmask16 some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 8);
+    vf f = x - n * 0.693359375f;
+    f = f - n * -2.12194440e-4f;
+    vf p = splat(1.3981999507e-3f);
+    p = p * f + 8.3334519073e-3f;
+    p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f;
+    p = p * f + 5.0000001201e-1f;
+    p = p * f + 1.0f;
+    p = p * f + 1.0f;
+    return (vf)_mm512_maskz_scalef_ps(some, (__m512)p, (__m512)n);
+}
+#else
+INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+INLINE vf exponential(vf x) {
+    const float shift = 12582912.0f; /* 1.5 * 2^23: rounds to the nearest integer */
+    vf none = (vf)(x < -87.0f);
+    x = choose(x > 88.0f, splat(88.0f), x);
+    x = choose((vi)none, splat(-87.0f), x);
+    vf n = (x * 1.44269504f + shift) - shift;
+    vf f = x - n * 0.693359375f;
+    f = f - n * -2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f;
+    p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f;
+    p = p * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.0f;
+    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+    return choose((vi)none, splat(0.0f), p * (vf)power);
+}
+#endif
+
+/* turned[i][r] = sum over d of rows[i][d] * other[d][r], for `count` <= TILE rows given by pointers */
+INLINE void products(const float *const *rows, int count, const float *other, int64_t size, float *turned) {
+    for (int i = 0; i < count; i += KEYS)
+        for (int r = 0; r < ROWS; r += GROUP) {
+            vf sum[KEYS][VECTORS];
+            for (int a = 0; a < KEYS; a++)
+                for (int b = 0; b < VECTORS; b++) sum[a][b] = splat(0.0f);
+            const float *const *mine = rows + i;
+            for (int64_t d = 0; d < size; d++) {
+                const float *line = other + d * ROWS + r;
+                vf x[VECTORS];
+                for (int b = 0; b < VECTORS; b++) x[b] = *(const vf *)(line + b * LANES);
+                for (int a = 0; a < KEYS; a++)
+                    for (int b = 0; b < VECTORS; b++) sum[a][b] += mine[a][d] * x[b];
+            }
+            for (int a = 0; a < KEYS; a++)
+                for (int b = 0; b < VECTORS; b++) *(vf *)(turned + (i + a) * ROWS + r + b * LANES) = sum[a][b];
+        }
+}
+
+/* out[e][r] += sum over keys of rows[k][e] * turned[k][r] */
+INLINE void add_weighted(const float *const *rows, int count, const float *turned, int64_t size, float *out) {
+    for (int64_t e = 0; e < size; e += KEYS)
+        for (int r = 0; r < ROWS; r += GROUP) {
+            vf sum[KEYS][VECTORS];
+            for (int a = 0; a < KEYS; a++)
+                for (int b = 0; b < VECTORS; b++) sum[a][b] = *(vf *)(out + (e + a) * ROWS + r + b * LANES);
+            for (int k = 0; k < count; k++) {
+                const float *line = turned + k * ROWS + r, *row = rows[k] + e;
+                vf x[VECTORS];
+                for (int b = 0; b < VECTORS; b++) x[b] = *(const vf *)(line + b * LANES);
+                for (int a = 0; a < KEYS; a++)
+                    for (int b = 0; b < VECTORS; b++) sum[a][b] += row[a] * x[b];
+            }
+            for (int a = 0; a < KEYS; a++)
+                for (int b = 0; b < VECTORS; b++) *(vf *)(out + (e + a) * ROWS + r + b * LANES) = sum[a][b];
+        }
+}
+
+/* out[k][d] += sum over rows of turned[k][r] * rows[r][d], where rows are contiguous, [ROWS][size] */
+INLINE void add_outer(float *const *out, int count, const float *turned, const float *rows, int64_t size) {
+    for (int k = 0; k < count; k += KEYS) {
+        int real = count - k < KEYS ? count - k : KEYS;
+        int64_t d = 0;
+        for (; d + 2 * LANES <= size; d += 2 * LANES) {
+            vf sum[KEYS][2];
+            for (int a = 0; a < KEYS; a++) sum[a][0] = sum[a][1] = splat(0.0f);
+            for (int r = 0; r < ROWS; r++) {
+                vf x = *(const vf *)(rows + r * size + d), y = *(const vf *)(rows + r * size + d + LANES);
+                for (int a = 0; a < KEYS; a++) {
+                    float weight = turned[(k + a) * ROWS + r];
+                    sum[a][0] += weight * x;
+                    sum[a][1] += weight * y;
+                }
+            }
+            for (int a = 0; a < real; a++) {
+                *(vf *)(out[k + a] + d) += sum[a][0];
+                *(vf *)(out[k + a] + d + LANES) += sum[a][1];
+            }
+        }
+        for (; d < size; d += LANES) {
+            vf sum[KEYS];
+            for (int a = 0; a < KEYS; a++) sum[a] = splat(0.0f);
+            for (int r = 0; r < ROWS; r++) {
+                vf x = *(const vf *)(rows + r * size + d);
+                for (int a = 0; a < KEYS; a++) sum[a] += turned[(k + a) * ROWS + r] * x;
+            }
+            for (int a = 0; a < real; a++) *(vf *)(out[k + a] + d) += sum[a];
+        }
+    }
+}
+
+/* Scores of keys that a row does not see become -inf; keys from `real` on are seen by none. */
+INLINE void mask(float *turned, const int32_t *keys, int real, int count, const int32_t *row_token,
+                 const int32_t *row_depth, const Tree *tree, int32_t window) {
+    for (int k = 0; k < count; k++)
+        for (int r = 0; r < ROWS; r += LANES) {
+            float *at = turned + k * ROWS + r;
+            vi seen = splat_int(0);
+            if (k < real) {
+                vi token = *(const vi *)(row_token + r), depth = *(const vi *)(row_depth + r);
+                int32_t key = keys[k];
+                seen = (token >= key) & (token < tree->ends[key]) & (depth - tree->depths[key] < window);
+            }
+            *(vf *)at = choose(seen, *(vf *)at, splat(-INFINITY));
+        }
+}
+
+/* Whether all rows of a block, which begins at token `first`, ends before `end` and is at most `deepest` deep, see all
+   of these keys. */
+INLINE int all_seen(const int32_t *keys, int real, int32_t first, int32_t end, int32_t deepest, const Tree *tree,
+                    int32_t window) {
+    int yes = 1;
+    for (int k = 0; k < real; k++) {
+        int32_t key = keys[k];
+        yes &= (key <= first) & (tree->ends[key] >= end) & (deepest - tree->depths[key] < window);
+    }
+    return yes;
+}
+
+/* The rows of a block. Where a block has fewer than ROWS, the last ones repeat its last token with numbers of 0. */
+typedef struct {
+    int32_t first, end, deepest;
+    int rows; /* real ones */
+    ALIGNED int32_t token[ROWS];
+    ALIGNED int32_t depth[ROWS];
+} Rows;
+
+static void find_rows(Rows *rows, const Shape *s, const Tree *tree, int64_t block, int64_t tokens_per_block) {
+    int64_t heads = s->heads / s->kv_heads;
+    rows->first = (int32_t)(block * tokens_per_block);
+    int64_t end = rows->first + tokens_per_block;
+    rows->end = (int32_t)(end < s->tokens ? end : s->tokens);
+    rows->rows = (int)((rows->end - rows->first) * heads);
+    rows->deepest = 0;
+    for (int r = 0; r < ROWS; r++) {
+        int32_t token = r < rows->rows ? rows->first + (int32_t)(r / heads) : rows->end - 1;
+        rows->token[r] = token;
+        rows->depth[r] = tree->depths[token];
+        if (rows->depth[r] > rows->deepest) rows->deepest = rows->depth[r];
+    }
+}
+
+/* Rows of all query heads of a key/value head: contiguous in `straight` [ROWS][size] (if given) and turned. */
+static void take_rows(const float *x, int64_t token_stride, int64_t head_stride, int64_t size, float factor,
+                      const Rows *rows, int64_t heads, float *straight, float *turned) {
+    for (int r = 0; r < ROWS; r++) {
+        const float *row = x + rows->token[r] * token_stride + (r % heads) * head_stride;
+        float mine = r < rows->rows ? factor : 0.0f;
+        for (int64_t d = 0; d < size; d++) {
+            float value = r < rows->rows ? row[d] * mine : 0.0f;
+            if (straight) straight[r * size + d] = value;
+            turned[d * ROWS + r] = value;
+        }
+    }
+}
+
+static void forward_block(const Shape *s, const Tree *tree, const float *query, const float *key, const float *value,
+                          float *out, float *lse, int64_t head, int64_t block, int64_t tokens_per_block,
+                          float *room) {
+    int64_t heads = s->heads / s->kv_heads, D = s->key_size, E = s->value_size;
+    float *queries = room, *outs = queries + D * ROWS, *scores = outs + E * ROWS;
+    ALIGNED float highest[ROWS], sums[ROWS];
+    const float *key_rows[TILE + KEYS], *value_rows[TILE + KEYS];
+    Rows rows;
+    find_rows(&rows, s, tree, block, tokens_per_block);
+    take_rows(query + head * heads * s->query_head, s->query_token, s->query_head, D, s->scale, &rows, heads, NULL,
+              queries);
+    memset(outs, 0, sizeof(float) * E * ROWS);
+    for (int r = 0; r < ROWS; r++) highest[r] = -1e30f, sums[r] = 0.0f;
+    for (int32_t begin = tree->begins[block]; begin < tree->begins[block + 1]; begin += TILE) {
+        const int32_t *keys = tree->keys + begin;
+        int32_t left = tree->begins[block + 1] - begin;
+        int real = left < TILE ? left : TILE, count = (real + KEYS - 1) / KEYS * KEYS;
+        for (int k = 0; k < count; k++) {
+            int64_t token = keys[k < real ? k : 0];
+            key_rows[k] = key + token * s->key_token + head * s->key_head;
+            value_rows[k] = value + token * s->value_token + head * s->value_head;
+        }
+        products(key_rows, count, queries, D, scores);
+        if (count != real || !all_seen(keys, real, rows.first, rows.end, rows.deepest, tree, s->window))
+            mask(scores, keys, real, count, rows.token, rows.depth, tree, s->window);
+        for (int r = 0; r < ROWS; r += LANES) {
+            vf before = *(vf *)(highest + r), top = before, sum = splat(0.0f);
+            for (int k = 0; k < count; k++) top = larger(*(vf *)(scores + k * ROWS + r), top);
+            for (int k = 0; k < count; k++) {
+                vf weight = exponential(*(vf *)(scores + k * ROWS + r) - top);
+                *(vf *)(scores + k * ROWS + r) = weight;
+                sum += weight;
+            }
+            vf factor = exponential(before - top);
+            *(vf *)(sums + r) = *(vf *)(sums + r) * factor + sum;
+            *(vf *)(highest + r) = top;
+            for (int64_t e = 0; e < E; e++) *(vf *)(outs + e * ROWS + r) *= factor;
+        }
+        add_weighted(value_rows, count, scores, E, outs);
+    }
+    for (int r = 0; r < rows.rows; r++) {
+        int64_t token = rows.token[r], query_head = head * heads + r % heads;
+        float *to = out + (token * s->heads + query_head) * E, by = 1.0f / sums[r];
+        for (int64_t e = 0; e < E; e++) to[e] = outs[e * ROWS + r] * by;
+        lse[token * s->heads + query_head] = highest[r] + logf(sums[r]);
+    }
+}
+
+/* Gradients of one block. grad_query [tokens, heads, D] is written; grad_key [tokens, D] and grad_value [tokens, E] of
+   this head are added to. */
+static void backward_block(const Shape *s, const Tree *tree, const float *query, const float *key, const float *value,
+                           const float *out, const float *lse, const float *grad, float *grad_query, float *grad_key,
+                           float *grad_value, int64_t head, int64_t block, int64_t tokens_per_block, float *room) {
+    int64_t heads = s->heads / s->kv_heads, D = s->key_size, E = s->value_size;
+    float *queries = room, *turned_queries = queries + D * ROWS, *grads = turned_queries + D * ROWS;
+    float *turned_grads = grads + E * ROWS, *outs = turned_grads + E * ROWS, *grad_queries = outs + E * ROWS;
+    float *weights = grad_queries + D * ROWS, *slopes = weights + (TILE + KEYS) * ROWS;
+    ALIGNED float logs[ROWS], means[ROWS];
+    const float *key_rows[TILE + KEYS], *value_rows[TILE + KEYS];
+    float *to_keys[TILE + KEYS], *to_values[TILE + KEYS];
+    Rows rows;
+    find_rows(&rows, s, tree, block, tokens_per_block);
+    int64_t first_head = head * heads;
+    take_rows(query + first_head * s->query_head, s->query_token, s->query_head, D, s->scale, &rows, heads, queries,
+              turned_queries);
+    take_rows(grad + first_head * E, s->heads * E, E, E, 1.0f, &rows, heads, grads, turned_grads);
+    take_rows(out + first_head * E, s->heads * E, E, E, 1.0f, &rows, heads, NULL, outs);
+    memset(grad_queries, 0, sizeof(float) * D * ROWS);
+    for (int r = 0; r < ROWS; r++)
+        logs[r] = r < rows.rows ? lse[rows.token[r] * s->heads + first_head + r % heads] : 0.0f;
+    /* Rounded as `products` rounds: of a row with one key, weight 1, the gradient of the score is exactly 0. */
+    for (int r = 0; r < ROWS; r += LANES) {
+        vf mean = splat(0.0f);
+        for (int64_t e = 0; e < E; e++) mean += *(vf *)(outs + e * ROWS + r) * *(vf *)(turned_grads + e * ROWS + r);
+        *(vf *)(means + r) = mean;
+    }
+    for (int32_t begin = tree->begins[block]; begin < tree->begins[block + 1]; begin += TILE) {
+        const int32_t *keys = tree->keys + begin;
+        int32_t left = tree->begins[block + 1] - begin;
+        int real = left < TILE ? left : TILE, count = (real + KEYS - 1) / KEYS * KEYS;
+        for (int k = 0; k < count; k++) {
+            int64_t token = keys[k < real ? k : 0];
+            key_rows[k] = key + token * s->key_token + head * s->key_head;
+            value_rows[k] = value + token * s->value_token + head * s->value_head;
+            to_keys[k] = grad_key + token * D;
+            to_values[k] = grad_value + token * E;
+        }
+        products(key_rows, count, turned_queries, D, weights);
+        if (count != real || !all_seen(keys, real, rows.first, rows.end, rows.deepest, tree, s->window))
+            mask(weights, keys, real, count, rows.token, rows.depth, tree, s->window);
+        products(value_rows, count, turned_grads, E, slopes);
+        for (int r = 0; r < ROWS; r += LANES) {
+            vf log = *(vf *)(logs + r), mean = *(vf *)(means + r);
+            for (int k = 0; k < count; k++) {
+                vf weight = exponential(*(vf *)(weights + k * ROWS + r) - log);
+                *(vf *)(weights + k * ROWS + r) = weight;
+                *(vf *)(slopes + k * ROWS + r) = weight * (*(vf *)(slopes + k * ROWS + r) - mean);
+            }
+        }
+        add_weighted(key_rows, count, slopes, D, grad_queries);
+        add_outer(to_keys, real, slopes, queries, D);
+        add_outer(to_values, real, weights, grads, E);
+    }
+    for (int r = 0; r < rows.rows; r++) {
+        float *to = grad_query + (rows.token[r] * s->heads + first_head + r % heads) * D;
+        for (int64_t d = 0; d < D; d++) to[d] = grad_queries[d * ROWS + r] * s->scale;
+    }
+}
+
+static int64_t room_for(const Shape *s) {
+    return (3 * s->key_size + 3 * s->value_size + 2 * (TILE + KEYS)) * ROWS + 64;
+}
+
+int64_t rows_per_block(void) { return ROWS; }
+
+/* out [tokens, heads, E] and lse [tokens, heads] are written. Returns 1 where memory is missing. */
+int forward(const Shape *s, const Tree *tree, int64_t blocks, int64_t tokens_per_block, const float *query,
+            const float *key, const float *value, float *out, float *lse) {
+    int failed = 0;
+#pragma omp parallel
+    {
+        float *room = aligned_alloc(64, (sizeof(float) * room_for(s) + 63) / 64 * 64);
+        if (!room) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for collapse(2) schedule(dynamic, 4)
+        for (int64_t head = 0; head < s->kv_heads; head++)
+            for (int64_t block = 0; block < blocks; block++)
+                if (room) forward_block(s, tree, query, key, value, out, lse, head, block, tokens_per_block, room);
+        free(room);
+    }
+    return failed;
+}
+
+/* grad_query [tokens, heads, D] is written; grad_key [parts, kv_heads, tokens, D] and grad_value [parts, kv_heads,
+   tokens, E], which hold 0, are added to: part p has the blocks b with b * parts / blocks = p. */
+int backward(const Shape *s, const Tree *tree, int64_t blocks, int64_t tokens_per_block, int64_t parts,
+             const float *query, const float *key, const float *value, const float *out, const float *lse,
+             const float *grad, float *grad_query, float *grad_key, float *grad_value) {
+    int failed = 0;
+#pragma omp parallel
+    {
+        float *room = aligned_alloc(64, (sizeof(float) * room_for(s) + 63) / 64 * 64);
+        if (!room) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for collapse(2) schedule(dynamic, 1)
+        for (int64_t head = 0; head < s->kv_heads; head++)
+            for (int64_t part = 0; part < parts; part++) {
+                float *to_key = grad_key + (part * s->kv_heads + head) * s->tokens * s->key_size;
+                float *to_value = grad_value + (part * s->kv_heads + head) * s->tokens * s->value_size;
+                int64_t begin = (part * blocks + parts - 1) / parts, end = ((part + 1) * blocks + parts - 1) / parts;
+                for (int64_t block = begin; block < end && room; block++)
+                    backward_block(s, tree, query, key, value, out, lse, grad, grad_query, to_key, to_value, head, block,
+                                   tokens_per_block, room);
+            }
+        free(room);
+    }
+    return failed;
+}

@@ -1,0 +1,154 @@
+"""The compiled attention of trees is attention from its definition, and is taken only where it can be."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from dense_attention import attention_call, dense
+from test_attention_tree import forest, seen_in
+
+from verbatim import native
+from verbatim.models.attention import AttentionCall
+from verbatim.trainer.attention import native_tree
+from verbatim.trainer.attention.native_tree import NativeForest
+from verbatim.trainer.attention.tree import TreePlan
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="this machine has no C compiler"
+)
+SHAPES = [(4, 2, 32, 32), (2, 2, 16, 48), (9, 3, 64, 64), (8, 1, 32, 16), (14, 2, 48, 16)]
+"""Query heads, key/value heads, size of keys, size of values."""
+
+
+def tensors(tokens, shape, *, seed=0, dtype=torch.float32):
+    """Queries, keys and values in the strides that models give them, and a gradient of the output."""
+    torch.manual_seed(seed)
+    heads, kv_heads, size, value_size = shape
+    qkv = [torch.randn(1, tokens, count, width).transpose(1, 2).to(dtype).requires_grad_()
+           for count, width in ((heads, size), (kv_heads, size), (kv_heads, value_size))]  # fmt: skip
+    return qkv, torch.randn(1, tokens, heads, value_size).to(dtype)
+
+
+def difference(found, wanted):
+    return float((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-12))
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("seed", "count", "window"), [(0, 12, None), (1, 80, None), (1, 80, 3), (2, 40, 7)])
+def test_it_is_attention_forward_and_backward(shape, seed, count, window):
+    batch = forest(seed, count)
+    qkv, outside = tensors(batch.num_tokens, shape)
+    plan = TreePlan(batch.position_ids, batch.ends)
+    out = plan.attend(0, *qkv, attention_call("plain", window))
+    assert list(plan._native) == [window], "the compiled functions were not called"
+    grads = torch.autograd.grad(out, qkv, outside)
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    expected = dense(*exact, seen_in(batch.starts, batch.ends, batch.position_ids, window), attention_call("plain", 1))
+    expected_grads = torch.autograd.grad(expected, exact, outside.double())
+    for found, wanted in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert difference(found.detach(), wanted.detach()) < 1e-6
+
+
+@needs_compiler
+def test_a_query_with_one_key_gives_scores_no_gradient():
+    batch = forest(3)
+    qkv, outside = tensors(batch.num_tokens, (4, 2, 32, 32))
+    out = TreePlan(batch.position_ids, batch.ends).attend(0, *qkv, attention_call("plain", 1))
+    grad_query, grad_key, _ = torch.autograd.grad(out, qkv, outside)
+    assert not grad_query.any()
+    assert not grad_key.any()
+
+
+@needs_compiler
+def test_threads_do_not_change_a_bit():
+    batch = forest(1, 300)
+    qkv, outside = tensors(batch.num_tokens, (4, 2, 32, 32))
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            out = TreePlan(batch.position_ids, batch.ends).attend(0, *qkv, attention_call("plain", None))
+            found.append([out, *torch.autograd.grad(out, qkv, outside)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@needs_compiler
+def test_bfloat16_is_computed_in_float32_and_rounded_once():
+    batch = forest(0, 40)
+    qkv, outside = tensors(batch.num_tokens, (4, 2, 32, 32), dtype=torch.bfloat16)
+    exact = [x.detach().float().requires_grad_() for x in qkv]
+    call = attention_call("plain", None)
+    out, wanted = (TreePlan(batch.position_ids, batch.ends).attend(0, *x, call) for x in (qkv, exact))
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, wanted.bfloat16())
+    grads, expected = torch.autograd.grad(out, qkv, outside), torch.autograd.grad(wanted, exact, outside.float())
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(grads, expected, strict=True))
+
+
+@needs_compiler
+def test_a_nan_is_not_lost():
+    batch = forest(0, 40)
+    qkv, _ = tensors(batch.num_tokens, (4, 2, 32, 32))
+    with torch.no_grad():
+        qkv[1][0, 0, 0] = torch.nan  # a key of the first root
+    out = TreePlan(batch.position_ids, batch.ends).attend(0, *qkv, attention_call("plain", None))
+    assert out[0, 0, :2].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "dtype"),
+    [("softcap", 32, torch.float32), ("plain", 24, torch.float32), ("plain", 32, torch.float64)],
+)
+def test_what_it_cannot_compute_is_left_to_torch(kind, size, dtype):
+    batch = forest(0)
+    qkv, _ = tensors(batch.num_tokens, (4, 2, size, size), dtype=dtype)
+    plan = TreePlan(batch.position_ids, batch.ends)
+    plan.attend(0, *qkv, attention_call(kind, None, dtype=dtype))
+    assert not plan._native
+
+
+def test_without_it_the_result_is_the_same(monkeypatch):
+    batch = forest(2, 40)
+    qkv, outside = tensors(batch.num_tokens, (4, 2, 32, 32))
+    found = []
+    for _ in range(2):
+        out = TreePlan(batch.position_ids, batch.ends).attend(0, *qkv, attention_call("plain", None))
+        found.append([out, *torch.autograd.grad(out, qkv, outside)])
+        monkeypatch.setenv(native.SWITCH, "0")
+        native.library.cache_clear()
+        native_tree._library.cache_clear()
+    monkeypatch.undo()
+    native.library.cache_clear()
+    native_tree._library.cache_clear()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_the_example_of_its_keys():
+    """A path of 3 tokens with branches of 2 and of 1; the keys of the second block of 3 are all six tokens."""
+    forest_of_six = NativeForest(
+        np.array([0, 1, 2, 3, 4, 3], np.int32), np.array([6, 6, 6, 5, 5, 6], np.int32), None, groups=32
+    )
+    assert forest_of_six.tokens_per_block == 3
+    assert forest_of_six._keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert forest_of_six._begins.tolist() == [0, 3, 9]
+
+
+@needs_compiler
+def test_every_number_of_tokens_around_a_block():
+    for tokens, groups in product((1, 2, 15, 47, 48, 49, 97), (1, 2, 4)):
+        depths, ends = np.arange(tokens, dtype=np.int32), np.full(tokens, tokens, np.int32)
+        qkv, _ = tensors(tokens, (2 * groups, 2, 16, 16), seed=tokens)
+        out = TreePlan(depths, ends).attend(0, *qkv, AttentionCall(scale=0.25))
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            *(x.double() for x in qkv), is_causal=True, scale=0.25, enable_gqa=True
+        )
+        assert difference(out.detach(), wanted.detach().transpose(1, 2)) < 1e-6
