@@ -6,8 +6,8 @@ import asyncio
 import math
 import statistics
 from bisect import insort
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from verbatim.types import Group, Trajectory
 
 MOST_FILTERED_BATCHES = 50
 """A run in which online difficulty filtering drops this many batches' worth of groups in a row is dead."""
+
+MOST_AT_ONCE = 128
+"""Groups that are launched before the event loop turns: new weights may start thousands."""
 
 PATIENCE = 0.5
 """A batch goes without an unfinished group that would be lost by it, once this share of a batch more than it needs is
@@ -89,6 +92,10 @@ class Dispatcher:
         self._next_batch = 0
         self._again: list[ScheduledExample] = []
         self._running: dict[asyncio.Task[Group], _Launched] = {}
+        self._versions: Counter[int] = Counter()
+        """Groups in flight by the weights that they were launched with."""
+        self._goes_on = False
+        """Whether `_launch` was put off to the next turn of the event loop."""
         self._ready: list[_Ended] = []
         self._taken: deque[list[_Ended]] = deque()
         self._failures_in_a_row = 0
@@ -144,7 +151,7 @@ class Dispatcher:
         taken, self._ready = self._ready[: self.groups_per_batch], self._ready[self.groups_per_batch :]
         self._taken.append(taken)
         self._next_batch += 1
-        self._drop_stale()
+        self._drop_stale(self._ready)
         self._launch()
         return [ended.group for ended in taken]
 
@@ -195,10 +202,17 @@ class Dispatcher:
         held = self.num_pending_tokens
         self._again += [launched.drawn for launched in self._held()]
         self._running, self._ready, self._taken = {}, [], deque()
+        self._versions.clear()
         return held
 
     def _launch(self) -> None:
-        while self._has_room() and not self._stopped and self.drained is None:
+        num_launched = 0
+        while not self._goes_on and self._has_room() and not self._stopped and self.drained is None:
+            if num_launched == MOST_AT_ONCE:
+                self._goes_on = True
+                asyncio.get_running_loop().call_soon(self._go_on)
+                return
+            num_launched += 1
             try:
                 drawn = self._again.pop(0) if self._again else self.schedule.draw()
             except NothingToSample as end:
@@ -216,14 +230,21 @@ class Dispatcher:
             )
             task = asyncio.create_task(run.run(), name=run.group_id)
             self._running[task] = _Launched(run=run, drawn=drawn, version=self._version)
+            self._versions[self._version] += 1
             task.add_done_callback(self._finished)
+
+    def _go_on(self) -> None:
+        self._goes_on = False
+        self._launch()
 
     def _has_room(self) -> bool:
         """Whether one more group may be in flight now."""
         batches = min(newest_batch(self._version, self.max_async_level) + 1, self.max_steps) - self._next_batch
         empty_places = batches * self.groups_per_batch - len(self._ready)
         wanted = round(empty_places * self._groups_per_place)
-        return len(self._running) < self._max_running and len(self._useful()) < wanted
+        oldest = self._next_batch - self.max_off_policy_steps
+        num_useful = sum(number for version, number in self._versions.items() if version >= oldest)
+        return len(self._running) < self._max_running and num_useful < wanted
 
     def _finished(self, task: asyncio.Task[Group]) -> None:
         """The run stops with whatever goes wrong here; the event loop would only log it, and the run would wait."""
@@ -247,11 +268,11 @@ class Dispatcher:
         if kind is None:
             ended = _Ended(run=run, drawn=drawn, version=launched.version, group=group)
             insort(self._ready, ended, key=lambda one: one.run.index)
-            del self._running[task]  # until here it is held, whatever goes wrong: its tokens stay pending
+            self._not_running(task)  # until here it is held, whatever goes wrong: its tokens stay pending
             self._filtered_in_a_row = 0
-            self._drop_stale()
+            self._drop_stale([ended])
         else:
-            del self._running[task]
+            self._not_running(task)
             self._filter(run, group, kind)
             self._judge(drawn, group)
         useful = [t for t in (group.scored if self.needs_rewards else group.completed) if t.num_sampled_tokens]
@@ -262,6 +283,12 @@ class Dispatcher:
                 f"every rollout of the last {self._failures_in_a_row} groups failed; the last one said: {last}"
             )
         self._launch()
+
+    def _not_running(self, task: asyncio.Task[Group]) -> None:
+        version = self._running.pop(task).version
+        self._versions[version] -= 1
+        if not self._versions[version]:
+            del self._versions[version]
 
     def _filter(self, run: GroupRun, group: Group, kind: Flatness) -> None:
         """A group that teaches nothing ends here; another one is launched in its place."""
@@ -275,16 +302,18 @@ class Dispatcher:
                 "other examples, or switch it off: orchestrator.buffer.online_difficulty_filtering = false"
             )
 
-    def _drop_stale(self) -> None:
-        """What would be too old in the next batch ends here, before it takes the place of a group that is not."""
+    def _drop_stale(self, waiting: Sequence[_Ended]) -> None:
+        """Those of these finished groups that would be too old in the next batch end here, before one takes the place
+        of a group that is not."""
         if self._next_batch >= self.max_steps:
             return  # nothing is trained any more: it is unused, however old
-        waiting, self._ready = self._ready, []
-        for ended in waiting:
+        stale = [one for one in waiting if too_old(one.group, self._next_batch, self.max_off_policy_steps)]
+        if not stale:
+            return
+        gone = set(stale)
+        self._ready = [ended for ended in self._ready if ended not in gone]
+        for ended in stale:
             run, group = ended.run, ended.group
-            if not too_old(group, self._next_batch, self.max_off_policy_steps):
-                self._ready.append(ended)
-                continue
             failed = sum(t.num_sampled_tokens for t in group.trajectories if t.error is not None)
             dropped = {"stale": run.num_sampled_tokens - failed, "error": failed}
             self.ledger.settle_group(run.index, trained=0, dropped=dropped)

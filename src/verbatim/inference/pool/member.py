@@ -59,6 +59,8 @@ class Life:
         """Done when its answers do not count any more: why."""
         self.under_way: set[asyncio.Future[Any]] = set()
         """Calls of the replica that have not ended."""
+        self._waiting: set[asyncio.Future[None]] = set()
+        """For one of those to end, or this life."""
         self._proof: asyncio.Future[None] = loop.create_future()
         if proven:
             self._proof.set_result(None)
@@ -83,6 +85,8 @@ class Life:
         """Give up every request in flight, and what was withheld."""
         if not self.over.done():
             self.over.set_result(why)
+            for waiting in self._waiting:
+                _wake(waiting)
 
     async def generate(self, request: SampleRequest) -> Completion:
         """A completion, once the weights that sampled it are proven.
@@ -115,7 +119,7 @@ class Life:
         self.under_way.add(asking)
         asking.add_done_callback(self.under_way.discard)
         try:
-            await _first_of(asking, self.over)
+            await self._until_ended(asking)
             if self.over.done() and not asking.done():
                 asking.cancel()
                 asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may be left behind
@@ -136,11 +140,29 @@ class Life:
             GivenUp: the life ended.
         """
         try:
-            await _first_of(self._proof, self.over)
+            await self._until_ended(self._proof)
         except asyncio.CancelledError:
             raise cut_off(num_tokens) from None
         if self.over.done():
             raise GivenUp(self.over.result(), num_tokens, is_known=True)
+
+    async def _until_ended(self, future: asyncio.Future[Any]) -> None:
+        """Wait until the future is done, or this life is over. `asyncio.wait` would add a callback to `over` for each
+        request in flight, and search all of them when one ends."""
+        if future.done() or self.over.done():
+            return
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiting)
+
+        def wake(_: object) -> None:
+            _wake(waiting)
+
+        future.add_done_callback(wake)
+        try:
+            await waiting
+        finally:
+            self._waiting.discard(waiting)
+            future.remove_done_callback(wake)
 
 
 class Member:
@@ -178,8 +200,9 @@ class Member:
         self.life = Life(replica or self.replica, self.life.version, proven=False)
 
 
-async def _first_of(*futures: asyncio.Future[Any]) -> None:
-    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 def _drawn(asking: asyncio.Future[Any]) -> int | None:

@@ -25,6 +25,9 @@ SAY_EVERY = 60.0
 """Seconds between two warnings of a replica's failed requests."""
 CLOSING = 10.0
 """Most seconds to close a replica."""
+MOST_CHECKUPS = 100.0
+"""Most replicas whose health the watch asks for in a second: of more of them, each is asked less often. One that
+fails on a request is asked at once."""
 LONGEST_PAUSE = 30.0
 """Most seconds before a replica that was lost several times in a row is started again."""
 
@@ -334,9 +337,11 @@ class Roster:
 
     async def _watch(self, member: Member) -> None:
         loop = asyncio.get_running_loop()
+        interval = max(self._limits.health_interval, len(self.members) / MOST_CHECKUPS)
+        await asyncio.sleep(interval * member.index / len(self.members))  # not all at the same moment
         seen, since = (member.life, -1, -1), loop.time()
         while member.state != "out":
-            await asyncio.sleep(self._limits.health_interval)
+            await asyncio.sleep(interval)
             life = member.life
             if member.state not in ("serving", "loading", "asleep"):
                 continue

@@ -6,12 +6,18 @@ prefix in any cache. Pure bookkeeping: no clock, no requests, no randomness.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TypeAlias
 
 MOST_SESSIONS = 65_536
-"""Sessions that are remembered; those that asked longest ago are forgotten first."""
+"""Sessions that are remembered, or..."""
+SESSIONS_PER_REPLICA = 256
+"""...so many for each replica, where that is more; those that asked longest ago are forgotten first."""
+GRAIN = 2.0**20
+"""Costs are whole multiples of 1 / GRAIN: sums of them are exact, in any order."""
 OVERLOAD = 1.2
 """A replica is overloaded beyond this share of the mean load..."""
 SLACK = 2.0
@@ -22,12 +28,21 @@ SLACK = 2.0
 class _Seat:
     """What a replica has to do."""
 
+    replica: int
     load: float = 0.0
     """Sum of the costs of its requests in flight."""
     num_running: int = 0
     """Requests in flight."""
     num_sessions: int = 0
     """Remembered sessions whose prefix it holds."""
+    is_gone: bool = False
+    """Whether the replica was removed."""
+    entry: _Entry | None = None
+    """Its place in the order of loads; older ones count for nothing."""
+
+
+_Entry: TypeAlias = tuple[float, int, int, int, _Seat]
+"""Load, sessions, replica, the number of the entry, seat."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +64,7 @@ class Router:
 
     Args:
         most_running: Most requests in flight on one replica.
-        most_sessions: Sessions that are remembered.
+        most_sessions: Sessions that are remembered; None = `MOST_SESSIONS`, or more where there are many replicas.
 
     Example:
         >>> router = Router(most_running=8)
@@ -59,12 +74,15 @@ class Router:
         [0, 1, 0]
     """
 
-    def __init__(self, *, most_running: int, most_sessions: int = MOST_SESSIONS) -> None:
-        assert most_running >= 1 and most_sessions >= 1
+    def __init__(self, *, most_running: int, most_sessions: int | None = None) -> None:
+        assert most_running >= 1 and (most_sessions is None or most_sessions >= 1)
         self._most_running = most_running
         self._most_sessions = most_sessions
         self._seats: dict[int, _Seat] = {}
-        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._homes: OrderedDict[str, _Seat] = OrderedDict()
+        self._order: list[_Entry] = []
+        self._num_entries = 0
+        self._load = 0.0
         self._num_requests = 0
         self._num_prompt_tokens = 0
         self.num_moved = 0
@@ -88,13 +106,15 @@ class Router:
     def add(self, replica: int) -> None:
         """Requests can go to this replica, whose cache is empty."""
         assert replica not in self._seats
-        self._seats[replica] = _Seat()
+        seat = self._seats[replica] = _Seat(replica)
+        self._rank(seat)
 
     def remove(self, replica: int) -> None:
         """No request goes to this replica any more; its sessions move when they ask again."""
-        self._seats.pop(replica, None)
-        for session in [session for session, home in self._homes.items() if home == replica]:
-            del self._homes[session]
+        seat = self._seats.pop(replica, None)
+        if seat is not None:
+            seat.is_gone, seat.entry = True, None
+            self._load -= seat.load
 
     def take(self, session: str, num_prompt_tokens: int, avoid: Collection[int] = ()) -> Place | None:
         """A place for a request; None if every replica is full.
@@ -104,45 +124,80 @@ class Router:
             num_prompt_tokens: Length of the prompt.
             avoid: Replicas that are taken only where there is no other.
         """
-        free = {r: seat for r, seat in self._seats.items() if seat.num_running < self._most_running}
-        free = {r: seat for r, seat in free.items() if r not in avoid} or free
-        if not free:
+        least = self._least(avoid)
+        if least is None:
             return None
         self._num_requests += 1
         self._num_prompt_tokens += num_prompt_tokens
         cost = 1.0 + num_prompt_tokens * self._num_requests / max(1, self._num_prompt_tokens)
+        cost = round(cost * GRAIN) / GRAIN
         home = self._homes.get(session)
-        if home is None or home not in free or self._is_overloaded(home):
-            chosen = min(free, key=lambda replica: (free[replica].load, free[replica].num_sessions, replica))
-            self.num_moved += home is not None and home != chosen
-            self._settle(session, home, chosen)
-        else:
+        if home is not None and home.is_gone:
+            home = None
+        if home is not None and (home is least or self._may_stay(home, least, avoid)):
             chosen = home
             self._homes.move_to_end(session)
-        seat = free[chosen]
-        seat.load += cost
-        seat.num_running += 1
-        return Place(chosen, cost, seat)
+        else:
+            chosen = least
+            self.num_moved += home is not None
+            self._settle(session, home, chosen)
+        chosen.load += cost
+        chosen.num_running += 1
+        self._load += cost
+        self._rank(chosen)
+        return Place(chosen.replica, cost, chosen)
 
     def leave(self, place: Place) -> None:
         """The request has ended; its replica may be gone."""
-        place.seat.load -= place.cost
-        place.seat.num_running -= 1
-        if not place.seat.num_running:
-            place.seat.load = 0.0  # sums of floats drift
+        seat = place.seat
+        seat.load -= place.cost
+        seat.num_running -= 1
+        if not seat.is_gone:
+            self._load -= place.cost
+            self._rank(seat)
 
-    def _is_overloaded(self, replica: int) -> bool:
-        mean = sum(seat.load for seat in self._seats.values()) / len(self._seats)
-        return self._seats[replica].load > OVERLOAD * mean + SLACK
+    def _may_stay(self, home: _Seat, least: _Seat, avoid: Collection[int]) -> bool:
+        """Whether a session that could go to `least` goes to its home."""
+        if home.num_running >= self._most_running or (home.replica in avoid and least.replica not in avoid):
+            return False
+        return home.load <= OVERLOAD * self._load / len(self._seats) + SLACK
 
-    def _settle(self, session: str, home: int | None, chosen: int) -> None:
+    def _least(self, avoid: Collection[int]) -> _Seat | None:
+        """The replica with the least load that is not full, and not to be avoided where another one is left."""
+        order = self._order
+        while order and order[0][4].entry is not order[0]:
+            heapq.heappop(order)
+        if not order:
+            return None
+        if not avoid or order[0][2] not in avoid:
+            return order[0][4]
+        live = [entry for entry in order if entry[4].entry is entry]
+        return min((entry for entry in live if entry[2] not in avoid), default=order[0])[4]
+
+    def _rank(self, seat: _Seat) -> None:
+        """Put a replica where its load belongs, or nowhere while it is full."""
+        if seat.num_running >= self._most_running:
+            seat.entry = None
+            return
+        self._num_entries += 1
+        seat.entry = (seat.load, seat.num_sessions, seat.replica, self._num_entries, seat)
+        heapq.heappush(self._order, seat.entry)
+        if len(self._order) > 64 + 8 * len(self._seats):
+            self._order = [entry for entry in self._order if entry[4].entry is entry]
+            heapq.heapify(self._order)
+
+    def _settle(self, session: str, home: _Seat | None, chosen: _Seat) -> None:
         if not session:
             return
         if home is not None:
-            self._seats[home].num_sessions -= 1
+            home.num_sessions -= 1
+            self._rank(home)
         self._homes[session] = chosen
         self._homes.move_to_end(session)
-        self._seats[chosen].num_sessions += 1
-        while len(self._homes) > self._most_sessions:
-            _, forgotten = self._homes.popitem(last=False)
-            self._seats[forgotten].num_sessions -= 1
+        chosen.num_sessions += 1
+        most = self._most_sessions or max(MOST_SESSIONS, SESSIONS_PER_REPLICA * len(self._seats))
+        while len(self._homes) > most:
+            forgotten = self._homes.popitem(last=False)[1]
+            forgotten.num_sessions -= 1
+            if not forgotten.is_gone and forgotten is not chosen:
+                self._rank(forgotten)

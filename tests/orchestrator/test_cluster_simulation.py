@@ -1,0 +1,84 @@
+"""`benchmarks/cluster.py` on a few servers: nothing is lost, and the throughput is what arithmetic says."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The benchmark, which is no package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import cluster
+
+        yield cluster
+
+
+def run(cluster, **settings):
+    """The simulation of a setting, after its end."""
+    setting = cluster.Setting(**{"steps": 3, "warm_up": 2, "group": 4, **settings})
+    with cluster.virtual_runner(0.0 if setting.core == "free" else 1.0) as runner:
+
+        async def main():
+            simulation = cluster.Simulation(setting, cluster.running())
+            await simulation.run()
+            return simulation
+
+        return runner.run(main())
+
+
+@pytest.fixture(scope="module")
+def regular(cluster):
+    """Turns of 320 tokens at 100 tokens/s however many there are, tools of 2 s, 3 turns, no faults, quick updates."""
+    return {
+        "curve": cluster.Curve(step=0.01, step_per_request=0.0, prefill=1e12),
+        "work": cluster.Workload(
+            turns=(3, 3), completion=320.0, completion_sigma=0.0, tool=2.0, tool_p99=2.0, fails=0.0
+        ),
+        "faults": dataclasses.replace(cluster.Faults(), seconds_between=0.0, request=0.0, slow_share=0.0, update=1e-6),
+    }  # fmt: skip
+
+
+def test_the_throughput_is_what_arithmetic_says(cluster, regular):
+    """An episode takes 3 x 3.2 + 2 x 2 = 13.6 s and samples 960 tokens; 64 of them are under way all the time. They
+    begin together, so what is measured are two whole lives of them, 8 batches."""
+    simulation = run(cluster, servers=2, per_server=32, batch_share=0.25, train_share=0.1, level=8, warm_up=4, steps=8,
+                     **regular)  # fmt: skip
+    first, last = simulation.notes.marks[0], simulation.notes.marks[-1]
+    assert (last.drawn - first.drawn) / (last.at - first.at) == pytest.approx(64 * 960 / 13.6, rel=0.02)
+    assert simulation.ideal == pytest.approx(64 * 960 / 13.6, rel=0.001)
+
+
+def test_a_slow_trainer_holds_the_servers_back(cluster, regular):
+    """A step cannot be shorter than the trainer's, which is three times the servers' 16 / 64 * 13.6 s."""
+    simulation = run(cluster, servers=2, per_server=32, batch_share=0.25, train_share=3.0, **regular)
+    first, last = simulation.notes.marks[0], simulation.notes.marks[-1]
+    assert (last.at - first.at) / 3 == pytest.approx(3 * 16 * 13.6 / 64, rel=0.02)
+
+
+def test_when_servers_die_and_requests_fail_every_token_is_booked_once(cluster):
+    """What the servers said they drew is what the ledger sampled; what was lost with them is dropped for it."""
+    faults = cluster.Faults(seconds_between=100.0, restart=20.0, request=0.02, slow_share=0.3)
+    simulation = run(cluster, servers=4, per_server=8, steps=1, faults=faults)
+    world, ledger = simulation.world, simulation.ledger
+    assert world.num_deaths >= 5
+    assert simulation.pool.metrics()["replicas/requests_resent"] >= 5
+    assert ledger.sampled == world.told
+    assert ledger.dropped["lost_replica"] > 0
+    assert ledger.trained > 0
+    pending = simulation.dispatcher.num_pending_tokens
+    assert ledger.sampled == ledger.trained + sum(ledger.dropped.values()) + pending
+
+
+def test_a_charged_processor_takes_time(cluster, regular):
+    """The same run on one core of which every message takes half a second: 2 servers cannot be kept busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(cluster.WIRE, "generate", 0.5)
+        simulation = run(cluster, servers=2, per_server=8, batch_share=0.5, core="wire", **regular)
+    first, last = simulation.notes.marks[0], simulation.notes.marks[-1]
+    assert (last.turns - first.turns) / (last.at - first.at) < 2.0  # two messages in a second, 16 * 3 / 13.6 without
+    assert (last.turns - first.turns) / (last.at - first.at) > 1.5
