@@ -59,8 +59,8 @@ class Life:
         """Done when its answers do not count any more: why."""
         self.under_way: set[asyncio.Future[Any]] = set()
         """Calls of the replica that have not ended."""
-        self._waiting: set[asyncio.Future[None]] = set()
-        """For one of those to end, or this life."""
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        """For one of those to end, or this life; first come, first woken."""
         self._proof: asyncio.Future[None] = loop.create_future()
         if proven:
             self._proof.set_result(None)
@@ -152,7 +152,7 @@ class Life:
         if future.done() or self.over.done():
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(waiting)
+        self._waiting[waiting] = None
 
         def wake(_: object) -> None:
             _wake(waiting)
@@ -161,7 +161,7 @@ class Life:
         try:
             await waiting
         finally:
-            self._waiting.discard(waiting)
+            del self._waiting[waiting]
             future.remove_done_callback(wake)
 
 
