@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -16,15 +15,13 @@ from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, st
 from verbatim.inference.http.connection_settings import (
     OPENAI_HOST,
     OPENAI_KEY,
+    account_headers,
     check_address,
     check_limits,
     key_variable,
     named_key,
 )
 from verbatim.texts import shown
-
-_ACCOUNT = {"OPENAI_ORG_ID": "OpenAI-Organization", "OPENAI_PROJECT_ID": "OpenAI-Project"}
-"""Environment variable: header. Who pays, where a key belongs to several; OpenAI's own client reads them too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +91,7 @@ class OpenAI:
         key = self.api_key or named_key(self.base_url, self.api_key_env)
         client = HttpClient(
             self.base_url, api_key=key, request_timeout=self.request_timeout, max_retries=self.max_retries,
-            headers={header: os.environ[name] for name, header in _ACCOUNT.items() if os.environ.get(name)},
-            remote_api=True,
+            headers=account_headers(self.base_url), remote_api=True,
         )  # fmt: skip
         return Connection(self, client, has_key=key is not None)
 

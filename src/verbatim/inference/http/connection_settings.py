@@ -13,6 +13,8 @@ from verbatim.texts import shown
 
 OPENAI_HOST, OPENAI_KEY = "api.openai.com", "OPENAI_API_KEY"
 """OpenAI's own server, and the variable in which its clients look for its key."""
+_ACCOUNT = {"OPENAI_ORG_ID": "OpenAI-Organization", "OPENAI_PROJECT_ID": "OpenAI-Project"}
+"""Environment variable: header. Who pays, where a key belongs to several; OpenAI's own client reads them too."""
 
 
 def check_address(url: object, name: str) -> None:
@@ -55,6 +57,17 @@ def key_variable(url: str, named: str | None) -> str | None:
     ('OPENAI_API_KEY', None)
     """
     return named if named is not None or urlsplit(url).hostname != OPENAI_HOST else OPENAI_KEY
+
+
+def account_headers(url: str) -> dict[str, str]:
+    """The account that environment variables name, for OpenAI's own server; no other one is told.
+
+    >>> account_headers("http://localhost:8000/v1")
+    {}
+    """
+    if urlsplit(url).hostname != OPENAI_HOST:
+        return {}
+    return {header: value for name, header in _ACCOUNT.items() if (value := os.environ.get(name))}
 
 
 def named_key(url: str, named: str | None) -> str | None:
