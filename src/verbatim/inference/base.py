@@ -96,6 +96,9 @@ class Completion:
     routed_experts: Experts | None = None
     """The experts that computed each token from `routed_experts_start` of the request on, but for the last one, which
     is sampled and not computed: [N, D, K]. None = the engine returns none."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that the engine did not compute for this request, because a prefix cache had them; None =
+    the engine does not say."""
     num_lost_tokens: int = 0
     """Tokens known to have been drawn for this request by replicas that were lost or whose weights were wrong. They are
     in no completion, and `ids` does not count them."""

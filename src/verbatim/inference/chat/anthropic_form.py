@@ -42,11 +42,12 @@ def stop_of(reply: ChatReply) -> dict[str, Any]:
 
 
 def usage_of(reply: ChatReply) -> dict[str, Any]:
-    """Counts of tokens; those that came from a cache are counted apart."""
-    return {
-        "input_tokens": reply.num_prompt_tokens - reply.num_cached_tokens, "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": reply.num_cached_tokens, "output_tokens": len(reply.ids),
-    }  # fmt: skip
+    """Counts of tokens; those that came from a cache are counted apart, where the engine says how many they are."""
+    cached, counts = reply.num_cached_tokens, {"output_tokens": len(reply.ids)}
+    if cached is None:
+        return {"input_tokens": reply.num_prompt_tokens, **counts}
+    return {"input_tokens": reply.num_prompt_tokens - cached, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached, **counts}  # fmt: skip
 
 
 def error_body(status: int, message: str, kind: str = "") -> dict[str, Any]:

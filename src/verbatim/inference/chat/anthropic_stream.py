@@ -34,8 +34,7 @@ class AnthropicStream:
         message: dict[str, Any] = {
             "id": f"msg_{self._stamp.id}", "type": "message", "role": "assistant", "model": self._stamp.model,
             "content": [], "stop_reason": None, "stop_sequence": None,
-            "usage": {"input_tokens": num_prompt_tokens, "cache_creation_input_tokens": 0,
-                      "cache_read_input_tokens": 0, "output_tokens": 0},
+            "usage": {"input_tokens": num_prompt_tokens, "output_tokens": 0},
         }  # fmt: skip
         return _event("message_start", message=message)
 

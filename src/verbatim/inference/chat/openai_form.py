@@ -63,7 +63,7 @@ def usage_of(replies: Sequence[ChatReply]) -> dict[str, Any]:
     prompt, completion = replies[0].num_prompt_tokens, sum(len(reply.ids) for reply in replies)
     usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion,
                              "total_tokens": prompt + completion}  # fmt: skip
-    if replies[0].num_cached_tokens:
+    if replies[0].num_cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": replies[0].num_cached_tokens}
     return usage
 

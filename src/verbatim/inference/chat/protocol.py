@@ -140,8 +140,8 @@ class ChatReply:
     prompt_ids: Int32 | None = None
     """The prompt: int32 [P], where the request wants ids."""
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Prompt tokens known to come from a prefix cache."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that came from a prefix cache; None = the engine does not say."""
     num_cut_tokens: int = 0
     """Tokens that were sampled behind a stop string or behind the only call allowed, and are not in `ids`."""
     seed: int | None = None

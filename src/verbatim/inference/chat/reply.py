@@ -52,7 +52,7 @@ def read_reply(
         ids=ids, logprobs=None if logprobs is None else logprobs[: len(ids)],
         policy_versions=None if versions is None else versions[: len(ids)], token_texts=texts,
         prompt_ids=prompt_ids if request.include_token_ids else None, num_prompt_tokens=len(prompt_ids),
-        num_cut_tokens=num_cut, seed=seed,
+        num_cached_tokens=completion.num_cached_tokens, num_cut_tokens=num_cut, seed=seed,
     )  # fmt: skip
 
 

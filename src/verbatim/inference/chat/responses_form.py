@@ -69,10 +69,11 @@ def call_item(stamp: Stamp, number: int, call: ToolCall) -> dict[str, Any]:
 
 
 def usage_of(reply: ChatReply) -> dict[str, Any]:
-    """Counts of tokens. Those of thinking are not counted apart."""
+    """Counts of tokens. Those of thinking are not counted apart. Clients need a number of cached tokens: 0 where the
+    engine does not say."""
     return {
         "input_tokens": reply.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": reply.num_cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": reply.num_cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": len(reply.ids), "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": reply.num_prompt_tokens + len(reply.ids),
     }  # fmt: skip

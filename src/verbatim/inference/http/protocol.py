@@ -156,10 +156,12 @@ def completion_body(
             for token, logprob in zip(ids, values.tolist(), strict=True)
         ]  # fmt: skip
         choice["logprobs"] = {"content": content}
+    cached = {} if completion.num_cached_tokens is None else {
+        "prompt_tokens_details": {"cached_tokens": completion.num_cached_tokens}}  # fmt: skip
     return {
         "id": request_id, "request_id": request_id, "model": model, "choices": [choice],
         "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": len(ids),
-                  "total_tokens": num_prompt_tokens + len(ids)},
+                  "total_tokens": num_prompt_tokens + len(ids), **cached},
         "prompt_logprobs": None, "kv_transfer_params": None,
         OURS: {
             "logprobs": values.tolist() if values is not None and logprobs == "plain" else None,
@@ -228,10 +230,22 @@ def read_completion(body: object, told_version: int | None = None) -> tuple[Comp
             logprobs = None
     completion = Completion(
         ids=ids, logprobs=logprobs, policy_versions=versions, stop_reason=_STOP_REASONS[finish], queued_seconds=queued,
-        generated_seconds=generated,
+        generated_seconds=generated, num_cached_tokens=read_cached_tokens(body),
         routed_experts=_read_experts(choice.get("routed_experts")),
     )  # fmt: skip
     return completion, ours if isinstance(ours, dict) else None
+
+
+def read_cached_tokens(answer: object) -> int | None:
+    """How many tokens of the prompt came from the prefix cache; None where the server does not say.
+
+    >>> read_cached_tokens({"usage": {"prompt_tokens": 160, "prompt_tokens_details": {"cached_tokens": 128}}})
+    128
+    """
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    found = details.get("cached_tokens") if isinstance(details, dict) else None
+    return found if isinstance(found, int) else None
 
 
 def _read_experts(text: object) -> Experts | None:

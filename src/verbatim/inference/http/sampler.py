@@ -210,7 +210,7 @@ class HttpSampler:
         body = scoring.last_logprob_body(token_ids, self._model_name(), self.cache_salt)
         answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
         try:
-            return scoring.read_last_logprob(answer, token_ids), scoring.read_cached_tokens(answer)
+            return scoring.read_last_logprob(answer, token_ids), protocol.read_cached_tokens(answer)
         except ValueError as error:
             raise SamplerFault(f"{self.url}: {error}") from None
 

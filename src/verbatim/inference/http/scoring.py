@@ -55,18 +55,6 @@ def read_scores(answer: object, token_ids: Int32) -> Float32:
     return found
 
 
-def read_cached_tokens(answer: object) -> int | None:
-    """How many tokens of the prompt came from the prefix cache; None where the server does not say.
-
-    >>> read_cached_tokens({"usage": {"prompt_tokens": 160, "prompt_tokens_details": {"cached_tokens": 128}}})
-    128
-    """
-    usage = answer.get("usage") if isinstance(answer, dict) else None
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    found = details.get("cached_tokens") if isinstance(details, dict) else None
-    return found if isinstance(found, int) else None
-
-
 def read_last_logprob(answer: object, token_ids: Int32) -> float:
     """The answer to `last_logprob_body`.
 

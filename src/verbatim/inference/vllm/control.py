@@ -14,8 +14,8 @@ import numpy as np
 
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
-from verbatim.inference.http.protocol import GENERATE, SAMPLER, brief
-from verbatim.inference.http.scoring import read_cached_tokens, scoring_body
+from verbatim.inference.http.protocol import GENERATE, SAMPLER, brief, read_cached_tokens
+from verbatim.inference.http.scoring import scoring_body
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
 from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports
