@@ -92,7 +92,8 @@ def watched() -> Iterator[Watch]:
             for name in ("ids", "logprobs", "policy_versions")
         }
         completions[answer] = dataclasses.replace(completion, **kept)
-        if size < len(completion.ids) or any(call.status != "ok" for call in reply.tool_calls):
+        is_short = size < len(completion.ids) or reply.stop_string is not None
+        if is_short or any(call.status != "ok" for call in reply.tool_calls):
             cut.add(answer)  # its message is not what its ids say
         return answer
 

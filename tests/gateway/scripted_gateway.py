@@ -5,8 +5,9 @@ import json
 
 import numpy as np
 
-from byte_renderer import ROLES, VOCAB_SIZE, ByteRenderer, call, say
+from byte_renderer import CALL, ROLES, VOCAB_SIZE, ByteRenderer, call, say
 from verbatim.gateway import Gateway
+from verbatim.inference.proxy import SamplerProxy
 from verbatim.inference.scripted import ScriptedSampler
 
 
@@ -29,6 +30,24 @@ def play(request):
 
 def scripted(script=play, **options) -> ScriptedSampler:
     return ScriptedSampler(script=script, vocab_size=VOCAB_SIZE, context_length=100_000, **options)
+
+
+class GrowingRenderer(ByteRenderer):
+    """Says what a completion begins with, for streams."""
+
+    thread_safe = True
+
+    def stable_text(self, completion_ids, prompt_ids=None):
+        ids = completion_ids.tolist()
+        ids = ids[: ids.index(CALL)] if CALL in ids else ids
+        return "", self.decode(ids).rstrip("\ufffd")
+
+
+class Whole(SamplerProxy):
+    """A sampler that shows no tokens before the end."""
+
+    async def generate(self, request):
+        return await self._sampler.generate(request)
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_gateway import Client, gateway_over, scripted
+from scripted_gateway import Client, Whole, gateway_over, scripted
 
 from byte_renderer import END, call, say
 from verbatim import Example, build_samples
@@ -149,6 +149,67 @@ class TestRepeats:
         assert reasons(trajectory) == []
 
 
+class TestEqualRequests:
+    """Requests that are equal byte for byte, without a key."""
+
+    async def test_at_the_same_time_they_are_samples_of_their_own(self, http):
+        sampler = scripted(lambda r: np.array(say(str(r.seed)), np.int32), seconds_per_token=0.002)
+        async with gateway_over(sampler) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            answers = await asyncio.gather(*(client.chat([user("hi")]) for _ in range(4)))
+            trajectory = await episode.finish()
+        assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 4
+        assert len(trajectory.turns) == 4
+        assert reasons(trajectory) == [(n, "same_prompt") for n in (1, 2, 3)]
+
+    @pytest.mark.parametrize("headers", [{}, {"x-stainless-retry-count": "1"}])
+    async def test_the_retry_of_one_gets_the_answer_of_the_one_that_it_repeats(self, http, headers):
+        sampler = scripted(lambda r: np.array(say(str(r.seed)), np.int32), seconds_per_token=0.02)
+        async with gateway_over(sampler) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            first = asyncio.create_task(client.chat([user("hi")]))
+            await asyncio.sleep(0.05)
+            second = asyncio.create_task(client.chat([user("hi")]))
+            await asyncio.sleep(0.05)
+            first.cancel()
+            again = await client.chat([user("hi")], headers)
+            other = await second
+            trajectory = await episode.finish()
+        assert again != other
+        assert [f"{say(a['choices'][0]['message']['content'])}" for a in (again, other)] == [
+            f"{t.completion_ids.tolist()}" for t in trajectory.turns]  # fmt: skip
+        assert (sampler.num_cancelled, trajectory.info[INFO]["counts"]["repeated"]) == (0, 1)
+
+    async def test_the_retry_of_one_that_failed_is_answered_anew(self, http):
+        sampler = scripted(lambda r: np.array(say(str(r.seed)), np.int32), seconds_per_token=0.01, trouble={1: "fail"})
+        async with gateway_over(sampler) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            first = asyncio.create_task(client.chat([user("hi")]))
+            await asyncio.sleep(0.02)
+            await client.chat([user("hi")])
+            assert client.status == 500
+            again = await client.chat([user("hi")], {"x-stainless-retry-count": "1"})
+            assert again != await first
+            trajectory = await episode.finish()
+        assert (len(trajectory.turns), trajectory.error) == (2, None)
+
+    async def test_a_retry_whose_first_connection_seems_to_be_there_joins_it(self, http):
+        """As behind a proxy that does not say that its client has gone."""
+        sampler = scripted(seconds_per_token=0.03)
+        async with gateway_over(sampler) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            first = asyncio.create_task(client.chat([user("hello")]))
+            await asyncio.sleep(0.03)
+            again = await client.chat([user("hello")], {"x-stainless-retry-count": "1"})
+            assert again == await first
+            trajectory = await episode.finish()
+        assert len(trajectory.turns) == len(sampler.requests) == 1
+
+
 class TestLimits:
     async def test_a_conversation_without_room_is_refused_and_a_shorter_one_is_not(self, http):
         limits = EpisodeLimits(max_turns=10, max_context=60)
@@ -216,17 +277,19 @@ class TestSampling:
         seeds = [request.seed for request in sampler.requests]
         assert len(set(seeds)) == 3 and 3 in seeds
 
-    async def test_a_stop_string_cuts_the_turn_and_the_rest_is_counted(self, http):
+    @pytest.mark.parametrize(("shows", "num_behind"), [(True, 0), (False, len(say(" made up")))])
+    async def test_a_stop_string_ends_the_turn_and_what_is_behind_it_is_counted(self, http, shows, num_behind):
         sampler = scripted(lambda r: np.array(say("Thought\nObservation: made up"), np.int32))
-        async with gateway_over(sampler) as gateway:
+        async with gateway_over(sampler if shows else Whole(sampler)) as gateway:
             episode = gateway.episode()
             client = Client(http, episode)
             said = await client.say([user("hi")], stop=["\nObservation:"])
-            await client.say([user("hi"), said, user("real")])
+            await client.say([user("hi"), said, user("real")], stop=["none"])
             trajectory = await episode.finish()
         assert said["content"] == "Thought"
         assert bytes(trajectory.turns[0].completion_ids.tolist()) == b"Thought\nObservation:"
-        assert trajectory.num_unrecorded_tokens == 2 * len(say(" made up")) - len(say(" made up"))
+        assert trajectory.num_unrecorded_tokens == num_behind
+        assert sampler.num_drawn == sum(len(t.completion_ids) for t in trajectory.turns) + num_behind
 
     async def test_a_field_that_cannot_be_honoured_is_refused_and_counted(self, http):
         async with gateway_over() as gateway:
@@ -328,6 +391,23 @@ async def test_a_failing_sampler_is_an_error_for_the_client_and_on_the_trajector
         trajectory = await episode.finish(reward=1.0)
     assert "NaN" in trajectory.error or "nan" in trajectory.error
     assert trajectory.num_unrecorded_tokens > 0
+
+
+async def test_an_answer_makes_up_for_the_samplers_failure_at_its_own_prompt_only(http):
+    def fails(index, request):
+        return "fail" if index in (0, 3) else None
+
+    async with gateway_over(scripted(trouble=fails)) as gateway:
+        kept, mended = gateway.episode(), gateway.episode()
+        for episode, retried in ((kept, "other"), (mended, "hi")):
+            client = Client(http, episode)
+            await client.chat([SYSTEM, user("hi")])
+            assert client.status == 500
+            await client.say([{"role": "system", "content": "Another agent."}, user("hi")])
+            await client.say([SYSTEM, user(retried)])
+        failed, well = await kept.finish(reward=1.0), await mended.finish(reward=1.0)
+    assert "fails, as scripted" in failed.error
+    assert well.error is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,24 +1,36 @@
 """Recognises requests that are sent again, so that each is answered and recorded once.
 
-A client sends a request again after a time-out or a broken connection. It is the same request if it has the same
-idempotency key; if it says that it is a retry; or if the client that sent it first has gone without an answer. An equal
-request is otherwise a new one: it asks for a second answer.
+A client sends a request again after a time-out or a broken connection. Requests with one idempotency key are one
+request. Of requests without a key, an equal one joins the oldest that was left: all clients that sent it went away
+before they had its answer. One that says that it is a retry takes, in this order,
+
+1. one that was left;
+2. the place of one that failed and was not retried yet: it is answered anew;
+3. one that a client still waits for, since a proxy may hide that its own client has gone;
+4. the one that was delivered last, whose answer may have been lost on its way.
+
+Any other equal request is a new one, and asks for an answer of its own. So n equal requests at a time are n answers,
+and the retry of one of them gets the answer of the one that it repeats.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from verbatim.gateway.progress import Progress
 from verbatim.inference.cut_off import settle
 
 T = TypeVar("T")
 
 _MOST_KEPT = 128
-"""Answers that are kept for those who ask again."""
+"""Exchanges that are over and are kept for those who ask again."""
+_NOTICED = 0.1
+"""Seconds in which the end of a connection is noticed: its client may have opened another one at once."""
 
 
 class OtherRequest(Exception):
@@ -35,6 +47,7 @@ class Exchange(Generic[T]):
 
     task: asyncio.Task[T]
     digest: bytes
+    progress: Progress
     num_waiting: int = 0
     delivered: bool = False
     """Whether a client has been sent the whole answer."""
@@ -42,6 +55,8 @@ class Exchange(Generic[T]):
     """Cancels the task, because its client has gone."""
     was_left: bool = False
     """Whether that has happened."""
+    was_retried: bool = False
+    """Whether another exchange has taken the place of this one, which failed."""
 
     @property
     def is_usable(self) -> bool:
@@ -49,6 +64,11 @@ class Exchange(Generic[T]):
         if not self.task.done():
             return not self.was_left
         return not self.task.cancelled() and self.task.exception() is None
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether there is an answer, or will be, and all clients went before they had it."""
+        return self.is_usable and not self.delivered and self.num_waiting == 0
 
 
 class Exchanges(Generic[T]):
@@ -60,44 +80,72 @@ class Exchanges(Generic[T]):
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._by_digest: OrderedDict[bytes, Exchange[T]] = OrderedDict()
+        self._by_digest: dict[bytes, list[Exchange[T]]] = {}
         self._by_key: OrderedDict[str, Exchange[T]] = OrderedDict()
+        self._over: deque[Exchange[T]] = deque()
         self._under_way: set[asyncio.Task[T]] = set()
         self.num_repeated = 0
         """Requests that were answered by an earlier one."""
         self.num_left = 0
         """Requests whose generation was cancelled, because their client had gone."""
 
-    def open(
-        self, work: Callable[[], Coroutine[Any, Any, T]], digest: bytes, *, key: str = "", is_retry: bool = False
-    ) -> Exchange[T]:
+    async def open(
+        self, work: Callable[[Progress], Coroutine[Any, Any, T]], digest: bytes, *, progress: Progress, key: str = "",
+        is_retry: bool = False,
+    ) -> Exchange[T]:  # fmt: skip
         """The exchange of a request, begun now unless the request was sent before.
 
         Args:
-            work: Answers it.
+            work: Answers it, and shows its progress.
             digest: Of all that the answer depends on.
+            progress: Of an answer that is begun now.
             key: The idempotency key, if it has one.
             is_retry: Whether the client says that it has sent it before.
 
         Raises:
             OtherRequest: the key belongs to a request with another digest.
         """
-        found = self._by_key.get(key) if key else self._by_digest.get(digest)
-        if key and found is not None and found.digest != digest:
-            raise OtherRequest(key)
-        if found is not None and found.is_usable and (key or is_retry or self._missed_it(found)):
+        if key:
+            found = self._by_key.get(key)
+            if found is not None and found.digest != digest:
+                raise OtherRequest(key)
+            found = found if found is not None and found.is_usable else None
+        else:
+            found = await self._retried(digest) if is_retry else self._left(digest)
+        if found is not None:
             self.num_repeated += 1
             return found
-        exchange = Exchange(task=asyncio.create_task(work(), name="gateway-exchange"), digest=digest)
+        task = asyncio.create_task(work(progress), name="gateway-exchange")
+        exchange = Exchange(task=task, digest=digest, progress=progress)
         self._under_way.add(exchange.task)
-        exchange.task.add_done_callback(self._ended)
-        _keep(self._by_digest, digest, exchange)
+        exchange.task.add_done_callback(lambda task: self._ended(exchange, task, is_keyed=bool(key)))
         if key:
-            _keep(self._by_key, key, exchange)
+            self._by_key[key] = exchange
+            self._by_key.move_to_end(key)
+            if len(self._by_key) > _MOST_KEPT:
+                self._by_key.popitem(last=False)
+        else:
+            self._by_digest.setdefault(digest, []).append(exchange)
         return exchange
 
+    @contextlib.contextmanager
+    def attend(self, exchange: Exchange[T]) -> Iterator[None]:
+        """Someone waits for the answer, inside of the block. Once none does, its generation is cancelled after the
+        patience."""
+        exchange.num_waiting += 1
+        if exchange.leaving is not None:
+            exchange.leaving.cancel()
+            exchange.leaving = None
+        try:
+            yield
+        finally:
+            exchange.num_waiting -= 1
+            if exchange.num_waiting == 0 and not exchange.task.done():
+                loop = asyncio.get_running_loop()
+                exchange.leaving = loop.call_later(self._patience, self._leave, exchange)
+
     async def wait(self, exchange: Exchange[T], seconds: float | None = None) -> T:
-        """The answer.
+        """The answer. Called inside of `attend`.
 
         Raises:
             TimeoutError: it is not there after this many seconds; the caller may wait again.
@@ -105,25 +153,14 @@ class Exchanges(Generic[T]):
             Ended: the session has ended.
             Exception: what answering raised.
         """
-        exchange.num_waiting += 1
-        if exchange.leaving is not None:
-            exchange.leaving.cancel()
-            exchange.leaving = None
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(exchange.task)
-        except TimeoutError:
-            raise
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if exchange.task.done() and not (task is not None and task.cancelling()):
                 raise Ended from None
-            if not exchange.task.done() and exchange.num_waiting == 1:
-                loop = asyncio.get_running_loop()
-                exchange.leaving = loop.call_later(self._patience, self._leave, exchange)
             raise
-        finally:
-            exchange.num_waiting -= 1
 
     async def end(self) -> None:
         """Cancel what is under way, and wait until it has ended."""
@@ -132,9 +169,26 @@ class Exchanges(Generic[T]):
             task.cancel()
         await settle(under_way)
 
-    def _missed_it(self, exchange: Exchange[T]) -> bool:
-        """Whether all clients went before they had the answer."""
-        return not exchange.delivered and exchange.num_waiting == 0
+    def _left(self, digest: bytes) -> Exchange[T] | None:
+        """The oldest equal one that all clients left without an answer."""
+        return next((found for found in self._by_digest.get(digest, ()) if found.is_missed), None)
+
+    async def _retried(self, digest: bytes) -> Exchange[T] | None:
+        """The one that a retry repeats; None = it has to be answered anew."""
+        found, failed = self._left(digest), self._failed(digest)
+        if found is None and failed is None and self._by_digest.get(digest):
+            await asyncio.sleep(_NOTICED)
+            found, failed = self._left(digest), self._failed(digest)
+        if found is None and failed is not None:
+            failed.was_retried = True
+            return None
+        usable = [one for one in self._by_digest.get(digest, ()) if one.is_usable]
+        return found or next((one for one in usable if not one.delivered), usable[-1] if usable else None)
+
+    def _failed(self, digest: bytes) -> Exchange[T] | None:
+        """The oldest equal one that has no answer, and was not retried."""
+        known = self._by_digest.get(digest, ())
+        return next((one for one in known if not one.is_usable and not one.was_retried), None)
 
     def _leave(self, exchange: Exchange[T]) -> None:
         if exchange.num_waiting == 0 and not exchange.task.done():
@@ -142,14 +196,16 @@ class Exchanges(Generic[T]):
             exchange.was_left = True
             exchange.task.cancel()
 
-    def _ended(self, task: asyncio.Task[T]) -> None:
+    def _ended(self, exchange: Exchange[T], task: asyncio.Task[T], *, is_keyed: bool) -> None:
         self._under_way.discard(task)
+        exchange.progress.wake()
         if not task.cancelled():
             task.exception()  # it may be that none waits for it
-
-
-def _keep(kept: OrderedDict[Any, Exchange[T]], key: Any, exchange: Exchange[T]) -> None:
-    kept[key] = exchange
-    kept.move_to_end(key)
-    if len(kept) > _MOST_KEPT:
-        kept.popitem(last=False)
+        if is_keyed:
+            return
+        self._over.append(exchange)
+        if len(self._over) > _MOST_KEPT:
+            old = self._over.popleft()
+            self._by_digest[old.digest].remove(old)
+            if not self._by_digest[old.digest]:
+                del self._by_digest[old.digest]

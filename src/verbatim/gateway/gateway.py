@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from verbatim.errors import UsageError
 from verbatim.gateway.service import Service, ServiceLimits
-from verbatim.gateway.session import INFO, Session, SessionSettings
+from verbatim.gateway.session import INFO, Session
+from verbatim.gateway.session_settings import SessionSettings
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.protocol import Options
 from verbatim.renderers.base import Renderer

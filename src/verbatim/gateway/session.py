@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
+
+import numpy as np
 
 from verbatim.errors import RecordError, RolloutError, SamplerFault
 from verbatim.gateway.exchanges import Exchanges
+from verbatim.gateway.progress import Progress
+from verbatim.gateway.session_settings import SessionRefusal, SessionSettings
 from verbatim.gateway.threads import BranchReason, Match, Threads
 from verbatim.gateway.watch import Watch
-from verbatim.inference.base import Completion, SamplingParams
-from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
+from verbatim.inference import base
+from verbatim.inference.base import Completion, SampleRequest, SamplingParams
+from verbatim.inference.chat.partial import partial_texts
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply
+from verbatim.inference.chat.stops import StopWatch
+from verbatim.inference.validation import check_prompt
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.loop import EpisodeOver, Prompt, Thread
 from verbatim.rollouts.seeds import derive_seed
@@ -28,44 +37,6 @@ _MOST_BRANCHES = 1000
 """Branches that are described; the others are counted."""
 _MOST_FRESH = 32
 """Turns whose prompts are kept as they were sent; those of others are put together again from the record."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionSettings:
-    """What a session makes of its requests."""
-
-    sampling: Literal["run", "client"] = "run"
-    """Whose temperature, top_p, top_k, min_p and seed hold. With "run" those of requests are counted, not honoured."""
-    restores_reasoning: bool = False
-    """Whether an answer that comes back without its reasoning is taken for the whole answer."""
-    patience: float = 2.0
-    """Seconds for which an answer is still generated when its client has gone."""
-    max_requests: int = 10_000
-    """Most requests of one session."""
-    max_open: int = 256
-    """Most requests of one session at a time."""
-
-
-class SessionRefusal(Exception):
-    """A request that its session does not answer.
-
-    Args:
-        status: HTTP status.
-        message: What was found and what was expected.
-        kind: The error's code in OpenAI's protocols.
-    """
-
-    def __init__(self, status: int, message: str, kind: str = "") -> None:
-        super().__init__(message)
-        self.status, self.kind = status, kind
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Answered:
-    """The answer to a request, for all that ask for it."""
-
-    replies: Sequence[ChatReply]
-    stamp: Stamp
 
 
 @dataclass(eq=False)
@@ -87,15 +58,15 @@ class Session:
     def __init__(self, loop: AgentLoop, settings: SessionSettings | None = None) -> None:
         self.loop = loop
         self.settings = settings or SessionSettings()
-        self.exchanges: Exchanges[Answered] = Exchanges(self.settings.patience)
+        self.exchanges: Exchanges[Any] = Exchanges(self.settings.patience)
         self.reward: Any = None
         """What was posted as the reward; None = nothing."""
         self.over = False
         """Whether nothing is answered any more."""
         self.counts: Counter[str] = Counter()
         """Requests by what they asked for: "requests", "repeated", "overridden/temperature", ..."""
-        self.fault: RolloutError | None = None
-        """The first failure of the record; or one of the sampler, if no answer came after it."""
+        self._record_fault: RecordError | None = None
+        self._sampler_faults: dict[object, SamplerFault] = {}
         self.first_request: float | None = None
         """When the first request came, by the clock of `time.monotonic`."""
         self.watch: Watch | None = None
@@ -114,14 +85,22 @@ class Session:
         return self.counts["requests"]
 
     @property
+    def fault(self) -> RolloutError | None:
+        """The first failure of the record; else one of the sampler, at a prompt that was not answered later."""
+        return self._record_fault or next(iter(self._sampler_faults.values()), None)
+
+    @property
     def info(self) -> dict[str, Any]:
         """For the trajectory's `info`: counts, and every branch with its reason."""
         counts = {**self.counts, "repeated": self.exchanges.num_repeated, "left": self.exchanges.num_left,
                   "reasoning_restored": self._threads.num_restored}  # fmt: skip
         return {"counts": {name: count for name, count in sorted(counts.items()) if count}, "branches": self._branches}
 
-    def admit(self) -> None:
+    def admit(self, kind: str = "requests") -> None:
         """Count a request.
+
+        Args:
+            kind: What it is counted as; each kind may have `max_requests`.
 
         Raises:
             SessionRefusal: the session is over, or has had or has too many.
@@ -130,16 +109,17 @@ class Session:
             raise SessionRefusal(410, "this session is over", "session_over")
         if self._num_open >= self.settings.max_open:
             raise SessionRefusal(429, f"more than {self.settings.max_open} requests of this session at a time")
-        if self.counts["requests"] >= self.settings.max_requests:
+        if self.counts[kind] >= self.settings.max_requests:
             raise SessionRefusal(403, f"more than {self.settings.max_requests} requests of this session",
                                  "max_requests")  # fmt: skip
-        self.counts["requests"] += 1
-        if self.first_request is None:
+        self.counts[kind] += 1
+        if self.first_request is None and kind == "requests":
             self.first_request = time.monotonic()
 
     async def answer(
-        self, request: ChatRequest, *, agent: str = "", trained: bool = True, body: Mapping[str, Any] | None = None
-    ) -> list[ChatReply]:
+        self, request: ChatRequest, *, agent: str = "", trained: bool = True, body: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> list[ChatReply]:  # fmt: skip
         """Sample and record as many replies as are asked for.
 
         Args:
@@ -147,6 +127,7 @@ class Session:
             agent: The agent's name, where the request has one.
             trained: Whether its tokens may be trained.
             body: As the client wrote it, for a `watch`.
+            progress: Is told the ids of a stream as they are sampled, where the sampler shows them.
 
         Raises:
             SessionRefusal: no turn is left, or no room for this prompt.
@@ -162,20 +143,77 @@ class Session:
         try:
             params = self._params(request)
             prompt = self._prompt(match, request, trained=trained and params.temperature > 0)
-            replies = await self._replies(match, prompt, params, request)
+            replies = await self._replies(match, prompt, params, request, progress)
             answered = True
-            if isinstance(self.fault, SamplerFault):
-                self.fault = None  # the client has tried again
+            self._sampler_faults.pop(match.end, None)  # the client has tried again
             return replies
         except EpisodeOver as over:
             self.last_stop = over.stop_reason
             raise self._refusal(over) from None
-        except (RecordError, SamplerFault) as fault:
-            self.fault = self.fault or fault
+        except RecordError as fault:
+            self._record_fault = self._record_fault or fault
+            raise
+        except SamplerFault as fault:
+            self._sampler_faults.setdefault(match.end, fault)
             raise
         finally:
             self._num_open -= 1
             self._threads.close(match, answered=answered)
+
+    async def complete(self, request: SampleRequest, *, agent: str = "", trained: bool = True) -> Completion:
+        """Sample and record one turn of exact ids, for a client that renders by itself. It continues whatever turns its
+        prompt extends.
+
+        Args:
+            request: The seed and the session are the episode's own.
+            agent: The agent's name; "" = "main".
+            trained: Whether its tokens may be trained.
+
+        Raises:
+            SessionRefusal: no turn is left, or no room for this prompt.
+            RecordError: the sampler returned what cannot be recorded, or ids that are outside the vocabulary.
+            SamplerFault: the sampler failed.
+        """
+        sampler, params, prompt = self.loop.sampler, request.params, request.prompt_ids.tobytes()
+        check_prompt(request, vocab_size=sampler.vocab_size, context_length=sampler.context_length + 1)
+        if self.settings.sampling == "run":
+            own = self.loop.params
+            ends = tuple(dict.fromkeys((*own.stop_token_ids, *params.stop_token_ids)))
+            most = min(params.max_tokens, own.max_tokens)
+            params = dataclasses.replace(own, max_tokens=most, stop_token_ids=ends)
+        self._num_open += 1
+        try:
+            if self.loop.room_for(len(request.prompt_ids)) <= 0:
+                raise EpisodeOver(StopReason.LENGTH)
+            completion = await self.loop.complete(request.prompt_ids, params, agent or "main", trained=trained)
+            self._sampler_faults.pop(prompt, None)
+            self.last_stop = completion.stop_reason
+            return completion
+        except EpisodeOver as over:
+            self.last_stop = over.stop_reason
+            raise self._refusal(over) from None
+        except RecordError as fault:
+            self._record_fault = self._record_fault or fault
+            raise
+        except SamplerFault as fault:
+            self._sampler_faults.setdefault(prompt, fault)
+            raise
+        finally:
+            self._num_open -= 1
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Tokens of a request's prompt, rendered anew: for clients that ask before they send it."""
+        prompt = Prompt(agent="", messages=tuple(map(readable, request.messages)), schemas=request.tools, tools=(),
+                        thread=None, num_known=0)  # fmt: skip
+        self._num_open += 1
+        try:
+            return await self.loop.count_tokens(prompt)
+        finally:
+            self._num_open -= 1
+
+    def read_partial(self, ids: Sequence[int], request: ChatRequest, prompt_ids: Int32) -> tuple[str, str]:
+        """Thinking and content that a reply will begin with, after these ids."""
+        return partial_texts(np.array(ids, dtype=np.int32), request, self.loop.renderer, prompt_ids)
 
     async def end(self) -> None:
         """Nothing is answered any more: what is under way is cancelled, and counted."""
@@ -183,27 +221,31 @@ class Session:
         await self.exchanges.end()
 
     async def _replies(
-        self, match: Match[_Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest
-    ) -> list[ChatReply]:
+        self, match: Match[_Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest,
+        progress: Progress | None,
+    ) -> list[ChatReply]:  # fmt: skip
         if request.n == 1:
-            return [await self._one(match, prompt, params, request)]
+            return [await self._one(match, prompt, params, request, progress)]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(match, prompt, params, request, k)) for k in range(request.n)]
+                tasks = [group.create_task(self._one(match, prompt, params, request, progress, k))
+                         for k in range(request.n)]  # fmt: skip
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _one(
-        self, match: Match[_Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest, number: int = 0
-    ) -> ChatReply:
+        self, match: Match[_Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest,
+        progress: Progress | None, number: int = 0,
+    ) -> ChatReply:  # fmt: skip
         def read(completion: Completion, prompt_ids: Int32) -> ChatReply:
             return read_reply(completion, request, self.loop.renderer, prompt_ids, call_id=self._call_id)
 
         seed = request.sampling.seed if self.settings.sampling == "client" else None
         if seed is not None and number:  # the first of several replies has the seed, the others draw differently
             seed = derive_seed(seed, number)
-        reply, thread = await self.loop.respond(prompt, params, read, seed)
+        watching = self._watching(request, progress if request.stream else None, number)
+        reply, thread = await self.loop.respond(prompt, params, read, seed, watching)
         self.last_stop = reply.stop_reason
         self.counts["cut_tokens"] += reply.num_cut_tokens
         kept = _Kept(thread=dataclasses.replace(thread, messages=()), schemas=tuple(prompt.schemas))
@@ -217,6 +259,28 @@ class Session:
         if reason is not None:
             self._note_branch(thread.turn, match, reason, found)
         return reply
+
+    def _watching(
+        self, request: ChatRequest, progress: Progress | None, number: int
+    ) -> Callable[[Int32], base.Watch] | None:
+        """Who watches the tokens of a reply as they are drawn: a stream, which shows them, and stop strings, with which
+        the reply ends. None = no one."""
+        if progress is None and not request.stop:
+            return None
+
+        def watching(prompt_ids: Int32) -> base.Watch:
+            stops = StopWatch(request.stop, self.loop.renderer.decode) if request.stop else None
+            if progress is not None:
+                progress.prompt_ids = prompt_ids
+
+            def watch(ids: Sequence[int]) -> bool:
+                if progress is not None:
+                    progress.show(number, ids)
+                return stops is not None and stops(ids)
+
+            return watch
+
+        return watching
 
     def _call_id(self, index: int) -> str:
         self._num_calls += 1
@@ -296,14 +360,12 @@ def readable(message: Message) -> Message:
     if not calls or all(isinstance(c["function"]["arguments"], Mapping) and c["function"]["name"] for c in calls):
         return message
     whole = [c for c in calls if isinstance(c["function"]["arguments"], Mapping) and c["function"]["name"]]
-    texts = [message["content"], *(str(c["function"]["arguments"]) for c in calls if c not in whole)]
+    texts = [message["content"], *(_text(c["function"]["arguments"]) for c in calls if c not in whole)]
     changed: Message = {**message, "content": "\n".join(filter(None, texts)), "tool_calls": whole}
     if not whole:
         del changed["tool_calls"]
     return changed
 
 
-def num_prompt_tokens(session: Session, request: ChatRequest) -> int:
-    """Tokens of a request's prompt, rendered anew: for clients that ask before they send it."""
-    return len(session.loop.renderer.render_ids(list(map(readable, request.messages)), list(request.tools) or None))
-
+def _text(arguments: str | Mapping[str, Any]) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments) if arguments else ""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams
+from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams, Watch
 from verbatim.inference.chat.protocol import ChatReply
 from verbatim.renderers.base import Renderer
 from verbatim.rollouts.draws import Draws
@@ -77,7 +77,7 @@ class AgentLoop(EpisodeLoop):
 
     async def respond(
         self, prompt: Prompt, params: SamplingParams, read: Callable[[Completion, Int32], ChatReply],
-        seed: int | None = None,
+        seed: int | None = None, watching: Callable[[Int32], Watch] | None = None,
     ) -> tuple[ChatReply, Thread]:  # fmt: skip
         """Record one turn of a conversation that the caller keeps: `prompt.thread` is what it continues. Many may be
         under way at once, also of one agent, and none of them ends the episode for the others.
@@ -89,6 +89,8 @@ class AgentLoop(EpisodeLoop):
                 tokens behind them are counted as cut off.
             seed: Of the turn; by default it depends on the prompt and on the number of turns before that had the same
                 one, not on the order of others.
+            watching: Given the prompt's ids, the one who watches the completion's tokens as they are drawn, where the
+                sampler shows them.
 
         Raises:
             EpisodeOver: no turn is left; or this prompt leaves no room in the context, and a shorter one may; or the
@@ -104,7 +106,10 @@ class AgentLoop(EpisodeLoop):
         own_seed = derive_seed(self._seed, "response", digest.hex(), self._num_responses[digest])
         self._num_responses[digest] += 1
         start = self.recorder.num_routed(prompt_ids, prompt.agent)
-        completion = await self._sample_ids(prompt_ids, params, prompt.agent, own_seed if seed is None else seed)
+        completion = await self._sample_ids(
+            prompt_ids, params, prompt.agent, own_seed if seed is None else seed,
+            None if watching is None else watching(prompt_ids),
+        )  # fmt: skip
         reply = read(completion, prompt_ids)
         self.offers_tools |= bool(prompt.schemas)
         answer = self.last_answer = self._replied(reply, completion, prompt_ids, params.temperature, extends, start)
@@ -115,6 +120,10 @@ class AgentLoop(EpisodeLoop):
         if reply.stop_reason is StopReason.CANCELLED:
             self._end(reply.stop_reason)
         return reply, thread
+
+    async def count_tokens(self, prompt: Prompt) -> int:
+        """Tokens of a prompt that is not sampled from."""
+        return len((await self._off_the_loop(prompt))[0])
 
     def room_for(self, num_prompt_tokens: int) -> int:
         """Tokens that a prompt of this length leaves for its completion; 0 or less = none."""
@@ -143,15 +152,18 @@ class AgentLoop(EpisodeLoop):
         return self._read(completion, prompt_ids, prompt, self.params.temperature, extends)
 
     async def _rendered(self, prompt: Prompt) -> tuple[Int32, int | None]:
-        """`_prompt_ids`; of a long conversation on a thread, so that the event loop turns meanwhile."""
-        if not (getattr(self.renderer, "thread_safe", False) and _is_long(prompt.messages)):
-            return self._prompt_ids(prompt)
-        loop = asyncio.get_running_loop()
-        made = await loop.run_in_executor(_rendering_thread(), self._prompt_ids, prompt)
+        """`_prompt_ids`, unless the episode is over by then."""
+        made = await self._off_the_loop(prompt)
         if self._draws.over:
             raise self.recorder.refusal()
         self._refuse_if_over()  # other agents went on meanwhile
         return made
+
+    async def _off_the_loop(self, prompt: Prompt) -> tuple[Int32, int | None]:
+        """`_prompt_ids`; of a long conversation on a thread, so that the event loop turns meanwhile."""
+        if not (getattr(self.renderer, "thread_safe", False) and _is_long(prompt.messages)):
+            return self._prompt_ids(prompt)
+        return await asyncio.get_running_loop().run_in_executor(_rendering_thread(), self._prompt_ids, prompt)
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[Int32, int | None]:
         """The next prompt, and the turn that it extends by a bridge."""
@@ -167,8 +179,9 @@ class AgentLoop(EpisodeLoop):
         return self.renderer.render_ids(prompt.messages, schemas, add_generation_prompt=True), None
 
     async def _sample_ids(
-        self, prompt_ids: Int32, params: SamplingParams, agent: str, seed: int | None = None
-    ) -> Completion:
+        self, prompt_ids: Int32, params: SamplingParams, agent: str, seed: int | None = None,
+        watch: Watch | None = None,
+    ) -> Completion:  # fmt: skip
         """One completion, in the room that is left; by default with the seed of the agent's next turn."""
         room = self.room_for(len(prompt_ids))
         if room <= 0:
@@ -184,7 +197,7 @@ class AgentLoop(EpisodeLoop):
             routed_experts_start=self.recorder.num_routed(prompt_ids, agent),
         )
         try:
-            return await self._draws.draw(self.sampler, request)
+            return await self._draws.draw(self.sampler, request, watch)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._draws.over and not (task is not None and task.cancelling()):

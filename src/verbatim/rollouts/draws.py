@@ -7,7 +7,7 @@ import asyncio
 import itertools
 
 from verbatim.errors import SamplerFault
-from verbatim.inference.base import Completion, Sampler, SampleRequest, nothing_sampled
+from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched, nothing_sampled
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost, settle
 from verbatim.inference.proxy import SamplerProxy
 from verbatim.rollouts.recorder import Recorder
@@ -26,19 +26,20 @@ class Draws:
         self.num_cut_off = 0
         """Tokens of those that were not."""
 
-    async def draw(self, sampler: Sampler, request: SampleRequest) -> Completion:
-        """A completion. A call that is cancelled, by its caller or because it is all `over`, ends when the engine has
-        said how many tokens it had drawn."""
+    async def draw(self, sampler: Sampler, request: SampleRequest, watch: Watch | None = None) -> Completion:
+        """A completion, watched while it is drawn where the sampler shows its tokens. A call that is cancelled, by its
+        caller or because it is all `over`, ends when the engine has said how many tokens it had drawn."""
         if self.over:
             raise asyncio.CancelledError
-        drawing = asyncio.create_task(self._draw(sampler, request))
+        drawing = asyncio.create_task(self._draw(sampler, request, watch))
         self._under_way.add(drawing)
         drawing.add_done_callback(self._under_way.discard)
         return await drawing
 
-    async def _draw(self, sampler: Sampler, request: SampleRequest) -> Completion:
+    async def _draw(self, sampler: Sampler, request: SampleRequest, watch: Watch | None) -> Completion:
         try:
-            completion = await sampler.generate(request)
+            drawing = sampler.generate(request) if watch is None else generate_watched(sampler, request, watch)
+            completion = await drawing
         except (asyncio.CancelledError, SamplerFault) as end:
             self.num_cut_off += num_tokens_drawn(end)
             self._recorder.count_cut_off(num_tokens_drawn(end))

@@ -23,7 +23,8 @@ from verbatim.gateway.program.process import Outcome, ProgramProcess
 from verbatim.gateway.program.reused import ReusedPrograms
 from verbatim.gateway.program.rewards import read_reward
 from verbatim.gateway.service import Service
-from verbatim.gateway.session import INFO, Session, SessionSettings
+from verbatim.gateway.session import INFO, Session
+from verbatim.gateway.session_settings import SessionSettings
 from verbatim.gateway.watch import Watch
 from verbatim.imports import find_file
 from verbatim.inference.chat.protocol import UNENFORCEABLE, Options

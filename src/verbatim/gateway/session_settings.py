@@ -1,0 +1,36 @@
+"""What a session makes of its requests, and the refusal of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """What a session makes of its requests."""
+
+    sampling: Literal["run", "client"] = "run"
+    """Whose temperature, top_p, top_k, min_p and seed hold. With "run" those of requests are counted, not honoured."""
+    restores_reasoning: bool = False
+    """Whether an answer that comes back without its reasoning is taken for the whole answer."""
+    patience: float = 2.0
+    """Seconds for which an answer is still generated when its client has gone."""
+    max_requests: int = 10_000
+    """Most requests of one session."""
+    max_open: int = 256
+    """Most requests of one session at a time."""
+
+
+class SessionRefusal(Exception):
+    """A request that its session does not answer.
+
+    Args:
+        status: HTTP status.
+        message: What was found and what was expected.
+        kind: The error's code in OpenAI's protocols.
+    """
+
+    def __init__(self, status: int, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.status, self.kind = status, kind
