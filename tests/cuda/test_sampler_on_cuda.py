@@ -22,7 +22,7 @@ def make_decoder(folder, *, record_experts=False, **settings):
     model = CausalLM(loaded, routers=find_routers(loaded) if record_experts else None)
     model.model.requires_grad_(False)
     settings = {"max_batch_size": 3, "prefill_chunk": 12, **settings}
-    refuse_other_decoding(model, settings.get("deterministic", False))
+    refuse_other_decoding(model, TorchSettings(**settings))
     return Decoder(model, TorchSettings(**settings), context_length=LENGTH, version=0, record_experts=record_experts)
 
 

@@ -7,6 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen3Config
 
+from verbatim.inference.embedded import decoder
+from verbatim.inference.embedded.compiled.library import NoKernelError, load_kernel
+from verbatim.inference.embedded.forward import open_forward
+
 VOCAB = 97
 _SMALL = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -52,3 +56,18 @@ def references(models: dict[str, Path]) -> dict[str, torch.nn.Module]:
     for name, folder in models.items():
         loaded[name] = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     return loaded
+
+
+@pytest.fixture(scope="module", params=["torch", "compiled"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every engine of the test computes with PyTorch, then with the compiled kernel where it fits the model."""
+    if request.param == "compiled":
+        try:
+            load_kernel()
+        except NoKernelError as error:
+            pytest.skip(str(error))
+    update = {"kernel": "torch" if request.param == "torch" else "auto"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(decoder, "open_forward", lambda model, settings, **how: open_forward(
+            model, settings.model_copy(update=update), **how))  # fmt: skip
+        yield request.param

@@ -8,6 +8,7 @@ from test_agreement import make_decoder, play
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.models.loading import load_weights
 
+pytestmark = pytest.mark.usefixtures("kernel")
 VOCAB = 97
 
 
@@ -29,7 +30,7 @@ def same(a, b):
 
 
 @pytest.fixture(scope="module", params=["tied", "half_sliding"])
-def alone(models, request):
+def alone(models, request, kernel):
     """A model, twelve requests, and what each gives when it runs by itself in a new engine."""
     requests = requests_of(np.random.default_rng(0), 12)
     decoder = make_decoder(models[request.param], deterministic=True)

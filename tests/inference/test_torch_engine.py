@@ -15,6 +15,7 @@ from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.types import StopReason
 
+pytestmark = pytest.mark.usefixtures("kernel")
 VOCAB = 97
 
 
@@ -282,9 +283,9 @@ async def test_a_call_that_fails_says_how_many_tokens_were_drawn_for_it(models, 
     """Logits that are no numbers fail the sequence, anything else the engine and all its sequences."""
     sampler = make(models["tied"], context_length=500)
     decoder = sampler._decoder
-    logits, step, steps = decoder.model.logits, decoder.step, iter(range(10**9))
+    draw, step, steps = decoder.forward.draw, decoder.step, iter(range(10**9))
     if numbers:
-        decoder.model.logits = lambda hidden: logits(hidden) * (float("nan") if next(steps) == 20 else 1.0)
+        decoder.forward.draw = lambda hidden, *rest: draw(hidden * (np.nan if next(steps) == 20 else 1.0), *rest)
     else:
         decoder.step = lambda: step() if next(steps) < 20 else 1 / 0
     ends = await asyncio.gather(*(sampler.generate(request(seed=seed, max_tokens=490)) for seed in range(3)),

@@ -7,25 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from verbatim.errors import ModelError
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.expert_record import ExpertRecord
-from verbatim.inference.embedded.fast_forward import fast_backbone, probe
-from verbatim.inference.embedded.kv_cache import BLOCK, CachePlan, KeptPrefix, KeyValueCache, up_to
-from verbatim.inference.embedded.pass_layout import PassLayout, Rows, as_tensor, fixed_groups, group, ragged_groups
-from verbatim.inference.embedded.sampling import Truncation, draw, uniforms
+from verbatim.inference.embedded.forward import open_forward
+from verbatim.inference.embedded.pass_layout import PassLayout, Rows
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Placement, Slots, SlotTable
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
 from verbatim.types import Experts
-
-_ROW_QUANTUM = 32
-"""Deterministic passes have a multiple of this many rows: matrix kernels then have no remainder rows, and
-element-wise kernels no remainder elements, which other instructions would compute."""
 
 _PARKING_BUDGET = 1 << 30
 """Bytes of keys and values, at full context length, of sequences that wait for their next turn."""
@@ -69,30 +61,20 @@ class Decoder:
         self.version = version
         self._num_loads = 0
         self._prefill_chunk = settings.prefill_chunk
-        self._deterministic = settings.deterministic
         self._keep_cache = keep_cache
-        num_slots = settings.max_batch_size
         self.counts = Counts()
-        dtype = model.output.weight.dtype
-        shape, calls = probe(model)
         with torch.inference_mode():
-            self._backbone = fast_backbone(model, calls, context_length) or model
-        self._bytes_per_key = shape.bytes_per_token(dtype) // shape.num_layers
-        # In deterministic mode row i of a decode pass is slot i, so there are as many slots as rows.
-        self.num_rows = up_to(num_slots, _ROW_QUANTUM) if settings.deterministic else 0
-        self.cache = KeyValueCache(shape, max(num_slots, self.num_rows), dtype=dtype, device=model.device)
-        num_parked = min(4 * num_slots, _PARKING_BUDGET // (shape.bytes_per_token(dtype) * context_length))
-        self._parked: dict[int, KeptPrefix] = {}
+            self.forward = open_forward(model, settings, context_length=context_length, keep_cache=keep_cache,
+                                        record_experts=record_experts)  # fmt: skip
+        num_slots, bytes_per_token = settings.max_batch_size, self.forward.bytes_per_token
+        num_parked = min(4 * num_slots, _PARKING_BUDGET // (bytes_per_token * context_length))
+        self.cache = self.forward.cache
+        self._parked: dict[int, Any] = {}
         self.table = SlotTable(num_slots, num_parked, context_length)
         self._record = None
         if record_experts:
             with torch.inference_mode():
                 self._record = ExpertRecord(model, len(self.table.session), context_length)
-        # Equal ids have other keys and values where some were cached before an update; and in another slot, where two
-        # experts are almost tied: then the records name other experts, and each sequence has to read its own.
-        self._reads_prefixes_once = not keep_cache and self._record is None
-        if settings.deterministic:
-            self._refuse_row_dependent_kernels()
 
     # ---- sequences come and go
 
@@ -124,10 +106,11 @@ class Decoder:
         if source >= table.num_batch:
             self.cache.restore(self._parked[source], slot, reused)
             if table.session[source] == request.session:
-                del self._parked[source]
-                table.forget(source)
+                self._unpark(source)
         elif source != slot:
             self.cache.copy_prefix(source, slot, reused)
+        else:
+            self.cache.truncate(slot, reused)
         if self._record is not None:
             self._record.copy(source, slot, reused)
         table.start(slot, request, reused, loaded)
@@ -152,6 +135,7 @@ class Decoder:
         """Free a slot; no other sequence may reuse its prefix."""
         self.table.release(slot)
         self.table.forget(slot)
+        self.cache.truncate(slot, 0)
 
     @property
     def largest(self) -> int | None:
@@ -166,9 +150,11 @@ class Decoder:
     def give_back_memory(self) -> None:
         """Free the memory that sequences in flight do not need: parked prefixes, and room for longer sequences."""
         table = self.table
-        for place in self._parked:
-            table.forget(place)
-        self._parked.clear()
+        for place in list(self._parked):
+            self._unpark(place)
+        for slot in np.flatnonzero(~table.active[: table.num_batch]).tolist():
+            table.forget(slot)
+            self.cache.truncate(slot, 0)
         try:
             self.cache.shrink(int(table.length[table.active].max(initial=0)))
         except (MemoryError, RuntimeError) as error:  # no room even for the smaller copy
@@ -187,8 +173,9 @@ class Decoder:
         self._num_loads += 1
         if not self._keep_cache:
             self.table.rebuild_all(self._num_loads)
+            for place in list(self._parked):
+                self._unpark(place)
             self.cache.clear()
-            self._parked.clear()
 
     def _park(self, slot: int, *, keep_out: int) -> None:
         """Save an idle slot's cache, if a session may come back to it, before another sequence takes the slot."""
@@ -197,11 +184,17 @@ class Decoder:
         if place is None or place == keep_out or not table.session[slot]:
             return
         kept = self.cache.keep(slot, int(table.computed[slot]))
-        table.forget(place)
+        self._unpark(place)
         self._parked[place] = kept
         if self._record is not None:
             self._record.copy(slot, place, int(table.computed[slot]))
         table.move(slot, place)
+
+    def _unpark(self, place: int) -> None:
+        """Give up the prefix that is kept in a place beside the batch, if there is one."""
+        if place in self._parked:
+            self.cache.release(self._parked.pop(place))
+        self.table.forget(place)
 
     def routed_experts(self, slot: int, start: int) -> Experts | None:
         """The experts of a sequence that has sampled tokens, from a token on and without the last: [N, D, K]; None
@@ -243,19 +236,16 @@ class Decoder:
             slots, counts = slots[order], counts[order]
         layout = self._layout(slots, counts, int(one.sum()))
         hidden = self._forward(layout, slots, counts)
-        last = layout.rows[np.cumsum(counts) - 1]
-        before = table.computed[slots]
-        self._account(slots, before, counts)
-        done = table.computed[slots] == table.length[slots]
-        return self._sample(hidden, last[done], slots[done])
+        self._account(slots, table.computed[slots], counts)
+        return self._sample(hidden, layout, slots, counts)
 
     def _share_out(self, active: Slots, ahead: Rows) -> tuple[Slots, Rows]:
         """Which slots take part, with how many tokens: prompts share the remaining room, first come first served."""
         decode, prefill = active[ahead == 1], active[ahead > 1]
         needed = ahead[ahead > 1]
         room = self._prefill_chunk
-        if self._deterministic:
-            room = min(room, self.num_rows - len(decode))
+        if self.forward.num_rows:
+            room = min(room, self.forward.num_rows - len(decode))
         order = np.argsort(self.table.arrival[prefill])
         prefill, needed = prefill[order], needed[order]
         taken = np.clip(room - (np.cumsum(needed) - needed), 0, needed)
@@ -269,37 +259,16 @@ class Decoder:
         row_slots = np.repeat(slots, counts)
         starts = np.cumsum(counts) - counts
         positions = np.arange(len(row_slots)) - np.repeat(starts - self.table.computed[slots], counts)
-        if not self._deterministic:
+        if not self.forward.num_rows:
             rows = np.arange(len(row_slots))
             return PassLayout(rows=rows, slots=row_slots, positions=positions, num_rows=len(rows))
         single = slots[:num_single]
-        free = np.setdiff1d(np.arange(self.num_rows), single, assume_unique=True)
+        free = np.setdiff1d(np.arange(self.forward.num_rows), single, assume_unique=True)
         rows = np.concatenate([single, free[: len(row_slots) - num_single]])
-        return PassLayout(rows=rows, slots=row_slots, positions=positions, num_rows=self.num_rows)
+        return PassLayout(rows=rows, slots=row_slots, positions=positions, num_rows=self.forward.num_rows)
 
     def _forward(self, layout: PassLayout, slots: Slots, counts: Rows) -> Tensor:
-        table, device = self.table, self.model.device
-        ids, positions = table.ids[layout.slots, layout.positions].astype(np.int64), layout.positions
-        write_rows = None
-        if self._deterministic:
-            write_rows = as_tensor(layout.rows, device)
-            ids, positions = layout.spread(ids), layout.spread(positions)
-            groups = fixed_groups(layout, int((counts == 1).sum()), device)
-        else:
-            groups = ragged_groups(
-                layout, slots, counts, table.computed[slots], bytes_per_key=self._bytes_per_key, device=device,
-                ids=table.ids if self._reads_prefixes_once else None,
-            )  # fmt: skip
-        plan = CachePlan(
-            cache=self.cache, write_rows=write_rows, write_slots=as_tensor(layout.slots, device),
-            write_positions=as_tensor(layout.positions, device), groups=groups, in_blocks=self._deterministic,
-        )  # fmt: skip
-        ids_T, positions_T = as_tensor(ids, device), as_tensor(positions, device)
-        if self._record is None:
-            return self._backbone.hidden(ids_T, positions_T, plan)
-        hidden = self.model.hidden(ids_T, positions_T, plan, self._record.during_pass(layout.num_rows))
-        self._record.keep(layout, table.rebuild_until[layout.slots])
-        return hidden
+        return self.forward.hidden(layout, slots, counts, self.table, self._record)
 
     def _account(self, slots: Slots, before: Rows, counts: Rows) -> None:
         table, done = self.table, self.counts
@@ -312,62 +281,15 @@ class Decoder:
         done.prefill_tokens += int(prompt)
         done.forward_passes += 1
 
-    def _sample(self, hidden: Tensor, rows: Rows, slots: Slots) -> tuple[Slots, Slots]:
-        """Draw the next token of each slot from its row of hidden states.
-
-        A deterministic pass computes and draws in every row, because shapes decide bits.
-        """
-        table, device = self.table, hidden.device
+    def _sample(self, hidden: Tensor, layout: PassLayout, slots: Slots, counts: Rows) -> tuple[Slots, Slots]:
+        """Draw the next token of each slot whose ids are all computed."""
+        table = self.table
+        done = table.computed[slots] == table.length[slots]
+        slots = slots[done]
         if not len(slots):
             return slots, slots
-        spread = self._deterministic
-        if not spread:
-            if len(rows) != len(hidden):
-                hidden = hidden[as_tensor(rows, device)]
-            rows = np.arange(len(slots))
-
-        def per_row(values: NDArray[Any], elsewhere: float) -> Tensor:
-            if spread:
-                full = np.full(len(hidden), elsewhere, dtype=values.dtype)
-                full[rows] = values
-                values = full
-            return as_tensor(values, device)
-
-        truncation = None
-        if table.truncates[slots].any():
-            truncation = Truncation(
-                top_k_N=per_row(table.top_k[slots], 0),
-                top_p_N=per_row(table.top_p[slots], 1),
-                min_p_N=per_row(table.min_p[slots], 0),
-            )
-        randomness = per_row(uniforms(table.keys[slots], table.length[slots]), 0.5)
-        temperatures = per_row(table.temperature[slots], 1)
-        drawn = draw(self.model.logits(hidden), temperatures, randomness, truncation)
-        tokens, logprobs = drawn[0].cpu().numpy()[rows], drawn[1].cpu().numpy()[rows]
+        tokens, logprobs = self.forward.draw(hidden, layout, counts, done, table, slots)
         finite = np.isfinite(logprobs)
         self.counts.sampled_tokens += int(finite.sum())
         ended = table.append(slots[finite], tokens[finite], logprobs[finite], self.version)
         return ended, slots[~finite]
-
-    # ---- refusals
-
-    @torch.inference_mode()
-    def _refuse_row_dependent_kernels(self) -> None:
-        """The same token in every row, in every slot, in place or copied, must give the same bits in every row."""
-        self.cache.reserve(1)
-        device, slots = self.model.device, np.arange(self.num_rows)
-        positions = np.zeros_like(slots)
-        in_place = group(slice(0, self.num_rows), None, slice(0, self.num_rows), positions, BLOCK, device)
-        few = slots[1:4]
-        copied = group(few, None, few, positions[few], BLOCK, device)
-        plan = CachePlan(
-            cache=self.cache, write_rows=None, write_slots=as_tensor(slots, device),
-            write_positions=as_tensor(positions, device), groups=(in_place, copied), in_blocks=True,
-        )  # fmt: skip
-        zeros = as_tensor(positions, device)
-        logits = self.model.logits(self._backbone.hidden(zeros + 1, zeros, plan))
-        if not bool((logits == logits[0]).all()):
-            raise ModelError(
-                f"deterministic sampling: on this machine a pass of {self.num_rows} rows gives other bits in other "
-                "rows; in [inference.torch] use another max_batch_size, num_threads = 1, or deterministic = false"
-            )

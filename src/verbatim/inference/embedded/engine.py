@@ -92,7 +92,7 @@ class TorchSampler:
         self._num_threads = num_threads
         self._model = model
         refuse_moving_positions(model, context_length)
-        refuse_other_decoding(model, config.deterministic)
+        refuse_other_decoding(model, config)
         with torch_threads(num_threads):
             self._decoder = Decoder(model, config, context_length=context_length, version=policy_version,
                                     keep_cache=on_weight_update == "keep",

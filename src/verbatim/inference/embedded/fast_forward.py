@@ -55,21 +55,21 @@ class FastBackbone:
         backbone = model.backbone
         self._embedding = backbone.embed_tokens
         self._norm = backbone.norm
-        self._layers = [
+        self.layers = [
             _Layer(before_attention=layer.input_layernorm, attention=layer.self_attn,
                    before_mlp=layer.post_attention_layernorm, mlp=layer.mlp, call=call)
             for layer, call in zip(backbone.layers, calls, strict=True)
         ]  # fmt: skip
-        self._head_size = int(backbone.layers[0].self_attn.head_dim)
+        self.head_size = int(backbone.layers[0].self_attn.head_dim)
         positions = torch.arange(context_length, device=model.device)[None]
         cos, sin = backbone.rotary_emb(model.output.weight[:1], positions)
-        self._cos, self._sin = cos[0, :, None].clone(), sin[0, :, None, : self._head_size // 2].clone()
+        self.cos, self.sin = cos[0, :, None].clone(), sin[0, :, None, : self.head_size // 2].clone()
 
     def hidden(self, input_ids_T: Tensor, position_ids_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Last hidden states, [T, W], after the final norm."""
         h = F.embedding(input_ids_T, self._embedding.weight)
-        cos, sin = self._cos[position_ids_T], self._sin[position_ids_T]
-        for index, layer in enumerate(self._layers):
+        cos, sin = self.cos[position_ids_T], self.sin[position_ids_T]
+        for index, layer in enumerate(self.layers):
             h = self._attended(h, index, layer, cos, sin, plan)
             x = _normed(layer.before_mlp, h)
             gated = F.silu(_linear(layer.mlp.gate_proj, x)).mul_(_linear(layer.mlp.up_proj, x))
@@ -79,7 +79,7 @@ class FastBackbone:
     def _attended(self, h: Tensor, index: int, layer: _Layer, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
         attention = layer.attention
         x = _normed(layer.before_attention, h)
-        heads = (len(h), -1, self._head_size)
+        heads = (len(h), -1, self.head_size)
         query, key = _linear(attention.q_proj, x).view(heads), _linear(attention.k_proj, x).view(heads)
         value = _linear(attention.v_proj, x).view(heads)
         if hasattr(attention, "q_norm"):

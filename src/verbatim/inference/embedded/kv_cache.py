@@ -99,6 +99,12 @@ class KeyValueCache:
         self.keys[:, slot, :, :, :num_tokens] = self.keys[:, source, :, :, :num_tokens]
         self.values[:, slot, :, :num_tokens] = self.values[:, source, :, :num_tokens]
 
+    def truncate(self, slot: int, num_tokens: int) -> None:
+        """Nothing: later tokens are written over."""
+
+    def release(self, kept: KeptPrefix) -> None:
+        """Nothing: a copy's memory goes with it."""
+
     def clear(self, slots: int | slice = slice(None)) -> None:
         """Zero slots that may hold NaN or infinities: 0 * NaN would be NaN behind any mask."""
         self.keys[:, slots] = 0

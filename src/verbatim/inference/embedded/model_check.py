@@ -18,15 +18,15 @@ from verbatim.models.round_trip import check_round_trip
 from verbatim.models.tiny import WINDOW
 
 
-def refuse_other_decoding(model: CausalLM, deterministic: bool) -> None:
-    """Sample from a tiny copy and compare with a `transformers` forward pass over the same tokens.
+def refuse_other_decoding(model: CausalLM, settings: TorchSettings) -> None:
+    """Sample from a tiny copy, as the model will be, and compare with a `transformers` forward pass over its tokens.
 
     Raises:
         ModelError: sampled tokens have other logprobs, or the weights that a trainer saves do not load.
     """
     pair = tiny_pair(model.model, planned=True)
     check_round_trip(pair.own)
-    fault = _decoding_fault(pair, deterministic)
+    fault = _decoding_fault(pair, settings)
     if fault is not None:
         raise ModelError(
             f"{type(model.model).__name__}{mask_settings(model.model.config)} cannot be sampled from by the embedded "
@@ -34,10 +34,11 @@ def refuse_other_decoding(model: CausalLM, deterministic: bool) -> None:
         )
 
 
-def _decoding_fault(pair: TinyPair, deterministic: bool) -> str | None:
+def _decoding_fault(pair: TinyPair, asked: TorchSettings) -> str | None:
     """The fault of cached decoding as a sentence for a message, or None. Decodes prompts of two lengths in parts, then
     tokens one by one past the tiny copy's windows, then a second turn on the cache."""
-    settings = TorchSettings(max_batch_size=2, prefill_chunk=WINDOW - 3, deterministic=deterministic)
+    settings = TorchSettings(max_batch_size=2, prefill_chunk=WINDOW - 3, deterministic=asked.deterministic,
+                             kernel="torch" if asked.kernel == "torch" else "auto")  # fmt: skip
     try:
         decoder = Decoder(pair.ours, settings, context_length=2 * LENGTH, version=0)
         ids = probe_ids(pair, LENGTH).numpy().astype(np.int32)

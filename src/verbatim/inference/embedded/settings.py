@@ -18,6 +18,10 @@ class TorchSettings(ServerSettings):
     """Number format of weights and key/value cache."""
     device: str = "auto"
     """"auto" takes CUDA where there is one."""
+    kernel: Literal["auto", "torch", "compiled"] = "auto"
+    """What computes its passes. "compiled" is a function that the machine's C compiler builds once, in seconds, for
+    float32 on a CPU and models like Llama and Qwen3; "auto" takes it where it can be built and fits the model, else
+    "torch", PyTorch."""
     deterministic: bool = False
     """Same request, seed and weights: same ids and logprobs, bit for bit, whatever else is in the batch."""
     prefill_chunk: PositiveInt = 2048

@@ -1,0 +1,1 @@
+"""Forward passes by one compiled function, for models and machines that it fits."""

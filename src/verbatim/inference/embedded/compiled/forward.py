@@ -1,0 +1,159 @@
+"""Computes passes with the compiled kernel: rows of any sequences, without padding, and the draw of their tokens.
+
+A row's bits depend on its own sequence alone, so the deterministic mode needs no other passes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verbatim.inference.embedded.compiled.library import load_kernel
+from verbatim.inference.embedded.compiled.paged_cache import PagedCache
+from verbatim.inference.embedded.compiled.structures import UNIT, DrawFields, KernelModel, PassFields
+from verbatim.inference.embedded.expert_record import ExpertRecord
+from verbatim.inference.embedded.fast_forward import FastBackbone
+from verbatim.inference.embedded.kv_cache import KeyValueShape, up_to
+from verbatim.inference.embedded.pass_layout import PassLayout, Rows
+from verbatim.inference.embedded.sampling import Truncation, draw, uniforms
+from verbatim.inference.embedded.slots import Slots, SlotTable
+from verbatim.models.attention import AttentionCall, WholeSequencePlan
+from verbatim.models.head import CausalLM
+
+_PROBE = 48
+"""Tokens on which the kernel and the model must agree."""
+_WORTH_A_TEAM = 2e7
+"""Multiplications of a pass from which several threads are faster than one that waits for no other."""
+
+
+class CompiledForward:
+    """Passes of one model on the CPU, in float32.
+
+    Args:
+        model: One that `why_not` accepts.
+        fast: Its layers and position encoding.
+        calls: Attention arguments of each layer.
+        shape: Of one token's keys and values.
+        num_slots: Most sequences in flight.
+        context_length: Most tokens of one.
+
+    Raises:
+        NoKernelError: the kernel cannot be built or loaded.
+    """
+
+    num_rows = 0
+    """Rows of every pass; 0 = as many as there are tokens."""
+
+    def __init__(
+        self, model: CausalLM, fast: FastBackbone, calls: Sequence[AttentionCall], shape: KeyValueShape, *,
+        num_slots: int, context_length: int,
+    ) -> None:  # fmt: skip
+        self._library = load_kernel()
+        self.bytes_per_token = shape.bytes_per_token(torch.float32)
+        """Bytes of one token's keys and values in all layers."""
+        self._model = KernelModel(model, fast, calls)
+        self.cache = PagedCache(shape, num_slots, context_length)
+        self._memory = torch.empty(0)
+        self._logits = torch.empty(0)
+        self._team: _Team | None = None
+
+    def hidden(
+        self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
+    ) -> Tensor:
+        """The last hidden state of each slot of the pass, after the final norm: float32 [len(slots), W]."""
+        assert record is None, "the kernel's models have no experts"
+        self.cache.extend(slots, table.computed[slots] + counts)
+        ids = table.ids[layout.slots, layout.positions].astype(np.int64)
+        return self._run(ids, layout.positions, layout.slots, np.cumsum(counts) - 1)
+
+    def _run(self, ids: Rows, positions: Rows, slots: Rows, outs: Rows) -> Tensor:
+        fields = self._model.fields
+        out = torch.empty(len(outs), fields.width)
+        kept = [np.ascontiguousarray(rows, dtype=np.int64) for rows in (ids, positions, slots, outs)]
+        at_ids, at_positions, at_slots, at_outs = (rows.ctypes.data for rows in kept)
+        given = PassFields(
+            rows=len(ids), ids=at_ids, positions=at_positions, slots=at_slots, outs=len(outs), out_rows=at_outs,
+            out=out.data_ptr(), pool=self._pool(len(ids) * self._model.num_weights),
+        )  # fmt: skip
+        self.cache.fill(given)
+        threads = self._team.num_threads if self._team else 1
+        floats = self._library.verbatim_workspace(self._model.address, len(ids), threads)
+        if len(self._memory) < floats:
+            self._memory = torch.empty(floats)
+        self._library.verbatim_forward(self._model.address, ctypes.addressof(given), self._memory.data_ptr())
+        return out
+
+    def draw(
+        self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """A token and its logprob for each of `slots`, which are those of the pass that are `done`."""
+        if not done.all():
+            hidden = hidden[torch.from_numpy(np.flatnonzero(done))]
+        num, vocab = len(slots), self._model.fields.vocab
+        stride = up_to(vocab, UNIT)
+        if self._logits.numel() < num * stride:
+            self._logits = torch.empty(num * stride)
+        tokens, logprobs = np.empty(num, dtype=np.int64), np.empty(num, dtype=np.float32)
+        temperatures, randomness = table.temperature[slots], uniforms(table.keys[slots], table.length[slots])
+        given = DrawFields(
+            model=self._model.address, rows=num, hidden=hidden.data_ptr(), temperatures=temperatures.ctypes.data,
+            uniforms=randomness.ctypes.data, stride=stride, logits=self._logits.data_ptr(), tokens=tokens.ctypes.data,
+            logprobs=logprobs.ctypes.data, pool=self._pool(num * vocab * self._model.fields.width),
+        )  # fmt: skip
+        self._library.verbatim_logits(ctypes.addressof(given))
+        cut = np.flatnonzero(table.truncates[slots])
+        drawn = [(row, *self._draw_cut(row, stride, vocab, slots, randomness, table)) for row in cut.tolist()]
+        self._library.verbatim_draw(ctypes.addressof(given))
+        for row, token, logprob in drawn:
+            tokens[row], logprobs[row] = token, logprob
+        return tokens, logprobs
+
+    def _draw_cut(
+        self, row: int, stride: int, vocab: int, slots: Slots, randomness: NDArray[np.float64], table: SlotTable
+    ) -> tuple[int, float]:
+        """The draw of one row whose distribution is truncated: by itself, so that no bit depends on the others."""
+        one = slots[row : row + 1]
+        logits = self._logits[row * stride : row * stride + vocab][None]
+        truncation = Truncation(top_k_N=torch.from_numpy(table.top_k[one]), top_p_N=torch.from_numpy(table.top_p[one]),
+                                min_p_N=torch.from_numpy(table.min_p[one]))  # fmt: skip
+        uniform = torch.from_numpy(randomness[row : row + 1])
+        token, logprob = draw(logits, torch.from_numpy(table.temperature[one]), uniform, truncation)
+        return int(token), float(logprob)
+
+    def _pool(self, work: int) -> int | None:
+        """The team of as many threads as torch uses in this one; None for one thread, which is enough for little."""
+        threads = torch.get_num_threads()
+        if threads == 1 or work < _WORTH_A_TEAM:
+            return None
+        if self._team is None or self._team.num_threads != threads:
+            self._team = _Team(self._library, threads)
+        return self._team.address
+
+    def agrees(self, model: CausalLM, context_length: int) -> bool:
+        """Whether kernel and model give the same hidden states, within rounding; slot 0 is left empty."""
+        length = min(_PROBE, context_length)
+        positions = np.arange(length)
+        ids = (positions * 7919 + 1) % model.vocab_size
+        self.cache.extend(np.array([0]), np.array([length]))
+        ours = self._run(ids, positions, np.zeros(length, dtype=np.int64), positions)
+        self.cache.drop()
+        theirs = model.hidden(torch.from_numpy(ids), torch.from_numpy(positions), WholeSequencePlan())
+        return bool((ours - theirs).abs().max() <= 1e-5 * max(1.0, float(theirs.abs().max())))
+
+
+class _Team:
+    """Threads of the kernel; they end with this object."""
+
+    def __init__(self, library: Any, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self.address: int = library.verbatim_pool(num_threads)
+        if not self.address:
+            raise MemoryError("no room for the kernel's threads")
+        weakref.finalize(self, library.verbatim_end_pool, self.address)

@@ -1,0 +1,946 @@
+/* One forward pass of a Llama-style decoder over rows of any number of sequences, and the draw of their next tokens.
+
+   Every row is computed by itself: each sum has one order, which depends on the row's own length alone. The other rows,
+   their number, the threads and what sequences share decide when something is computed, never which bits come out.
+
+   Keys and values lie in pages of PAGE tokens. One page of one layer and key/value head is a plane: keys as [D][PAGE],
+   values as [PAGE][D]. Sequences whose first tokens are equal name the same pages; `plan_tiles` finds them, and their
+   queries then read such a page together.
+
+   Legend: T rows, W width, H query heads, K key/value heads, G = H / K, D head size, I inner width, V vocabulary. */
+
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define PAGE 16
+#define SPAN 512      /* keys whose scores are held at a time; sums of longer sequences are merged in order */
+#define MOST_QUERIES 64
+
+/* ROWS x 4 sums of a product, QUERIES x 4 vectors of scores: as many as there are registers for. */
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 6
+#define QUERIES 4
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 3
+#define QUERIES 2
+#else
+#define LANES 4
+#define ROWS 4
+#define QUERIES 4
+#endif
+#define PARTS (PAGE / LANES)        /* vectors of a page's keys */
+#define PAGES_AT_ONCE (4 / PARTS)
+
+#define INLINE static inline __attribute__((always_inline))
+#define EACH _Pragma("GCC unroll 16") for
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float four __attribute__((vector_size(16)));
+typedef float loose4 __attribute__((vector_size(16), aligned(4), may_alias));
+#ifdef __clang__
+#define MIX(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+typedef int32_t ifour __attribute__((vector_size(16)));
+#define MIX(a, b, i, j, k, l) __builtin_shuffle(a, b, (ifour){i, j, k, l})
+#endif
+
+INLINE vec load(const float *p) { return *(const loose *)p; }
+INLINE void store(float *p, vec v) { *(loose *)p = v; }
+INLINE vec all(float x)
+{
+#if LANES == 16
+    return (vec)_mm512_set1_ps(x);
+#elif LANES == 8
+    return (vec)_mm256_set1_ps(x);
+#else
+    return (vec){x, x, x, x};
+#endif
+}
+INLINE vec where(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+INLINE vec larger(vec a, vec b) { return where(a > b, a, b); }
+
+/* Lanes i, i + 4, i + 8, ... of a vector added, always in the same order. */
+INLINE four folded(vec a)
+{
+#if LANES == 16
+    __m256 low = _mm512_castps512_ps256((__m512)a);
+    __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)a), 1));
+    __m256 b = _mm256_add_ps(low, high);
+    return (four)_mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+#elif LANES == 8
+    return (four)_mm_add_ps(_mm256_castps256_ps128((__m256)a), _mm256_extractf128_ps((__m256)a, 1));
+#else
+    return (four)a;
+#endif
+}
+
+/* The sums over the lanes of four vectors. */
+INLINE four sums(vec a, vec b, vec c, vec d)
+{
+    four e = folded(a), f = folded(b), g = folded(c), h = folded(d);
+    four ef = MIX(e, f, 0, 1, 4, 5) + MIX(e, f, 2, 3, 6, 7);
+    four gh = MIX(g, h, 0, 1, 4, 5) + MIX(g, h, 2, 3, 6, 7);
+    return MIX(ef, gh, 0, 2, 4, 6) + MIX(ef, gh, 1, 3, 5, 7);
+}
+INLINE float sum(vec a)
+{
+    four e = folded(a);
+    return (e[0] + e[2]) + (e[1] + e[3]);
+}
+INLINE float largest(vec a)
+{
+    float top = a[0];
+    for (int i = 1; i < LANES; i++) top = a[i] > top ? a[i] : top;
+    return top;
+}
+
+/* e^x for x <= 88; 0 below -87. Cody and Waite's reduction and Cephes' polynomial: 2 units in the last place. */
+INLINE vec vexp(vec x)
+{
+    vec bounded = larger(x, all(-87.0f));
+    vec shifted = bounded * all(1.44269504088896341f) + all(12582912.0f); /* its lowest bits hold the rounded number */
+    vec n = shifted - all(12582912.0f);
+    vec r = bounded - n * all(0.693359375f);
+    r = r - n * all(-2.12194440e-4f);
+    vec p = all(1.9875691500e-4f);
+    p = p * r + all(1.3981999507e-3f);
+    p = p * r + all(8.3334519073e-3f);
+    p = p * r + all(4.1665795894e-2f);
+    p = p * r + all(1.6666665459e-1f);
+    p = p * r + all(5.0000001201e-1f);
+    p = p * (r * r) + r + all(1.0f);
+    vec scaled = (vec)((ivec)p + ((ivec)shifted << 23));
+    return where(x >= all(-87.0f), scaled, all(0.0f));
+}
+INLINE float exp1(float x) { return vexp(all(x))[0]; }
+
+/* ---- threads */
+
+typedef void (*Task)(void *arg, int64_t index, int64_t count);
+
+typedef struct {
+    int64_t count;
+    atomic_long round, pending, sleeping;
+    atomic_int stop;
+    Task task;
+    void *arg;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    pthread_t threads[63];
+    atomic_long index;
+} Pool;
+
+INLINE void relax(void)
+{
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+static void *work(void *of)
+{
+    Pool *pool = of;
+    int64_t index = atomic_fetch_add(&pool->index, 1);
+    long seen = 0;
+    for (;;) {
+        for (int spin = 0; spin < 4000 && atomic_load(&pool->round) == seen; spin++) relax();
+        if (atomic_load(&pool->round) == seen) {
+            pthread_mutex_lock(&pool->lock);
+            atomic_fetch_add(&pool->sleeping, 1);
+            while (atomic_load(&pool->round) == seen) pthread_cond_wait(&pool->wake, &pool->lock);
+            atomic_fetch_sub(&pool->sleeping, 1);
+            pthread_mutex_unlock(&pool->lock);
+        }
+        seen++;
+        if (atomic_load(&pool->stop)) return NULL;
+        pool->task(pool->arg, index, pool->count);
+        atomic_fetch_sub(&pool->pending, 1);
+    }
+}
+
+static void begin(Pool *pool)
+{
+    atomic_fetch_add(&pool->round, 1);
+    if (atomic_load(&pool->sleeping)) {
+        pthread_mutex_lock(&pool->lock);
+        pthread_cond_broadcast(&pool->wake);
+        pthread_mutex_unlock(&pool->lock);
+    }
+}
+
+/* Run a task's shares 0 to count - 1 at the same time; returns when all have ended. */
+static void run(Pool *pool, Task task, void *arg)
+{
+    if (!pool) {
+        task(arg, 0, 1);
+        return;
+    }
+    pool->task = task, pool->arg = arg;
+    atomic_store(&pool->pending, pool->count - 1);
+    begin(pool);
+    task(arg, 0, pool->count);
+    for (int spin = 0; atomic_load(&pool->pending); spin++)
+        if (spin < 20000) relax();
+        else sched_yield();
+}
+
+/* A team of so many threads, the caller's included; NULL where there is no room for it. */
+void *verbatim_pool(int64_t count)
+{
+    Pool *pool = calloc(1, sizeof(Pool));
+    if (!pool) return NULL;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->wake, NULL);
+    pool->count = 1;
+    atomic_store(&pool->index, 1);
+    for (int64_t i = 1; i < count && i < 64; i++, pool->count++)
+        if (pthread_create(&pool->threads[i - 1], NULL, work, pool)) break;
+    return pool;
+}
+
+void verbatim_end_pool(void *of)
+{
+    Pool *pool = of;
+    atomic_store(&pool->stop, 1);
+    begin(pool);
+    for (int64_t i = 1; i < pool->count; i++) pthread_join(pool->threads[i - 1], NULL);
+    pthread_cond_destroy(&pool->wake);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool);
+}
+
+/* ---- products of matrices: y[t, n] = sum over k of x[t, k] w[n, k], lane k % LANES of one accumulator for each */
+
+INLINE void tile(int rows, int cols, const float *x, int64_t ldx, const float *const *w, const float *bias, int64_t k_end,
+                 float *y, int64_t ldy, int wanted, int adds)
+{
+    vec acc[ROWS][8];
+    EACH (int r = 0; r < rows; r++)
+        EACH (int c = 0; c < cols; c++) acc[r][c] = all(0.0f);
+    for (int64_t k = 0; k < k_end; k += LANES) {
+        vec column[8];
+        EACH (int c = 0; c < cols; c++) column[c] = load(w[c] + k);
+        EACH (int r = 0; r < rows; r++) {
+            vec row = load(x + r * ldx + k);
+            EACH (int c = 0; c < cols; c++) acc[r][c] += row * column[c];
+        }
+    }
+    EACH (int r = 0; r < rows; r++)
+        EACH (int c = 0; c < cols; c += 4) {
+            four found = sums(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3]);
+            float *to = y + r * ldy + c;
+            if (c + 4 <= wanted) {
+                if (bias) found += *(const loose4 *)(bias + c);
+                if (adds) found += *(loose4 *)to;
+                *(loose4 *)to = found;
+            } else
+                for (int i = 0; i < 4 && c + i < wanted; i++) {
+                    float one = found[i];
+                    if (bias) one += bias[c + i];
+                    to[i] = adds ? one + to[i] : one;
+                }
+        }
+}
+
+INLINE void columns(int cols, const float *x, int64_t ldx, const float *w, const float *bias, int64_t k_end, float *y,
+                    int64_t ldy, int64_t t_end, int wanted, int adds)
+{
+    const float *each[8];
+    for (int c = 0; c < cols; c++) each[c] = w + (c < wanted ? c : wanted - 1) * k_end;
+    int64_t t = 0;
+    if (cols == 4)
+        for (; t + ROWS <= t_end; t += ROWS)
+            tile(ROWS, cols, x + t * ldx, ldx, each, bias, k_end, y + t * ldy, ldy, wanted, adds);
+#define REST(n) case n: tile(n, cols, x + t * ldx, ldx, each, bias, k_end, y + t * ldy, ldy, wanted, adds); break;
+    if (cols == 4)
+        switch (t_end - t) {
+            REST(1)
+#if ROWS > 2
+            REST(2)
+#endif
+#if ROWS > 3
+            REST(3)
+#endif
+#if ROWS > 5
+            REST(4)
+            REST(5)
+#endif
+        }
+    else
+        switch (t_end) { REST(1) REST(2) }
+#undef REST
+}
+
+/* Columns first to last - 1 of y = x w^T + bias, or of y += x w^T + bias. */
+static void product(const float *x, int64_t ldx, const float *w, const float *bias, int64_t k_end, float *y, int64_t ldy,
+                    int64_t t_end, int64_t first, int64_t last, int adds)
+{
+    int64_t n = first;
+    if (t_end <= 2 && LANES > 8)
+        for (; n + 8 <= last; n += 8)
+            columns(8, x, ldx, w + n * k_end, bias ? bias + n : NULL, k_end, y + n, ldy, t_end, 8, adds);
+    for (; n < last; n += 4) {
+        int wanted = last - n < 4 ? (int)(last - n) : 4;
+        columns(4, x, ldx, w + n * k_end, bias ? bias + n : NULL, k_end, y + n, ldy, t_end, wanted, adds);
+    }
+}
+
+/* x / sqrt(mean(x^2) + eps) * weight */
+INLINE void normed(const float *x, const float *weight, float eps, int64_t width, float *out)
+{
+    vec squares = all(0.0f);
+    for (int64_t i = 0; i < width; i += LANES) squares += load(x + i) * load(x + i);
+    vec by = all(1.0f / sqrtf(sum(squares) / (float)width + eps));
+    for (int64_t i = 0; i < width; i += LANES) store(out + i, load(x + i) * by * load(weight + i));
+}
+
+/* ---- what Python fills in: the fields in this order */
+
+typedef struct {
+    const float *input_norm, *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
+    const float *mlp_norm, *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
+    int64_t window; /* tokens that a query sees, itself included; 0 = all before it */
+    float input_eps, mlp_eps, q_eps, k_eps, scale, unused;
+} Layer;
+
+typedef struct {
+    int64_t layers, width, heads, kv_heads, head_size, inner, vocab;
+    const float *embedding, *norm, *head, *cos, *sin; /* cos, sin: [context, D / 2] */
+    const Layer *layer;
+    float eps, unused;
+} Model;
+
+typedef struct {
+    int64_t rows;               /* those of one slot are neighbours, in the order of their positions */
+    const int64_t *ids, *positions, *slots;
+    const int32_t *tables;      /* [slots, table_width]: the numbers of a slot's pages */
+    int64_t table_width;
+    float *const *chunks;       /* memory of pages: [planes, chunk_pages, D * PAGE] */
+    int64_t chunk_pages;
+    int64_t outs;
+    const int64_t *out_rows;
+    float *out;                 /* [outs, W]: normed last hidden states */
+    Pool *pool;
+} Pass;
+
+/* ---- attention */
+
+typedef struct { int64_t row, rows, pages; } Piece; /* neighbouring rows of one slot, and the pages that they see */
+typedef struct { int64_t piece, pieces, rows, shared; } Tile; /* pieces that attend together, and their common pages */
+
+typedef struct {
+    const Model *m;
+    const Pass *p;
+    const Layer *layer;
+    int64_t index;              /* of the layer */
+    int64_t row, tile_rows;     /* rows of the present tile of products */
+    float *h, *q, *kv, *x, *gate, *up, *scratch;
+    int64_t scratch_size;       /* floats of each thread */
+    Piece *pieces, *spare;
+    Tile *tiles;
+    int64_t num_pieces, num_tiles;
+    atomic_long next;
+} Work;
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE const int32_t *table_of(const Pass *p, int64_t row) { return p->tables + p->slots[row] * p->table_width; }
+INLINE float *plane(const Model *m, const Pass *p, int32_t page, int64_t layer, int64_t head, int value)
+{
+    int64_t size = PAGE * m->head_size, number = (layer * m->kv_heads + head) * 2 + value;
+    return p->chunks[page / p->chunk_pages] + (number * p->chunk_pages + page % p->chunk_pages) * size;
+}
+
+static int64_t common_pages(const Pass *p, const Piece *a, const Piece *b)
+{
+    const int32_t *one = table_of(p, a->row), *other = table_of(p, b->row);
+    int64_t most = smaller(a->pages, b->pages), n = 0;
+    while (n < most && one[n] == other[n]) n++;
+    return n;
+}
+
+static int comes_first(const Pass *p, const Piece *a, const Piece *b)
+{
+    const int32_t *one = table_of(p, a->row), *other = table_of(p, b->row);
+    int64_t n = common_pages(p, a, b);
+    if (n < a->pages && n < b->pages) return one[n] < other[n];
+    return a->row < b->row;
+}
+
+/* Merge sort by the numbers of pages: sequences with the same first pages become neighbours. */
+static void sort_pieces(Work *w)
+{
+    Piece *from = w->pieces, *to = w->spare;
+    for (int64_t size = 1; size < w->num_pieces; size *= 2) {
+        for (int64_t start = 0; start < w->num_pieces; start += 2 * size) {
+            int64_t a = start, middle = smaller(start + size, w->num_pieces), b = middle;
+            int64_t end = smaller(start + 2 * size, w->num_pieces);
+            for (int64_t i = start; i < end; i++)
+                to[i] = a < middle && (b == end || !comes_first(w->p, &from[b], &from[a])) ? from[a++] : from[b++];
+        }
+        Piece *swap = from;
+        from = to, to = swap;
+    }
+    w->pieces = from, w->spare = to;
+}
+
+static void plan_tiles(Work *w)
+{
+    const Pass *p = w->p;
+    int64_t most = greater(1, MOST_QUERIES / (w->m->heads / w->m->kv_heads));
+    w->num_pieces = 0;
+    for (int64_t row = 0; row < p->rows;) {
+        int64_t end = row + 1;
+        while (end < p->rows && end - row < most && p->slots[end] == p->slots[row]) end++;
+        w->pieces[w->num_pieces++] = (Piece){row, end - row, p->positions[end - 1] / PAGE + 1};
+        row = end;
+    }
+    sort_pieces(w);
+    w->num_tiles = 0;
+    for (int64_t i = 0; i < w->num_pieces;) {
+        int64_t shared = w->pieces[i].pages, rows = w->pieces[i].rows, n = 1;
+        while (i + n < w->num_pieces && rows + w->pieces[i + n].rows <= most) {
+            int64_t less = smaller(shared, common_pages(p, &w->pieces[i], &w->pieces[i + n]));
+            if (less <= (n - 1) * (shared - less)) break; /* the others would share less, and read more alone */
+            shared = less, rows += w->pieces[i + n++].rows;
+        }
+        w->tiles[w->num_tiles++] = (Tile){i, n, rows, n > 1 ? shared : 0};
+        i += n;
+    }
+}
+
+/* Scores of some queries and the keys of some pages: scores[r, 16 j + c] = sum over d of q[r, d] k_j[d, c]. */
+INLINE void score(int queries, int pages, const float *q, int64_t size, const float *const *k, float *scores)
+{
+    vec acc[QUERIES][4];
+    EACH (int r = 0; r < queries; r++)
+        EACH (int j = 0; j < pages * PARTS; j++) acc[r][j] = all(0.0f);
+    for (int64_t d = 0; d < size; d++) {
+        vec key[4];
+        EACH (int j = 0; j < pages * PARTS; j++) key[j] = load(k[j / PARTS] + d * PAGE + j % PARTS * LANES);
+        EACH (int r = 0; r < queries; r++) {
+            vec one = all(q[r * size + d]);
+            EACH (int j = 0; j < pages * PARTS; j++) acc[r][j] += one * key[j];
+        }
+    }
+    EACH (int r = 0; r < queries; r++)
+        EACH (int j = 0; j < pages * PARTS; j++) store(scores + r * SPAN + j * LANES, acc[r][j]);
+}
+
+/* Adds weighted values: out[r, c % 2, d] += weights[r, c] v[c, d] for the keys c of a page, in order. */
+INLINE void add_values(int queries, int parts, const float *weights, const float *const *v, int64_t pages, int64_t size,
+                       float *out)
+{
+    vec acc[QUERIES][2][2];
+    EACH (int r = 0; r < queries; r++)
+        EACH (int odd = 0; odd < 2; odd++)
+            EACH (int j = 0; j < parts; j++) acc[r][odd][j] = load(out + (2 * r + odd) * size + j * LANES);
+    for (int64_t page = 0; page < pages; page++)
+        for (int c = 0; c < PAGE; c += 2)
+            EACH (int odd = 0; odd < 2; odd++) {
+                vec value[2];
+                EACH (int j = 0; j < parts; j++) value[j] = load(v[page] + (c + odd) * size + j * LANES);
+                EACH (int r = 0; r < queries; r++) {
+                    vec one = all(weights[r * SPAN + page * PAGE + c + odd]);
+                    EACH (int j = 0; j < parts; j++) acc[r][odd][j] += one * value[j];
+                }
+            }
+    EACH (int r = 0; r < queries; r++)
+        EACH (int odd = 0; odd < 2; odd++)
+            EACH (int j = 0; j < parts; j++) store(out + (2 * r + odd) * size + j * LANES, acc[r][odd][j]);
+}
+
+typedef struct {
+    const Work *w;
+    int64_t head;               /* key/value head */
+    int64_t group, size;        /* G and D */
+    float *q, *scores, *out;    /* [queries, D], [queries, SPAN], [queries, 2, D] */
+    float *top, *total;         /* [queries]: the largest score, and the sum of exp(score - top) */
+} Tiled;
+
+INLINE void scores_of(const Tiled *t, int queries, int64_t from, const int32_t *table, int64_t page, int64_t end,
+                      int64_t base)
+{
+    const float *k[PAGES_AT_ONCE];
+    const Work *w = t->w;
+    for (; page < end;) {
+        int64_t left = end - page, n = left >= PAGES_AT_ONCE ? PAGES_AT_ONCE : left >= 2 ? 2 : 1;
+        for (int64_t j = 0; j < n; j++) k[j] = plane(w->m, w->p, table[page + j], w->index, t->head, 0);
+        const float *q = t->q + from * t->size;
+        float *to = t->scores + from * SPAN + (page * PAGE - base);
+        if (n == PAGES_AT_ONCE) score(queries, PAGES_AT_ONCE, q, t->size, k, to);
+        else if (n == 2) score(queries, PAGES_AT_ONCE < 2 ? 1 : 2, q, t->size, k, to);
+        else score(queries, 1, q, t->size, k, to);
+        page += n;
+    }
+}
+
+INLINE void values_of(const Tiled *t, int queries, int64_t from, const int32_t *table, int64_t page, int64_t end,
+                      int64_t base)
+{
+    const float *v[SPAN / PAGE], *part[SPAN / PAGE];
+    const Work *w = t->w;
+    int64_t n = end - page;
+    for (int64_t j = 0; j < n; j++) v[j] = plane(w->m, w->p, table[page + j], w->index, t->head, 1);
+    const float *weights = t->scores + from * SPAN + (page * PAGE - base);
+    for (int64_t d = 0; d < t->size; d += 2 * LANES) {
+        float *out = t->out + from * 2 * t->size + d;
+        for (int64_t j = 0; j < n; j++) part[j] = v[j] + d;
+        if (d + 2 * LANES <= t->size) add_values(queries, 2, weights, part, n, t->size, out);
+        else add_values(queries, 1, weights, part, n, t->size, out);
+    }
+}
+
+#define BY_QUERIES(call, from, until, ...)                                                        \
+    do {                                                                                          \
+        int64_t at = (from), left;                                                                \
+        for (; at + QUERIES <= (until); at += QUERIES) call(t, QUERIES, at, __VA_ARGS__);         \
+        left = (until) - at;                                                                      \
+        if (QUERIES > 3 && left == 3) call(t, QUERIES > 3 ? 3 : 1, at, __VA_ARGS__);              \
+        if (QUERIES > 2 && left == 2) call(t, QUERIES > 2 ? 2 : 1, at, __VA_ARGS__);              \
+        if (left == 1) call(t, 1, at, __VA_ARGS__);                                               \
+    } while (0)
+
+static void all_scores(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
+                       int64_t base)
+{
+    BY_QUERIES(scores_of, from, until, table, page, end, base);
+}
+static void all_values(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
+                       int64_t base)
+{
+    if (end > page) BY_QUERIES(values_of, from, until, table, page, end, base);
+}
+
+/* Turns a query's scores of the keys base to base + end - 1 into weights; those outside of [low, high) get 0. */
+static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int64_t end, int is_first)
+{
+    float *s = t->scores + query * SPAN;
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    if (high <= low) {
+        for (int64_t i = 0; i < end; i += LANES) store(s + i, all(0.0f));
+        return;
+    }
+    vec best = all(-INFINITY);
+    for (int64_t i = 0; i < end; i += LANES) {
+        vec x = load(s + i);
+        if (i < low || i + LANES > high) {
+            ivec at = lane + (int32_t)i;
+            x = where((at >= (int32_t)low) & (at < (int32_t)high), x, all(-INFINITY));
+            store(s + i, x);
+        }
+        best = larger(x, best);
+    }
+    float top = largest(best), before = t->top[query];
+    if (!is_first && before > top) top = before;
+    vec total = all(0.0f), by = all(top);
+    for (int64_t i = 0; i < end; i += LANES) {
+        vec e = vexp(load(s + i) - by);
+        store(s + i, e);
+        total += e;
+    }
+    float keep = is_first || before == -INFINITY ? 0.0f : exp1(before - top);
+    t->total[query] = t->total[query] * keep + sum(total);
+    t->top[query] = top;
+    if (!is_first && keep != 1.0f)
+        for (int64_t d = 0; d < 2 * t->size; d += LANES) {
+            float *out = t->out + query * 2 * t->size + d;
+            store(out, load(out) * all(keep));
+        }
+}
+
+static void attend_tile(const Work *w, const Tile *tile, int64_t head, float *scratch)
+{
+    const Model *m = w->m;
+    const Pass *p = w->p;
+    int64_t size = m->head_size, group = m->heads / m->kv_heads, queries = tile->rows * group, window = w->layer->window;
+    Tiled made = {w, head, group, size, scratch, scratch + queries * size, NULL, NULL, NULL}, *t = &made;
+    t->out = t->scores + queries * SPAN;
+    t->top = t->out + queries * 2 * size;
+    t->total = t->top + queries;
+    const Piece *pieces = w->pieces + tile->piece;
+    int64_t lowest = INT64_MAX, pages = 0, query = 0;
+    for (int64_t i = 0; i < tile->pieces; i++) {
+        pages = greater(pages, pieces[i].pages);
+        for (int64_t r = 0; r < pieces[i].rows; r++) {
+            int64_t row = pieces[i].row + r;
+            lowest = smaller(lowest, window ? greater(0, p->positions[row] + 1 - window) : 0);
+            const float *from = w->q + (row * m->heads + head * group) * size;
+            for (int64_t d = 0; d < group * size; d += LANES)
+                store(t->q + query * size + d, load(from + d) * all(w->layer->scale));
+            query += group;
+        }
+    }
+    memset(t->out, 0, (size_t)(queries * 2 * size) * sizeof(float));
+    for (int64_t q = 0; q < queries; q++) t->top[q] = -INFINITY, t->total[q] = 0.0f;
+    int64_t first = lowest / SPAN * SPAN;
+    for (int64_t base = first; base < pages * PAGE; base += SPAN) {
+        int64_t start = greater(base, lowest) / PAGE, end = base / PAGE + SPAN / PAGE;
+        int64_t common = smaller(tile->shared, end);
+        const int32_t *table = table_of(p, pieces[0].row);
+        if (common > start) all_scores(t, 0, queries, table, start, common, base);
+        query = 0;
+        for (int64_t i = 0; i < tile->pieces; i++) {
+            const Piece *piece = pieces + i;
+            int64_t last = smaller(piece->pages, end), own = greater(start, common), until = query + piece->rows * group;
+            if (last > own) all_scores(t, query, until, table_of(p, piece->row), own, last, base);
+            for (int64_t q = query; q < until; q++) {
+                int64_t position = p->positions[piece->row + (q - query) / group];
+                int64_t low = greater(0, (window ? position + 1 - window : 0) - base);
+                low = greater(low, start * PAGE - base);
+                int64_t high = smaller(SPAN, position + 1 - base), stop = greater(last, common) * PAGE - base;
+                if (stop > 0) weigh(t, q, low, smaller(high, stop), stop, base == first);
+            }
+            query = until;
+        }
+        if (common > start) all_values(t, 0, queries, table, start, common, base);
+        query = 0;
+        for (int64_t i = 0; i < tile->pieces; i++) {
+            const Piece *piece = pieces + i;
+            int64_t last = smaller(piece->pages, end), own = greater(start, common), until = query + piece->rows * group;
+            all_values(t, query, until, table_of(p, piece->row), own, last, base);
+            query = until;
+        }
+    }
+    query = 0;
+    for (int64_t i = 0; i < tile->pieces; i++)
+        for (int64_t r = 0; r < pieces[i].rows; r++)
+            for (int64_t g = 0; g < group; g++, query++) {
+                float *to = w->q + ((pieces[i].row + r) * m->heads + head * group + g) * size;
+                const float *from = t->out + query * 2 * size;
+                vec by = all(1.0f / t->total[query]);
+                for (int64_t d = 0; d < size; d += LANES) store(to + d, (load(from + d) + load(from + size + d)) * by);
+            }
+}
+
+static void attend(void *arg, int64_t index, int64_t count)
+{
+    Work *w = arg;
+    float *scratch = w->scratch + index * w->scratch_size;
+    int64_t items = w->num_tiles * w->m->kv_heads;
+    (void)count;
+    for (int64_t i; (i = atomic_fetch_add(&w->next, 1)) < items;)
+        attend_tile(w, w->tiles + i / w->m->kv_heads, i % w->m->kv_heads, scratch);
+}
+
+/* ---- the rest of a layer; each function computes one thread's share of the present tile of rows */
+
+/* Share `index` of `total`, in units of `unit`. */
+INLINE int64_t part(int64_t total, int64_t unit, int64_t index, int64_t count)
+{
+    int64_t units = (total + unit - 1) / unit;
+    return smaller(total, units * index / count * unit);
+}
+#define SHARE(first, last, total, unit) \
+    int64_t first = part(total, unit, index, count), last = part(total, unit, index + 1, count)
+
+static void norm_input(void *arg, int64_t index, int64_t count)
+{
+    Work *w = arg;
+    int64_t width = w->m->width;
+    SHARE(first, last, w->tile_rows, 1);
+    for (int64_t r = first; r < last; r++)
+        normed(w->h + (w->row + r) * width, w->layer->input_norm, w->layer->input_eps, width, w->x + r * width);
+}
+
+static void norm_mlp(void *arg, int64_t index, int64_t count)
+{
+    Work *w = arg;
+    int64_t width = w->m->width;
+    SHARE(first, last, w->tile_rows, 1);
+    for (int64_t r = first; r < last; r++)
+        normed(w->h + (w->row + r) * width, w->layer->mlp_norm, w->layer->mlp_eps, width, w->x + r * width);
+}
+
+static void project_heads(void *arg, int64_t index, int64_t count)
+{
+    Work *w = arg;
+    const Model *m = w->m;
+    const Layer *l = w->layer;
+    int64_t width = m->width, heads = m->heads * m->head_size, kv = m->kv_heads * m->head_size;
+    float *q = w->q + w->row * heads;
+    SHARE(qs, qe, heads, 8);
+    product(w->x, width, l->q, l->q_bias, width, q, heads, w->tile_rows, qs, qe, 0);
+    SHARE(ks, ke, kv, 8);
+    product(w->x, width, l->k, l->k_bias, width, w->kv, 2 * kv, w->tile_rows, ks, ke, 0);
+    product(w->x, width, l->v, l->v_bias, width, w->kv + kv, 2 * kv, w->tile_rows, ks, ke, 0);
+}
+
+/* x * cos + rotate_half(x) * sin */
+INLINE void rotated(float *x, const float *cos, const float *sin, int64_t half)
+{
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+static void rotate_and_write(void *arg, int64_t index, int64_t count)
+{
+    Work *w = arg;
+    const Model *m = w->m;
+    const Pass *p = w->p;
+    const Layer *l = w->layer;
+    int64_t size = m->head_size, half = size / 2, kv = m->kv_heads * size;
+    SHARE(first, last, w->tile_rows, 1);
+    for (int64_t r = first; r < last; r++) {
+        int64_t row = w->row + r, position = p->positions[row], within = position % PAGE;
+        const float *cos = m->cos + position * half, *sin = m->sin + position * half;
+        int32_t page = table_of(p, row)[position / PAGE];
+        for (int64_t head = 0; head < m->heads; head++) {
+            float *q = w->q + (row * m->heads + head) * size;
+            if (l->q_norm) normed(q, l->q_norm, l->q_eps, size, q);
+            rotated(q, cos, sin, half);
+        }
+        for (int64_t head = 0; head < m->kv_heads; head++) {
+            float *k = w->kv + r * 2 * kv + head * size;
+            if (l->k_norm) normed(k, l->k_norm, l->k_eps, size, k);
+            rotated(k, cos, sin, half);
+            float *keys = plane(m, p, page, w->index, head, 0) + within;
+            for (int64_t d = 0; d < size; d++) keys[d * PAGE] = k[d];
+            memcpy(plane(m, p, page, w->index, head, 1) + within * size, k + kv, (size_t)size * sizeof(float));
+        }
+    }
+}
+
+static void add_attended(void *arg, int64_t index, int64_t count)
+{
+    Work *w = arg;
+    const Model *m = w->m;
+    int64_t width = m->width, heads = m->heads * m->head_size;
+    SHARE(first, last, width, 8);
+    product(w->q + w->row * heads, heads, w->layer->o, w->layer->o_bias, heads, w->h + w->row * width, width,
+            w->tile_rows, first, last, 1);
+}
+
+static void gate_and_up(void *arg, int64_t index, int64_t count)
+{
+    Work *w = arg;
+    const Layer *l = w->layer;
+    int64_t width = w->m->width, inner = w->m->inner;
+    SHARE(first, last, inner, 16);
+    product(w->x, width, l->gate, l->gate_bias, width, w->gate, inner, w->tile_rows, first, last, 0);
+    product(w->x, width, l->up, l->up_bias, width, w->up, inner, w->tile_rows, first, last, 0);
+    for (int64_t r = 0; r < w->tile_rows; r++) /* silu(gate) * up */
+        for (int64_t i = first; i < last; i += LANES) {
+            float *gate = w->gate + r * inner + i;
+            vec g = load(gate), e = vexp(larger(all(-88.0f), g) * all(-1.0f));
+            store(gate, g / (all(1.0f) + e) * load(w->up + r * inner + i));
+        }
+}
+
+static void add_mlp(void *arg, int64_t index, int64_t count)
+{
+    Work *w = arg;
+    int64_t width = w->m->width, inner = w->m->inner;
+    SHARE(first, last, width, 8);
+    product(w->gate, inner, w->layer->down, w->layer->down_bias, inner, w->h + w->row * width, width, w->tile_rows, first,
+            last, 1);
+}
+
+/* Rows of one tile of products: their intermediate results stay in the second cache. */
+static int64_t tile_rows(const Model *m, int64_t rows)
+{
+    int64_t floats = m->width + 2 * m->inner + 2 * m->kv_heads * m->head_size;
+    int64_t most = smaller(256, greater(96, 131072 / floats)), tiles = (rows + most - 1) / most;
+    return (rows + tiles - 1) / tiles;
+}
+
+#define ROUND(n) (((n) + 15) / 16 * 16)
+
+static int64_t attention_floats(const Model *m)
+{
+    int64_t group = m->heads / m->kv_heads, queries = greater(MOST_QUERIES, group);
+    return ROUND(queries * (3 * m->head_size + SPAN + 2));
+}
+
+/* Floats of working memory for a pass of so many rows. */
+int64_t verbatim_workspace(const Model *m, int64_t rows, int64_t threads)
+{
+    int64_t tile = tile_rows(m, rows);
+    return 64 + ROUND(rows * m->width) + ROUND(rows * m->heads * m->head_size) +
+           ROUND(tile * 2 * m->kv_heads * m->head_size) + ROUND(tile * m->width) + 2 * ROUND(tile * m->inner) +
+           threads * attention_floats(m) + 2 * rows * (int64_t)(2 * sizeof(Piece) + sizeof(Tile)) / 4;
+}
+
+/* A page that a sequence begins to fill holds zeros: what was left in it could be no number, and 0 * NaN is NaN. */
+static void empty_new_pages(const Model *m, const Pass *p)
+{
+    for (int64_t row = 0; row < p->rows; row++) {
+        if (p->positions[row] % PAGE) continue;
+        int32_t page = table_of(p, row)[p->positions[row] / PAGE];
+        for (int64_t n = 0; n < m->layers * m->kv_heads * 2; n++)
+            memset(plane(m, p, page, 0, 0, 0) + n * p->chunk_pages * PAGE * m->head_size, 0,
+                   (size_t)(PAGE * m->head_size) * sizeof(float));
+    }
+}
+
+/* Writes the keys and values of all rows; the last hidden states of `out_rows`, after the final norm, are `out`. */
+void verbatim_forward(const Model *m, const Pass *p, float *workspace)
+{
+    int64_t tile = tile_rows(m, p->rows), threads = p->pool ? p->pool->count : 1, width = m->width;
+    Work made = {.m = m, .p = p}, *w = &made;
+    float *next = workspace;
+#define TAKE(n) (next += ROUND(n), next - ROUND(n))
+    w->h = TAKE(p->rows * width);
+    w->q = TAKE(p->rows * m->heads * m->head_size);
+    w->kv = TAKE(tile * 2 * m->kv_heads * m->head_size);
+    w->x = TAKE(tile * width);
+    w->gate = TAKE(tile * m->inner);
+    w->up = TAKE(tile * m->inner);
+    w->scratch_size = attention_floats(m);
+    w->scratch = TAKE(threads * w->scratch_size);
+#undef TAKE
+    w->pieces = (Piece *)next;
+    w->spare = w->pieces + p->rows;
+    w->tiles = (Tile *)(w->spare + p->rows);
+    plan_tiles(w);
+    empty_new_pages(m, p);
+    for (int64_t row = 0; row < p->rows; row++)
+        memcpy(w->h + row * width, m->embedding + p->ids[row] * width, (size_t)width * sizeof(float));
+    for (w->index = 0; w->index < m->layers; w->index++) {
+        w->layer = m->layer + w->index;
+        for (w->row = 0; w->row < p->rows; w->row += tile) {
+            w->tile_rows = smaller(tile, p->rows - w->row);
+            run(p->pool, norm_input, w);
+            run(p->pool, project_heads, w);
+            run(p->pool, rotate_and_write, w);
+        }
+        atomic_store(&w->next, 0);
+        run(p->pool, attend, w);
+        for (w->row = 0; w->row < p->rows; w->row += tile) {
+            w->tile_rows = smaller(tile, p->rows - w->row);
+            run(p->pool, add_attended, w);
+            run(p->pool, norm_mlp, w);
+            run(p->pool, gate_and_up, w);
+            run(p->pool, add_mlp, w);
+        }
+    }
+    for (int64_t i = 0; i < p->outs; i++)
+        normed(w->h + p->out_rows[i] * width, m->norm, m->eps, width, p->out + i * width);
+}
+
+/* Copies a page of all layers. */
+void verbatim_copy_page(const Model *m, const Pass *p, int64_t from, int64_t to)
+{
+    int64_t step = p->chunk_pages * PAGE * m->head_size;
+    for (int64_t n = 0; n < m->layers * m->kv_heads * 2; n++)
+        memcpy(plane(m, p, (int32_t)to, 0, 0, 0) + n * step, plane(m, p, (int32_t)from, 0, 0, 0) + n * step,
+               (size_t)(PAGE * m->head_size) * sizeof(float));
+}
+
+/* ---- the output head and the draw */
+
+typedef struct {
+    const Model *m;
+    int64_t rows;
+    const float *hidden;        /* [rows, W] */
+    const float *temperatures;  /* [rows]; 0 takes the most likely token */
+    const double *uniforms;     /* [rows], in (0, 1) */
+    int64_t stride;             /* at least V, a multiple of 16 */
+    float *logits;              /* [rows, stride]: what is drawn from, or memory for it */
+    int64_t *tokens;
+    float *logprobs;            /* NaN where logits are not finite numbers */
+    Pool *pool;
+} Draw;
+
+static void head(void *arg, int64_t index, int64_t count)
+{
+    Draw *d = arg;
+    SHARE(first, last, d->m->vocab, 16);
+    int64_t most = greater(48, 98304 / d->m->width); /* rows of hidden states that stay in the second cache */
+    for (int64_t t = 0; t < d->rows; t += most)
+        product(d->hidden + t * d->m->width, d->m->width, d->m->head, NULL, d->m->width, d->logits + t * d->stride,
+                d->stride, smaller(most, d->rows - t), first, last, 0);
+}
+
+/* Inverse CDF: the first token whose cumulative probability is above the row's uniform number. */
+static void draw_row(const Draw *d, int64_t row)
+{
+    int64_t vocab = d->m->vocab, end = ROUND(vocab);
+    float *x = d->logits + row * d->stride, temperature = d->temperatures[row];
+    int is_greedy = temperature == 0.0f;
+    for (int64_t i = vocab; i < end; i++) x[i] = -INFINITY;
+    vec by = all(is_greedy ? 1.0f : temperature), best = all(-INFINITY), odd = all(0.0f);
+    for (int64_t i = 0; i < end; i += LANES) {
+        vec scaled = load(x + i) / by;
+        if (i + LANES <= vocab) odd += scaled * all(0.0f);
+        else for (int64_t j = i; j < vocab; j++) odd[0] += x[j] * 0.0f;
+        store(x + i, scaled);
+        best = larger(scaled, best);
+    }
+    float top = largest(best);
+    if (sum(odd) != 0.0f) { /* 0 * infinity and 0 * NaN are NaN */
+        d->tokens[row] = 0, d->logprobs[row] = NAN;
+        return;
+    }
+    if (is_greedy) {
+        int64_t token = 0;
+        while (x[token] != top) token++;
+        d->tokens[row] = token, d->logprobs[row] = 0.0f;
+        return;
+    }
+    double total = 0.0;
+    for (int64_t i = 0; i < end; i += 16) {
+        vec sixteen = all(0.0f);
+        for (int64_t j = i; j < i + 16; j += LANES) {
+            vec e = vexp(load(x + j) - all(top));
+            sixteen += e;
+        }
+        total += (double)sum(sixteen);
+    }
+    double target = d->uniforms[row] * total, before = 0.0;
+    int64_t token = -1, last = 0;
+    for (int64_t i = 0; i < end && token < 0; i += 16) {
+        float e[16];
+        vec sixteen = all(0.0f);
+        for (int j = 0; j < 16; j += LANES) {
+            vec some = vexp(load(x + i + j) - all(top));
+            store(e + j, some);
+            sixteen += some;
+        }
+        double after = before + (double)sum(sixteen);
+        if (after > target) {
+            double cumulative = before;
+            for (int j = 0; j < 16; j++) {
+                cumulative += (double)e[j];
+                if (e[j] > 0.0f) last = i + j;
+                if (cumulative > target) break;
+            }
+            token = last;
+        } else if (after > before)
+            for (int j = 0; j < 16; j++)
+                if (e[j] > 0.0f) last = i + j;
+        before = after;
+    }
+    d->tokens[row] = token < 0 ? last : token;
+    double logprob = (double)(x[d->tokens[row]] - top) - log(total);
+    d->logprobs[row] = (float)(logprob > 0.0 ? 0.0 : logprob);
+}
+
+static void draw_rows(void *arg, int64_t index, int64_t count)
+{
+    Draw *d = arg;
+    SHARE(first, last, d->rows, 1);
+    for (int64_t row = first; row < last; row++) draw_row(d, row);
+}
+
+/* The logits of all rows. */
+void verbatim_logits(Draw *d) { run(d->pool, head, d); }
+
+/* A token of each row and its logprob, from the logits that are there. */
+void verbatim_draw(Draw *d) { run(d->pool, draw_rows, d); }

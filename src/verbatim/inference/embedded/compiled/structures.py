@@ -1,0 +1,137 @@
+"""The kernel's structures, field by field as in kernel.c, and the checks that a model fits them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.inference.embedded.fast_forward import FastBackbone
+from verbatim.models.attention import AttentionCall
+from verbatim.models.head import CausalLM
+
+UNIT = 16
+"""Widths are multiples of this: the kernel has no remainders."""
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class LayerFields(ctypes.Structure):
+    """One decoder layer: addresses of its weights, and its constants."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in (
+            "input_norm", "q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm", "mlp_norm",
+            "gate", "up", "down", "gate_bias", "up_bias", "down_bias",
+        )),
+        ("window", _INT),
+        *((name, _FLOAT) for name in ("input_eps", "mlp_eps", "q_eps", "k_eps", "scale", "unused")),
+    )  # fmt: skip
+
+
+class ModelFields(ctypes.Structure):
+    """The model: its sizes, and addresses of its other weights."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("layers", "width", "heads", "kv_heads", "head_size", "inner", "vocab")),
+        *((name, _POINTER) for name in ("embedding", "norm", "head", "cos", "sin", "layer")),
+        ("eps", _FLOAT), ("unused", _FLOAT),
+    )  # fmt: skip
+
+
+class PassFields(ctypes.Structure):
+    """The rows of a pass, and the pages of their slots."""
+
+    _fields_ = (
+        ("rows", _INT), ("ids", _POINTER), ("positions", _POINTER), ("slots", _POINTER), ("tables", _POINTER),
+        ("table_width", _INT), ("chunks", _POINTER), ("chunk_pages", _INT), ("outs", _INT), ("out_rows", _POINTER),
+        ("out", _POINTER), ("pool", _POINTER),
+    )  # fmt: skip
+
+
+class DrawFields(ctypes.Structure):
+    """Rows of hidden states whose next tokens are drawn."""
+
+    _fields_ = (
+        ("model", _POINTER), ("rows", _INT), ("hidden", _POINTER), ("temperatures", _POINTER), ("uniforms", _POINTER),
+        ("stride", _INT), ("logits", _POINTER), ("tokens", _POINTER), ("logprobs", _POINTER), ("pool", _POINTER),
+    )  # fmt: skip
+
+
+def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[AttentionCall]) -> str | None:
+    """Why the kernel does not compute a model; None where it does."""
+    weight = model.output.weight
+    if weight.device.type != "cpu":
+        return f"the model is on {weight.device.type}"
+    if weight.dtype != torch.float32:
+        return f"the model is in {str(weight.dtype).removeprefix('torch.')}"
+    if fast is None:
+        return f"{type(model.model).__name__} is not one of the architectures that it knows"
+    if not all(call.is_plain for call in calls):
+        return "the attention has a soft cap or sinks"
+    if model.softcap is not None or model.scale != 1.0 or model.output.bias is not None:
+        return "the logits are more than the product of hidden states and output head"
+    layer = fast.layers[0]
+    sizes = {"the width": layer.mlp.gate_proj.weight.shape[1], "the inner width": layer.mlp.gate_proj.weight.shape[0],
+             "the head size": fast.head_size}  # fmt: skip
+    for name, size in sizes.items():
+        if size % UNIT:
+            return f"{name} is {size}, and no multiple of {UNIT}"
+    if fast.cos.shape[-1] != fast.head_size:
+        return "positions turn a part of each head only"
+    if not all(p.is_contiguous() and p.dtype == torch.float32 for p in model.model.parameters()):
+        return "a weight is not contiguous, or not in float32"
+    return None
+
+
+class KernelModel:
+    """A model's structure; it reads the weights where they are, so weights replaced in place are seen.
+
+    Args:
+        model: One that `why_not` accepts.
+        fast: Its layers and position encoding.
+        calls: Attention arguments of each layer.
+    """
+
+    def __init__(self, model: CausalLM, fast: FastBackbone, calls: Sequence[AttentionCall]) -> None:
+        half = fast.head_size // 2
+        self._kept = [fast.cos[:, 0, :half].contiguous(), fast.sin[:, 0].contiguous(), model, fast]
+        attention, mlp = fast.layers[0].attention, fast.layers[0].mlp
+        self.layers = (LayerFields * len(fast.layers))()
+        for fields, layer, call in zip(self.layers, fast.layers, calls, strict=True):
+            _fill_layer(fields, layer, call)
+        self.fields = ModelFields(
+            layers=len(fast.layers), width=int(model.output.weight.shape[1]),
+            heads=attention.q_proj.weight.shape[0] // fast.head_size,
+            kv_heads=attention.k_proj.weight.shape[0] // fast.head_size, head_size=fast.head_size,
+            inner=int(mlp.gate_proj.weight.shape[0]), vocab=int(model.output.weight.shape[0]),
+            embedding=_at(model.backbone.embed_tokens.weight), norm=_at(model.backbone.norm.weight),
+            head=_at(model.output.weight), cos=_at(self._kept[0]), sin=_at(self._kept[1]),
+            layer=ctypes.addressof(self.layers), eps=model.backbone.norm.variance_epsilon,
+        )  # fmt: skip
+        self.address = ctypes.addressof(self.fields)
+        """For the kernel."""
+        self.num_weights = sum(p.numel() for p in model.backbone.layers.parameters())
+        """Weights of all layers, each of which every row multiplies."""
+
+
+def _fill_layer(fields: LayerFields, layer: Any, call: AttentionCall) -> None:
+    attention, mlp = layer.attention, layer.mlp
+    fields.input_norm, fields.mlp_norm = _at(layer.before_attention.weight), _at(layer.before_mlp.weight)
+    fields.input_eps, fields.mlp_eps = layer.before_attention.variance_epsilon, layer.before_mlp.variance_epsilon
+    for name, module in (("q", attention.q_proj), ("k", attention.k_proj), ("v", attention.v_proj),
+                         ("o", attention.o_proj), ("gate", mlp.gate_proj), ("up", mlp.up_proj),
+                         ("down", mlp.down_proj)):  # fmt: skip
+        setattr(fields, name, _at(module.weight))
+        setattr(fields, f"{name}_bias", _at(module.bias))
+    if hasattr(attention, "q_norm"):
+        fields.q_norm, fields.k_norm = _at(attention.q_norm.weight), _at(attention.k_norm.weight)
+        fields.q_eps, fields.k_eps = attention.q_norm.variance_epsilon, attention.k_norm.variance_epsilon
+    fields.window, fields.scale = call.sliding_window or 0, call.scale
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,115 @@
+"""Chooses what computes a model's passes: PyTorch, or the compiled kernel where it fits the model and the machine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.inference.embedded.compiled.forward import CompiledForward
+from verbatim.inference.embedded.compiled.library import NoKernelError
+from verbatim.inference.embedded.compiled.structures import why_not
+from verbatim.inference.embedded.expert_record import ExpertRecord
+from verbatim.inference.embedded.fast_forward import fast_backbone, probe
+from verbatim.inference.embedded.pass_layout import PassLayout, Rows
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.embedded.slots import Slots, SlotTable
+from verbatim.inference.embedded.torch_forward import TorchForward
+from verbatim.models.head import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+class Cache(Protocol):
+    """Keys and values of every slot."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that each slot can hold now."""
+
+    def reserve(self, num_tokens: int) -> None:
+        """Take the memory that a sequence of this many tokens needs."""
+
+    def shrink(self, num_tokens: int) -> None:
+        """Give back memory that sequences of this many tokens do not need."""
+
+    def drop(self) -> None:
+        """Give back all memory."""
+
+    def clear(self, slots: int | slice = slice(None)) -> None:
+        """Empty slots."""
+
+    def truncate(self, slot: int, num_tokens: int) -> None:
+        """Keep a slot's first tokens only; another sequence goes on from there."""
+
+    def copy_prefix(self, source: int, slot: int, num_tokens: int) -> None:
+        """A slot begins with the first tokens of another."""
+
+    def keep(self, slot: int, num_tokens: int) -> Any:
+        """Hold a slot's first tokens until `release`, whatever becomes of the slot."""
+
+    def restore(self, kept: Any, slot: int, num_tokens: int) -> None:
+        """A slot begins with the first tokens of a kept sequence."""
+
+    def release(self, kept: Any) -> None:
+        """Give up what was kept."""
+
+
+class Forward(Protocol):
+    """Forward passes over the rows of many sequences, their cache, and the draw of their next tokens."""
+
+    num_rows: int
+    """Rows of every pass, where all have the same shape; 0 = as many as there are tokens."""
+
+    @property
+    def cache(self) -> Cache:
+        """Keys and values of every slot."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+
+    def hidden(
+        self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
+    ) -> Tensor:
+        """Compute a pass and cache its keys and values; returns hidden states, for `draw`."""
+
+    def draw(
+        self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The next token of each of `slots`, which are those of the pass that are `done`, and its logprob; NaN where
+        the logits are not finite numbers."""
+
+
+def open_forward(
+    model: CausalLM, settings: TorchSettings, *, context_length: int, keep_cache: bool, record_experts: bool
+) -> Forward:
+    """What computes the passes of a model.
+
+    Raises:
+        ModelError: `kernel = "compiled"` where the kernel cannot be built, or does not compute this model.
+    """
+    shape, calls = probe(model)
+    fast = fast_backbone(model, calls, context_length)
+    if settings.kernel != "torch":
+        reason = why_not(model, fast, calls)
+        if reason is None:
+            assert fast is not None, "why_not refuses models without one"
+            try:
+                compiled = CompiledForward(model, fast, calls, shape, num_slots=settings.max_batch_size,
+                                           context_length=context_length)  # fmt: skip
+                if compiled.agrees(model, context_length):
+                    return compiled
+                reason = "it gives other hidden states than the model"
+            except NoKernelError as error:
+                reason = str(error)
+        if settings.kernel == "compiled":
+            raise ModelError(f'inference.torch.kernel = "compiled", but the compiled kernel cannot be used: {reason}; '
+                             'use "auto"')  # fmt: skip
+        logger.info("the embedded sampler computes with PyTorch, without its compiled kernel: %s", reason)
+    reads_prefixes_once = not keep_cache and not record_experts
+    return TorchForward(model, fast or model, shape, settings, reads_prefixes_once=reads_prefixes_once)

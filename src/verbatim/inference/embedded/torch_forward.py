@@ -1,0 +1,142 @@
+"""Computes passes with PyTorch: sequences that attend together are padded to the longest of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.inference.embedded.expert_record import ExpertRecord
+from verbatim.inference.embedded.fast_forward import FastBackbone
+from verbatim.inference.embedded.kv_cache import BLOCK, CachePlan, KeyValueCache, KeyValueShape, up_to
+from verbatim.inference.embedded.pass_layout import PassLayout, Rows, as_tensor, fixed_groups, group, ragged_groups
+from verbatim.inference.embedded.sampling import Truncation, draw, uniforms
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.embedded.slots import Slots, SlotTable
+from verbatim.models.head import CausalLM
+
+_ROW_QUANTUM = 32
+"""Deterministic passes have a multiple of this many rows: matrix kernels then have no remainder rows, and
+element-wise kernels no remainder elements, which other instructions would compute."""
+
+
+class TorchForward:
+    """Passes of any model that a plan can cache.
+
+    Args:
+        model: The model.
+        backbone: What computes its hidden states: its fast forward pass, or the model itself.
+        shape: Of one token's keys and values.
+        settings: Most sequences in flight, and whether every pass has the same shape.
+        reads_prefixes_once: Whether equal ids have equal keys and values. They have others where some were cached
+            before an update; and in another slot, where two experts are almost tied: then the records name other
+            experts, and each sequence has to read its own.
+
+    Raises:
+        ModelError: deterministic passes whose rows have other bits in other places.
+    """
+
+    def __init__(
+        self, model: CausalLM, backbone: FastBackbone | CausalLM, shape: KeyValueShape, settings: TorchSettings, *,
+        reads_prefixes_once: bool,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._backbone = backbone
+        self._reads_prefixes_once = reads_prefixes_once
+        dtype, num_slots = model.output.weight.dtype, settings.max_batch_size
+        self.bytes_per_token = shape.bytes_per_token(dtype)
+        """Bytes of one token's keys and values in all layers."""
+        self._bytes_per_key = self.bytes_per_token // shape.num_layers
+        # In deterministic mode row i of a decode pass is slot i, so there are as many slots as rows.
+        self.num_rows = up_to(num_slots, _ROW_QUANTUM) if settings.deterministic else 0
+        """Rows of every pass in deterministic mode; 0 = as many as there are tokens."""
+        self.cache = KeyValueCache(shape, max(num_slots, self.num_rows), dtype=dtype, device=model.device)
+        """Keys and values of every slot."""
+        if settings.deterministic:
+            self._refuse_row_dependent_kernels()
+
+    def hidden(
+        self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
+    ) -> Tensor:
+        """Hidden states of all rows: [rows, W]."""
+        device = self._model.device
+        self.cache.reserve(int((table.computed[slots] + counts).max()))
+        ids, positions = table.ids[layout.slots, layout.positions].astype(np.int64), layout.positions
+        write_rows = None
+        if self.num_rows:
+            write_rows = as_tensor(layout.rows, device)
+            ids, positions = layout.spread(ids), layout.spread(positions)
+            groups = fixed_groups(layout, int((counts == 1).sum()), device)
+        else:
+            groups = ragged_groups(
+                layout, slots, counts, table.computed[slots], bytes_per_key=self._bytes_per_key, device=device,
+                ids=table.ids if self._reads_prefixes_once else None,
+            )  # fmt: skip
+        plan = CachePlan(
+            cache=self.cache, write_rows=write_rows, write_slots=as_tensor(layout.slots, device),
+            write_positions=as_tensor(layout.positions, device), groups=groups, in_blocks=bool(self.num_rows),
+        )  # fmt: skip
+        ids_T, positions_T = as_tensor(ids, device), as_tensor(positions, device)
+        if record is None:
+            return self._backbone.hidden(ids_T, positions_T, plan)
+        hidden = self._model.hidden(ids_T, positions_T, plan, record.during_pass(layout.num_rows))
+        record.keep(layout, table.rebuild_until[layout.slots])
+        return hidden
+
+    def draw(
+        self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """A token and its logprob for each of `slots`, which are those of the pass that are `done`.
+
+        A deterministic pass computes and draws in every row, because shapes decide bits.
+        """
+        device, spread = hidden.device, self.num_rows
+        rows = layout.rows[np.cumsum(counts) - 1][done]
+        if not spread:
+            if len(rows) != len(hidden):
+                hidden = hidden[as_tensor(rows, device)]
+            rows = np.arange(len(slots))
+
+        def per_row(values: NDArray[Any], elsewhere: float) -> Tensor:
+            if spread:
+                full = np.full(len(hidden), elsewhere, dtype=values.dtype)
+                full[rows] = values
+                values = full
+            return as_tensor(values, device)
+
+        truncation = None
+        if table.truncates[slots].any():
+            truncation = Truncation(
+                top_k_N=per_row(table.top_k[slots], 0),
+                top_p_N=per_row(table.top_p[slots], 1),
+                min_p_N=per_row(table.min_p[slots], 0),
+            )
+        randomness = per_row(uniforms(table.keys[slots], table.length[slots]), 0.5)
+        temperatures = per_row(table.temperature[slots], 1)
+        drawn = draw(self._model.logits(hidden), temperatures, randomness, truncation)
+        return drawn[0].cpu().numpy()[rows], drawn[1].cpu().numpy()[rows]
+
+    @torch.inference_mode()
+    def _refuse_row_dependent_kernels(self) -> None:
+        """The same token in every row, in every slot, in place or copied, must give the same bits in every row."""
+        self.cache.reserve(1)
+        device, slots = self._model.device, np.arange(self.num_rows)
+        positions = np.zeros_like(slots)
+        in_place = group(slice(0, self.num_rows), None, slice(0, self.num_rows), positions, BLOCK, device)
+        few = slots[1:4]
+        copied = group(few, None, few, positions[few], BLOCK, device)
+        plan = CachePlan(
+            cache=self.cache, write_rows=None, write_slots=as_tensor(slots, device),
+            write_positions=as_tensor(positions, device), groups=(in_place, copied), in_blocks=True,
+        )  # fmt: skip
+        zeros = as_tensor(positions, device)
+        logits = self._model.logits(self._backbone.hidden(zeros + 1, zeros, plan))
+        if not bool((logits == logits[0]).all()):
+            raise ModelError(
+                f"deterministic sampling: on this machine a pass of {self.num_rows} rows gives other bits in other "
+                "rows; in [inference.torch] use another max_batch_size, num_threads = 1, or deterministic = false"
+            )

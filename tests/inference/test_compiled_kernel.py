@@ -1,0 +1,199 @@
+"""The compiled kernel: the numbers of the model, in the same bits whatever else is in a pass, or PyTorch instead."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from test_agreement import play
+from test_determinism import requests_of, same
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from verbatim.errors import ModelError
+from verbatim.inference import SampleRequest, SamplingParams
+from verbatim.inference.embedded.compiled import forward, library
+from verbatim.inference.embedded.compiled.forward import CompiledForward
+from verbatim.inference.embedded.compiled.library import NoKernelError, load_kernel
+from verbatim.inference.embedded.decoder import Decoder
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.embedded.torch_forward import TorchForward
+from verbatim.models.head import CausalLM
+from verbatim.models.loading import load_model, load_weights
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.15,
+}  # fmt: skip
+CONFIGS = {
+    "qwen3": Qwen3Config(**{**SMALL, "head_dim": 32}), "qwen2_biases": Qwen2Config(**SMALL),
+    "llama_biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "one_query_head_for_each": LlamaConfig(**{**SMALL, "num_key_value_heads": 4, "vocab_size": 101}),
+    "seven_query_heads_for_one": Qwen3Config(**{**SMALL, "num_attention_heads": 7, "num_key_value_heads": 1,
+                                                "head_dim": 48}),
+    "a_window": Qwen3Config(**{**SMALL, "head_dim": 16}, use_sliding_window=True, sliding_window=40,
+                            max_window_layers=1),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built():
+    try:
+        return load_kernel()
+    except NoKernelError as error:
+        pytest.skip(str(error))
+
+
+def make(folder, *, num_slots=6, context_length=1200, **settings):
+    config = TorchSettings(max_batch_size=num_slots, device="cpu", **{"kernel": "compiled", **settings})
+    return Decoder(CausalLM(load_model(folder).requires_grad_(False)), config, context_length=context_length, version=0)
+
+
+def save(config, folder):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def hidden(compiled, ids, starts=(0,), slots=(0,)):
+    """Hidden states of the tokens of some slots, each from a position to the end."""
+    rows = [np.arange(start, len(ids)) for start in starts]
+    positions = np.concatenate(rows)
+    where = np.repeat(np.array(slots), [len(r) for r in rows])
+    compiled.cache.extend(np.array(slots), np.full(len(slots), len(ids)))
+    with torch.inference_mode():
+        return compiled._run(ids[positions], positions, where, np.arange(len(positions)))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_hidden_states_are_those_of_the_model_also_of_sequences_whose_scores_do_not_fit_at_once(name, tmp_path):
+    decoder = make(save(CONFIGS[name], tmp_path))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ids = np.random.default_rng(0).integers(0, 97, 1100)
+    with torch.inference_mode():
+        expected = reference.model(torch.from_numpy(ids)[None]).last_hidden_state[0]
+    assert (hidden(decoder.forward, ids) - expected).abs().max() <= 5e-5
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parts_neighbours_shared_pages_and_threads_change_no_bit(name, tmp_path):
+    compiled = make(save(CONFIGS[name], tmp_path)).forward
+    ids = np.random.default_rng(1).integers(0, 97, 700)
+    whole = hidden(compiled, ids)
+    for start in (699, 698, 640, 509, 130, 7):  # from pages that slot 0 computed
+        compiled.cache.truncate(0, start)
+        assert torch.equal(hidden(compiled, ids, (start,)), whole[start:])
+    for slot, start in ((1, 600), (2, 512), (3, 33)):
+        compiled.cache.copy_prefix(0, slot, start)
+    compiled.cache.truncate(0, 650)
+    together = hidden(compiled, ids, (650, 600, 512, 33), (0, 1, 2, 3))
+    for part, start in zip(together.split([50, 100, 188, 667]), (650, 600, 512, 33), strict=True):
+        assert torch.equal(part, whole[start:])
+    torch.set_num_threads(3)
+    try:
+        compiled.cache.truncate(0, 0)
+        assert torch.equal(hidden(compiled, ids), whole)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("built")
+def test_threads_give_the_bits_of_one(models, monkeypatch):
+    requests = requests_of(np.random.default_rng(4), 6)
+    alone = play(make(models["tied"]), requests)
+    monkeypatch.setattr(forward, "_WORTH_A_TEAM", 0)
+    torch.set_num_threads(3)
+    try:
+        decoder = make(models["tied"])
+        assert same(play(decoder, requests), alone)
+        assert decoder.forward._team.num_threads == 3
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_both_modes_draw_the_same_bits(models, deterministic):
+    requests = requests_of(np.random.default_rng(4), 6)
+    alone = [play(make(models["half_sliding"], deterministic=deterministic), [r])[0] for r in requests]
+    assert same(play(make(models["half_sliding"]), requests), alone)
+
+
+@pytest.mark.usefixtures("built")
+def test_weights_replaced_in_place_are_seen(models):
+    decoder = make(models["tied"])
+    ids = np.arange(90) % 97
+    before = hidden(decoder.forward, ids)
+    load_weights(decoder.model.model, models["tied_later"])
+    reference = AutoModelForCausalLM.from_pretrained(models["tied_later"]).eval()
+    with torch.inference_mode():
+        expected = reference.model(torch.from_numpy(ids)[None]).last_hidden_state[0]
+    now = hidden(decoder.forward, ids)
+    assert (now - expected).abs().max() <= 5e-5 < (now - before).abs().max()
+
+
+@pytest.mark.usefixtures("built")
+def test_a_group_keeps_its_common_tokens_once(models):
+    decoder = make(models["tied"], num_slots=16)
+    prompt = np.random.default_rng(0).integers(0, 97, 200).astype(np.int32)
+    requests = [SampleRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=20), seed=i) for i in range(16)]
+    play(decoder, requests)
+    # 12 full pages of 16 tokens once; tokens 193 to 219 of each of 16 in two pages of its own.
+    assert decoder.cache.used == 12 + 16 * 2
+
+
+# ---- where it cannot be used
+
+
+def test_without_a_compiler_the_sampler_computes_with_torch_and_says_so(models, monkeypatch, caplog):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(forward, "load_kernel", load_kernel.__wrapped__)
+    with caplog.at_level(logging.INFO):
+        decoder = make(models["tied"], kernel="auto")
+    assert isinstance(decoder.forward, TorchForward)
+    assert "without its compiled kernel: there is no C compiler (no-such-compiler)" in caplog.text
+    with pytest.raises(ModelError, match=r'kernel = "compiled", but .*no C compiler \(no-such-compiler\).*use "auto"'):
+        make(models["tied"])
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
+    failing = tmp_path / "cc"
+    failing.write_text("#!/bin/sh\necho 'kernel.c: no such thing' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CC", str(failing))
+    monkeypatch.setenv(library.FOLDER_VARIABLE, str(tmp_path / "kernels"))
+    with pytest.raises(NoKernelError, match=r"cc cannot build the kernel: kernel\.c: no such thing"):
+        load_kernel.__wrapped__()
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
+def test_it_is_built_once_for_a_compiler_and_a_processor(tmp_path, monkeypatch):
+    monkeypatch.setenv(library.FOLDER_VARIABLE, str(tmp_path))
+    load_kernel.__wrapped__()
+    (found,) = tmp_path.iterdir()
+    monkeypatch.setattr(library, "build", None)
+    load_kernel.__wrapped__()
+    assert list(tmp_path.iterdir()) == [found]
+
+
+@pytest.mark.parametrize(("config", "dtype", "why"), [
+    (LlamaConfig(**{**SMALL, "intermediate_size": 100}), "float32", "the inner width is 100, and no multiple of 16"),
+    (LlamaConfig(**SMALL, head_dim=24), "float32", "the head size is 24"),
+    (LlamaConfig(**SMALL), "bfloat16", "the model is in bfloat16"),
+], ids=["inner", "head", "dtype"])  # fmt: skip
+def test_models_that_it_does_not_compute_are_named_with_the_reason(config, dtype, why, tmp_path):
+    model = CausalLM(load_model(save(config, tmp_path), dtype=dtype))
+    with pytest.raises(ModelError, match=f'kernel = "compiled", but .*{why}'):
+        Decoder(model, TorchSettings(kernel="compiled"), context_length=64, version=0)
+    assert isinstance(Decoder(model, TorchSettings(), context_length=64, version=0).forward, TorchForward)
+
+
+@pytest.mark.usefixtures("built")
+def test_a_kernel_that_computes_something_else_is_not_used(models, monkeypatch, caplog):
+    monkeypatch.setattr(CompiledForward, "agrees", lambda *_: False)
+    with caplog.at_level(logging.INFO):
+        assert isinstance(make(models["tied"], kernel="auto").forward, TorchForward)
+    assert "it gives other hidden states than the model" in caplog.text
