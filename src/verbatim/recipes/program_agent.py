@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 
-from openai import AsyncOpenAI, OpenAIError
+from openai import AsyncOpenAI, DefaultAioHttpClient, OpenAIError
 
 NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
 TOOLS = [{"type": "function", "function": {"name": "guess", "parameters": NUMBER}}]
@@ -33,7 +33,7 @@ async def main() -> None:
             reward = 0.0
         print(json.dumps({"id": order["id"], "reward": reward}), flush=True)
 
-    clients = AsyncOpenAI(base_url="http://127.0.0.1", api_key="-")  # one pool of connections for all games
+    clients = AsyncOpenAI(base_url="http://x", api_key="-", http_client=DefaultAioHttpClient())  # shared by all games
     async with asyncio.TaskGroup() as games:
         while line := await asyncio.to_thread(sys.stdin.readline):
             games.create_task(answer(json.loads(line)))
