@@ -11,7 +11,7 @@ from verbatim.envcheck.rewritten import Rewritten, answers_in, ways_of
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.openai_chat import OpenAIChat
 from verbatim.inference.chat.openai_responses import OpenAIResponses
-from verbatim.inference.chat.protocol import ChatReply, Stamp
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
 from verbatim.types import ToolCall
 
 REPLY = ChatReply(
@@ -41,7 +41,7 @@ def body_with(protocol, change=lambda answer: answer):
 
 def told(protocol, change=lambda answer: answer):
     (back,) = answers_in(protocol, body_with(protocol, change))
-    return ways_of(protocol, REPLY, back)
+    return ways_of(ChatRequest(protocol=protocol, model="", messages=()), REPLY, back)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

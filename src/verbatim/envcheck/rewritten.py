@@ -17,13 +17,14 @@ from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
 from verbatim.inference.chat.responses_form import output_items
 
 _MISSING = object()
+_CALLS, _RESULTS = ("function_call", "custom_tool_call"), ("function_call_output", "custom_tool_call_output")
 
 
 class Rewritten:
     """A `Watch` that compares each answer with what came back of it."""
 
     def __init__(self) -> None:
-        self._replies: dict[int, tuple[str, ChatReply]] = {}
+        self._replies: dict[int, tuple[ChatRequest, ChatReply]] = {}
         self._found: dict[int, dict[str, None]] = {}
 
     @property
@@ -36,16 +37,16 @@ class Rewritten:
         spoken = [place for place, message in enumerate(request.messages) if message["role"] == "assistant"]
         written = dict(zip(spoken, answers_in(request.protocol, body), strict=True))
         for place, turn in turns.items():
-            protocol, reply = self._replies[turn]
+            answered, reply = self._replies[turn]
             ways = self._found.setdefault(turn, {})
-            if protocol != request.protocol:
+            if answered.protocol != request.protocol:
                 ways[f"in another protocol, {request.protocol}"] = None
             else:
-                ways.update(dict.fromkeys(ways_of(protocol, reply, written[place])))
+                ways.update(dict.fromkeys(ways_of(answered, reply, written[place])))
 
     def answered(self, request: ChatRequest, reply: ChatReply, turn: int) -> None:
         """Keep an answer."""
-        self._replies[turn] = (request.protocol, reply)
+        self._replies[turn] = (request, reply)
 
 
 def answers_in(protocol: str, body: Mapping[str, Any]) -> list[Any]:
@@ -57,19 +58,19 @@ def answers_in(protocol: str, body: Mapping[str, Any]) -> list[Any]:
     return [message["content"] for message in spoken] if protocol == "anthropic_messages" else spoken
 
 
-def ways_of(protocol: str, reply: ChatReply, back: Any) -> list[str]:
+def ways_of(request: ChatRequest, reply: ChatReply, back: Any) -> list[str]:
     """How what came back differs from the answer.
 
     Args:
-        protocol: Of both.
-        reply: What was answered.
+        request: What was answered.
+        reply: The answer.
         back: As `answers_in` gives it.
     """
-    if protocol == "openai_chat":
+    if request.protocol == "openai_chat":
         return list(_message(message_body(reply), back))
-    if protocol == "anthropic_messages":
+    if request.protocol == "anthropic_messages":
         return list(_blocks(content_blocks(reply), back))
-    return list(_parts(output_items(Stamp(), reply), back))
+    return list(_parts(output_items(request, Stamp(), reply), back))
 
 
 def _turns_of(items: Any) -> Iterator[list[Mapping[str, Any]]]:
@@ -77,12 +78,12 @@ def _turns_of(items: Any) -> Iterator[list[Mapping[str, Any]]]:
     turn: list[Mapping[str, Any]] = []
     for item in items if isinstance(items, list) else ():
         kind = item.get("type") or "message"
-        if kind == "function_call_output" or (kind == "message" and item["role"] != "assistant"):
+        if kind in _RESULTS or (kind == "message" and item["role"] != "assistant"):
             if turn:
                 yield turn
             turn = []
             continue
-        if turn and kind != "function_call" and any(_has_spoken(other) for other in turn):
+        if turn and kind not in _CALLS and any(_has_spoken(other) for other in turn):
             yield turn
             turn = []
         turn.append(item)
@@ -92,7 +93,7 @@ def _turns_of(items: Any) -> Iterator[list[Mapping[str, Any]]]:
 
 def _has_spoken(item: Mapping[str, Any]) -> bool:
     kind = item.get("type") or "message"
-    return kind == "function_call" or (kind == "message" and bool(_text(item.get("content"))))
+    return kind in _CALLS or (kind == "message" and bool(_text(item.get("content"))))
 
 
 def _message(sent: Mapping[str, Any], back: Mapping[str, Any]) -> Iterator[str]:
@@ -126,8 +127,8 @@ def _parts(sent: Sequence[Mapping[str, Any]], back: Sequence[Mapping[str, Any]])
             yield f"without {kind}"
             continue
         left.remove(theirs)
-        if kind in ("function_call", "tool_use"):
-            arguments, own = ("arguments", "call_id") if kind == "function_call" else ("input", "id")
+        if kind in (*_CALLS, "tool_use"):
+            arguments, own = "arguments" if kind == "function_call" else "input", "call_id" if kind in _CALLS else "id"
             name = ours["name"]
             yield from _fields(ours, theirs, passed=(arguments, own, "id"), of=f"the call of {name}")
             if "id" not in theirs:

@@ -25,6 +25,7 @@ from verbatim.inference.chat.protocol import (
 from verbatim.types import StopReason, ToolCall
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+PATCH = {"type": "custom", "name": "patch", "description": "Change files."}
 STAMP = Stamp(id="7f", created=12, model="policy")
 EVENT = TypeAdapter(ResponseStreamEvent)
 
@@ -113,7 +114,12 @@ def test_items_of_one_turn_are_one_message():
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "effort"),
         ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
-        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools", "'custom'"),
+        ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}]},
+         "tools.format", "without a grammar"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m", "tools": []}]}]},
+         "tools", "'namespace'"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [ADD]}, {**ADD, "name": "n__add"}]}, "tools",
+         "two of them would be called 'n__add'"),
         ({"tools": [{**ADD, "defer_loading": True}]}, "tools.defer_loading", "only False"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice", "cannot be forced"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "'add'"),
@@ -142,6 +148,73 @@ def test_a_server_may_let_named_fields_pass():
                    text={"verbosity": "low"})  # fmt: skip
     assert sorted(request.unenforced) == ["effort", "other_tools", "truncation", "verbosity"]
     assert [tool["function"]["name"] for tool in request.tools] == ["add"]
+
+
+# ---- tools of other forms
+
+
+AGENTS = {"type": "namespace", "name": "agents", "description": "Other agents.", "tools": [
+    {"type": "function", "name": "wait", "description": "Wait.", "parameters": {"type": "object"}, "strict": False},
+    {"type": "function", "name": "close", "parameters": {"type": "object"}}, PATCH]}  # fmt: skip
+ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def test_a_template_is_shown_functions_in_the_place_of_custom_tools_and_namespaces():
+    request = read(tools=[ADD, PATCH, AGENTS], tool_choice="auto")
+    assert [tool["function"] for tool in request.tools] == [
+        {"name": "add", "parameters": {"type": "object"}},
+        {"name": "patch", "description": "Change files.", "parameters": ONE_TEXT},
+        {"name": "agents__wait", "description": "Other agents.\n\nWait.", "parameters": {"type": "object"}},
+        {"name": "agents__close", "parameters": {"type": "object"}},
+        {"name": "agents__patch", "description": "Change files.", "parameters": ONE_TEXT},
+    ]  # fmt: skip
+    lark = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+    request = read(Options(unenforced=frozenset({"tool_grammar"})), tools=[{**PATCH, "format": lark}])
+    assert request.unenforced == ("tool_grammar",)
+    assert request.tools[0]["function"]["description"] == (
+        "Change files.\n\nThe input follows this lark grammar:\nstart: /a/"
+    )
+
+
+CALLS = (
+    ToolCall(name="patch", arguments={"input": "+ö"}, raw="", id="c1"),
+    ToolCall(name="agents__wait", arguments={"s": 1}, raw="", id="c2"),
+    ToolCall(name="agents__patch", arguments={"input": ""}, raw="", id="c3"),
+    ToolCall(name="patch", arguments={"file": "a"}, raw="", id="c4"),
+    ToolCall(name="patch", arguments=None, status="invalid_json", raw='{"inp', id="c5"),
+)  # fmt: skip
+
+
+def test_calls_of_custom_tools_and_of_namespaces_are_answered_in_their_form_and_read_again():
+    request = read(tools=[PATCH, AGENTS])
+    reply = ChatReply(content="", tool_calls=CALLS, ids=ids_of(1))
+    answer = OpenAIResponses().answer(request, [reply], STAMP)
+    done = {"type": "function_call", "status": "completed"}
+    assert answer["output"] == [
+        {"id": "ctc_7f_0", "type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "+ö"},
+        {**done, "id": "fc_7f_1", "call_id": "c2", "name": "wait", "namespace": "agents", "arguments": '{"s": 1}'},
+        {"id": "ctc_7f_2", "type": "custom_tool_call", "call_id": "c3", "name": "patch", "namespace": "agents",
+         "input": ""},
+        {**done, "id": "fc_7f_3", "call_id": "c4", "name": "patch", "arguments": '{"file": "a"}'},
+        {**done, "id": "fc_7f_4", "call_id": "c5", "name": "patch", "arguments": '{"inp'},
+    ]  # fmt: skip
+    Response.model_validate(answer, strict=True)
+    results = [{"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+               {"type": "function_call_output", "call_id": "c2", "output": "ok"}]  # fmt: skip
+    again = read(tools=[PATCH, AGENTS], input=[{"role": "user", "content": "hi"}, *answer["output"], *results])
+    assert again.messages[1] == reply.message
+    assert again.messages[2:] == ({"role": "tool", "content": "done", "tool_call_id": "c1"},
+                                  {"role": "tool", "content": "ok", "tool_call_id": "c2"})  # fmt: skip
+
+
+def test_a_stream_of_such_calls_joins_to_the_whole_answer():
+    request = read(tools=[PATCH, AGENTS])
+    reply = ChatReply(content="", tool_calls=CALLS, ids=ids_of(1))
+    stream = OpenAIResponses().stream(request, STAMP)
+    events = [event for _, event in events_of(stream.begin(3) + stream.end([reply]))]
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+    assert joined(events) == OpenAIResponses().answer(request, [reply], STAMP)["output"]
 
 
 # ---- answers
@@ -211,6 +284,8 @@ def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 items[event["output_index"]]["content"].append(dict(event["part"]))
             case "response.output_text.delta" | "response.reasoning_text.delta":
                 items[event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
+            case "response.custom_tool_call_input.delta":
+                items[event["output_index"]]["input"] += event["delta"]
             case "response.function_call_arguments.delta":
                 items[event["output_index"]]["arguments"] += event["delta"]
             case "response.output_item.done":

@@ -33,7 +33,9 @@ from verbatim.rollouts.loop import EpisodeOver
 from verbatim.tools.isolation import SandboxLimits
 from verbatim.types import Example, StopReason, Trajectory
 
-HARMLESS = ("tool_choice", "reasoning_effort", "verbosity", "thinking", "context_management", "truncation")
+HARMLESS = (
+    "tool_choice", "tool_grammar", "reasoning_effort", "verbosity", "thinking", "context_management", "truncation",
+)  # fmt: skip
 """Fields that agents send as a matter of course and that are let pass without effect, by default."""
 _STARTING = 8
 """Programs that start at a time: each takes seconds of processor time."""

@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.inference.chat.fields import (
-    MOST_TOOLS,
     BadField,
     Fields,
-    as_tool_choice,
     check_tool_choice,
     check_values,
-    object_of,
     read_flag,
     read_integer,
     read_list,
@@ -21,14 +18,13 @@ from verbatim.inference.chat.fields import (
     read_sampling,
     read_session,
     read_text,
-    text_of,
 )
-from verbatim.inference.chat.messages import function_tool
 from verbatim.inference.chat.openai_form import error_body
-from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, ProtocolRefusal, Stamp, ToolChoice
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, ProtocolRefusal, Stamp
 from verbatim.inference.chat.responses_form import response_body
 from verbatim.inference.chat.responses_input import read_input
 from verbatim.inference.chat.responses_stream import ResponsesStream
+from verbatim.inference.chat.responses_tools import ReadTools, read_tool_choice
 from verbatim.inference.http.protocol import OURS, brief
 
 FIELDS = Fields(
@@ -53,10 +49,6 @@ _REASONING = Fields(
     neutral={"effort": (), "context": ("auto",), "mode": ("standard",)}, aliases={"effort": "reasoning_effort"},
 )  # fmt: skip
 _STREAM_OPTIONS = Fields(honoured=(), without_effect={"include_obfuscation"})
-_TOOL = Fields(
-    honoured={"type", "name", "description", "parameters"}, without_effect={"strict", "cache_control", "output_schema"},
-    neutral={"defer_loading": (False,), "allowed_callers": (["direct"],)},
-)  # fmt: skip
 _OURS = Fields(honoured={"session", "seed"})
 _INCLUDED = {
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
@@ -64,7 +56,6 @@ _INCLUDED = {
     "code_interpreter_call.outputs",
 }  # fmt: skip
 """What a request may ask to be included: thinking is there as it is, and the rest never occurs here."""
-_CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
 _NO_OPTIONS = Options()
 _ECHOED = ("instructions", "tools", "tool_choice", "metadata", "temperature", "top_p", "max_output_tokens", "text",
            "reasoning", "user", "safety_identifier", "prompt_cache_key")  # fmt: skip
@@ -103,38 +94,21 @@ class OpenAIResponses:
         for wanted in read_list(body, "include", most=100):
             if not isinstance(wanted, str) or wanted not in _INCLUDED:
                 raise BadField("include", f"include: {brief(wanted)} cannot be included here")
-        tools, others = self._read_tools(body)
-        choice, name = _read_tool_choice(body.get("tool_choice"))
-        check_tool_choice(choice, name, tools, self.options)
+        read = ReadTools(body, self.options)
+        choice, name = read_tool_choice(body.get("tool_choice"))
+        check_tool_choice(choice, name, read.tools, self.options)
         if choice in ("required", "named"):
             unenforced += ("tool_choice",)
         return ChatRequest(
-            protocol=self.name, model=read_text(body, "model"), messages=read_input(body), tools=tools,
-            tool_choice=choice, tool_name=name,
+            protocol=self.name, model=read_text(body, "model"), messages=read_input(body),
+            tools=tuple(read.tools), tool_forms=read.forms, tool_choice=choice, tool_name=name,
             parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
             sampling=read_sampling(body, max_tokens=("max_output_tokens",),
                                    seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)),
             stream=read_flag(body, "stream"), include_usage=True, session=read_session(ours, headers),
-            unenforced=unenforced + others,
+            unenforced=(*unenforced, *read.unenforced),
             echo={name: body[name] for name in _ECHOED if body.get(name) is not None},
         )  # fmt: skip
-
-    def _read_tools(self, body: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
-        """The functions, and "other_tools" where tools of other types were left out."""
-        found: list[dict[str, Any]] = []
-        left_out: tuple[str, ...] = ()
-        for k, given in enumerate(read_list(body, "tools", most=MOST_TOOLS)):
-            tool = object_of(given, f"tools[{k}]")
-            if tool.get("type") == "function":
-                _TOOL.check(tool, _NO_OPTIONS, f"tools[{k}]")
-                found.append(function_tool({key: value for key, value in tool.items() if key in _TOOL.honoured
-                                            and key != "type"}, f"tools[{k}]"))  # fmt: skip
-            elif "other_tools" in self.options.unenforced:
-                left_out = ("other_tools",)
-            else:
-                raise BadField("tools", f"tools[{k}]: a tool of type {brief(tool.get('type'))} is not available here; "
-                               "only functions, which the client runs, are accepted")  # fmt: skip
-        return tuple(found), left_out
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
         """The whole answer."""
@@ -148,12 +122,3 @@ class OpenAIResponses:
     def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
         """The body of an error."""
         return error_body(status, message, field, kind)
-
-
-def _read_tool_choice(value: object) -> tuple[ToolChoice, str]:
-    if not isinstance(value, dict):
-        return as_tool_choice(value, _CHOICES), ""
-    if value.get("type") == "function":
-        return "named", text_of(value.get("name"), "tool_choice.name")
-    raise BadField("tool_choice", f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a "
-                   "function by its name")  # fmt: skip

@@ -79,6 +79,18 @@ class RequestedSampling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToolForm:
+    """How a protocol calls a tool that the model is shown as a function of another name or form."""
+
+    name: str
+    """Its own name."""
+    namespace: str = ""
+    """What its name is unique in; "" = the request."""
+    is_custom: bool = False
+    """Whether it takes one text, and no object of arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatRequest:
     """A request for assistant messages, whatever protocol it came in."""
 
@@ -90,6 +102,8 @@ class ChatRequest:
     """The conversation. Content is one text; arguments of calls are objects where they can be read."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas of functions, in OpenAI's format."""
+    tool_forms: Mapping[str, ToolForm] = field(default_factory=dict)
+    """Tools that the protocol calls otherwise, by the names of these functions."""
     tool_choice: ToolChoice = "auto"
     """"required" and "named" only where a reader was told to let them pass (`Options.unenforced`)."""
     tool_name: str = ""
@@ -212,6 +226,7 @@ class Stamp:
 UNENFORCEABLE = frozenset({
     "tool_choice", "response_format", "reasoning_effort", "verbosity", "frequency_penalty", "presence_penalty",
     "logit_bias", "thinking", "context_management", "truncation", "other_tools",
+    "tool_grammar",
 })  # fmt: skip
 """Fields that `Options.unenforced` may name: by their names in OpenAI's chat completions, or else in the protocol that
 has them."""

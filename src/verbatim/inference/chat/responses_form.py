@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp, arguments_text
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp, ToolForm, arguments_text
+from verbatim.inference.chat.responses_tools import INPUT
 from verbatim.types import ToolCall
 
 
@@ -24,12 +25,12 @@ def response_body(request: ChatRequest, stamp: Stamp, reply: ChatReply | None) -
         return body
     is_whole = reply.finish != "length"
     return {
-        **body, "status": "completed" if is_whole else "incomplete", "output": output_items(stamp, reply),
+        **body, "status": "completed" if is_whole else "incomplete", "output": output_items(request, stamp, reply),
         "incomplete_details": None if is_whole else {"reason": "max_output_tokens"}, "usage": usage_of(reply),
     }  # fmt: skip
 
 
-def output_items(stamp: Stamp, reply: ChatReply) -> list[dict[str, Any]]:
+def output_items(request: ChatRequest, stamp: Stamp, reply: ChatReply) -> list[dict[str, Any]]:
     """The items of a reply: thinking where there is any, text where there is any or nothing else, and the calls."""
     status = "incomplete" if reply.finish == "length" else "completed"
     items: list[dict[str, Any]] = []
@@ -37,7 +38,7 @@ def output_items(stamp: Stamp, reply: ChatReply) -> list[dict[str, Any]]:
         items.append(reasoning_item(stamp, reply.reasoning_content))
     if has_text(reply):
         items.append(message_item(stamp, reply.content, status))
-    return items + [call_item(stamp, k, call) for k, call in enumerate(reply.tool_calls)]
+    return items + [call_item(request, stamp, k, call) for k, call in enumerate(reply.tool_calls)]
 
 
 def has_text(reply: ChatReply) -> bool:
@@ -62,10 +63,18 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def call_item(stamp: Stamp, number: int, call: ToolCall) -> dict[str, Any]:
-    """The call of a function. It is answered to by `call_id`."""
-    return {"id": f"fc_{stamp.id}_{number}", "type": "function_call", "call_id": call.id, "name": call.name or "",
-            "arguments": arguments_text(call), "status": "completed"}  # fmt: skip
+def call_item(request: ChatRequest, stamp: Stamp, number: int, call: ToolCall) -> dict[str, Any]:
+    """The call of a tool, in the form that the request knows it in. It is answered to by `call_id`.
+
+    A call of a custom tool without its text is the call of a function: what was sampled comes back as it was.
+    """
+    form = request.tool_forms.get(call.name or "", ToolForm(name=call.name or ""))
+    within = {"namespace": form.namespace} if form.namespace else {}
+    if form.is_custom and set(call.arguments or ()) == {INPUT} and isinstance((call.arguments or {})[INPUT], str):
+        return {"id": f"ctc_{stamp.id}_{number}", "type": "custom_tool_call", "call_id": call.id, "name": form.name,
+                "input": (call.arguments or {})[INPUT], **within}  # fmt: skip
+    return {"id": f"fc_{stamp.id}_{number}", "type": "function_call", "call_id": call.id, "name": form.name,
+            "arguments": arguments_text(call), "status": "completed", **within}  # fmt: skip
 
 
 def usage_of(reply: ChatReply) -> dict[str, Any]:

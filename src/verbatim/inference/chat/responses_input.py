@@ -8,19 +8,23 @@ from typing import Any, cast
 from verbatim.inference.chat.fields import MOST_MESSAGES, BadField, Fields, object_of, read_list, read_text, text_of
 from verbatim.inference.chat.messages import call_of, joined_text
 from verbatim.inference.chat.protocol import Options
+from verbatim.inference.chat.responses_tools import INPUT, joined_name
 from verbatim.inference.http.protocol import brief
 from verbatim.types import Message
 
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _QUIET = {"id", "status", "phase", "internal_chat_message_metadata_passthrough"}
+_CALLER: Mapping[str, tuple[Any, ...]] = {"caller": ({"type": "direct"},), "async": (False,)}
 _ITEMS = {
     "message": Fields(honoured={"type", "role", "content"}, without_effect=_QUIET),
     "reasoning": Fields(honoured={"type", "summary", "content"}, without_effect={*_QUIET, "encrypted_content"}),
-    "function_call": Fields(honoured={"type", "call_id", "name", "arguments"}, without_effect=_QUIET,
-                            neutral={"namespace": (), "caller": ({"type": "direct"},)}),
-    "function_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET,
-                                   neutral={"caller": ({"type": "direct"},)}),
+    "function_call": Fields(honoured={"type", "call_id", "name", "arguments", "namespace"}, without_effect=_QUIET,
+                            neutral=_CALLER),
+    "custom_tool_call": Fields(honoured={"type", "call_id", "name", "input", "namespace"}, without_effect=_QUIET,
+                               neutral=_CALLER),
+    "function_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET, neutral=_CALLER),
+    "custom_tool_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET, neutral=_CALLER),
 }  # fmt: skip
 """The fields of each type of item."""
 _NO_OPTIONS = Options()
@@ -56,12 +60,15 @@ def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
         raise BadField("input", f"{where}: items of type {brief(kind)} are not accepted; expected one of "
                        f"{', '.join(_ITEMS)}")  # fmt: skip
     _ITEMS[kind].check(item, _NO_OPTIONS, where)
-    if kind == "function_call_output":
+    if kind in ("function_call_output", "custom_tool_call_output"):
         content = joined_text(item.get("output"), f"{where}.output", _TEXTS)
         found.append({"role": "tool", "content": content, "tool_call_id": text_of(item.get("call_id"),
                                                                                   f"{where}.call_id")})  # fmt: skip
-    elif kind == "function_call":
-        call = call_of(item.get("name"), item.get("arguments"), item.get("call_id"), where)
+    elif kind in ("function_call", "custom_tool_call"):
+        is_custom = kind == "custom_tool_call"
+        given = {INPUT: text_of(item.get("input"), f"{where}.input")} if is_custom else item.get("arguments")
+        name = joined_name(read_text(item, "namespace"), text_of(item.get("name"), f"{where}.name"))
+        call = call_of(name, given, item.get("call_id"), where)
         _turn(found, start=False).setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
         turn = _turn(found, start=_has_spoken(found))

@@ -108,17 +108,18 @@ class ResponsesStream:
 
     def _call(self, number: int, call: ToolCall) -> list[bytes]:
         self._index += 1
-        item = call_item(self._stamp, number, call)
+        item = call_item(self._request, self._stamp, number, call)
         place = {"item_id": item["id"], "output_index": self._index}
-        added = {**item, "arguments": "", "status": "in_progress"}
+        is_custom = item["type"] == "custom_tool_call"
+        holds, named = ("input", {}) if is_custom else ("arguments", {"name": item["name"]})
+        kind = f"response.{'custom_tool_call_input' if is_custom else 'function_call_arguments'}"
+        added = {**item, holds: "", **({} if is_custom else {"status": "in_progress"})}
         return [
             self._event("response.output_item.added", output_index=self._index, item=added),
-            *(self._event("response.function_call_arguments.delta", **place, delta=piece)
-              for piece in pieces(item["arguments"])),
-            self._event("response.function_call_arguments.done", **place, name=item["name"],
-                        arguments=item["arguments"]),
+            *(self._event(f"{kind}.delta", **place, delta=piece) for piece in pieces(item[holds])),
+            self._event(f"{kind}.done", **place, **named, **{holds: item[holds]}),
             self._event("response.output_item.done", output_index=self._index, item=item),
-        ]  # fmt: skip
+        ]
 
     def _item(self, text: str | None, status: str) -> dict[str, Any]:
         if self._open == "message":

@@ -1,0 +1,142 @@
+"""Reads the tools of OpenAI's Responses: functions, custom tools that take a text, and namespaces of both.
+
+A template shows functions only. So a tool of a namespace is shown as a function whose name begins with the namespace's,
+and a custom tool as a function with one text, `input`. Calls of them are answered in their own form.
+
+Example: the namespace "agents" with the function "wait" and the custom tool "patch" are shown as the functions
+`agents__wait` and `agents__patch`, the latter with the argument `input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verbatim.inference.chat.fields import (
+    MOST_TOOLS,
+    BadField,
+    Fields,
+    as_tool_choice,
+    object_of,
+    read_list,
+    read_object,
+    read_text,
+    text_of,
+)
+from verbatim.inference.chat.messages import function_tool
+from verbatim.inference.chat.protocol import Options, ToolChoice, ToolForm
+from verbatim.inference.http.protocol import brief
+
+INPUT = "input"
+"""The argument of a custom tool."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "defer_loading": (False,), "allowed_callers": (["direct"],), "async": (False,),
+}  # fmt: skip
+_FUNCTION = Fields(honoured={"type", "name", "description", "parameters"}, neutral=_NEUTRAL,
+                   without_effect={"strict", "cache_control", "output_schema"})  # fmt: skip
+_CUSTOM = Fields(honoured={"type", "name", "description", "format"}, neutral=_NEUTRAL)
+_NAMESPACE = Fields(honoured={"type", "name", "description", "tools"})
+_FORMAT = Fields(honoured={"type", "syntax", "definition"})
+_NO_OPTIONS = Options()
+_CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
+
+
+class ReadTools:
+    """The tools of one request.
+
+    Args:
+        body: The request.
+        options: What is let pass: "other_tools" leaves tools of other types out, "tool_grammar" accepts grammars,
+            which the model is shown and which nothing enforces.
+
+    Raises:
+        BadField: a tool that is not available here, or two with one name.
+    """
+
+    def __init__(self, body: Mapping[str, Any], options: Options) -> None:
+        self.tools: list[dict[str, Any]] = []
+        """As templates show them."""
+        self.forms: dict[str, ToolForm] = {}
+        """Those that are called in another form than functions are."""
+        self.unenforced: dict[str, None] = {}
+        """What was let pass."""
+        self._options = options
+        for tool, where, namespace in _each(read_list(body, "tools", most=MOST_TOOLS), "tools", None):
+            self._add(tool, where, namespace)
+        names = [tool["function"]["name"] for tool in self.tools]
+        if self.forms and (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+            raise BadField("tools", f"tools: two of them would be called {twice!r}")
+
+    def _add(self, tool: Mapping[str, Any], where: str, namespace: Mapping[str, Any] | None) -> None:
+        kind = tool.get("type")
+        if kind == "function":
+            _FUNCTION.check(tool, _NO_OPTIONS, where)
+            shown = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
+        elif kind == "custom":
+            _CUSTOM.check(tool, _NO_OPTIONS, where)
+            shown = self._custom(tool, where)
+        elif "other_tools" in self._options.unenforced:
+            self.unenforced["other_tools"] = None
+            return
+        else:
+            raise BadField("tools", f"{where}: a tool of type {brief(kind)} is not available here; only functions and "
+                           "custom tools, which the client runs, are accepted, and namespaces of them")  # fmt: skip
+        own = text_of(shown.get("name"), f"{where}.name")
+        within = "" if namespace is None else str(namespace["name"])
+        if namespace is not None or kind == "custom":
+            shown["name"] = joined_name(within, own)
+            self.forms[shown["name"]] = ToolForm(name=own, namespace=within, is_custom=kind == "custom")
+        about = read_text(namespace, "description") if namespace is not None else ""
+        if about and not any(form.namespace == within for form in list(self.forms.values())[:-1]):
+            shown["description"] = "\n\n".join(filter(None, (about, shown.get("description"))))
+        self.tools.append(function_tool(shown, where))
+
+    def _custom(self, tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The function that stands for a custom tool; a grammar is told in its description."""
+        description = read_text(tool, "description")
+        form = read_object(tool, "format")
+        _FORMAT.check(form, _NO_OPTIONS, f"{where}.format")
+        if form.get("type", "text") != "text":
+            if "tool_grammar" not in self._options.unenforced:
+                raise BadField("tools.format", f"{where}.format = {brief(form)} cannot be honoured here: tokens are "
+                               "sampled from the model's own distribution, without a grammar")  # fmt: skip
+            self.unenforced["tool_grammar"] = None
+            grammar = f"{text_of(form.get('syntax'), f'{where}.format.syntax')} grammar"
+            definition = text_of(form.get("definition"), f"{where}.format.definition")
+            description = f"{description}\n\nThe input follows this {grammar}:\n{definition}".lstrip()
+        schema = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+        return {"name": tool.get("name"), "description": description, "parameters": schema}
+
+
+def _each(
+    given: list[Any], path: str, namespace: Mapping[str, Any] | None
+) -> Iterator[tuple[dict[str, Any], str, Mapping[str, Any] | None]]:
+    """Every tool with its path and its namespace."""
+    for k, value in enumerate(given):
+        where = f"{path}[{k}]"
+        tool = object_of(value, where)
+        if tool.get("type") == "namespace" and namespace is None:
+            _NAMESPACE.check(tool, _NO_OPTIONS, where)
+            text_of(tool.get("name"), f"{where}.name")
+            yield from _each(read_list(tool, "tools", most=MOST_TOOLS), f"{where}.tools", tool)
+        else:
+            yield tool, where, namespace
+
+
+def joined_name(namespace: str, name: str) -> str:
+    """The name under which a template shows a tool.
+
+    >>> joined_name("agents", "wait"), joined_name("mcp__git__", "log"), joined_name("", "add")
+    ('agents__wait', 'mcp__git__log', 'add')
+    """
+    return f"{namespace}{'' if not namespace or namespace.endswith('__') else '__'}{name}"
+
+
+def read_tool_choice(value: object) -> tuple[ToolChoice, str]:
+    """What a request says about calling tools, and the tool that it names."""
+    if not isinstance(value, dict):
+        return as_tool_choice(value, _CHOICES), ""
+    if value.get("type") in ("function", "custom"):
+        return "named", joined_name(read_text(value, "namespace"), text_of(value.get("name"), "tool_choice.name"))
+    raise BadField("tool_choice", f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a "
+                   "function by its name")  # fmt: skip
