@@ -382,3 +382,45 @@ async def test_a_result_of_the_wrong_types_is_a_fault_of_the_tool(given, says):
     assert (outcome.error_kind, outcome.message["content"]) == ("exception", f"Error: wrong failed: {says}")
     assert isinstance(outcome.fault, TypeError)
     assert says in str(outcome.fault)
+
+
+async def test_an_inline_function_runs_without_a_task_and_what_it_gives_to_await_with_one():
+    tasks = []
+
+    def look(at: str):
+        tasks.append(asyncio.current_task())
+        return f"{at} it is"
+
+    def wait(seconds: float):
+        async def later():
+            tasks.append(asyncio.current_task())
+            await asyncio.sleep(seconds)
+            return "waited"
+
+        return later()
+
+    def leave():
+        raise SystemExit(3)
+
+    tools = ToolManager([FunctionTool(f, inline=True, description="") for f in (look, wait, leave)])
+    assert (await tools.dispatch(ToolCall(name="look", arguments={"at": "Bonn"}))).message["content"] == "Bonn it is"
+    assert (await tools.dispatch(ToolCall(name="wait", arguments={"seconds": 0}))).message["content"] == "waited"
+    late = await tools.dispatch(ToolCall(name="wait", arguments={"seconds": 60}), timeout=0.01)
+    assert late.error_kind == "timeout"
+    left = await tools.dispatch(ToolCall(name="leave", arguments={}))
+    assert left.error_kind == "exception" and "sys.exit(3)" in left.message["content"]
+    assert isinstance(left.fault.__cause__, SystemExit)
+    own = asyncio.current_task()
+    assert tasks[0] is own and own not in tasks[1:]
+
+
+async def test_a_subclass_of_an_inline_function_tool_is_called_by_its_own_call():
+    class Loud(FunctionTool):
+        async def __call__(self, arguments):
+            return ToolResult(content="LOUD")
+
+    def look() -> str:
+        return "quiet"
+
+    tools = ToolManager([Loud(look, inline=True, description="")])
+    assert (await tools.dispatch(ToolCall(name="look", arguments={}))).message["content"] == "LOUD"

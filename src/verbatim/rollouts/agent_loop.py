@@ -19,6 +19,7 @@ from verbatim.rollouts.draws import Draws
 from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, EpisodeOver, Prompt, Thread
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
+from verbatim.rollouts.turnstile import turnstile
 from verbatim.types import Int32, Message, StopReason, Turn, TurnTiming
 
 _LONG_MESSAGES, _LONG_CHARACTERS = 128, 50_000
@@ -149,6 +150,7 @@ class AgentLoop(EpisodeLoop):
     async def _answer(self, prompt: Prompt) -> Answer:
         prompt_ids, extends = await self._rendered(prompt)
         completion = await self._sample_ids(prompt_ids, self.params, prompt.agent)
+        await turnstile().enter()
         return self._read(completion, prompt_ids, prompt, self.params.temperature, extends)
 
     async def _rendered(self, prompt: Prompt) -> tuple[Int32, int | None]:

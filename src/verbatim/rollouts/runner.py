@@ -20,6 +20,7 @@ from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.tally import EpisodeTally
+from verbatim.rollouts.turnstile import turnstile
 from verbatim.types import Example, RolloutIdentity, Trajectory
 
 
@@ -59,6 +60,7 @@ class LocalRunner:
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
         """The finished episode."""
+        await turnstile().enter()
         return await run_episode(
             environment=setup.environment, example=task.example, seed=task.seed, loop=_loop(setup, task, recorder),
             identity=task.identity,

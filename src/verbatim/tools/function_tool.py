@@ -10,7 +10,7 @@ import functools
 import inspect
 import json
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from concurrent.futures import Future
 from enum import Enum
 from os import PathLike, fspath
@@ -112,11 +112,28 @@ class FunctionTool:
             ToolArgumentsError: the arguments do not fit the signature.
             TypeError: the function returned a value without a JSON form.
         """
-        by_name = self._arguments.validate(arguments)
-        in_order = self._arguments.by_position if isinstance(self._arguments, Signature) else ()
-        call = functools.partial(self._function, *(by_name.pop(name) for name in in_order), **by_name)
+        call = self._call(arguments)
         value = call() if self._is_async or self._inline else await in_thread(call)
         return as_result(await value if inspect.isawaitable(value) else value)
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether `at_once` may be used: a plain function that is called on the event loop."""
+        return self._inline and not self._is_async and type(self).__call__ is FunctionTool.__call__
+
+    def at_once(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[Any]:
+        """The result without a task of its own; or what the function returned, where that is to be awaited.
+
+        Raises:
+            ToolArgumentsError, TypeError: as a call.
+        """
+        value = self._call(arguments)()
+        return value if inspect.isawaitable(value) else as_result(value)
+
+    def _call(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+        by_name = self._arguments.validate(arguments)
+        in_order = self._arguments.by_position if isinstance(self._arguments, Signature) else ()
+        return functools.partial(self._function, *(by_name.pop(name) for name in in_order), **by_name)
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:

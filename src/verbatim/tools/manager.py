@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
+import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -15,7 +18,7 @@ import numpy as np
 from verbatim.errors import ComponentError
 from verbatim.texts import cut, error_text, shown
 from verbatim.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
-from verbatim.tools.function_tool import FunctionTool
+from verbatim.tools.function_tool import FunctionTool, as_result
 from verbatim.tools.mcp import McpTools
 from verbatim.types import Message, ToolCall
 from verbatim.user_code import is_ctrl_c, is_running
@@ -123,7 +126,14 @@ class ToolManager(Mapping[str, Tool]):
         if refusal is not None:
             return _outcome(call, ToolResult(content=f"Error: {refusal[1]}"), refusal[0], output_limit)
         tool = self._tools[str(call.name)]
-        task = asyncio.ensure_future(_run(tool, call.arguments or {}))
+        if isinstance(tool, FunctionTool) and tool.is_immediate:
+            ended = _Ended(functools.partial(tool.at_once, dict(call.arguments or {})))
+            if not inspect.isawaitable(ended.value):
+                kind, result, fault = _settled(ended, tool)
+                return _outcome(call, result, kind, output_limit, fault)
+            task = asyncio.ensure_future(_run(functools.partial(_awaited, ended.value)))
+        else:
+            task = asyncio.ensure_future(_run(functools.partial(tool, dict(call.arguments or {}))))
         try:
             done, _ = await asyncio.wait({task}, timeout=timeout)
         except asyncio.CancelledError:
@@ -149,21 +159,54 @@ class ToolManager(Mapping[str, Tool]):
         return None
 
 
-async def _run(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+async def _run(begin: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
     task = asyncio.current_task()
     try:
-        return await tool(dict(arguments))
-    except SystemExit as error:  # in a task it would end the whole run
-        raise RuntimeError(f"it called sys.exit({shown(error.code, 80)})") from error
-    except (Exception, asyncio.CancelledError):
-        raise
-    except BaseException as error:  # so would KeyboardInterrupt
-        if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not is_running(task)):
+        return await begin()
+    except BaseException as error:  # in a task, SystemExit and KeyboardInterrupt would end the whole run
+        contained = _contained(error, task)
+        if contained is error:
             raise
-        raise RuntimeError(f"it raised {error_text(error)}") from error
+        raise contained from error
 
 
-def _settled(task: asyncio.Future[ToolResult], tool: Tool) -> tuple[str | None, ToolResult, BaseException | None]:
+def _contained(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
+    """What a tool raised, as something that does not end the run, unless it is Ctrl-C."""
+    if isinstance(error, SystemExit):
+        return RuntimeError(f"it called sys.exit({shown(error.code, 80)})")
+    if isinstance(error, Exception | asyncio.CancelledError) or is_ctrl_c(error):
+        return error
+    if isinstance(error, GeneratorExit) and not is_running(task):
+        return error
+    return RuntimeError(f"it raised {error_text(error)}")
+
+
+async def _awaited(value: Awaitable[Any]) -> ToolResult:
+    return as_result(await value)
+
+
+class _Ended:
+    """A call that has ended: what it returned or raised."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.value: Any = None
+        self._error: BaseException | None = None
+        try:
+            self.value = contextvars.copy_context().run(call)
+        except BaseException as error:  # noqa: BLE001  raised by `result`
+            self._error = _contained(error, asyncio.current_task())
+            if self._error is not error:
+                self._error.__cause__ = error
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self.value
+
+
+def _settled(
+    task: asyncio.Future[ToolResult] | _Ended, tool: Tool
+) -> tuple[str | None, ToolResult, BaseException | None]:
     """The result of a finished tool, or its failure: its kind, the message, and what it raised where that is a fault of
     the tool."""
     fault: BaseException | None
