@@ -37,7 +37,7 @@ def library(source: Path) -> ctypes.CDLL | None:
     the interpreter's lock. Its threads are those of the thread that calls: `torch.set_num_threads`.
 
     Args:
-        source: A file that includes nothing but the headers of the compiler and of the C library.
+        source: A file that includes nothing but the headers of this folder, of the compiler and of the C library.
     """
     import torch  # noqa: F401 - it loads OpenMP
 
@@ -60,8 +60,10 @@ def library(source: Path) -> ctypes.CDLL | None:
 
 def _compiled(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
     """The shared library of a C file, made where it does not exist."""
-    named = [compiler.encode(), *(flag.encode() for flag in flags)]
-    parts = [source.read_bytes(), *named, _version(compiler), _processor()]
+    headers = sorted(Path(__file__).parent.glob("*.h"))
+    flags = (*flags, f"-I{Path(__file__).parent}")
+    files = [path.read_bytes() for path in (source, *headers)]
+    parts = [*files, compiler.encode(), *(flag.encode() for flag in flags), _version(compiler), _processor()]
     digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:24]
     folder = _folder()
     found = folder / f"{source.stem}-{digest}.so"

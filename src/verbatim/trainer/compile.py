@@ -14,6 +14,7 @@ from verbatim.models.attention import ATTENTION
 from verbatim.models.experts import router_modules
 from verbatim.models.refusal import describe
 from verbatim.models.tiny import decoder_layers
+from verbatim.trainer.fused import fuse_layers
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.parallel.sharding import Sharding
@@ -51,11 +52,13 @@ def _between_pieces(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def choose_kernels(model: Any, *, compiled: bool) -> None:
-    """Compile the layers; else take torch's own operators, and on a CPU the faster one of two libraries."""
+    """Compile the layers by torch; else take its operators, on a CPU the faster one of two libraries, and C of ours
+    between the products."""
     if compiled:
         compile_layers(model)
     else:
         use_onednn(model)
+        fuse_layers(model)
 
 
 def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:

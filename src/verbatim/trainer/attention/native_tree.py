@@ -26,13 +26,13 @@ NO_WINDOW = 2**31 - 1
 
 
 def suits(query_BHTD: Tensor, value_BKTE: Tensor, call: AttentionCall) -> bool:
-    """Whether these inputs can be given to the compiled functions, and there are any."""
+    """Whether these inputs can be given to the compiled functions, and there are any. A plan of memory has tensors
+    without numbers, of another type."""
     sizes = (query_BHTD.shape[3], value_BKTE.shape[3])
     rounds = query_BHTD.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return (
-        query_BHTD.device.type == "cpu" and rounds and call.is_plain and not any(size % SIZE_MULTIPLE for size in sizes)
-        and _library() is not None
-    )  # fmt: skip
+    on_cpu = type(query_BHTD) is Tensor and query_BHTD.device.type == "cpu"
+    fits = rounds and call.is_plain and not any(size % SIZE_MULTIPLE for size in sizes)
+    return on_cpu and fits and _library() is not None
 
 
 class NativeForest:
@@ -111,13 +111,12 @@ class _Attend(torch.autograd.Function):
         parts = -(-max(PARTS, torch.get_num_threads()) // heads)
         grad_query_UHD = torch.empty_like(query_UHD, memory_format=torch.contiguous_format)
         grad_key, grad_value = (
-            x.new_zeros(parts, heads, tokens, x.shape[2]) for x in (key_UKD, value_UKE)
+            x.new_zeros(parts, tokens, heads, x.shape[2]) for x in (key_UKD, value_UKE)
         )  # fmt: skip
         given = (query_UHD, key_UKD, value_UKE)
         results = (out_UHE, lse_UH, grads[0].contiguous(), grad_query_UHD, grad_key, grad_value)
         _call("backward", ctx.forest, given, ctx.scale, (parts,), results)
-        grad_key_UKD, grad_value_UKE = (x.sum(0).transpose(0, 1) for x in (grad_key, grad_value))
-        return grad_query_UHD, grad_key_UKD, grad_value_UKE, None, None
+        return grad_query_UHD, grad_key.sum(0), grad_value.sum(0), None, None
 
 
 def _last_dense(x: Tensor) -> Tensor:

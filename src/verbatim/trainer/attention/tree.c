@@ -11,27 +11,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#define LANES 16
-#define KEYS 8 /* keys whose scores are in registers together, for VECTORS vectors of rows */
-#elif defined(__AVX__)
-#define LANES 8
-#define KEYS 4
+#include "vectors.h"
+
+#if LANES == 8
+#define KEYS 4 /* keys whose scores are in registers together, for VECTORS vectors of rows */
 #else
-#define LANES 4
 #define KEYS 8
 #endif
 #define VECTORS 3
 #define GROUP (LANES * VECTORS)
 #define ROWS 96
 #define TILE 128
-
-typedef float vf __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4)));
-
-#define ALIGNED __attribute__((aligned(64)))
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     int64_t tokens, heads, kv_heads, key_size, value_size;
@@ -44,49 +34,6 @@ typedef struct {
     const int32_t *keys, *begins; /* the keys of block b are keys[begins[b]] to keys[begins[b + 1]] */
     const int32_t *ends, *depths; /* of each token */
 } Tree;
-
-INLINE vf splat(float x) { return x - (vf){0}; }
-INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
-INLINE vf choose(vi yes, vf a, vf b) { return (vf)((yes & (vi)a) | (~yes & (vi)b)); }
-
-/* exp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; exactly 0 below -87; NaN stays. */
-#if defined(__AVX512F__)
-INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
-INLINE vf exponential(vf x) {
-    __mmask16 some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
-    vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 8);
-    vf f = x - n * 0.693359375f;
-    f = f - n * -2.12194440e-4f;
-    vf p = splat(1.3981999507e-3f);
-    p = p * f + 8.3334519073e-3f;
-    p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f;
-    p = p * f + 5.0000001201e-1f;
-    p = p * f + 1.0f;
-    p = p * f + 1.0f;
-    return (vf)_mm512_maskz_scalef_ps(some, (__m512)p, (__m512)n);
-}
-#else
-INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
-INLINE vf exponential(vf x) {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: rounds to the nearest integer */
-    vf none = (vf)(x < -87.0f);
-    x = choose(x > 88.0f, splat(88.0f), x);
-    x = choose((vi)none, splat(-87.0f), x);
-    vf n = (x * 1.44269504f + shift) - shift;
-    vf f = x - n * 0.693359375f;
-    f = f - n * -2.12194440e-4f;
-    vf p = splat(1.9875691500e-4f);
-    p = p * f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f;
-    p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f;
-    p = p * f + 5.0000001201e-1f;
-    p = p * f * f + f + 1.0f;
-    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-    return choose((vi)none, splat(0.0f), p * (vf)power);
-}
-#endif
 
 /* turned[i][r] = sum over d of rows[i][d] * other[d][r], for `count` <= TILE rows given by pointers */
 INLINE void products(const float *const *rows, int count, const float *other, int64_t size, float *turned) {
@@ -273,8 +220,8 @@ static void forward_block(const Shape *s, const Tree *tree, const float *query, 
     }
 }
 
-/* Gradients of one block. grad_query [tokens, heads, D] is written; grad_key [tokens, D] and grad_value [tokens, E] of
-   this head are added to. */
+/* Gradients of one block. grad_query [tokens, heads, D] is written; grad_key [tokens, kv_heads, D] and grad_value
+   [tokens, kv_heads, E], which begin at this head, are added to. */
 static void backward_block(const Shape *s, const Tree *tree, const float *query, const float *key, const float *value,
                            const float *out, const float *lse, const float *grad, float *grad_query, float *grad_key,
                            float *grad_value, int64_t head, int64_t block, int64_t tokens_per_block, float *room) {
@@ -309,8 +256,8 @@ static void backward_block(const Shape *s, const Tree *tree, const float *query,
             int64_t token = keys[k < real ? k : 0];
             key_rows[k] = key + token * s->key_token + head * s->key_head;
             value_rows[k] = value + token * s->value_token + head * s->value_head;
-            to_keys[k] = grad_key + token * D;
-            to_values[k] = grad_value + token * E;
+            to_keys[k] = grad_key + token * s->kv_heads * D;
+            to_values[k] = grad_value + token * s->kv_heads * E;
         }
         products(key_rows, count, turned_queries, D, weights);
         if (count != real || !all_seen(keys, real, rows.first, rows.end, rows.deepest, tree, s->window))
@@ -360,8 +307,8 @@ int forward(const Shape *s, const Tree *tree, int64_t blocks, int64_t tokens_per
     return failed;
 }
 
-/* grad_query [tokens, heads, D] is written; grad_key [parts, kv_heads, tokens, D] and grad_value [parts, kv_heads,
-   tokens, E], which hold 0, are added to: part p has the blocks b with b * parts / blocks = p. */
+/* grad_query [tokens, heads, D] is written; grad_key [parts, tokens, kv_heads, D] and grad_value [parts, tokens,
+   kv_heads, E], which hold 0, are added to: part p has the blocks b with b * parts / blocks = p. */
 int backward(const Shape *s, const Tree *tree, int64_t blocks, int64_t tokens_per_block, int64_t parts,
              const float *query, const float *key, const float *value, const float *out, const float *lse,
              const float *grad, float *grad_query, float *grad_key, float *grad_value) {
@@ -376,8 +323,8 @@ int backward(const Shape *s, const Tree *tree, int64_t blocks, int64_t tokens_pe
 #pragma omp for collapse(2) schedule(dynamic, 1)
         for (int64_t head = 0; head < s->kv_heads; head++)
             for (int64_t part = 0; part < parts; part++) {
-                float *to_key = grad_key + (part * s->kv_heads + head) * s->tokens * s->key_size;
-                float *to_value = grad_value + (part * s->kv_heads + head) * s->tokens * s->value_size;
+                float *to_key = grad_key + (part * s->tokens * s->kv_heads + head) * s->key_size;
+                float *to_value = grad_value + (part * s->tokens * s->kv_heads + head) * s->value_size;
                 int64_t begin = (part * blocks + parts - 1) / parts, end = ((part + 1) * blocks + parts - 1) / parts;
                 for (int64_t block = begin; block < end && room; block++)
                     backward_block(s, tree, query, key, value, out, lse, grad, grad_query, to_key, to_value, head, block,

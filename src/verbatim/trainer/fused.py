@@ -1,0 +1,162 @@
+"""Computes what stands between the products of a decoder layer in one pass each, by compiled C (`layers.c`).
+
+`transformers` writes a norm as six operations and a rotation of positions as five, each of which reads and writes all
+activations, and as many again in the backward pass. Here they are one, for the classes known to compute
+
+    weight * x / sqrt(mean(x^2) + eps)      down(silu(gate(x)) * up(x))      x cos + rotate_half(x) sin
+
+in float32 on a CPU. Everything else runs as `transformers` has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim import native
+
+SOURCE = Path(__file__).with_name("layers.c")
+KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
+"""Families whose norms, feed-forward parts and rotations are those above."""
+MULTIPLE = 16
+"""Sizes are multiples of a vector."""
+PARTS = 16
+"""The gradient of a norm's weight is added up in so many parts, which threads share."""
+_ROTATE = "apply_rotary_pos_emb"
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Let a model's known norms, feed-forward parts and rotations call compiled functions, where there are any; results
+    differ by rounding only."""
+    if _library() is None:
+        return
+    for module in model.modules():
+        name, home = type(module).__name__, type(module).__module__
+        family = next((f for f in KNOWN if home == f"transformers.models.{f.lower()}.modeling_{f.lower()}"), None)
+        if family is None or "forward" in vars(module):
+            continue
+        kind = name.removeprefix(family)
+        if kind == "RMSNorm":
+            module.forward = partial(_norm, module, module.forward)
+        elif kind == "MLP" and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation"):
+            module.forward = partial(_feed_forward, module)
+        elif kind == "Attention":
+            home_of = sys.modules[home]
+            given = getattr(home_of, _ROTATE)
+            if not hasattr(given, "__wrapped__"):
+                setattr(home_of, _ROTATE, _rotating(given))
+
+
+def suits(*tensors: Tensor) -> bool:
+    """Whether compiled functions can read these: float32, on a CPU, not cast, and with numbers behind them."""
+    return not torch.is_autocast_enabled("cpu") and all(
+        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors
+    )
+
+
+def _norm(module: Any, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if not suits(x, module.weight) or x.shape[-1] % MULTIPLE or not x.numel():
+        return own(x)
+    out: Tensor = _Norm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _feed_forward(module: Any, x: Tensor) -> Tensor:
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if not suits(gate, up) or gate.shape[-1] % MULTIPLE or not gate.numel():
+        out: Tensor = module.down_proj(module.act_fn(gate) * up)
+        return out
+    out = module.down_proj(_Gated.apply(gate, up))  # type: ignore[no-untyped-call]
+    return out
+
+
+def _rotating(given: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The function of a `transformers` module that turns queries and keys, [1, heads, T, D]; tables are [1, T, D]."""
+
+    @wraps(given)
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        plain = not rest and not named and q.dim() == 4 and q.shape[0] == 1 and cos.shape == (1, *q.shape[2:])
+        if not plain or not suits(q, k, cos, sin) or cos.requires_grad or not q.numel():
+            return given(q, k, cos, sin, *rest, **named)
+        tables = cos[0].contiguous(), sin[0].contiguous()
+        turned = [_Rotated.apply(x[0].transpose(0, 1), *tables) for x in (q, k)]  # type: ignore[no-untyped-call]
+        return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
+
+    return rotate
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        size = x.shape[-1]
+        rows = x.numel() // size
+        out, scales = torch.empty_like(x), x.new_empty(rows)
+        _call("norm_forward", rows, size, ctypes.c_float(eps), x, weight, out, scales)
+        ctx.save_for_backward(x, weight, scales)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scales = ctx.saved_tensors
+        size = x.shape[-1]
+        grad_x, grad_weights = torch.empty_like(x), x.new_empty(PARTS, size)
+        _call("norm_backward", len(scales), size, PARTS, x, weight, scales, grads[0].contiguous(), grad_x, grad_weights)
+        return grad_x, grad_weights.sum(0), None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        _call("swiglu_forward", gate.numel(), gate, up, out)
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        _call("swiglu_backward", gate.numel(), gate, up, grads[0].contiguous(), grad_gate, grad_up)
+        return grad_gate, grad_up
+
+
+class _Rotated(torch.autograd.Function):
+    """Of [T, heads, D]; the gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return _rotated(x_THD, cos_TD, sin_TD, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos_TD, sin_TD = ctx.saved_tensors
+        return _rotated(grads[0], cos_TD, sin_TD, -1.0), None, None
+
+
+def _rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, direction: float) -> Tensor:
+    x_THD = x_THD.contiguous()
+    out = torch.empty_like(x_THD)
+    _call("rotate", *x_THD.shape, ctypes.c_float(direction), x_THD, cos_TD, sin_TD, out)
+    return out
+
+
+def _call(name: str, *inputs: Any) -> None:
+    """Call a compiled function: whole numbers as int64, tensors as pointers."""
+    given = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) if isinstance(x, int) else x
+             for x in inputs]  # fmt: skip
+    getattr(_library(), name)(*given)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    return native.library(SOURCE)

@@ -1,0 +1,85 @@
+/* Parts of decoder layers that are not products of matrices, forward and backward, each in one pass over its numbers. */
+
+#include <string.h>
+
+#include "vectors.h"
+
+#define AT(array, i) (*(vf *)((array) + (i)))
+#define READ(array, i) (*(const vf *)((array) + (i)))
+
+/* out = x r weight with r = 1 / sqrt(mean(x^2) + eps), for rows of `size` numbers, a multiple of 16; r is kept. */
+void norm_forward(int64_t rows, int64_t size, float eps, const float *x, const float *weight, float *out, float *scales) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * size;
+        float *to = out + row * size;
+        vf sum = splat(0.0f);
+        for (int64_t i = 0; i < size; i += LANES) sum += READ(from, i) * READ(from, i);
+        float scale = 1.0f / sqrtf(total(sum) / (float)size + eps);
+        scales[row] = scale;
+        for (int64_t i = 0; i < size; i += LANES) AT(to, i) = READ(from, i) * scale * READ(weight, i);
+    }
+}
+
+/* With g = grad weight: grad_x = r (g - x r^2 mean(g x)); grad_weights[part] gets the sum of grad x r over its rows. The
+   parts are cut by the number of rows alone, so that sums do not depend on the number of threads. */
+void norm_backward(int64_t rows, int64_t size, int64_t parts, const float *x, const float *weight, const float *scales,
+                   const float *grad, float *grad_x, float *grad_weights) {
+#pragma omp parallel for schedule(static)
+    for (int64_t part = 0; part < parts; part++) {
+        float *sums = grad_weights + part * size;
+        memset(sums, 0, sizeof(float) * size);
+        for (int64_t row = part * rows / parts; row < (part + 1) * rows / parts; row++) {
+            const float *from = x + row * size, *slope = grad + row * size;
+            float *to = grad_x + row * size, scale = scales[row];
+            vf sum = splat(0.0f);
+            for (int64_t i = 0; i < size; i += LANES) sum += READ(slope, i) * READ(weight, i) * READ(from, i);
+            float back = total(sum) / (float)size * scale * scale;
+            for (int64_t i = 0; i < size; i += LANES) {
+                vf value = READ(from, i), mine = READ(slope, i);
+                AT(to, i) = scale * (mine * READ(weight, i) - value * back);
+                AT(sums, i) += mine * value * scale;
+            }
+        }
+    }
+}
+
+/* out = gate sigmoid(gate) up, for `count` numbers, a multiple of 16 */
+void swiglu_forward(int64_t count, const float *gate, const float *up, float *out) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf g = READ(gate, i);
+        AT(out, i) = g / (1.0f + exponential(-g)) * READ(up, i);
+    }
+}
+
+void swiglu_backward(int64_t count, const float *gate, const float *up, const float *grad, float *grad_gate,
+                     float *grad_up) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf g = READ(gate, i), mine = READ(grad, i);
+        vf s = 1.0f / (1.0f + exponential(-g));
+        AT(grad_up, i) = mine * g * s;
+        AT(grad_gate, i) = mine * READ(up, i) * s * (1.0f + g * (1.0f - s));
+    }
+}
+
+/* Each pair (x[d], x[d + size / 2]) of each head turned by its token's angle: x cos + rotated x sin, where `direction` 1
+   turns forward and -1 back. Tables have `size` numbers for each token, of which the second half repeats the first. */
+void rotate(int64_t tokens, int64_t heads, int64_t size, float direction, const float *x, const float *cosines,
+            const float *sines, float *out) {
+    int64_t half = size / 2;
+#pragma omp parallel for schedule(static)
+    for (int64_t token = 0; token < tokens; token++) {
+        const float *c = cosines + token * size, *s = sines + token * size;
+        for (int64_t head = 0; head < heads; head++) {
+            const float *from = x + (token * heads + head) * size;
+            float *to = out + (token * heads + head) * size;
+            for (int64_t d = 0; d < half; d++) {
+                float a = from[d], b = from[d + half], sine = direction * s[d];
+                to[d] = a * c[d] - b * sine;
+                to[d + half] = b * c[d] + a * sine;
+            }
+        }
+    }
+}
