@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from byte_renderer import END, VOCAB_SIZE, ByteRenderer
 from e2e.tiny_runs import assert_ledger_adds_up, build_tiny_model, num_sampled, trajectory_lines
 from verbatim import Trajectory, build_samples
 from verbatim.environments.resolve import create_environment
 from verbatim.errors import ComponentError, EnvironmentFault, UsageError
+from verbatim.gateway.verifiers.serving import TraceSession
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.base import Completion
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
-from verbatim.rollouts.verifiers.serving import Switchboard
+from verbatim.rollouts import AgentLoop, EpisodeLimits, GroupRun, Recorder, RolloutSetup
 from verbatim.types import StopReason, Turn
 
 pytestmark = pytest.mark.extras
@@ -287,7 +288,7 @@ SAID: dict[str, Any] = {"parent": 0, "sampled": True, "token_ids": [3, 4, 5], "m
 
 
 def test_a_trace_that_holds_what_was_served_is_accepted():
-    from verbatim.rollouts.verifiers.trace import check_served
+    from verbatim.gateway.verifiers.trace import check_served
 
     check_served([traced(USER, SAID)], [TURN])
     check_served([traced(USER, SAID), traced(USER, SAID)], [TURN, TURN])
@@ -309,7 +310,7 @@ def test_a_trace_that_holds_what_was_served_is_accepted():
     ],
 )
 def test_a_trace_that_differs_anywhere_is_refused(nodes, turns, said):
-    from verbatim.rollouts.verifiers.trace import check_served
+    from verbatim.gateway.verifiers.trace import check_served
 
     with pytest.raises(EnvironmentFault, match=said):
         check_served([traced(*nodes)], turns)
@@ -317,7 +318,7 @@ def test_a_trace_that_differs_anywhere_is_refused(nodes, turns, said):
 
 @in_one_loop
 async def test_a_trace_that_was_changed_is_never_trained(model, tokenizer, monkeypatch):
-    from verbatim.rollouts.verifiers import trace as verifiers_trace
+    from verbatim.gateway.verifiers import trace as verifiers_trace
 
     honest = verifiers_trace.check_served
 
@@ -357,17 +358,21 @@ def test_what_verifiers_refuses_is_refused_when_the_environment_is_made(model, a
 
 
 async def test_recorded_experts_are_not_sent_to_verifiers_which_reads_another_format():
-    drawn = Completion(ids=np.array([5]), logprobs=np.array([-0.5]), policy_versions=None,
-                       stop_reason=StopReason.STOP, routed_experts=np.zeros((2, 1, 1), dtype=np.uint8))  # fmt: skip
+    class Mixture(ScriptedSampler):
+        async def generate(self, request: SampleRequest) -> Completion:
+            drawn = await super().generate(request)
+            count = len(request.prompt_ids) + len(drawn.ids) - 1
+            return dataclasses.replace(drawn, routed_experts=np.zeros((count, 1, 1), dtype=np.uint8))
 
-    class Loop:
-        async def complete(self, *given: Any, **more: Any) -> Completion:
-            return drawn
-
-    switchboard = Switchboard(ScriptedSampler(script=[], vocab_size=8, context_length=8))
+    sampler = Mixture(script=[[5, END]], vocab_size=VOCAB_SIZE, context_length=300)
+    loop = AgentLoop(
+        sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=EpisodeLimits(), seed=0,
+        recorder=Recorder(VOCAB_SIZE),
+    )  # fmt: skip
     trace: Any = SimpleNamespace(id="a", agent=SimpleNamespace(name="agent", trainable=True))
-    switchboard.connect(trace, Loop())  # type: ignore[arg-type]
-    request = SampleRequest(prompt_ids=np.array([1, 2]), params=SamplingParams(), seed=0, session="a")
-    served = await switchboard.generate(request)
+    request = SampleRequest(prompt_ids=np.array([1, 2]), params=SamplingParams(stop_token_ids=(END,)), seed=0)
+    served = await TraceSession(loop, trace).complete(request)
     assert served.routed_experts is None
-    assert served.ids is drawn.ids
+    assert served.ids.tolist() == [5, END]
+    (turn,) = loop.turns
+    assert len(turn.routed_experts) == 3

@@ -212,7 +212,7 @@ class RandomClient:
         self.client, self.rng = Client(http, episode), rng
         self.system = {"role": "system", "content": name}
         self.histories = [[self.system, {"role": "user", "content": f"go {rng.random()}"}]]
-        self.num_requests = 0
+        self.num_requests = self.num_given_up = 0
         self.received = []
         """(what was sent, what was answered), each answer once however often it came."""
 
@@ -295,6 +295,7 @@ class RandomClient:
         raise AssertionError("the sampler never answers")
 
     async def given_up(self, route, data):
+        self.num_given_up += 1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.rng.choice([0.0, 0.002, 0.01])):
                 await self.post(route, data)
@@ -311,6 +312,7 @@ class RandomClient:
     async def events(self, route, body, most=None):
         """The events of a stream; None where the sampler failed."""
         self.num_requests += 1
+        self.num_given_up += most is not None
         url, found = f"{self.client.episode.base_url}/{route}", []
         async with self.client.http.post(url, json={**body, "stream": True}, headers=self.client.headers) as answer:
             if answer.status == 500:

@@ -10,7 +10,7 @@ from scripted_gateway import Client, Whole, gateway_over, scripted
 
 from byte_renderer import END, call, say
 from verbatim import Example, build_samples
-from verbatim.errors import EnvironmentFault
+from verbatim.errors import EnvironmentFault, SamplerFault
 from verbatim.gateway.session import INFO
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
@@ -408,6 +408,24 @@ async def test_an_answer_makes_up_for_the_samplers_failure_at_its_own_prompt_onl
         failed, well = await kept.finish(reward=1.0), await mended.finish(reward=1.0)
     assert "fails, as scripted" in failed.error
     assert well.error is None
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_failure_after_its_client_has_gone_is_no_fault_of_the_episode(http, leaves):
+    class FailsLate(Whole):
+        async def generate(self, request):
+            await asyncio.sleep(0.2)
+            raise SamplerFault("it burns")
+
+    async with gateway_over(FailsLate(scripted())) as gateway:
+        episode = gateway.episode()
+        asking = asyncio.create_task(Client(http, episode).chat([user("hi")]))
+        await asyncio.sleep(0.1)
+        if leaves:
+            asking.cancel()
+        await asyncio.sleep(0.3)
+        trajectory = await episode.finish()
+    assert trajectory.error == (None if leaves else "sampler: it burns")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -86,7 +86,8 @@ async def campaign(seed, num_requests, num_sessions=4, num_agents=2):
 
 def check(trajectory, returned, clients):
     """One session against what the sampler returned for it, and what its clients sent and got."""
-    assert trajectory.error is None
+    # A client may have given up just as the sampler failed.
+    assert trajectory.error is None or (gave_up(clients) and "as scripted" in trajectory.error)
     # A completion that was returned just as its client was given up is in no turn, and counted. Of one that a stop
     # string cuts, the turn has the beginning.
     recorded = Counter((t.prompt_ids.tobytes(), t.completion_ids.tobytes()) for t in trajectory.turns)
@@ -104,6 +105,10 @@ def check(trajectory, returned, clients):
     assert not Counter(sent for sent, _, _ in answered) - contexts
 
 
+def gave_up(clients):
+    return any(client.num_given_up for client in clients)
+
+
 @settings(max_examples=4, deadline=None, phases=[Phase.generate])
 @given(seed=st.integers(0, 2**32))
 def test_every_token_is_recorded_once_in_its_context_and_session(seed):
@@ -117,5 +122,6 @@ def test_a_long_campaign():
     for trajectory in trajectories:
         counts.update(trajectory.info["gateway"]["counts"])
     assert num_requests >= CAMPAIGN
+    assert sum(t.error is not None for t in trajectories) <= 1
     assert set(counts) >= {"repeated", "branches/edited_history", "branches/same_prompt", "branches/compaction"}
     print(f"seed {SEED}: {num_requests} requests, {sum(len(t.turns) for t in trajectories)} turns, {dict(counts)}")

@@ -21,7 +21,7 @@ BLOCKED = 0.25
 """Seconds without a turn of the loop that count as blocking, if they are spent in the same code."""
 _LOOK_EVERY = 0.05
 _OURS = Path(verbatim.__file__).parent
-_THEIRS = (_OURS / "environments", _OURS / "rollouts" / "verifiers")
+_THEIRS = (_OURS / "environments", _OURS / "gateway" / "verifiers")
 """Bundled environments are looked at like those of users."""
 _LIBRARY = Path(asyncio.__file__).parents[1]
 """Python's own modules."""

@@ -28,7 +28,7 @@ ENVIRONMENTS = {
     "single_turn": "verbatim.environments.single_turn:SingleTurn",
     "terminal": "verbatim.environments.terminal:Terminal",
     "textarena": "verbatim.rollouts.games.environment:TextArena",
-    "verifiers": "verbatim.rollouts.verifiers.environment:VerifiersEnvironment",
+    "verifiers": "verbatim.gateway.verifiers.environment:VerifiersEnvironment",
 }
 """Import path of each bundled environment."""
 

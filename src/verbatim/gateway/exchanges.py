@@ -48,7 +48,6 @@ class Exchange(Generic[T]):
     task: asyncio.Task[T]
     digest: bytes
     progress: Progress
-    num_waiting: int = 0
     delivered: bool = False
     """Whether a client has been sent the whole answer."""
     leaving: asyncio.TimerHandle | None = None
@@ -68,7 +67,7 @@ class Exchange(Generic[T]):
     @property
     def is_missed(self) -> bool:
         """Whether there is an answer, or will be, and all clients went before they had it."""
-        return self.is_usable and not self.delivered and self.num_waiting == 0
+        return self.is_usable and not self.delivered and self.progress.num_waiting == 0
 
 
 class Exchanges(Generic[T]):
@@ -132,15 +131,15 @@ class Exchanges(Generic[T]):
     def attend(self, exchange: Exchange[T]) -> Iterator[None]:
         """Someone waits for the answer, inside of the block. Once none does, its generation is cancelled after the
         patience."""
-        exchange.num_waiting += 1
+        exchange.progress.num_waiting += 1
         if exchange.leaving is not None:
             exchange.leaving.cancel()
             exchange.leaving = None
         try:
             yield
         finally:
-            exchange.num_waiting -= 1
-            if exchange.num_waiting == 0 and not exchange.task.done():
+            exchange.progress.num_waiting -= 1
+            if exchange.progress.num_waiting == 0 and not exchange.task.done():
                 loop = asyncio.get_running_loop()
                 exchange.leaving = loop.call_later(self._patience, self._leave, exchange)
 
@@ -191,7 +190,7 @@ class Exchanges(Generic[T]):
         return next((one for one in known if not one.is_usable and not one.was_retried), None)
 
     def _leave(self, exchange: Exchange[T]) -> None:
-        if exchange.num_waiting == 0 and not exchange.task.done():
+        if exchange.progress.num_waiting == 0 and not exchange.task.done():
             self.num_left += 1
             exchange.was_left = True
             exchange.task.cancel()

@@ -24,6 +24,8 @@ class Progress:
         """Of each reply, the ids sampled so far; empty where the sampler shows none before the end."""
         self.prompt_ids: Int32 | None = None
         """int32 [P]; None until it has been rendered."""
+        self.num_waiting = 0
+        """Clients that wait for the answer."""
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
 

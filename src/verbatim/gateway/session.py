@@ -86,7 +86,8 @@ class Session:
 
     @property
     def fault(self) -> RolloutError | None:
-        """The first failure of the record; else one of the sampler, at a prompt that was not answered later."""
+        """The first failure of the record; else one of the sampler that a client was told of, at a prompt that was not
+        answered later."""
         return self._record_fault or next(iter(self._sampler_faults.values()), None)
 
     @property
@@ -154,7 +155,8 @@ class Session:
             self._record_fault = self._record_fault or fault
             raise
         except SamplerFault as fault:
-            self._sampler_faults.setdefault(match.end, fault)
+            if progress is None or progress.num_waiting:  # else it fails for no one
+                self._sampler_faults.setdefault(match.end, fault)
             raise
         finally:
             self._num_open -= 1

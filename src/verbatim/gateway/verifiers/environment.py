@@ -9,23 +9,24 @@ from typing import Any
 
 from verbatim.environments.base import Episode, Score
 from verbatim.errors import ComponentError, EnvironmentFault, UsageError
+from verbatim.gateway.chat import MODEL
+from verbatim.gateway.verifiers import trace as verifiers_trace
+from verbatim.gateway.verifiers.serving import Serving
 from verbatim.renderers.renderer_spec import renderer_spec
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.loop import EpisodeOver
-from verbatim.rollouts.verifiers import trace as verifiers_trace
-from verbatim.rollouts.verifiers.serving import MODEL, Serving
 from verbatim.types import Example, StopReason, Trajectory
 
 HARNESS = "verbatim-chat"
 """The chat loop that needs no network (`harnesses/verbatim_chat.py`)."""
 _NO_KEY = "VERBATIM_NO_KEY"
-"""A variable that is never set: our server asks for no key here, and verifiers is to send none of its own."""
+"""A variable that is never set: the gateway's key is in the address, and verifiers is to send none of its own."""
 
 
 class VerifiersEnvironment:
     """A taskset of verifiers (0.4), run by its agents' programs.
 
-    verifiers renders the conversations itself, with the package `renderers`, and asks our server for exact ids. Every
+    verifiers renders the conversations itself, with the package `renderers`, and asks a gateway for exact ids. Every
     turn is recorded where it is sampled; at the end verifiers' own trace has to hold the same ids and logprobs.
 
     Args:
@@ -74,7 +75,7 @@ class VerifiersEnvironment:
             self._serving[loop] = Serving(load_environment(self._config))
         return self._serving[loop]
 
-    def context(self, url: str, loop: AgentLoop) -> Any:
+    def context(self, base_url: str, loop: AgentLoop) -> Any:
         """Where verifiers' agents ask, and how they sample."""
         from renderers.configs import config_from_name
         from verifiers.v1.clients import ModelContext, TrainClientConfig
@@ -87,7 +88,7 @@ class VerifiersEnvironment:
         params = loop.params
         return ModelContext(
             model=MODEL,
-            client=TrainClientConfig(base_url=f"{url}/v1", api_key_var=_NO_KEY, renderer=config_from_name(name),
+            client=TrainClientConfig(base_url=base_url, api_key_var=_NO_KEY, renderer=config_from_name(name),
                                      renderer_model_name=self._tokenizer or _name_of_tokenizer(loop)),
             sampling=SamplingConfig.model_validate({
                 "temperature": params.temperature, "max_tokens": params.max_tokens, "top_p": params.top_p,
@@ -110,14 +111,14 @@ class VerifiersEpisode(Episode):
         if not isinstance(agent, AgentLoop):
             raise EnvironmentFault("verifiers' environments are played by the run's sampler only, not by a teacher")
         serving = self._environment.serving()
-        async with serving.use(agent.sampler) as (url, switchboard):
+        async with serving.use(agent.sampler.context_length) as reception:
             try:
                 episode = await serving.env.run_episode(
-                    self._task, self._environment.context(url, agent),
-                    on_trace=lambda trace: switchboard.connect(trace, agent),
+                    self._task, self._environment.context(reception.base_url, agent),
+                    on_trace=lambda trace: reception.connect(trace, agent),
                 )  # fmt: skip
             finally:
-                switchboard.disconnect(agent)
+                await reception.disconnect(agent)
         agent.tell(verifiers_trace.messages_of(episode))
         problem = verifiers_trace.errors_of(episode)
         if problem is not None:
@@ -152,7 +153,7 @@ def _read_config(taskset: str, env: str, harness: str, config: dict[str, Any]) -
         from verifiers.v1.utils.loaders import env_config_type, resolve_env_config
     except ImportError as error:
         raise UsageError(f"verifiers' environments need {error.name}: pip install 'verbatim-rl[verifiers]'") from None
-    from verbatim.rollouts.verifiers import harnesses as verifiers_harnesses
+    from verbatim.gateway.verifiers import harnesses as verifiers_harnesses
 
     folder = next(iter(verifiers_harnesses.__path__))
     if folder not in harnesses.__path__:

@@ -1,0 +1,130 @@
+"""Serves verifiers' episodes while they run: a gateway before our sampler, verifiers' own servers before the gateway.
+
+verifiers -> its train client -> the gateway's route for token ids -> the session of the request's trace, which samples
+and records the turn. So a trajectory holds what was served, with the version of every token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from verbatim.gateway.service import Service
+from verbatim.gateway.session import Session
+from verbatim.gateway.session_settings import SessionRefusal, SessionSettings
+from verbatim.inference.base import Completion, SampleRequest
+from verbatim.rollouts.agent_loop import AgentLoop
+
+logger = logging.getLogger(__name__)
+
+
+class TraceSession(Session):
+    """One of verifiers' traces: an agent of an episode.
+
+    Args:
+        loop: Samples and records, for all traces of the episode.
+        trace: verifiers' record, which names the agent.
+    """
+
+    def __init__(self, loop: AgentLoop, trace: Any) -> None:
+        super().__init__(loop, SessionSettings(sampling="client"))
+        self._trace = trace
+
+    async def complete(self, request: SampleRequest, *, agent: str = "", trained: bool = True) -> Completion:
+        """A turn of the trace's agent. Where no turn or token is left, verifiers is told to stop and score. The experts
+        of a mixture stay in the episode's record: verifiers reads another format of them."""
+        own = self._trace.agent
+        try:
+            completion = await super().complete(
+                request, agent="main" if own.name == "agent" else own.name, trained=own.trainable
+            )
+        except SessionRefusal as refusal:
+            self._trace.stop("max_turns" if refusal.kind == "max_turns" else "context_length")
+            raise
+        return dataclasses.replace(completion, routed_experts=None)
+
+
+@dataclass(eq=False)
+class Reception:
+    """Where verifiers' client asks: one key for all traces, since it keeps its connections for each address. Requests
+    name their trace."""
+
+    service: Service
+    key: str
+    _traces: dict[AgentLoop, dict[str, TraceSession]] = field(default_factory=dict)
+
+    @property
+    def base_url(self) -> str:
+        """For verifiers' client, with the key in it."""
+        return f"{self.service.url}/s/{self.key}/v1"
+
+    def connect(self, trace: Any, loop: AgentLoop) -> None:
+        """From now on, requests of this trace are turns of this episode."""
+        session = self._traces.setdefault(loop, {})[trace.id] = TraceSession(loop, trace)
+        self.service.join(self.key, trace.id, session)
+
+    async def disconnect(self, loop: AgentLoop) -> None:
+        """The episode is over: what is under way is cancelled, and what still comes for it is refused."""
+        for name, session in self._traces.pop(loop, {}).items():
+            self.service.leave(self.key, name)
+            await session.end()
+
+
+@dataclass(eq=False)
+class Serving:
+    """Up for as long as it is used, in one event loop. verifiers' servers are entered and left in one task, as their
+    scopes demand, whichever episode comes first and goes last."""
+
+    env: Any
+    """verifiers' environment."""
+    _users: int = 0
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _task: asyncio.Task[None] | None = None
+    _end: asyncio.Event = field(default_factory=asyncio.Event)
+    _up: asyncio.Future[Reception] | None = None
+
+    @contextlib.asynccontextmanager
+    async def use(self, context_length: int) -> AsyncIterator[Reception]:
+        """Where verifiers asks, and who connects its requests with episodes.
+
+        Args:
+            context_length: The sampler's.
+        """
+        async with self._changing:
+            self._users += 1
+            if self._users == 1:
+                self._end = asyncio.Event()
+                self._up = asyncio.get_running_loop().create_future()
+                self._task = asyncio.create_task(self._serve(context_length, self._up), name="verifiers-serving")
+        try:
+            assert self._up is not None
+            yield await asyncio.shield(self._up)
+        finally:
+            async with self._changing:
+                self._users -= 1
+                if self._users == 0:
+                    assert self._task is not None
+                    self._end.set()
+                    await asyncio.wait([self._task])
+                    if not self._task.cancelled() and self._task.exception() is not None:
+                        logger.warning("verifiers' servers did not end cleanly", exc_info=self._task.exception())
+
+    async def _serve(self, context_length: int, up: asyncio.Future[Reception]) -> None:
+        service = Service()
+        try:
+            await service.start()
+            async with self.env.serving():
+                up.set_result(Reception(service, service.open_group(context_length)))
+                await self._end.wait()
+        except BaseException as error:
+            if not up.done():
+                up.set_exception(error)  # those who wait for it have to hear of it
+                return
+            raise
+        finally:
+            await service.close()
