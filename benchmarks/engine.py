@@ -22,6 +22,7 @@ import asyncio
 import itertools
 import json
 import os
+import platform
 import statistics
 import tempfile
 import time
@@ -241,6 +242,17 @@ async def play_continuous(model: Any, scripts: Sequence[Script], concurrency: in
 
 
 # ---- the measurement
+
+
+def processor_name() -> str:
+    """As the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = dict(line.split(":", 1) for line in lines if ":" in line)
+    names = {name.strip(): value.strip() for name, value in named.items()}
+    return f"{names.get('model name', platform.machine())}, family {names.get('cpu family')}, model {names.get('model')}"
 
 
 def demo_model(folder: Path) -> Path:

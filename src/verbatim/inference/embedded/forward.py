@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.inference.embedded.compiled.forward import CompiledForward
-from verbatim.inference.embedded.compiled.library import NoKernelError
+from verbatim.inference.embedded.compiled.library import load_kernel
 from verbatim.inference.embedded.compiled.structures import why_not
 from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.fast_forward import fast_backbone, probe
@@ -99,14 +99,13 @@ def open_forward(
         reason = why_not(model, fast, calls)
         if reason is None:
             assert fast is not None, "why_not refuses models without one"
-            try:
+            kernel = load_kernel()
+            if kernel is not None:
                 compiled = CompiledForward(model, fast, calls, shape, num_slots=settings.max_batch_size,
-                                           context_length=context_length)  # fmt: skip
+                                           context_length=context_length, kernel=kernel)  # fmt: skip
                 if compiled.agrees(model, context_length):
                     return compiled
-                reason = "it gives other hidden states than the model"
-            except NoKernelError as error:
-                reason = str(error)
+            reason = "it cannot be compiled here" if kernel is None else "it gives other hidden states than the model"
         if settings.kernel == "compiled":
             raise ModelError(f'inference.torch.kernel = "compiled", but the compiled kernel cannot be used: {reason}; '
                              'use "auto"')  # fmt: skip

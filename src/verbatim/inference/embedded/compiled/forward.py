@@ -6,16 +6,13 @@ A row's bits depend on its own sequence alone, so the deterministic mode needs n
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verbatim.inference.embedded.compiled.library import load_kernel
 from verbatim.inference.embedded.compiled.paged_cache import PagedCache
 from verbatim.inference.embedded.compiled.structures import UNIT, DrawFields, KernelModel, PassFields
 from verbatim.inference.embedded.expert_record import ExpertRecord
@@ -43,9 +40,7 @@ class CompiledForward:
         shape: Of one token's keys and values.
         num_slots: Most sequences in flight.
         context_length: Most tokens of one.
-
-    Raises:
-        NoKernelError: the kernel cannot be built or loaded.
+        kernel: Its functions.
     """
 
     num_rows = 0
@@ -53,16 +48,15 @@ class CompiledForward:
 
     def __init__(
         self, model: CausalLM, fast: FastBackbone, calls: Sequence[AttentionCall], shape: KeyValueShape, *,
-        num_slots: int, context_length: int,
+        num_slots: int, context_length: int, kernel: ctypes.CDLL,
     ) -> None:  # fmt: skip
-        self._library = load_kernel()
+        self._kernel = kernel
         self.bytes_per_token = shape.bytes_per_token(torch.float32)
         """Bytes of one token's keys and values in all layers."""
         self._model = KernelModel(model, fast, calls)
         self.cache = PagedCache(shape, num_slots, context_length)
         self._memory = torch.empty(0)
         self._logits = torch.empty(0)
-        self._team: _Team | None = None
 
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
@@ -80,14 +74,13 @@ class CompiledForward:
         at_ids, at_positions, at_slots, at_outs = (rows.ctypes.data for rows in kept)
         given = PassFields(
             rows=len(ids), ids=at_ids, positions=at_positions, slots=at_slots, outs=len(outs), out_rows=at_outs,
-            out=out.data_ptr(), pool=self._pool(len(ids) * self._model.num_weights),
+            out=out.data_ptr(), threads=_threads(len(ids) * self._model.num_weights),
         )  # fmt: skip
         self.cache.fill(given)
-        threads = self._team.num_threads if self._team else 1
-        floats = self._library.verbatim_workspace(self._model.address, len(ids), threads)
+        floats = self._kernel.verbatim_workspace(self._model.address, len(ids), given.threads)
         if len(self._memory) < floats:
             self._memory = torch.empty(floats)
-        self._library.verbatim_forward(self._model.address, ctypes.addressof(given), self._memory.data_ptr())
+        self._kernel.verbatim_forward(self._model.address, ctypes.addressof(given), self._memory.data_ptr())
         return out
 
     def draw(
@@ -105,12 +98,12 @@ class CompiledForward:
         given = DrawFields(
             model=self._model.address, rows=num, hidden=hidden.data_ptr(), temperatures=temperatures.ctypes.data,
             uniforms=randomness.ctypes.data, stride=stride, logits=self._logits.data_ptr(), tokens=tokens.ctypes.data,
-            logprobs=logprobs.ctypes.data, pool=self._pool(num * vocab * self._model.fields.width),
+            logprobs=logprobs.ctypes.data, threads=_threads(num * vocab * self._model.fields.width),
         )  # fmt: skip
-        self._library.verbatim_logits(ctypes.addressof(given))
+        self._kernel.verbatim_logits(ctypes.addressof(given))
         cut = np.flatnonzero(table.truncates[slots])
         drawn = [(row, *self._draw_cut(row, stride, vocab, slots, randomness, table)) for row in cut.tolist()]
-        self._library.verbatim_draw(ctypes.addressof(given))
+        self._kernel.verbatim_draw(ctypes.addressof(given))
         for row, token, logprob in drawn:
             tokens[row], logprobs[row] = token, logprob
         return tokens, logprobs
@@ -127,15 +120,6 @@ class CompiledForward:
         token, logprob = draw(logits, torch.from_numpy(table.temperature[one]), uniform, truncation)
         return int(token), float(logprob)
 
-    def _pool(self, work: int) -> int | None:
-        """The team of as many threads as torch uses in this one; None for one thread, which is enough for little."""
-        threads = torch.get_num_threads()
-        if threads == 1 or work < _WORTH_A_TEAM:
-            return None
-        if self._team is None or self._team.num_threads != threads:
-            self._team = _Team(self._library, threads)
-        return self._team.address
-
     def agrees(self, model: CausalLM, context_length: int) -> bool:
         """Whether kernel and model give the same hidden states, within rounding; slot 0 is left empty."""
         length = min(_PROBE, context_length)
@@ -148,12 +132,6 @@ class CompiledForward:
         return bool((ours - theirs).abs().max() <= 1e-5 * max(1.0, float(theirs.abs().max())))
 
 
-class _Team:
-    """Threads of the kernel; they end with this object."""
-
-    def __init__(self, library: Any, num_threads: int) -> None:
-        self.num_threads = num_threads
-        self.address: int = library.verbatim_pool(num_threads)
-        if not self.address:
-            raise MemoryError("no room for the kernel's threads")
-        weakref.finalize(self, library.verbatim_end_pool, self.address)
+def _threads(work: int) -> int:
+    """As many as torch uses in this thread; one is enough for little work."""
+    return torch.get_num_threads() if work >= _WORTH_A_TEAM else 1

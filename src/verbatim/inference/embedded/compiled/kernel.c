@@ -10,11 +10,8 @@
    Legend: T rows, W width, H query heads, K key/value heads, G = H / K, D head size, I inner width, V vocabulary. */
 
 #include <math.h>
-#include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -126,99 +123,27 @@ INLINE vec vexp(vec x)
 }
 INLINE float exp1(float x) { return vexp(all(x))[0]; }
 
-/* ---- threads */
+/* ---- threads: the caller's own team in torch */
 
 typedef void (*Task)(void *arg, int64_t index, int64_t count);
 
-typedef struct {
-    int64_t count;
-    atomic_long round, pending, sleeping;
-    atomic_int stop;
-    Task task;
-    void *arg;
-    pthread_mutex_t lock;
-    pthread_cond_t wake;
-    pthread_t threads[63];
-    atomic_long index;
-} Pool;
-
-INLINE void relax(void)
-{
-#if defined(__x86_64__)
-    _mm_pause();
+#ifdef _OPENMP
+extern int omp_get_thread_num(void);
+extern int omp_get_num_threads(void);
 #endif
-}
 
-static void *work(void *of)
+/* Run a task's shares 0 to count - 1, each on a thread of its own where there are several; returns when all ended. */
+static void run(int64_t threads, Task task, void *arg)
 {
-    Pool *pool = of;
-    int64_t index = atomic_fetch_add(&pool->index, 1);
-    long seen = 0;
-    for (;;) {
-        for (int spin = 0; spin < 4000 && atomic_load(&pool->round) == seen; spin++) relax();
-        if (atomic_load(&pool->round) == seen) {
-            pthread_mutex_lock(&pool->lock);
-            atomic_fetch_add(&pool->sleeping, 1);
-            while (atomic_load(&pool->round) == seen) pthread_cond_wait(&pool->wake, &pool->lock);
-            atomic_fetch_sub(&pool->sleeping, 1);
-            pthread_mutex_unlock(&pool->lock);
-        }
-        seen++;
-        if (atomic_load(&pool->stop)) return NULL;
-        pool->task(pool->arg, index, pool->count);
-        atomic_fetch_sub(&pool->pending, 1);
-    }
-}
-
-static void begin(Pool *pool)
-{
-    atomic_fetch_add(&pool->round, 1);
-    if (atomic_load(&pool->sleeping)) {
-        pthread_mutex_lock(&pool->lock);
-        pthread_cond_broadcast(&pool->wake);
-        pthread_mutex_unlock(&pool->lock);
-    }
-}
-
-/* Run a task's shares 0 to count - 1 at the same time; returns when all have ended. */
-static void run(Pool *pool, Task task, void *arg)
-{
-    if (!pool) {
-        task(arg, 0, 1);
+#ifdef _OPENMP
+    if (threads > 1) {
+#pragma omp parallel num_threads((int)threads)
+        task(arg, omp_get_thread_num(), omp_get_num_threads());
         return;
     }
-    pool->task = task, pool->arg = arg;
-    atomic_store(&pool->pending, pool->count - 1);
-    begin(pool);
-    task(arg, 0, pool->count);
-    for (int spin = 0; atomic_load(&pool->pending); spin++)
-        if (spin < 20000) relax();
-        else sched_yield();
-}
-
-/* A team of so many threads, the caller's included; NULL where there is no room for it. */
-void *verbatim_pool(int64_t count)
-{
-    Pool *pool = calloc(1, sizeof(Pool));
-    if (!pool) return NULL;
-    pthread_mutex_init(&pool->lock, NULL);
-    pthread_cond_init(&pool->wake, NULL);
-    pool->count = 1;
-    atomic_store(&pool->index, 1);
-    for (int64_t i = 1; i < count && i < 64; i++, pool->count++)
-        if (pthread_create(&pool->threads[i - 1], NULL, work, pool)) break;
-    return pool;
-}
-
-void verbatim_end_pool(void *of)
-{
-    Pool *pool = of;
-    atomic_store(&pool->stop, 1);
-    begin(pool);
-    for (int64_t i = 1; i < pool->count; i++) pthread_join(pool->threads[i - 1], NULL);
-    pthread_cond_destroy(&pool->wake);
-    pthread_mutex_destroy(&pool->lock);
-    free(pool);
+#endif
+    (void)threads;
+    task(arg, 0, 1);
 }
 
 /* ---- products of matrices: y[t, n] = sum over k of x[t, k] w[n, k], lane k % LANES of one accumulator for each */
@@ -332,7 +257,7 @@ typedef struct {
     int64_t outs;
     const int64_t *out_rows;
     float *out;                 /* [outs, W]: normed last hidden states */
-    Pool *pool;
+    int64_t threads;
 } Pass;
 
 /* ---- attention */
@@ -792,7 +717,7 @@ static void empty_new_pages(const Model *m, const Pass *p)
 /* Writes the keys and values of all rows; the last hidden states of `out_rows`, after the final norm, are `out`. */
 void verbatim_forward(const Model *m, const Pass *p, float *workspace)
 {
-    int64_t tile = tile_rows(m, p->rows), threads = p->pool ? p->pool->count : 1, width = m->width;
+    int64_t tile = tile_rows(m, p->rows), width = m->width;
     Work made = {.m = m, .p = p}, *w = &made;
     float *next = workspace;
 #define TAKE(n) (next += ROUND(n), next - ROUND(n))
@@ -803,7 +728,7 @@ void verbatim_forward(const Model *m, const Pass *p, float *workspace)
     w->gate = TAKE(tile * m->inner);
     w->up = TAKE(tile * m->inner);
     w->scratch_size = attention_floats(m);
-    w->scratch = TAKE(threads * w->scratch_size);
+    w->scratch = TAKE(p->threads * w->scratch_size);
 #undef TAKE
     w->pieces = (Piece *)next;
     w->spare = w->pieces + p->rows;
@@ -816,31 +741,22 @@ void verbatim_forward(const Model *m, const Pass *p, float *workspace)
         w->layer = m->layer + w->index;
         for (w->row = 0; w->row < p->rows; w->row += tile) {
             w->tile_rows = smaller(tile, p->rows - w->row);
-            run(p->pool, norm_input, w);
-            run(p->pool, project_heads, w);
-            run(p->pool, rotate_and_write, w);
+            run(p->threads, norm_input, w);
+            run(p->threads, project_heads, w);
+            run(p->threads, rotate_and_write, w);
         }
         atomic_store(&w->next, 0);
-        run(p->pool, attend, w);
+        run(p->threads, attend, w);
         for (w->row = 0; w->row < p->rows; w->row += tile) {
             w->tile_rows = smaller(tile, p->rows - w->row);
-            run(p->pool, add_attended, w);
-            run(p->pool, norm_mlp, w);
-            run(p->pool, gate_and_up, w);
-            run(p->pool, add_mlp, w);
+            run(p->threads, add_attended, w);
+            run(p->threads, norm_mlp, w);
+            run(p->threads, gate_and_up, w);
+            run(p->threads, add_mlp, w);
         }
     }
     for (int64_t i = 0; i < p->outs; i++)
         normed(w->h + p->out_rows[i] * width, m->norm, m->eps, width, p->out + i * width);
-}
-
-/* Copies a page of all layers. */
-void verbatim_copy_page(const Model *m, const Pass *p, int64_t from, int64_t to)
-{
-    int64_t step = p->chunk_pages * PAGE * m->head_size;
-    for (int64_t n = 0; n < m->layers * m->kv_heads * 2; n++)
-        memcpy(plane(m, p, (int32_t)to, 0, 0, 0) + n * step, plane(m, p, (int32_t)from, 0, 0, 0) + n * step,
-               (size_t)(PAGE * m->head_size) * sizeof(float));
 }
 
 /* ---- the output head and the draw */
@@ -855,7 +771,7 @@ typedef struct {
     float *logits;              /* [rows, stride]: what is drawn from, or memory for it */
     int64_t *tokens;
     float *logprobs;            /* NaN where logits are not finite numbers */
-    Pool *pool;
+    int64_t threads;
 } Draw;
 
 static void head(void *arg, int64_t index, int64_t count)
@@ -940,7 +856,7 @@ static void draw_rows(void *arg, int64_t index, int64_t count)
 }
 
 /* The logits of all rows. */
-void verbatim_logits(Draw *d) { run(d->pool, head, d); }
+void verbatim_logits(Draw *d) { run(d->threads, head, d); }
 
 /* A token of each row and its logprob, from the logits that are there. */
-void verbatim_draw(Draw *d) { run(d->pool, draw_rows, d); }
+void verbatim_draw(Draw *d) { run(d->threads, draw_rows, d); }

@@ -48,7 +48,7 @@ class PassFields(ctypes.Structure):
     _fields_ = (
         ("rows", _INT), ("ids", _POINTER), ("positions", _POINTER), ("slots", _POINTER), ("tables", _POINTER),
         ("table_width", _INT), ("chunks", _POINTER), ("chunk_pages", _INT), ("outs", _INT), ("out_rows", _POINTER),
-        ("out", _POINTER), ("pool", _POINTER),
+        ("out", _POINTER), ("threads", _INT),
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ class DrawFields(ctypes.Structure):
 
     _fields_ = (
         ("model", _POINTER), ("rows", _INT), ("hidden", _POINTER), ("temperatures", _POINTER), ("uniforms", _POINTER),
-        ("stride", _INT), ("logits", _POINTER), ("tokens", _POINTER), ("logprobs", _POINTER), ("pool", _POINTER),
+        ("stride", _INT), ("logits", _POINTER), ("tokens", _POINTER), ("logprobs", _POINTER), ("threads", _INT),
     )  # fmt: skip
 
 
