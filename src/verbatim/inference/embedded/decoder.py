@@ -171,6 +171,7 @@ class Decoder:
         """Set the version of the weights; tokens drawn from now on carry it."""
         self.version = version
         self._num_loads += 1
+        self.forward.refresh()
         if not self._keep_cache:
             self.table.rebuild_all(self._num_loads)
             for place in list(self._parked):

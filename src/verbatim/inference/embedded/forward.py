@@ -73,6 +73,9 @@ class Forward(Protocol):
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
 
+    def refresh(self) -> None:
+        """The model's weights were replaced in place."""
+
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
     ) -> Tensor:

@@ -59,6 +59,9 @@ class TorchForward:
         if settings.deterministic:
             self._refuse_row_dependent_kernels()
 
+    def refresh(self) -> None:
+        """Nothing: the model's own weights are read."""
+
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
     ) -> Tensor:

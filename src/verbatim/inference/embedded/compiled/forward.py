@@ -53,10 +53,14 @@ class CompiledForward:
         self._kernel = kernel
         self.bytes_per_token = shape.bytes_per_token(torch.float32)
         """Bytes of one token's keys and values in all layers."""
-        self._model = KernelModel(model, fast, calls)
+        self._model = KernelModel(kernel, model, fast, calls)
         self.cache = PagedCache(shape, num_slots, context_length)
         self._memory = torch.empty(0)
         self._logits = torch.empty(0)
+
+    def refresh(self) -> None:
+        """The model's weights were replaced in place."""
+        self._model.refresh()
 
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None

@@ -21,23 +21,25 @@
 #define SPAN 512      /* keys whose scores are held at a time; sums of longer sequences are merged in order */
 #define MOST_QUERIES 64
 
-/* ROWS x 4 sums of a product, QUERIES x 4 vectors of scores: as many as there are registers for. */
+/* ROWS x 2 vectors of a product, QUERIES x 4 vectors of scores: as many as there are registers for. */
 #if defined(__AVX512F__)
 #define LANES 16
-#define ROWS 6
+#define ROWS 12
 #define QUERIES 4
 #elif defined(__AVX__)
 #define LANES 8
-#define ROWS 3
+#define ROWS 6
 #define QUERIES 2
 #else
 #define LANES 4
-#define ROWS 4
+#define ROWS 12
 #define QUERIES 4
 #endif
+#define PANEL (2 * LANES)           /* columns of a product that are computed together */
 #define PARTS (PAGE / LANES)        /* vectors of a page's keys */
 #define PAGES_AT_ONCE (4 / PARTS)
 
+#define ROUND(n) (((n) + 15) / 16 * 16)
 #define INLINE static inline __attribute__((always_inline))
 #define EACH _Pragma("GCC unroll 16") for
 
@@ -45,13 +47,6 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float four __attribute__((vector_size(16)));
-typedef float loose4 __attribute__((vector_size(16), aligned(4), may_alias));
-#ifdef __clang__
-#define MIX(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
-#else
-typedef int32_t ifour __attribute__((vector_size(16)));
-#define MIX(a, b, i, j, k, l) __builtin_shuffle(a, b, (ifour){i, j, k, l})
-#endif
 
 INLINE vec load(const float *p) { return *(const loose *)p; }
 INLINE void store(float *p, vec v) { *(loose *)p = v; }
@@ -68,6 +63,17 @@ INLINE vec all(float x)
 INLINE vec where(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 INLINE vec larger(vec a, vec b) { return where(a > b, a, b); }
 
+/* Keeps a vector in a register: a compiler would read it again for each product. */
+#if defined(__AVX512F__)
+#define HOLD(x) __asm__("" : "+v"(x))
+#elif defined(__x86_64__)
+#define HOLD(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define HOLD(x) __asm__("" : "+w"(x))
+#else
+#define HOLD(x) (void)(x)
+#endif
+
 /* Lanes i, i + 4, i + 8, ... of a vector added, always in the same order. */
 INLINE four folded(vec a)
 {
@@ -83,14 +89,6 @@ INLINE four folded(vec a)
 #endif
 }
 
-/* The sums over the lanes of four vectors. */
-INLINE four sums(vec a, vec b, vec c, vec d)
-{
-    four e = folded(a), f = folded(b), g = folded(c), h = folded(d);
-    four ef = MIX(e, f, 0, 1, 4, 5) + MIX(e, f, 2, 3, 6, 7);
-    four gh = MIX(g, h, 0, 1, 4, 5) + MIX(g, h, 2, 3, 6, 7);
-    return MIX(ef, gh, 0, 2, 4, 6) + MIX(ef, gh, 1, 3, 5, 7);
-}
 INLINE float sum(vec a)
 {
     four e = folded(a);
@@ -146,80 +144,71 @@ static void run(int64_t threads, Task task, void *arg)
     task(arg, 0, 1);
 }
 
-/* ---- products of matrices: y[t, n] = sum over k of x[t, k] w[n, k], lane k % LANES of one accumulator for each */
+/* ---- products of matrices: y[t, n] = sum over k of x[t, k] w[n, k], added in the order of k
 
-INLINE void tile(int rows, int cols, const float *x, int64_t ldx, const float *const *w, const float *bias, int64_t k_end,
-                 float *y, int64_t ldy, int wanted, int adds)
+   Weights [N, K] are packed as panels of PANEL columns, [N / PANEL][K][PANEL], with zeros behind the last. */
+
+int64_t verbatim_packed(int64_t n_end, int64_t k_end) { return (n_end + PANEL - 1) / PANEL * PANEL * k_end; }
+
+void verbatim_pack(const float *w, int64_t n_end, int64_t k_end, float *to)
+{
+    for (int64_t first = 0; first < n_end; first += PANEL)
+        for (int64_t start = 0; start < k_end; start += 64) /* lines of the first cache are used whole */
+            for (int64_t n = first; n < first + PANEL; n++)
+                for (int64_t k = start; k < start + 64 && k < k_end; k++)
+                    to[first * k_end + k * PANEL + n - first] = n < n_end ? w[n * k_end + k] : 0.0f;
+}
+
+INLINE void tile(int rows, int panels, const float *x, int64_t ldx, const float *w, const float *bias, int64_t k_end,
+                 float *y, int64_t ldy, int64_t wanted, int adds)
 {
     vec acc[ROWS][8];
     EACH (int r = 0; r < rows; r++)
-        EACH (int c = 0; c < cols; c++) acc[r][c] = all(0.0f);
-    for (int64_t k = 0; k < k_end; k += LANES) {
+        EACH (int c = 0; c < 2 * panels; c++) acc[r][c] = all(0.0f);
+    for (int64_t k = 0; k < k_end; k++) {
         vec column[8];
-        EACH (int c = 0; c < cols; c++) column[c] = load(w[c] + k);
+        EACH (int c = 0; c < 2 * panels; c++) {
+            column[c] = load(w + (c / 2 * k_end + k) * PANEL + c % 2 * LANES);
+            if (rows > 1) HOLD(column[c]);
+        }
         EACH (int r = 0; r < rows; r++) {
-            vec row = load(x + r * ldx + k);
-            EACH (int c = 0; c < cols; c++) acc[r][c] += row * column[c];
+            vec one = all(x[r * ldx + k]);
+            EACH (int c = 0; c < 2 * panels; c++) acc[r][c] += one * column[c];
         }
     }
     EACH (int r = 0; r < rows; r++)
-        EACH (int c = 0; c < cols; c += 4) {
-            four found = sums(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3]);
-            float *to = y + r * ldy + c;
-            if (c + 4 <= wanted) {
-                if (bias) found += *(const loose4 *)(bias + c);
-                if (adds) found += *(loose4 *)to;
-                *(loose4 *)to = found;
-            } else
-                for (int i = 0; i < 4 && c + i < wanted; i++) {
-                    float one = found[i];
-                    if (bias) one += bias[c + i];
-                    to[i] = adds ? one + to[i] : one;
-                }
+        EACH (int c = 0; c < 2 * panels; c++) {
+            if (c * LANES >= wanted) break;
+            float *to = y + r * ldy + c * LANES;
+            vec found = acc[r][c];
+            if (bias) found += load(bias + c * LANES);
+            store(to, adds ? found + load(to) : found);
         }
 }
 
-INLINE void columns(int cols, const float *x, int64_t ldx, const float *w, const float *bias, int64_t k_end, float *y,
-                    int64_t ldy, int64_t t_end, int wanted, int adds)
-{
-    const float *each[8];
-    for (int c = 0; c < cols; c++) each[c] = w + (c < wanted ? c : wanted - 1) * k_end;
-    int64_t t = 0;
-    if (cols == 4)
-        for (; t + ROWS <= t_end; t += ROWS)
-            tile(ROWS, cols, x + t * ldx, ldx, each, bias, k_end, y + t * ldy, ldy, wanted, adds);
-#define REST(n) case n: tile(n, cols, x + t * ldx, ldx, each, bias, k_end, y + t * ldy, ldy, wanted, adds); break;
-    if (cols == 4)
-        switch (t_end - t) {
-            REST(1)
-#if ROWS > 2
-            REST(2)
-#endif
-#if ROWS > 3
-            REST(3)
-#endif
-#if ROWS > 5
-            REST(4)
-            REST(5)
-#endif
-        }
-    else
-        switch (t_end) { REST(1) REST(2) }
-#undef REST
-}
-
-/* Columns first to last - 1 of y = x w^T + bias, or of y += x w^T + bias. */
+/* Columns first to last - 1 of y = x w^T + bias, or of y += x w^T + bias; `first` is a multiple of PANEL. */
 static void product(const float *x, int64_t ldx, const float *w, const float *bias, int64_t k_end, float *y, int64_t ldy,
                     int64_t t_end, int64_t first, int64_t last, int adds)
 {
+#define TILE(rows, panels) \
+    tile(rows, panels, x + t * ldx, ldx, w + n * k_end, bias ? bias + n : NULL, k_end, y + t * ldy + n, ldy, last - n, adds)
+#define REST(rows) case rows: TILE(rows, 1); break;
     int64_t n = first;
-    if (t_end <= 2 && LANES > 8)
-        for (; n + 8 <= last; n += 8)
-            columns(8, x, ldx, w + n * k_end, bias ? bias + n : NULL, k_end, y + n, ldy, t_end, 8, adds);
-    for (; n < last; n += 4) {
-        int wanted = last - n < 4 ? (int)(last - n) : 4;
-        columns(4, x, ldx, w + n * k_end, bias ? bias + n : NULL, k_end, y + n, ldy, t_end, wanted, adds);
+    if (t_end <= 2) /* few sums: those of several panels at the same time */
+        for (; n + 4 * PANEL <= last; n += 4 * PANEL)
+            for (int64_t t = 0; t < t_end; t++) TILE(1, 4);
+    for (; n < last; n += PANEL) {
+        int64_t t = 0;
+        for (; t + ROWS <= t_end; t += ROWS) TILE(ROWS, 1);
+        switch (t_end - t) {
+            REST(1) REST(2) REST(3) REST(4) REST(5)
+#if ROWS > 6
+            REST(6) REST(7) REST(8) REST(9) REST(10) REST(11)
+#endif
+        }
     }
+#undef TILE
+#undef REST
 }
 
 /* x / sqrt(mean(x^2) + eps) * weight */
@@ -231,7 +220,7 @@ INLINE void normed(const float *x, const float *weight, float eps, int64_t width
     for (int64_t i = 0; i < width; i += LANES) store(out + i, load(x + i) * by * load(weight + i));
 }
 
-/* ---- what Python fills in: the fields in this order */
+/* ---- what Python fills in: the fields in this order; q, k, v, o, gate, up, down and head are packed */
 
 typedef struct {
     const float *input_norm, *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
@@ -252,8 +241,8 @@ typedef struct {
     const int64_t *ids, *positions, *slots;
     const int32_t *tables;      /* [slots, table_width]: the numbers of a slot's pages */
     int64_t table_width;
-    float *const *chunks;       /* memory of pages: [planes, chunk_pages, D * PAGE] */
-    int64_t chunk_pages;
+    float *const *chunks;       /* memory of pages: [planes, 1 << chunk_bits, D * PAGE] */
+    int64_t chunk_bits;
     int64_t outs;
     const int64_t *out_rows;
     float *out;                 /* [outs, W]: normed last hidden states */
@@ -285,7 +274,8 @@ INLINE const int32_t *table_of(const Pass *p, int64_t row) { return p->tables + 
 INLINE float *plane(const Model *m, const Pass *p, int32_t page, int64_t layer, int64_t head, int value)
 {
     int64_t size = PAGE * m->head_size, number = (layer * m->kv_heads + head) * 2 + value;
-    return p->chunks[page / p->chunk_pages] + (number * p->chunk_pages + page % p->chunk_pages) * size;
+    int64_t chunk = page >> p->chunk_bits, within = page - (chunk << p->chunk_bits);
+    return p->chunks[chunk] + ((number << p->chunk_bits) + within) * size;
 }
 
 static int64_t common_pages(const Pass *p, const Piece *a, const Piece *b)
@@ -354,7 +344,10 @@ INLINE void score(int queries, int pages, const float *q, int64_t size, const fl
         EACH (int j = 0; j < pages * PARTS; j++) acc[r][j] = all(0.0f);
     for (int64_t d = 0; d < size; d++) {
         vec key[4];
-        EACH (int j = 0; j < pages * PARTS; j++) key[j] = load(k[j / PARTS] + d * PAGE + j % PARTS * LANES);
+        EACH (int j = 0; j < pages * PARTS; j++) {
+            key[j] = load(k[j / PARTS] + d * PAGE + j % PARTS * LANES);
+            if (queries > 1) HOLD(key[j]);
+        }
         EACH (int r = 0; r < queries; r++) {
             vec one = all(q[r * size + d]);
             EACH (int j = 0; j < pages * PARTS; j++) acc[r][j] += one * key[j];
@@ -376,7 +369,10 @@ INLINE void add_values(int queries, int parts, const float *weights, const float
         for (int c = 0; c < PAGE; c += 2)
             EACH (int odd = 0; odd < 2; odd++) {
                 vec value[2];
-                EACH (int j = 0; j < parts; j++) value[j] = load(v[page] + (c + odd) * size + j * LANES);
+                EACH (int j = 0; j < parts; j++) {
+                    value[j] = load(v[page] + (c + odd) * size + j * LANES);
+                    if (queries > 1) HOLD(value[j]);
+                }
                 EACH (int r = 0; r < queries; r++) {
                     vec one = all(weights[r * SPAN + page * PAGE + c + odd]);
                     EACH (int j = 0; j < parts; j++) acc[r][odd][j] += one * value[j];
@@ -395,58 +391,58 @@ typedef struct {
     float *top, *total;         /* [queries]: the largest score, and the sum of exp(score - top) */
 } Tiled;
 
-INLINE void scores_of(const Tiled *t, int queries, int64_t from, const int32_t *table, int64_t page, int64_t end,
-                      int64_t base)
-{
-    const float *k[PAGES_AT_ONCE];
-    const Work *w = t->w;
-    for (; page < end;) {
-        int64_t left = end - page, n = left >= PAGES_AT_ONCE ? PAGES_AT_ONCE : left >= 2 ? 2 : 1;
-        for (int64_t j = 0; j < n; j++) k[j] = plane(w->m, w->p, table[page + j], w->index, t->head, 0);
-        const float *q = t->q + from * t->size;
-        float *to = t->scores + from * SPAN + (page * PAGE - base);
-        if (n == PAGES_AT_ONCE) score(queries, PAGES_AT_ONCE, q, t->size, k, to);
-        else if (n == 2) score(queries, PAGES_AT_ONCE < 2 ? 1 : 2, q, t->size, k, to);
-        else score(queries, 1, q, t->size, k, to);
-        page += n;
-    }
-}
-
-INLINE void values_of(const Tiled *t, int queries, int64_t from, const int32_t *table, int64_t page, int64_t end,
-                      int64_t base)
-{
-    const float *v[SPAN / PAGE], *part[SPAN / PAGE];
-    const Work *w = t->w;
-    int64_t n = end - page;
-    for (int64_t j = 0; j < n; j++) v[j] = plane(w->m, w->p, table[page + j], w->index, t->head, 1);
-    const float *weights = t->scores + from * SPAN + (page * PAGE - base);
-    for (int64_t d = 0; d < t->size; d += 2 * LANES) {
-        float *out = t->out + from * 2 * t->size + d;
-        for (int64_t j = 0; j < n; j++) part[j] = v[j] + d;
-        if (d + 2 * LANES <= t->size) add_values(queries, 2, weights, part, n, t->size, out);
-        else add_values(queries, 1, weights, part, n, t->size, out);
-    }
-}
-
-#define BY_QUERIES(call, from, until, ...)                                                        \
-    do {                                                                                          \
-        int64_t at = (from), left;                                                                \
-        for (; at + QUERIES <= (until); at += QUERIES) call(t, QUERIES, at, __VA_ARGS__);         \
-        left = (until) - at;                                                                      \
-        if (QUERIES > 3 && left == 3) call(t, QUERIES > 3 ? 3 : 1, at, __VA_ARGS__);              \
-        if (QUERIES > 2 && left == 2) call(t, QUERIES > 2 ? 2 : 1, at, __VA_ARGS__);              \
-        if (left == 1) call(t, 1, at, __VA_ARGS__);                                               \
+#define BY_QUERIES(from, until, call)                                                         \
+    do {                                                                                      \
+        int64_t at = (from), left;                                                            \
+        for (; at + QUERIES <= (until); at += QUERIES) call(QUERIES);                         \
+        left = (until) - at;                                                                  \
+        if (QUERIES > 3 && left == 3) call((QUERIES > 3 ? 3 : 1));                            \
+        if (QUERIES > 2 && left == 2) call((QUERIES > 2 ? 2 : 1));                            \
+        if (left == 1) call(1);                                                               \
     } while (0)
 
+/* The scores of queries `from` to `until` - 1 and the keys of some pages; a few pages stay in the first cache. */
 static void all_scores(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
                        int64_t base)
 {
-    BY_QUERIES(scores_of, from, until, table, page, end, base);
+    const float *k[PAGES_AT_ONCE];
+    const Work *w = t->w;
+    for (int64_t n; page < end; page += n) {
+        n = end - page >= PAGES_AT_ONCE ? PAGES_AT_ONCE : end - page >= 2 ? 2 : 1;
+        for (int64_t j = 0; j < n; j++) k[j] = plane(w->m, w->p, table[page + j], w->index, t->head, 0);
+        float *to = t->scores + (page * PAGE - base);
+#define FOUR(queries) score(queries, PAGES_AT_ONCE, t->q + at * t->size, t->size, k, to + at * SPAN)
+#define TWO(queries) score(queries, PAGES_AT_ONCE < 2 ? 1 : 2, t->q + at * t->size, t->size, k, to + at * SPAN)
+#define ONE(queries) score(queries, 1, t->q + at * t->size, t->size, k, to + at * SPAN)
+        if (n == PAGES_AT_ONCE) BY_QUERIES(from, until, FOUR);
+        else if (n == 2) BY_QUERIES(from, until, TWO);
+        else BY_QUERIES(from, until, ONE);
+#undef FOUR
+#undef TWO
+#undef ONE
+    }
 }
+
+/* Adds the values of some pages, weighted, to what queries `from` to `until` - 1 have. */
 static void all_values(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
                        int64_t base)
 {
-    if (end > page) BY_QUERIES(values_of, from, until, table, page, end, base);
+    const float *v[4], *part[4];
+    const Work *w = t->w;
+    for (int64_t n; page < end; page += n) {
+        n = smaller(4, end - page);
+        for (int64_t j = 0; j < n; j++) v[j] = plane(w->m, w->p, table[page + j], w->index, t->head, 1);
+        const float *weights = t->scores + (page * PAGE - base);
+        for (int64_t d = 0; d < t->size; d += 2 * LANES) {
+            for (int64_t j = 0; j < n; j++) part[j] = v[j] + d;
+#define WIDE(queries) add_values(queries, 2, weights + at * SPAN, part, n, t->size, t->out + at * 2 * t->size + d)
+#define NARROW(queries) add_values(queries, 1, weights + at * SPAN, part, n, t->size, t->out + at * 2 * t->size + d)
+            if (d + 2 * LANES <= t->size) BY_QUERIES(from, until, WIDE);
+            else BY_QUERIES(from, until, NARROW);
+#undef WIDE
+#undef NARROW
+        }
+    }
 }
 
 /* Turns a query's scores of the keys base to base + end - 1 into weights; those outside of [low, high) get 0. */
@@ -597,9 +593,9 @@ static void project_heads(void *arg, int64_t index, int64_t count)
     const Layer *l = w->layer;
     int64_t width = m->width, heads = m->heads * m->head_size, kv = m->kv_heads * m->head_size;
     float *q = w->q + w->row * heads;
-    SHARE(qs, qe, heads, 8);
+    SHARE(qs, qe, heads, PANEL);
     product(w->x, width, l->q, l->q_bias, width, q, heads, w->tile_rows, qs, qe, 0);
-    SHARE(ks, ke, kv, 8);
+    SHARE(ks, ke, kv, PANEL);
     product(w->x, width, l->k, l->k_bias, width, w->kv, 2 * kv, w->tile_rows, ks, ke, 0);
     product(w->x, width, l->v, l->v_bias, width, w->kv + kv, 2 * kv, w->tile_rows, ks, ke, 0);
 }
@@ -647,7 +643,7 @@ static void add_attended(void *arg, int64_t index, int64_t count)
     Work *w = arg;
     const Model *m = w->m;
     int64_t width = m->width, heads = m->heads * m->head_size;
-    SHARE(first, last, width, 8);
+    SHARE(first, last, width, PANEL);
     product(w->q + w->row * heads, heads, w->layer->o, w->layer->o_bias, heads, w->h + w->row * width, width,
             w->tile_rows, first, last, 1);
 }
@@ -657,7 +653,7 @@ static void gate_and_up(void *arg, int64_t index, int64_t count)
     Work *w = arg;
     const Layer *l = w->layer;
     int64_t width = w->m->width, inner = w->m->inner;
-    SHARE(first, last, inner, 16);
+    SHARE(first, last, inner, PANEL);
     product(w->x, width, l->gate, l->gate_bias, width, w->gate, inner, w->tile_rows, first, last, 0);
     product(w->x, width, l->up, l->up_bias, width, w->up, inner, w->tile_rows, first, last, 0);
     for (int64_t r = 0; r < w->tile_rows; r++) /* silu(gate) * up */
@@ -672,7 +668,7 @@ static void add_mlp(void *arg, int64_t index, int64_t count)
 {
     Work *w = arg;
     int64_t width = w->m->width, inner = w->m->inner;
-    SHARE(first, last, width, 8);
+    SHARE(first, last, width, PANEL);
     product(w->gate, inner, w->layer->down, w->layer->down_bias, inner, w->h + w->row * width, width, w->tile_rows, first,
             last, 1);
 }
@@ -684,8 +680,6 @@ static int64_t tile_rows(const Model *m, int64_t rows)
     int64_t most = smaller(256, greater(96, 131072 / floats)), tiles = (rows + most - 1) / most;
     return (rows + tiles - 1) / tiles;
 }
-
-#define ROUND(n) (((n) + 15) / 16 * 16)
 
 static int64_t attention_floats(const Model *m)
 {
@@ -709,7 +703,7 @@ static void empty_new_pages(const Model *m, const Pass *p)
         if (p->positions[row] % PAGE) continue;
         int32_t page = table_of(p, row)[p->positions[row] / PAGE];
         for (int64_t n = 0; n < m->layers * m->kv_heads * 2; n++)
-            memset(plane(m, p, page, 0, 0, 0) + n * p->chunk_pages * PAGE * m->head_size, 0,
+            memset(plane(m, p, page, 0, 0, 0) + (n << p->chunk_bits) * PAGE * m->head_size, 0,
                    (size_t)(PAGE * m->head_size) * sizeof(float));
     }
 }
@@ -777,7 +771,7 @@ typedef struct {
 static void head(void *arg, int64_t index, int64_t count)
 {
     Draw *d = arg;
-    SHARE(first, last, d->m->vocab, 16);
+    SHARE(first, last, ROUND(d->m->vocab), PANEL);
     int64_t most = greater(48, 98304 / d->m->width); /* rows of hidden states that stay in the second cache */
     for (int64_t t = 0; t < d->rows; t += most)
         product(d->hidden + t * d->m->width, d->m->width, d->m->head, NULL, d->m->width, d->logits + t * d->stride,

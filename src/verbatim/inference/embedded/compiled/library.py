@@ -18,6 +18,7 @@ def load_kernel() -> ctypes.CDLL | None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
         ("forward", None, (pointer, pointer, pointer)), ("workspace", number, (pointer, number, number)),
+        ("packed", number, (number, number)), ("pack", None, (pointer, number, number, pointer)),
         ("logits", None, (pointer,)), ("draw", None, (pointer,)),
     ):  # fmt: skip
         function = getattr(kernel, f"verbatim_{name}")

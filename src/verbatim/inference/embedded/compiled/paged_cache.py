@@ -42,7 +42,8 @@ class PagedCache:
         self.planes = shape.num_layers * shape.num_kv_heads * 2
         self._page_floats = PAGE * shape.key_size
         page_bytes = self.planes * self._page_floats * 4
-        self.chunk_pages = max(16, min(_CHUNK_BYTES // page_bytes, 1024))
+        self.chunk_bits = max(4, min((_CHUNK_BYTES // page_bytes).bit_length() - 1, 10))
+        self.chunk_pages = 1 << self.chunk_bits
         """Pages of one chunk of memory."""
         self.tables = np.zeros((num_slots, up_to(context_length, PAGE) // PAGE), dtype=np.int32)
         """The numbers of each slot's pages: int32 [slots, most pages]."""
@@ -67,7 +68,7 @@ class PagedCache:
     def fill(self, fields: PassFields) -> None:
         """Enter where the pages are."""
         fields.tables, fields.table_width = self.tables.ctypes.data, self.tables.shape[1]
-        fields.chunks, fields.chunk_pages = self.addresses.ctypes.data, self.chunk_pages
+        fields.chunks, fields.chunk_bits = self.addresses.ctypes.data, self.chunk_bits
 
     # ---- memory
 

@@ -47,7 +47,7 @@ class PassFields(ctypes.Structure):
 
     _fields_ = (
         ("rows", _INT), ("ids", _POINTER), ("positions", _POINTER), ("slots", _POINTER), ("tables", _POINTER),
-        ("table_width", _INT), ("chunks", _POINTER), ("chunk_pages", _INT), ("outs", _INT), ("out_rows", _POINTER),
+        ("table_width", _INT), ("chunks", _POINTER), ("chunk_bits", _INT), ("outs", _INT), ("out_rows", _POINTER),
         ("out", _POINTER), ("threads", _INT),
     )  # fmt: skip
 
@@ -88,49 +88,65 @@ def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[Attentio
 
 
 class KernelModel:
-    """A model's structure; it reads the weights where they are, so weights replaced in place are seen.
+    """A model's structure, with its matrices packed as the kernel reads them.
 
     Args:
+        kernel: Its functions.
         model: One that `why_not` accepts.
         fast: Its layers and position encoding.
         calls: Attention arguments of each layer.
     """
 
-    def __init__(self, model: CausalLM, fast: FastBackbone, calls: Sequence[AttentionCall]) -> None:
+    def __init__(
+        self, kernel: ctypes.CDLL, model: CausalLM, fast: FastBackbone, calls: Sequence[AttentionCall]
+    ) -> None:  # fmt: skip
         half = fast.head_size // 2
+        self._kernel = kernel
         self._kept = [fast.cos[:, 0, :half].contiguous(), fast.sin[:, 0].contiguous(), model, fast]
+        self._packed: list[tuple[Tensor, Tensor]] = []
         attention, mlp = fast.layers[0].attention, fast.layers[0].mlp
         self.layers = (LayerFields * len(fast.layers))()
         for fields, layer, call in zip(self.layers, fast.layers, calls, strict=True):
-            _fill_layer(fields, layer, call)
+            self._fill_layer(fields, layer, call)
         self.fields = ModelFields(
             layers=len(fast.layers), width=int(model.output.weight.shape[1]),
             heads=attention.q_proj.weight.shape[0] // fast.head_size,
             kv_heads=attention.k_proj.weight.shape[0] // fast.head_size, head_size=fast.head_size,
             inner=int(mlp.gate_proj.weight.shape[0]), vocab=int(model.output.weight.shape[0]),
             embedding=_at(model.backbone.embed_tokens.weight), norm=_at(model.backbone.norm.weight),
-            head=_at(model.output.weight), cos=_at(self._kept[0]), sin=_at(self._kept[1]),
+            head=self._pack(model.output.weight), cos=_at(self._kept[0]), sin=_at(self._kept[1]),
             layer=ctypes.addressof(self.layers), eps=model.backbone.norm.variance_epsilon,
         )  # fmt: skip
         self.address = ctypes.addressof(self.fields)
         """For the kernel."""
         self.num_weights = sum(p.numel() for p in model.backbone.layers.parameters())
         """Weights of all layers, each of which every row multiplies."""
+        self.refresh()
 
+    def refresh(self) -> None:
+        """Take over weights that were replaced in place."""
+        for weight, packed in self._packed:
+            self._kernel.verbatim_pack(weight.data_ptr(), *weight.shape, packed.data_ptr())
 
-def _fill_layer(fields: LayerFields, layer: Any, call: AttentionCall) -> None:
-    attention, mlp = layer.attention, layer.mlp
-    fields.input_norm, fields.mlp_norm = _at(layer.before_attention.weight), _at(layer.before_mlp.weight)
-    fields.input_eps, fields.mlp_eps = layer.before_attention.variance_epsilon, layer.before_mlp.variance_epsilon
-    for name, module in (("q", attention.q_proj), ("k", attention.k_proj), ("v", attention.v_proj),
-                         ("o", attention.o_proj), ("gate", mlp.gate_proj), ("up", mlp.up_proj),
-                         ("down", mlp.down_proj)):  # fmt: skip
-        setattr(fields, name, _at(module.weight))
-        setattr(fields, f"{name}_bias", _at(module.bias))
-    if hasattr(attention, "q_norm"):
-        fields.q_norm, fields.k_norm = _at(attention.q_norm.weight), _at(attention.k_norm.weight)
-        fields.q_eps, fields.k_eps = attention.q_norm.variance_epsilon, attention.k_norm.variance_epsilon
-    fields.window, fields.scale = call.sliding_window or 0, call.scale
+    def _pack(self, weight: Tensor) -> int:
+        """Where the packed form of a matrix will be."""
+        packed = torch.empty(self._kernel.verbatim_packed(*weight.shape))
+        self._packed.append((weight, packed))
+        return packed.data_ptr()
+
+    def _fill_layer(self, fields: LayerFields, layer: Any, call: AttentionCall) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        fields.input_norm, fields.mlp_norm = _at(layer.before_attention.weight), _at(layer.before_mlp.weight)
+        fields.input_eps, fields.mlp_eps = layer.before_attention.variance_epsilon, layer.before_mlp.variance_epsilon
+        for name, module in (("q", attention.q_proj), ("k", attention.k_proj), ("v", attention.v_proj),
+                             ("o", attention.o_proj), ("gate", mlp.gate_proj), ("up", mlp.up_proj),
+                             ("down", mlp.down_proj)):  # fmt: skip
+            setattr(fields, name, self._pack(module.weight))
+            setattr(fields, f"{name}_bias", _at(module.bias))
+        if hasattr(attention, "q_norm"):
+            fields.q_norm, fields.k_norm = _at(attention.q_norm.weight), _at(attention.k_norm.weight)
+            fields.q_eps, fields.k_eps = attention.q_norm.variance_epsilon, attention.k_norm.variance_epsilon
+        fields.window, fields.scale = call.sliding_window or 0, call.scale
 
 
 def _at(tensor: Tensor | None) -> int | None:
