@@ -1,9 +1,9 @@
-"""The embedded sampler's passes with its compiled kernel against those with PyTorch, on the load of a small agent's run.
+"""The embedded sampler's passes by its compiled kernel against those by PyTorch, on the load of a small agent's run.
 
-Both play the same sequences in one process, taking turns; times are processor time of one thread, without an event loop.
+Both play the same sequences in one process, in turns; times are processor time of one thread, without an event loop.
 
-- `decode`: a token for each of 128 sequences: 8 groups of 16, prompts of 300 tokens (200 the same in all groups), and 10
-  to 90 tokens of their own.
+- `decode`: a token for each of 128 sequences: 8 groups of 16, prompts of 300 tokens (200 the same in all groups), and
+  10 to 90 tokens of their own.
 - `prompts`: the same, with tool answers of 40 tokens for 24 of them in each pass.
 - `few`: a token for 1 sequence, for 4.
 - `episodes`: whole episodes of 4 turns of 14 to 30 sampled tokens with answers of 24 to 40, from empty caches.
@@ -87,7 +87,7 @@ def times_of_passes(decoder: Decoder, rows: int, answers: int, passes: int, seed
 
 
 def tokens_per_second(decoder: Decoder, seed: int) -> float:
-    """Sampled tokens per second of processor time over whole episodes, each turn a request that goes on from the last."""
+    """Sampled tokens per second of processor time over whole episodes; each turn is a request that extends the last."""
     rng = np.random.default_rng(seed)
     vocab, table = decoder.model.vocab_size, decoder.table
     plans = [
@@ -148,7 +148,10 @@ def main() -> None:
                 value = kind(decoder, seed)
                 if seed:  # the first round warms up
                     found[name][kernel].append(value)
-    measured = {name: {kernel: round(statistics.median(v), 3) for kernel, v in by.items()} for name, by in found.items()}
+    measured = {
+        name: {kernel: round(statistics.median(values), 3) for kernel, values in by.items()}
+        for name, by in found.items()
+    }
     ratios = {
         name: round(statistics.median(a / b for a, b in zip(*(
             (by["compiled"], by["torch"]) if name.endswith("second") else (by["torch"], by["compiled"])
