@@ -1,6 +1,7 @@
 """A token tree reads every sequence back, stores each distinct (prefix, token) once, and knows what two share."""
 
 import doctest
+import weakref
 
 import numpy as np
 import pytest
@@ -118,3 +119,45 @@ def test_every_sequence_reads_back_is_stored_once_and_compares_as_lists_do(turns
         for other, other_whole in zip(paths, wholes, strict=True):
             assert path.shared_with(other) == naive_prefix(whole, other_whole)
             assert path.starts_with(other) == (whole[: len(other_whole)] == other_whole)
+
+
+def test_a_foreseen_prompt_is_compared_once_and_frees_what_it_was_compared_with():
+    tree, known = TokenTree(), ids(1, 2)
+    known.flags.writeable = False
+    first, _ = tree.add(known, ids(3))
+    prompt = ids(1, 2, 3, 4)
+    prompt.flags.writeable = False
+    last, gone = weakref.ref(known), weakref.ref(prompt)
+    tree.foresee(prompt)
+    del known
+    assert last() is None
+    path, stored = tree.add(prompt, ids(5))
+    assert path.ids().tolist() == [1, 2, 3, 4, 5] and stored.tolist() == [5]
+    assert path.segment.ids.tolist() == [4, 5] and path.starts_with(first)
+    tree.add(ids(1, 2, 9), ids(6))
+    del prompt
+    assert gone() is None
+
+
+@pytest.mark.parametrize("foreseen", [(1, 2, 3, 4), (1, 2, 9), (1, 2), ()])
+@pytest.mark.parametrize("sent", [(1, 2, 3, 4), (1, 2, 3), (1, 2, 9), (7,)])
+def test_what_is_foreseen_changes_nothing_of_what_is_recorded(foreseen, sent):
+    one, other = TokenTree(), TokenTree()
+    for tree in (one, other):
+        tree.add(ids(1, 2), ids(3))
+    prompt = ids(*foreseen)
+    prompt.flags.writeable = False
+    one.foresee(prompt)
+    paths = [tree.add(ids(*sent), ids(3, 5))[0] for tree in (one, other)]
+    assert paths[0].ids().tolist() == paths[1].ids().tolist() == [*sent, 3, 5]
+    segments = [[segment.ids.tolist() for segment, _ in path._walk()] for path in paths]
+    assert segments[0] == segments[1]
+
+
+def test_an_array_that_its_owner_changes_afterwards_changes_nothing():
+    tree, prompt, completion = TokenTree(), ids(1, 2), ids(3)
+    path, stored = tree.add(prompt, completion)
+    prompt[:], completion[:] = 9, 9
+    assert path.ids().tolist() == [1, 2, 3] and stored.tolist() == [3]
+    longer, _ = tree.add(ids(1, 2, 3, 4), ids(5))
+    assert longer.starts_with(path)

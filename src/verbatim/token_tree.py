@@ -15,7 +15,6 @@ Int32: TypeAlias = NDArray[np.int32]
 Ids: TypeAlias = Int32 | Sequence[int]
 
 LARGEST_ID = int(np.iinfo(np.int32).max)
-_ITEM = 4  # bytes of an id
 
 
 class Segment:
@@ -131,8 +130,8 @@ class TokenTree:
         self._key = object()
         self._branches: dict[tuple[Segment | None, int, int], Segment] = {}
         """By the segment and the length that a segment follows, and its first id."""
-        self._last = b""
-        """The sequence taken in last."""
+        self._last = self._tail = _NONE
+        """The sequence taken in last, in two parts: as many of the first as the second leaves, then the second."""
         self._last_path = self.root
 
     @property
@@ -144,7 +143,7 @@ class TokenTree:
         """Take in a prompt and its completion.
 
         Args:
-            prompt: int32 [P]; not kept.
+            prompt: int32 [P]; kept only where it owns its memory and is read-only.
             completion: int32 [C]; not kept.
 
         Returns:
@@ -153,32 +152,50 @@ class TokenTree:
         Raises:
             RecordError: an id outside the vocabulary; names its position. Nothing is taken in.
         """
-        sent, answered = prompt.tobytes(), completion.tobytes()
-        whole = sent + answered
-        segment, known = self._find(prompt, sent)
+        segment, known = self._find(prompt)
         num_prompt, total = len(prompt), len(prompt) + len(completion)
         if known == num_prompt:
             # Sampled again from a known context: the completion may be known as well.
             segment, known = self._descend(segment, known, completion, num_prompt)
         stored: Int32 | None = None
         if known < total:
-            ids: Int32 = np.frombuffer(whole[known * _ITEM :], dtype=np.int32)
+            new = (prompt[known:], completion) if known < num_prompt else (completion[known - num_prompt :],)
+            ids = _read_only(np.concatenate(new, dtype=np.int32))
             self._check(ids, known, num_prompt)
             parent, segment = segment, Segment(ids, segment, known)
             self._branches[parent, known, int(ids[0])] = segment
             if known <= num_prompt:
                 stored = ids[num_prompt - known :]
-        path = TokenPath(self._key, segment, total)
-        self._last, self._last_path = whole, path
-        return path, np.frombuffer(answered, dtype=np.int32) if stored is None else stored
+        if stored is None:
+            stored = _read_only(completion.copy())
+        self._last_path = TokenPath(self._key, segment, total)
+        self._last, self._tail = _kept(prompt), stored
+        return self._last_path, stored
 
-    def _find(self, ids: Int32, raw: bytes) -> tuple[Segment | None, int]:
+    def foresee(self, prompt: Int32) -> None:
+        """A prompt that will be taken in later, and may extend the sequence taken in last: it is compared now, and not
+        again, and what that sequence was compared by is freed."""
+        if _kept(prompt) is prompt and self._extends_last(prompt):
+            self._last, self._tail = prompt, _NONE
+
+    def _extends_last(self, ids: Int32) -> bool:
+        length = self._last_path.length
+        head = length - len(self._tail)
+        if len(ids) < length:
+            return False
+        return bool(
+            (ids is self._last or (ids[:head] == self._last[:head]).all())
+            and (not len(self._tail) or (ids[head:length] == self._tail).all())
+        )
+
+    def _find(self, ids: Int32) -> tuple[Segment | None, int]:
         """Where the known part of a sequence ends: the segment, and the length."""
-        last = self._last
-        if raw.startswith(last):
-            segment, known = self._last_path.segment, self._last_path.length
+        length = self._last_path.length
+        if self._extends_last(ids):
+            segment, known = self._last_path.segment, length
         else:
-            known = common_prefix_length(np.frombuffer(last, dtype=np.int32), ids)
+            last = np.concatenate([self._last[: length - len(self._tail)], self._tail])
+            known = common_prefix_length(last, ids)
             segment = self._last_path.segment_at(known)
         return self._descend(segment, known, ids, 0)
 
@@ -209,6 +226,20 @@ class TokenTree:
             f"{what}_ids: id {int(ids[at])} at position {position} is "
             + ("not a token id" if self._vocab_size > LARGEST_ID else f"outside the vocabulary of {self._vocab_size}")
         )
+
+
+_NONE: Int32 = np.empty(0, dtype=np.int32)
+
+
+def _read_only(ids: Int32) -> Int32:
+    ids.flags.writeable = False
+    return ids
+
+
+def _kept(ids: Int32) -> Int32:
+    """The array itself where nobody writes to its memory, else a copy."""
+    owned = ids.flags.owndata and not ids.flags.writeable
+    return ids if owned else _read_only(np.array(ids, dtype=np.int32))
 
 
 def common_prefix_length(a: Int32, b: Int32) -> int:

@@ -149,6 +149,9 @@ class AgentLoop(EpisodeLoop):
 
     async def _answer(self, prompt: Prompt) -> Answer:
         prompt_ids, extends = await self._rendered(prompt)
+        self.recorder.foresee(prompt_ids)
+        if self.in_order and prompt.thread is not None:
+            prompt.thread.answer.let_go()
         completion = await self._sample_ids(prompt_ids, self.params, prompt.agent)
         await turnstile().enter()
         return self._read(completion, prompt_ids, prompt, self.params.temperature, extends)

@@ -59,6 +59,7 @@ class Dialogue:
         with self._calls.guard("the episode's tools"):
             tools = _checked_tools(episode)
         malformed_in_a_row = 0
+        self._loop.in_order = True
         while True:
             calls = await self._speak(episode, tools)
             if calls and self._loop.turns_left <= 0:

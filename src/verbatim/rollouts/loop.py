@@ -76,6 +76,11 @@ class Answer:
     temperature: float = 1.0
     timing: TurnTiming = field(default_factory=TurnTiming)
 
+    def let_go(self) -> None:
+        """Free the arrays: the turn is recorded, and the prompt that continues it is made."""
+        for name in ("prompt_ids", "completion_ids", "logprobs", "policy_versions", "routed_experts"):
+            object.__setattr__(self, name, None)
+
     def turn_fields(self, prompt: Prompt, state_key: str | None) -> dict[str, Any]:
         """The fields of the `Turn` that do not depend on whose ids it is recorded in."""
         return {
@@ -142,6 +147,9 @@ class EpisodeLoop(abc.ABC):
         self._num_started = 0
         self.stop_reason: StopReason | None = None
         """Set once a limit was reached: nothing more is sampled."""
+        self.in_order = False
+        """Whether one turn is taken after the other, and none after one that failed: then a turn's arrays are freed as
+        soon as the next prompt is made."""
         self.offers_tools = False
         """Whether any turn was shown tools."""
         self.last_answer: Answer | None = None

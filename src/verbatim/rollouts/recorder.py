@@ -67,6 +67,12 @@ class Recorder:
         self.turns.append(turn)
         return index
 
+    def foresee(self, prompt_ids: Int32) -> None:
+        """A prompt that will be recorded when its completion is there; nobody writes to it any more."""
+        if prompt_ids.flags.owndata:
+            prompt_ids.flags.writeable = False
+        self._tree.foresee(prompt_ids)
+
     def num_routed(self, prompt_ids: Int32, agent: str = "main") -> int:
         """Leading tokens of a prompt whose experts are recorded: where it extends the agent's last turn, all tokens of
         that turn but the last. Each turn records what the ones before it do not know."""
@@ -127,6 +133,7 @@ class Recorder:
     def close(self) -> None:
         """The episode has ended: nothing is recorded any more."""
         self._closed = True
+        self._tree = TokenTree()  # the turns hold what they need of it
 
     def refuse_if_closed(self) -> None:
         """Raise a RecordError if the episode has ended, and remember that it went on."""
