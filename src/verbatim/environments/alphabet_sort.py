@@ -12,6 +12,8 @@ from verbatim.types import Example, Message, Trajectory
 
 NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Finn", "Gina", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Mara", "Nils",
          "Olga", "Paul", "Rosa", "Sven", "Tara", "Uwe", "Vera", "Willi", "Xenia", "Yann", "Zoe")  # fmt: skip
+_TOLD = {", ": "separated by commas", "\n": "one on each line"}
+"""What the model is told of the separator."""
 MISPLACES = 0.3
 """Probability that a demonstration puts a name in a wrong place."""
 
@@ -19,7 +21,7 @@ MISPLACES = 0.3
 @dataclass(frozen=True, kw_only=True)
 class AlphabetSort:
     """The user sends names in `num_rounds` messages; every answer is all names so far in alphabetical order, separated
-    by ", ". Each right answer earns its share of 1 (reward parts `round_1`, `round_2`, ...).
+    by commas or one on each line. Each right answer earns its share of 1 (reward parts `round_1`, `round_2`, ...).
 
     Raises:
         UsageError: no names, or more than exist.
@@ -33,6 +35,14 @@ class AlphabetSort:
     """Number of training tasks."""
     num_eval: int = 100
     """Number of evaluation tasks, all different from the training tasks."""
+    one_per_line: bool = False
+    """Whether names stand on lines of their own instead of behind commas. The tokenizer of `[model.build]` then has a
+    token for each name; with commas it has tokens for pieces of lists."""
+
+    @property
+    def separator(self) -> str:
+        """Between two names, of the user and of the model."""
+        return "\n" if self.one_per_line else ", "
 
     def __post_init__(self) -> None:
         names = self.num_rounds * self.names_per_round
@@ -70,7 +80,7 @@ class AlphabetSort:
             names = sorted(game.said_so_far)
             if rng.random() < MISPLACES:
                 names.insert(rng.randrange(len(names)), names.pop(rng.randrange(len(names))))
-            messages.append({"role": "assistant", "content": ", ".join(names)})
+            messages.append({"role": "assistant", "content": self.separator.join(names)})
             answer = game.answer(messages[-1]["content"])
             messages.extend(answer.messages)
             if answer.done:
@@ -83,10 +93,11 @@ class Sorting(Episode):
     turn_rewards_sum_to_reward = True
 
     def __init__(self, rules: AlphabetSort, names: Sequence[str]) -> None:
+        self._separator = rules.separator
         self._rounds = [list(names[i : i + rules.names_per_round]) for i in range(0, len(names), rules.names_per_round)]
         self._right: list[bool] = []
         self.messages = [
-            {"role": "system", "content": "Answer with all names so far, sorted, separated by commas."},
+            {"role": "system", "content": f"Answer with all names so far, sorted, {_TOLD[self._separator]}."},
             self._next_message(),
         ]
 
@@ -101,7 +112,8 @@ class Sorting(Episode):
 
     def answer(self, text: str) -> Reply:
         """`reply` as a plain function."""
-        self._right.append([name.strip() for name in text.split(",")] == sorted(self.said_so_far))
+        said = [name.strip() for name in text.strip().split(self._separator.rstrip(" "))]
+        self._right.append(said == sorted(self.said_so_far))
         share = self._right[-1] / len(self._rounds)
         if len(self._right) == len(self._rounds):
             return Reply(done=True, reward=share)
@@ -110,7 +122,7 @@ class Sorting(Episode):
     def solution(self) -> Iterator[Message]:
         """All names so far, sorted."""
         for _ in self._rounds:
-            yield {"role": "assistant", "content": ", ".join(sorted(self.said_so_far))}
+            yield {"role": "assistant", "content": self._separator.join(sorted(self.said_so_far))}
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
         """A share for each right answer."""
@@ -125,4 +137,6 @@ class Sorting(Episode):
 
     def _next_message(self) -> Message:
         names = self._rounds[len(self._right)]
-        return {"role": "user", "content": f"{'Also' if self._right else 'Sort'}: {', '.join(names)}"}
+        between = "\n" if self._separator == "\n" else " "
+        said = self._separator.join(names)
+        return {"role": "user", "content": f"{'Also' if self._right else 'Sort'}:{between}{said}"}

@@ -22,7 +22,8 @@ def trajectory_from_messages(
     Prompts are bridged as in a rollout, so a rollout of the same conversation has the same tokens.
     The close token belongs to the completion; logprobs are missing (nothing was sampled). A message is rendered
     together with the tool answers that follow it, because templates write a last message in a way of its own
-    (Qwen3 puts an empty thinking block before it), but without a user's message, which may strip its thinking.
+    (Qwen3 puts an empty thinking block before it), but without a user's message, which may strip its thinking. For
+    calls that end the conversation, answers stand in: a model samples calls before anything has answered them.
 
     Raises:
         UsageError: no assistant message, one whose rendering does not begin with its prompt, or calls that do not read
@@ -43,7 +44,8 @@ def trajectory_from_messages(
         end = index + 1
         while end < len(messages) and messages[end]["role"] == "tool":
             end += 1
-        whole = renderer.render_ids(messages[:end], tools, add_generation_prompt=False)
+        answered = messages[:end] if end > index + 1 else [*messages[:end], *_stand_ins(message)]
+        whole = renderer.render_ids(answered, tools, add_generation_prompt=False)
         if not np.array_equal(whole[: len(plain)], plain):
             raise UsageError(
                 f"demonstration {trajectory_id or env!r}: the chat template renders message {index} differently with "
@@ -66,6 +68,14 @@ def trajectory_from_messages(
     return Trajectory(
         example_id=trajectory_id, trajectory_id=trajectory_id, env=env, turns=tuple(turns), messages=tuple(messages)
     )
+
+
+def _stand_ins(message: Message) -> list[Message]:
+    """An answer to each call of a message."""
+    return [
+        {"role": "tool", "content": "done", "name": call["function"]["name"], "tool_call_id": call.get("id", "call_0")}
+        for call in message.get("tool_calls") or ()
+    ]
 
 
 def _through_close_token(ids: Int32, stop_token_ids: tuple[int, ...]) -> Int32:
